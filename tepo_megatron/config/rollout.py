@@ -1,0 +1,66 @@
+"""The sampler: how responses are drawn, and the vLLM servers that draw them."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from tepo_megatron.config.base import Section
+
+
+class SamplingConfig(Section):
+    max_new_tokens: PositiveInt = 512
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the trainer scores under the same one."""
+
+
+class ServerConfig(Section):
+    count: PositiveInt = 1
+    """How many servers to start; prompts are spread over them."""
+
+    tp: PositiveInt = 1
+    """Tensor-parallel size of each server."""
+
+    host: str = "127.0.0.1"
+    """The address that the servers listen on. Anyone who reaches it and holds the run's key can change the weights."""
+
+    port: NonNegativeInt = 0
+    """First port to try; the next free one is taken. 0 lets the operating system choose."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """``auto`` is ``model.dtype``."""
+
+    max_model_len: PositiveInt | None = None
+    """Prompt and response together; default: what the model's config allows."""
+
+    max_num_seqs: PositiveInt = 256
+    """Sequences that a server runs at once."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    cpu_kv_cache_gib: PositiveInt = 1
+    """Memory for the KV cache where there is no GPU."""
+
+    cpu_threads: str = "auto"
+    """``VLLM_CPU_OMP_THREADS_BIND``: the cores of each worker, such as ``0`` or ``0|1``; ``auto`` gives each worker one."""
+
+    start_timeout_s: PositiveFloat = 300.0
+    request_timeout_s: PositiveFloat = 600.0
+    max_restarts: NonNegativeInt = 3
+    """How often in a run a server that died is started again."""
+
+    extra_args: tuple[str, ...] = ()
+    """More arguments for ``vllm.entrypoints.openai.api_server``, as on its command line."""
+
+
+class RolloutConfig(Section):
+    prompts_per_step: PositiveInt = 64
+    samples_per_prompt: PositiveInt = 8
+    """G, the size of a group."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    server: ServerConfig = ServerConfig()
+    record: bool = False
+    """Write every step's rollouts to ``<output>/rollouts/``."""
+
+    replay: Path | None = None
+    """Read the rollouts from this folder, written by ``record``, instead of sampling; no server is started."""

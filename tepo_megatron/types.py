@@ -1,0 +1,168 @@
+"""Everything that crosses a layer or a process.
+
+Axes in names: S sequences, T tokens of all sequences packed one behind the other, V vocabulary, p tensor-parallel size.
+A value at position t of a ``_T`` tensor speaks of the *label* at t, the token that follows t in its sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One task of a dataset: what the model reads, and what the verifier compares its answer with."""
+
+    id: str
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, order=True)
+class WeightsVersion:
+    """Which weights: the optimizer-side step after which they were taken, and a digest of their bytes (hex, may be empty)."""
+
+    step: int
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled response.
+
+    ``sampler_logprobs`` has one entry per response token: the natural-log probability with which the sampler drew it, under
+    the sampling temperature. ``group`` numbers the prompt within its step; responses of one group share a prompt.
+    ``finish_reason`` is ``"stop"`` (the end token was drawn, and is the last response id) or ``"length"`` (cut).
+    """
+
+    problem_id: str
+    group: int
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    sampler_logprobs: tuple[float, ...]
+    finish_reason: str
+    weights_version: WeightsVersion
+    text: str = ""
+    reward: float = 0.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """S sequences packed into T tokens: a whole step, a mini-batch or a micro-batch, always the same type.
+
+    Always there (all on one device):
+      - ``tokens_T`` int64, ``labels_T`` int64 (the next token; 0 where there is none), ``loss_mask_T`` bool (True where the
+        label is a response token), ``cu_seqlens`` int32 [S+1] (offsets of the sequences, first 0, last T),
+      - ``sampler_logprobs_T`` fp32 (0 outside the mask), ``rewards_S`` fp32, ``groups_S`` int64.
+    Filled on the way, ``None`` before:
+      - ``advantages_S`` fp32; ``old_logprobs_T``, ``old_entropy_T`` fp32 from the pre-update policy;
+        ``reference_logprobs_T`` fp32 from a frozen reference model.
+    """
+
+    tokens_T: Tensor
+    labels_T: Tensor
+    loss_mask_T: Tensor
+    cu_seqlens: Tensor
+    sampler_logprobs_T: Tensor
+    rewards_S: Tensor
+    groups_S: Tensor
+    advantages_S: Tensor | None = None
+    old_logprobs_T: Tensor | None = None
+    old_entropy_T: Tensor | None = None
+    reference_logprobs_T: Tensor | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens_T.numel()
+
+    @property
+    def lengths_S(self) -> Tensor:
+        """Tokens of each sequence, prompt included: int64 [S]."""
+        return self.cu_seqlens.diff().long()
+
+    @property
+    def sequence_index_T(self) -> Tensor:
+        """The sequence that each token belongs to: int64 [T]."""
+        import torch
+
+        lengths_S = self.lengths_S
+        return torch.repeat_interleave(torch.arange(self.num_sequences, device=lengths_S.device), lengths_S)
+
+    @property
+    def positions_T(self) -> Tensor:
+        """The place of each token within its sequence, from 0: int64 [T]."""
+        import torch
+
+        index_T = self.sequence_index_T
+        return torch.arange(self.num_tokens, device=index_T.device) - self.cu_seqlens.long()[index_T]
+
+    def with_(self, **changes: Any) -> Batch:
+        """A copy with some fields replaced."""
+        return replace(self, **changes)
+
+    def to(self, device: torch.device | str) -> Batch:
+        return replace(
+            self, **{f.name: value.to(device) for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        )
+
+    def select(self, sequences: Sequence[int]) -> Batch:
+        """The batch of these sequences, in this order."""
+        import torch
+
+        offsets = self.cu_seqlens.tolist()
+        pieces = [torch.arange(offsets[s], offsets[s + 1]) for s in sequences]
+        at_T = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
+        at_S = torch.tensor(list(sequences), dtype=torch.int64)
+        at_T, at_S = at_T.to(self.tokens_T.device), at_S.to(self.tokens_T.device)
+        changes: dict[str, Tensor] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is None:
+                continue
+            if f.name.endswith("_T"):
+                changes[f.name] = value[at_T]
+            elif f.name.endswith("_S"):
+                changes[f.name] = value[at_S]
+        lengths_S = self.lengths_S[at_S]
+        cu_seqlens = torch.zeros(len(sequences) + 1, dtype=self.cu_seqlens.dtype, device=lengths_S.device)
+        cu_seqlens[1:] = lengths_S.cumsum(0)
+        return replace(self, cu_seqlens=cu_seqlens, **changes)
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What the objective needs of the logits: log-probability of the label and entropy of the whole distribution.
+
+    Both fp32 [T], natural logarithm, and differentiable with respect to the logits (or hidden states and head weight) that they
+    were computed from. Under tensor parallelism every rank of the group holds the same values.
+    """
+
+    logprob: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class ObjectiveOutput:
+    """A micro-batch's share of the loss of one optimizer step.
+
+    ``numerator`` is a differentiable scalar: a *sum*, to be minimised. ``denominator`` is what the sum over all micro-batches and
+    ranks is divided by, once; it was passed in, so it is the same on all of them. ``metrics`` maps a name to detached
+    ``(sum, count)`` scalars that add up over micro-batches and ranks; ``extrema`` maps a name that ends in ``/min`` or
+    ``/max`` to a detached scalar.
+    """
+
+    numerator: Tensor
+    denominator: Tensor
+    metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    extrema: Mapping[str, Tensor] = field(default_factory=dict)
