@@ -116,28 +116,78 @@ class Batch:
             self, **{f.name: value.to(device) for f in fields(self) if (value := getattr(self, f.name)) is not None}
         )
 
+    def token_index(self, sequences: Sequence[int]) -> Tensor:
+        """Where the tokens of these sequences lie, in their order: int64 [tokens of the sequences]."""
+        import torch
+
+        offsets = self.cu_seqlens.tolist()
+        runs = [torch.arange(offsets[s], offsets[s + 1]) for s in sequences]
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *runs]).to(self.tokens_T.device)
+
     def select(self, sequences: Sequence[int]) -> Batch:
         """The batch of these sequences, in this order."""
         import torch
 
-        offsets = self.cu_seqlens.tolist()
-        pieces = [torch.arange(offsets[s], offsets[s + 1]) for s in sequences]
-        at_T = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
-        at_S = torch.tensor(list(sequences), dtype=torch.int64)
-        at_T, at_S = at_T.to(self.tokens_T.device), at_S.to(self.tokens_T.device)
+        at_T = self.token_index(sequences)
+        at_S = torch.tensor(list(sequences), dtype=torch.int64, device=at_T.device)
         changes: dict[str, Tensor] = {}
         for f in fields(self):
             value = getattr(self, f.name)
-            if value is None:
-                continue
-            if f.name.endswith("_T"):
-                changes[f.name] = value[at_T]
-            elif f.name.endswith("_S"):
-                changes[f.name] = value[at_S]
-        lengths_S = self.lengths_S[at_S]
-        cu_seqlens = torch.zeros(len(sequences) + 1, dtype=self.cu_seqlens.dtype, device=lengths_S.device)
-        cu_seqlens[1:] = lengths_S.cumsum(0)
+            if value is not None and f.name != "cu_seqlens":
+                changes[f.name] = value[at_T if f.name.endswith("_T") else at_S]
+        cu_seqlens = self.cu_seqlens.new_zeros(len(sequences) + 1)
+        cu_seqlens[1:] = self.lengths_S[at_S].cumsum(0)
         return replace(self, cu_seqlens=cu_seqlens, **changes)
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a tensor: ``start`` inclusive, ``stop`` exclusive, one entry per dimension."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    def intersection(self, other: Box) -> Box | None:
+        """What both cover, in the same coordinates, or None."""
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
+        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+    def relative_to(self, origin: tuple[int, ...]) -> Box:
+        """The same part, in the coordinates of a tensor whose first element is at ``origin`` here."""
+        return Box(
+            tuple(a - o for a, o in zip(self.start, origin, strict=True)),
+            tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
+        )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """``box`` of the Hugging Face tensor ``tensor`` lies at ``at`` of a rank's parameter ``param``; both have the same shape."""
+
+    tensor: str
+    box: Box
+    param: str
+    at: Box
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Which part of which Hugging Face tensor a rank holds.
+
+    ``shapes`` names every tensor of the whole model, in the order in which it is streamed; ``shards`` what lies on this rank.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    shards: tuple[Shard, ...]
 
 
 @dataclass(frozen=True)

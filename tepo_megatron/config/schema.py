@@ -1,0 +1,161 @@
+"""What a run's configuration may say, read from pydantic's JSON schema: every field, its values, its default, its meaning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from tepo_megatron.config.run import RunConfig
+
+Node = dict[str, Any]
+"""One node of a JSON schema, ``$ref`` already followed."""
+
+_TYPES = {
+    "integer": "an integer",
+    "number": "a number",
+    "string": "text",
+    "boolean": "true or false",
+    "null": "null",
+    "object": "a section",
+}
+_BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+
+
+@dataclass(frozen=True)
+class SchemaRow:
+    """One field: where it is, what it takes, what it is by default (as JSON), what it means, and under which variant of a
+    section it exists (``kind = "…"``, or empty)."""
+
+    path: str
+    allowed: str
+    default: str
+    description: str
+    when: str = ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A spot in the schema: its dotted path as users write it, its node (empty if there is none), the keys known beside it."""
+
+    path: str
+    node: Node
+    siblings: tuple[str, ...]
+
+
+@cache
+def json_schema() -> Node:
+    """The JSON schema of a run's YAML (draft 2020-12, as pydantic writes it)."""
+    return RunConfig.model_json_schema()
+
+
+def schema_rows() -> list[SchemaRow]:
+    """Every field of a run, in the order of declaration; a section with variants gives the rows of each."""
+    return list(_rows(json_schema(), "", json_schema().get("default"), ""))
+
+
+def allowed(node: Node) -> str:
+    """What a node takes, in words: the literal's values, the type with its bounds, or the variants of a section."""
+    node = _follow(node)
+    if "discriminator" in node:
+        tags = ", ".join(show(tag) for tag in node["discriminator"]["mapping"])
+        return f"a section with {node['discriminator']['propertyName']} = {tags}"
+    if options := node.get("anyOf") or node.get("oneOf"):
+        return " or ".join(dict.fromkeys(allowed(option) for option in options))
+    if "enum" in node:
+        return ", ".join(show(value) for value in node["enum"])
+    if "const" in node:
+        return show(node["const"])
+    if node.get("type") == "array":
+        return _allowed_list(node)
+    if node.get("format") in ("path", "file-path", "directory-path"):
+        return "a path"
+    bounds = " and ".join(f"{sign} {show(node[name])}" for name, sign in _BOUNDS.items() if name in node)
+    text = _TYPES.get(node.get("type", ""), "any value")
+    if "properties" in node:
+        text += " with " + ", ".join(node["properties"])
+    if "pattern" in node:
+        text += f" that matches {node['pattern']}"
+    return f"{text} {bounds}".strip()
+
+
+def locate(loc: tuple[int | str, ...]) -> Place:
+    """The place that an error of pydantic speaks of; names of union members, which no user writes, leave the path."""
+    node, path, siblings = _follow(json_schema()), "", ()
+    for step in loc:
+        options = _options(node)
+        if isinstance(step, int):
+            path += f"[{step}]"
+            node = _item(node, step)
+            continue
+        sections = {name: option for name, option in options.items() if "properties" in option}
+        if len(options) > 1 and (step in options or not any(step in option["properties"] for option in sections.values())):
+            node = options.get(step, node)
+            continue
+        section = next(iter(sections.values()), node)
+        siblings = tuple(section.get("properties", ()))
+        node = _follow(section.get("properties", {}).get(step, {}))
+        path = f"{path}.{step}" if path else step
+    return Place(path, node, siblings)
+
+
+def show(value: Any, limit: int = 100) -> str:
+    """A value as YAML users write it (true, null, "text"), cut to ``limit`` characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _rows(node: Node, path: str, default: Any, when: str) -> Iterator[SchemaRow]:
+    properties = node.get("properties", {})
+    for name, raw in properties.items():
+        child = _follow(raw)
+        value = default[name] if isinstance(default, dict) and name in default else child.get("default", ...)
+        here = f"{path}.{name}" if path else name
+        options = [option for option in _options(child).values() if "properties" in option]
+        if len(options) != 1 or value is None:
+            shown = "required" if value is ... else show(value)
+            yield SchemaRow(here, allowed(child), shown, _plain(child.get("description", "")), when)
+        tag = child.get("discriminator", {}).get("propertyName")
+        for option in options:
+            inner = when
+            if tag:
+                inner = f"{tag} = {show(_follow(option['properties'][tag]).get('const', option.get('title')))}"
+            same = not tag or (isinstance(value, dict) and value.get(tag) == option["properties"][tag].get("const"))
+            yield from _rows(option, here, value if same else None, inner)
+
+
+def _plain(docstring: str) -> str:
+    """A docstring as one line, its literals between single quotes of code."""
+    return " ".join(docstring.replace("``", "`").split())
+
+
+def _follow(node: Node) -> Node:
+    """The node with ``$ref`` replaced by what it names; what stands beside the ``$ref`` goes first."""
+    while "$ref" in node:
+        target = json_schema()["$defs"][node["$ref"].rsplit("/", 1)[1]]
+        node = {**target, **{key: value for key, value in node.items() if key != "$ref"}}
+    return node
+
+
+def _options(node: Node) -> dict[str, Node]:
+    """What a value here may be, by the label that pydantic gives it in an error's location; one entry if it is no union."""
+    if "discriminator" in node:
+        return {tag: _follow({"$ref": ref}) for tag, ref in node["discriminator"]["mapping"].items()}
+    members = [member for member in node.get("anyOf") or node.get("oneOf") or [node] if member.get("type") != "null"]
+    resolved = [_follow(member) for member in members]
+    if len(resolved) == 1:
+        return _options(resolved[0]) if resolved[0] is not node else {"": node}
+    return {option.get("title", f"option {i}"): option for i, option in enumerate(resolved)}
+
+
+def _item(node: Node, index: int) -> Node:
+    listed = node.get("prefixItems", [])
+    return _follow(listed[index] if index < len(listed) else node.get("items") or {})
+
+
+def _allowed_list(node: Node) -> str:
+    if "prefixItems" in node:
+        return f"a list of {len(node['prefixItems'])}: " + ", ".join(allowed(item) for item in node["prefixItems"])
+    return f"a list, each item {allowed(node['items'])}" if node.get("items") else "a list"

@@ -1,0 +1,73 @@
+"""The order in which problems are trained on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+
+from tepo_megatron.types import Problem
+
+
+class ProblemSampler:
+    """Shuffled passes over the problems: each comes once per epoch, and every epoch has an order of its own.
+
+    The order depends on the seed, the epoch and the number of problems alone, so ``state`` is small and restores exactly.
+
+    Raises:
+        ValueError: there is no problem.
+    """
+
+    def __init__(self, problems: Sequence[Problem], seed: int) -> None:
+        if not problems:
+            raise ValueError("a sampler needs at least one problem, and was given none")
+        self._problems = tuple(problems)
+        self._seed = seed
+        self._digest = _digest(self._problems)
+        self._start_epoch(0)
+
+    def next(self, n: int) -> list[Problem]:
+        """The next ``n`` problems; a call that reaches the end of an epoch goes on with the next one."""
+        batch: list[Problem] = []
+        while len(batch) < n:
+            if self._position == len(self._problems):
+                self._start_epoch(self._epoch + 1)
+            chosen = self._order[self._position : self._position + n - len(batch)]
+            batch.extend(self._problems[index] for index in chosen)
+            self._position += len(chosen)
+        return batch
+
+    def state(self) -> dict[str, int | str]:
+        """For a checkpoint, in plain JSON values: the epoch, from 0, and how many of its problems were given."""
+        return {"seed": self._seed, "epoch": self._epoch, "position": self._position, "problems": self._digest}
+
+    def restore(self, state: Mapping[str, int | str]) -> None:
+        """Go on exactly where the sampler that returned ``state`` was.
+
+        Raises:
+            ValueError: the state was taken with another seed or other problems.
+        """
+        if state["problems"] != self._digest:
+            raise ValueError(
+                "the training problems are not those of the checkpoint, so its data order cannot be continued; "
+                "restore the data source, or start a new run from the checkpoint's weights"
+            )
+        if state["seed"] != self._seed:
+            raise ValueError(f"the checkpoint's data order has seed {state['seed']}, this run has seed = {self._seed}; set it")
+        self._start_epoch(int(state["epoch"]))
+        self._position = int(state["position"])
+
+    def _start_epoch(self, epoch: int) -> None:
+        # Only seeding by a string and random() are promised to stay the same between versions of Python.
+        rng = random.Random(f"{self._seed}/{epoch}")
+        keys = [rng.random() for _ in self._problems]
+        self._order = sorted(range(len(keys)), key=keys.__getitem__)
+        self._epoch = epoch
+        self._position = 0
+
+
+def _digest(problems: Sequence[Problem]) -> str:
+    digest = sha256()
+    for problem in problems:
+        digest.update(repr((problem.id, problem.prompt, problem.answer)).encode())
+    return digest.hexdigest()[:16]

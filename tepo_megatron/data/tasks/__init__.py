@@ -1,0 +1,13 @@
+"""Tasks that ship with the package, by the name that follows ``builtin:`` in a run's YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from tepo_megatron.data.tasks import addition
+from tepo_megatron.types import Problem
+
+BUILTIN_TASKS: Mapping[str, Callable[[], list[Problem]]] = {
+    "addition": addition.train_problems,
+    "addition-heldout": addition.heldout_problems,
+}

@@ -1,0 +1,210 @@
+"""Tokenizers behind one protocol: SentencePiece models, and whatever ``transformers.AutoTokenizer`` loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+UNKNOWN_TEXT = "\ufffd"
+"""What an id without text decodes to: the unknown token, or a row that pads the model's vocabulary. It must show: if it
+vanished, a wrong answer such as ``9<unk>5`` would read as the right one."""
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. Ids of the end of a response are ``eos_ids``, the tokenizer's own first."""
+
+    @property
+    def bos_id(self) -> int | None: ...
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+    @property
+    def pad_id(self) -> int: ...
+    @property
+    def unk_id(self) -> int | None: ...
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id that the tokenizer knows; the model's vocabulary may be padded beyond it."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without special tokens around it."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids: special tokens are left out, ids without text become ``UNKNOWN_TEXT``, all else is exact."""
+
+    def prompt_ids(self, text: str, *, chat_template: bool = False) -> list[int]:
+        """What a model reads when it is asked ``text``: with the begin token where the tokenizer adds one, or as a user
+        message in the chat template, up to where the answer begins.
+
+        Raises:
+            ValueError: ``chat_template`` is asked for and the tokenizer has none.
+        """
+
+
+def load_tokenizer(model_dir: str | Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face model folder.
+
+    A folder with ``tokenizer.model`` and no ``tokenizer.json`` is read by SentencePiece, any other by
+    ``transformers.AutoTokenizer`` (without running code from the folder). End tokens are the tokenizer's, and those that
+    ``generation_config.json`` adds.
+
+    Raises:
+        ValueError: the folder has no tokenizer, a damaged one, or one without an end token.
+    """
+    folder = Path(model_dir)
+    has_json, has_model = (folder / "tokenizer.json").is_file(), (folder / "tokenizer.model").is_file()
+    if not (has_json or has_model or (folder / "tokenizer_config.json").is_file()):
+        raise ValueError(
+            f"{folder} has no tokenizer: copy tokenizer.model, or tokenizer.json and tokenizer_config.json, into it"
+        )
+    load = SentencePieceTokenizer if has_model and not has_json else HuggingFaceTokenizer
+    try:
+        return load(folder)
+    except (OSError, RuntimeError, KeyError, TypeError, ImportError, json.JSONDecodeError) as error:
+        raise ValueError(f"the tokenizer in {folder} cannot be read, copy it again: {error}") from error
+
+
+class SentencePieceTokenizer:
+    """``tokenizer.model``, with the begin token before prompts unless ``tokenizer_config.json`` says otherwise."""
+
+    def __init__(self, folder: Path) -> None:
+        import sentencepiece
+
+        self._processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+        config = _read_json(folder / "tokenizer_config.json")
+        self.vocab_size: int = self._processor.vocab_size()
+        self.bos_id = _id_or_none(self._processor.bos_id())
+        self.unk_id = _id_or_none(self._processor.unk_id())
+        self.eos_ids = _end_ids(_id_or_none(self._processor.eos_id()), folder)
+        pad_id = _id_or_none(self._processor.pad_id())
+        self.pad_id = self.eos_ids[0] if pad_id is None else pad_id
+        self._adds_bos = self.bos_id is not None and config.get("add_bos_token", True)
+        self._special = frozenset(i for i in range(self.vocab_size) if self._processor.is_control(i)) | set(self.eos_ids)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._processor.encode(text)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return _decode(ids, self._special, self.unk_id, self.vocab_size, self._processor.decode)
+
+    def prompt_ids(self, text: str, *, chat_template: bool = False) -> list[int]:
+        if chat_template:
+            raise ValueError("a SentencePiece tokenizer.model has no chat template; set data.chat_template = false")
+        begin = [self.bos_id] if self._adds_bos and self.bos_id is not None else []
+        return begin + self.encode(text)
+
+
+class HuggingFaceTokenizer:
+    """``transformers.AutoTokenizer``, with prompts as the folder's own configuration wants them."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        added: Mapping[int, Any] = self._tokenizer.added_tokens_decoder
+        self.vocab_size = max(len(self._tokenizer), max(added, default=-1) + 1)
+        self.bos_id: int | None = self._tokenizer.bos_token_id
+        self.unk_id: int | None = self._tokenizer.unk_token_id
+        self.eos_ids = _end_ids(self._tokenizer.eos_token_id, folder)
+        pad_id: int | None = self._tokenizer.pad_token_id
+        self.pad_id = self.eos_ids[0] if pad_id is None else pad_id
+        # Some tokenizers call their end token also their unknown token: as an end token it is left out.
+        self._special = ({i for i, token in added.items() if token.special} - {self.unk_id}) | set(self.eos_ids)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return _decode(ids, self._special, self.unk_id, self.vocab_size, self._decode_known)
+
+    def prompt_ids(self, text: str, *, chat_template: bool = False) -> list[int]:
+        if chat_template:
+            return self._chat_ids(text)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True)
+        # A tokenizer set up for training may close every text; a prompt is not over.
+        return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id else ids
+
+    def _chat_ids(self, text: str) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise ValueError("the model's tokenizer has no chat template; set data.chat_template = false")
+        messages = [{"role": "user", "content": text}]
+        ids: list[int] = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return ids
+
+    def _decode_known(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
+def check_tokenizer(tokenizer: Tokenizer, model_config: Mapping[str, Any]) -> None:
+    """Compare a tokenizer with the model that is to read its ids.
+
+    Args:
+        model_config: the model's ``config.json``; ``vocab_size`` and ``eos_token_id`` (one, several or absent) are read.
+
+    Raises:
+        ValueError: the tokenizer has ids that the model has no row for, or none of its end tokens is one of the model's.
+    """
+    rows = model_config.get("vocab_size")
+    if not isinstance(rows, int):
+        raise ValueError(f"the model's config.json says vocab_size = {rows!r}; it must be a number")
+    needed = max(tokenizer.vocab_size, max(tokenizer.eos_ids) + 1)
+    if needed > rows:
+        raise ValueError(
+            f"the tokenizer has {needed} ids, the model only {rows} rows (vocab_size in config.json): they belong to "
+            "different models; copy the model's own tokenizer into its folder"
+        )
+    expected = _as_ids(model_config.get("eos_token_id"))
+    if expected and not set(expected) & set(tokenizer.eos_ids):
+        raise ValueError(
+            f"the tokenizer ends a response with token {_join(tokenizer.eos_ids)}, the model's config.json with "
+            f"{_join(expected)} (eos_token_id): responses would never end; set the two alike"
+        )
+
+
+def _decode(
+    ids: Sequence[int], special: frozenset[int] | set[int], unk_id: int | None, size: int, known: Callable[[list[int]], str]
+) -> str:
+    """Decode the runs of known ids, and put ``UNKNOWN_TEXT`` where they are interrupted."""
+    runs: list[list[int]] = [[]]
+    for token in ids:
+        if token in special:
+            continue
+        if token == unk_id or not 0 <= token < size:
+            runs.append([])
+        else:
+            runs[-1].append(int(token))
+    return UNKNOWN_TEXT.join(known(run) if run else "" for run in runs)
+
+
+def _end_ids(own: int | None, folder: Path) -> tuple[int, ...]:
+    more = _as_ids(_read_json(folder / "generation_config.json").get("eos_token_id"))
+    ids = tuple(dict.fromkeys(([] if own is None else [own]) + more))
+    if not ids:
+        raise ValueError(f"the tokenizer in {folder} has no end token; set eos_token in tokenizer_config.json")
+    return ids
+
+
+def _as_ids(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _join(ids: Sequence[int]) -> str:
+    return " or ".join(str(i) for i in ids)
+
+
+def _id_or_none(piece_id: int) -> int | None:
+    """SentencePiece writes -1 for a special token that the model does not have."""
+    return piece_id if piece_id >= 0 else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    return value if isinstance(value, dict) else {}

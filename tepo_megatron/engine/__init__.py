@@ -1,0 +1,1 @@
+"""The trainer on Megatron-Core: the only importer of megatron.core."""

@@ -1,0 +1,132 @@
+"""Rollouts into one packed batch, the same on every rank, and its division into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tepo_megatron.types import Batch, Rollout
+
+
+def pack(rollouts: Sequence[Rollout]) -> Batch:
+    """All rollouts, prompt and response one behind the other, on the CPU. The label at t is the token at t + 1.
+
+    Raises ValueError for a rollout with an empty response or with log-probs of another length, naming it.
+    """
+    tokens: list[int] = []
+    labels: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    offsets = [0]
+    for rollout in rollouts:
+        _check(rollout)
+        sequence = rollout.prompt_ids + rollout.response_ids
+        before = len(rollout.prompt_ids) - 1
+        tokens += sequence
+        labels += (*sequence[1:], 0)
+        mask += [False] * before + [True] * len(rollout.response_ids) + [False]
+        logprobs += (*[0.0] * before, *rollout.sampler_logprobs, 0.0)
+        offsets.append(len(tokens))
+    return Batch(
+        tokens_T=torch.tensor(tokens, dtype=torch.int64),
+        labels_T=torch.tensor(labels, dtype=torch.int64),
+        loss_mask_T=torch.tensor(mask, dtype=torch.bool),
+        cu_seqlens=torch.tensor(offsets, dtype=torch.int32),
+        sampler_logprobs_T=torch.tensor(logprobs, dtype=torch.float32),
+        rewards_S=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
+        groups_S=torch.tensor([rollout.group for rollout in rollouts], dtype=torch.int64),
+    )
+
+
+def _check(rollout: Rollout) -> None:
+    where = f"rollout of problem {rollout.problem_id}"
+    if not rollout.prompt_ids:
+        raise ValueError(f"{where} has an empty prompt; the tokenizer made no token of it")
+    if not rollout.response_ids:
+        raise ValueError(f"{where} has an empty response; a sampler must return at least the end token")
+    if len(rollout.sampler_logprobs) != len(rollout.response_ids):
+        raise ValueError(
+            f"{where} has {len(rollout.response_ids)} response tokens but {len(rollout.sampler_logprobs)} log-probs"
+        )
+
+
+def broadcast(batch: Batch | None, device: torch.device) -> Batch:
+    """Rank 0's batch, on every rank's ``device``. Every rank calls; only rank 0's argument is read.
+
+    Travels as two flat tensors (no pickle): one of integers, one of floats.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        assert batch is not None
+        return batch.to(device)
+    sizes = torch.zeros(2, dtype=torch.int64)
+    if batch is not None:
+        sizes = torch.tensor([batch.num_sequences, batch.num_tokens])
+    sizes = sizes.to(device)
+    dist.broadcast(sizes, src=0)
+    sequences, tokens = sizes.tolist()
+    integer_sizes = [tokens, tokens, tokens, sequences + 1, sequences]
+    float_sizes = [tokens, sequences]
+    if batch is not None:
+        integers = torch.cat([t.long() for t in _integers(batch)]).to(device)
+        floats = torch.cat([batch.sampler_logprobs_T, batch.rewards_S]).to(device)
+    else:
+        integers = torch.empty(sum(integer_sizes), dtype=torch.int64, device=device)
+        floats = torch.empty(sum(float_sizes), dtype=torch.float32, device=device)
+    dist.broadcast(integers, src=0)
+    dist.broadcast(floats, src=0)
+    tokens_T, labels_T, mask_T, cu_seqlens, groups_S = integers.split(integer_sizes)
+    sampler_logprobs_T, rewards_S = floats.split(float_sizes)
+    return Batch(tokens_T, labels_T, mask_T.bool(), cu_seqlens.int(), sampler_logprobs_T, rewards_S, groups_S)
+
+
+def _integers(batch: Batch) -> list[Tensor]:
+    return [batch.tokens_T, batch.labels_T, batch.loss_mask_T, batch.cu_seqlens, batch.groups_S]
+
+
+def partition(lengths: Sequence[int], *, ranks: int, max_tokens: int) -> list[list[list[int]]]:
+    """Which sequences go to which data-parallel rank's which micro-batch: ``result[rank][micro_batch]``.
+
+    Every rank gets the same number of micro-batches, as Megatron's schedules need, none of them empty where there are enough
+    sequences; token counts are balanced greedily, the longest sequence first. Deterministic, so that every rank computes the
+    same. A micro-batch holds at most ``max_tokens`` unless a single sequence is longer.
+    """
+    if len(lengths) < ranks:
+        raise ValueError(f"{len(lengths)} sequences cannot be spread over {ranks} data-parallel ranks; use more rollouts")
+    order = sorted(range(len(lengths)), key=lambda at: (-lengths[at], at))
+    bins_per_rank = max(1, -(-sum(lengths) // (ranks * max_tokens)))
+    while True:
+        bins = _fill(order, lengths, ranks * bins_per_rank)
+        fits = all(len(members) <= 1 or sum(lengths[at] for at in members) <= max_tokens for members in bins)
+        if fits or ranks * (bins_per_rank + 1) > len(lengths):
+            break
+        bins_per_rank += 1
+    return [[sorted(members) for members in bins[rank::ranks]] for rank in range(ranks)]
+
+
+def _fill(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
+    bins: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for at in order:
+        lightest = min(range(count), key=lambda index: (loads[index], index))
+        bins[lightest].append(at)
+        loads[lightest] += lengths[at]
+    return bins
+
+
+def pad_to(batch: Batch, num_tokens: int) -> Batch:
+    """Adds a last sequence of token 0, outside every loss mask, so that the batch has ``num_tokens`` tokens."""
+    missing = num_tokens - batch.num_tokens
+    if missing == 0:
+        return batch
+    changes = {}
+    for f in fields(batch):
+        value = getattr(batch, f.name)
+        if value is not None and f.name != "cu_seqlens":
+            extra = missing if f.name.endswith("_T") else 1
+            changes[f.name] = torch.cat([value, value.new_zeros(extra)])
+    end = batch.cu_seqlens.new_tensor([num_tokens])
+    return batch.with_(cu_seqlens=torch.cat([batch.cu_seqlens, end]), **changes)

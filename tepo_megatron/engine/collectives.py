@@ -1,0 +1,24 @@
+"""Small values between ranks, without pickle."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def broadcast_json(value: Any, *, source: int, device: torch.device) -> Any:
+    """``source``'s value, on every rank; the others' is not read. Anything that JSON carries (floats come through exactly)."""
+    if dist.get_world_size() == 1:
+        return value
+    data = json.dumps(value).encode() if dist.get_rank() == source else b""
+    size = torch.tensor([len(data)], device=device)
+    dist.broadcast(size, src=source)
+    payload = torch.zeros(int(size.item()), dtype=torch.uint8)
+    if data:
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    payload = payload.to(device)
+    dist.broadcast(payload, src=source)
+    return json.loads(bytes(payload.cpu().tolist()))

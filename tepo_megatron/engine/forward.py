@@ -1,0 +1,98 @@
+"""A batch through Megatron's schedule: what scoring and updating have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from tepo_megatron.engine.batch import pad_to, partition
+from tepo_megatron.engine.parallel import Ranks
+from tepo_megatron.engine.platform import Platform
+from tepo_megatron.types import Batch, TokenScores
+from tepo_megatron.vocab_parallel import logprob_and_entropy
+
+LossFunction = Callable[[TokenScores, Batch], tuple[Tensor, dict[str, Any]]]
+"""Scores and micro-batch → the scalar to differentiate (its sum over micro-batches and ranks is the loss) and what to keep."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """How this run turns a packed micro-batch into token scores."""
+
+    ranks: Ranks
+    platform: Platform
+    vocab_size: int
+    temperature: float
+    micro_batch_tokens: int
+    token_multiple: int
+    """Micro-batches are padded to a multiple of so many tokens (sequence parallelism splits them evenly)."""
+
+    def micro_batches(self, batch: Batch) -> list[list[int]]:
+        """This data-parallel rank's share of the batch, as lists of sequence numbers."""
+        lengths = batch.lengths_S.tolist()
+        return partition(lengths, ranks=self.ranks.dp, max_tokens=self.micro_batch_tokens)[self.ranks.dp_rank]
+
+    def run(
+        self, model: torch.nn.Module, batch: Batch, micro_batches: Sequence[Sequence[int]], loss: LossFunction, *, train: bool
+    ) -> list[dict[str, Any]]:
+        """Forward, and backward if ``train``, over this rank's micro-batches.
+
+        Every rank calls. Returns what ``loss`` kept, per micro-batch, on the last pipeline stage; elsewhere an empty list.
+        """
+        members = [batch.select(sequences) for sequences in micro_batches]
+        # The stages of a pipeline exchange activations of one length, so there all micro-batches are padded alike.
+        sizes = [self._padded(micro.num_tokens) for micro in members]
+        if self.ranks.pp > 1:
+            sizes = [max(sizes)] * len(sizes)
+        padded = [pad_to(micro, size) for micro, size in zip(members, sizes, strict=True)]
+        with self.platform.megatron():
+            return get_forward_backward_func()(
+                forward_step_func=lambda data, module: self._step(next(data), module, loss),
+                data_iterator=_numbered(padded),
+                model=[model],
+                num_microbatches=len(padded),
+                seq_length=sizes[0],
+                micro_batch_size=1,
+                forward_only=not train,
+            )
+
+    def _padded(self, tokens: int) -> int:
+        return -(-tokens // self.token_multiple) * self.token_multiple
+
+    def _step(
+        self, numbered: tuple[int, Batch], model: torch.nn.Module, loss: LossFunction
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
+        number, micro = numbered
+        longest = int(micro.lengths_S.max())
+        packed = PackedSeqParams("thd", micro.cu_seqlens, micro.cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
+        output = model(micro.tokens_T[None], micro.positions_T[None], None, packed_seq_params=packed)
+
+        def reduce(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            try:
+                value, kept = loss(self._scores(logits[0], micro), micro)
+            except ValueError as error:
+                raise ValueError(f"micro-batch {number}: {error}") from error
+            return value, torch.zeros((), dtype=torch.int, device=value.device), kept
+
+        return output, reduce
+
+    def _scores(self, logits_TVp: Tensor, micro: Batch) -> TokenScores:
+        return logprob_and_entropy(
+            logits_TVp,
+            micro.labels_T,
+            tp_group=self.ranks.tp_group,
+            temperature=self.temperature,
+            vocab_size=self.vocab_size,
+            mask_T=micro.loss_mask_T,
+            inplace_backward=True,
+        )
+
+
+def _numbered(batches: Sequence[Batch]) -> Iterator[tuple[int, Batch]]:
+    return iter(list(enumerate(batches)))

@@ -1,0 +1,50 @@
+"""Megatron's optimizer and learning-rate schedule, from our config."""
+
+from __future__ import annotations
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from tepo_megatron.config import ModelConfig, OptimizerConfig
+
+
+def build_optimizer(config: OptimizerConfig, model: ModelConfig, ddp: DistributedDataParallel) -> MegatronOptimizer:
+    """Adam over fp32 master weights (the parameters themselves if they are fp32). Every rank calls."""
+    return get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=model.dtype == "bfloat16",
+            use_distributed_optimizer=config.distributed,
+        ),
+        [ddp],
+    )
+
+
+def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer, *, total_steps: int) -> OptimizerParamScheduler:
+    """Linear warm-up, then constant, linear or cosine until ``total_steps`` optimizer steps.
+
+    Step it *before* the optimizer, so that the first update has a learning rate above 0.
+    """
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=max(total_steps, config.warmup_steps + 1),
+        lr_decay_style=config.schedule,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

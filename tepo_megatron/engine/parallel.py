@@ -1,0 +1,93 @@
+"""Process groups: one call that makes them, one place that knows this rank's coordinates."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from tepo_megatron.config import ParallelConfig
+from tepo_megatron.engine.platform import Platform
+
+TIMEOUT = timedelta(minutes=30)
+"""For collectives: ranks other than 0 wait in one while rank 0 collects rollouts."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process' place. ``tp_group`` is None when tp is 1."""
+
+    rank: int
+    world: int
+    tp: int
+    tp_rank: int
+    pp: int
+    pp_rank: int
+    dp: int
+    dp_rank: int
+    tp_group: dist.ProcessGroup | None
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp - 1
+
+    @property
+    def last_stage_root(self) -> int:
+        """The global rank that reports for the last stage (tensor- and data-parallel rank 0 there)."""
+        return self.tp * self.dp * (self.pp - 1)
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """(tp_rank, pp_rank, dp_rank) of a global rank: Megatron's default order, tp innermost, pp outermost."""
+        return rank % self.tp, rank // (self.tp * self.dp), rank // self.tp % self.dp
+
+    @property
+    def owns_weights(self) -> bool:
+        """One data-parallel replica speaks for all: the first."""
+        return self.dp_rank == 0
+
+
+def initialize(config: ParallelConfig, platform: Platform, *, seed: int) -> Ranks:
+    """Joins the world that the environment describes (torchrun's variables; one process without them) and splits it.
+
+    Every rank calls. Raises ValueError if the world is not tp × pp × dp.
+    """
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world != config.world_size:
+        raise ValueError(
+            f"engine.parallel asks for tp {config.tp} × pp {config.pp} × dp {config.dp} = {config.world_size} processes, "
+            f"but torchrun started {world}; start {config.world_size} or change engine.parallel"
+        )
+    if not dist.is_initialized():
+        if "RANK" in os.environ:
+            dist.init_process_group(platform.backend, timeout=TIMEOUT)
+        else:
+            dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    parallel_state.initialize_model_parallel(config.tp, config.pp)
+    with platform.megatron():
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return Ranks(
+        rank=dist.get_rank(),
+        world=world,
+        tp=config.tp,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp=config.pp,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        dp=config.dp,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        tp_group=parallel_state.get_tensor_model_parallel_group() if config.tp > 1 else None,
+    )
+
+
+def destroy() -> None:
+    """Leaves the world; safe to call twice. After a failure elsewhere the other ranks may be gone, so nothing is waited for."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,102 @@
+"""Megatron-Core on a machine without a GPU: every place where it takes CUDA for granted, answered once.
+
+Upstream has no door for this, so it is the one set of patches of the project (docs/design.md). ``install()`` is called
+explicitly, once per process, before a model is built; nothing is patched on import. Each patch says why it is there, and a
+test leaves it out and expects Megatron to fail, so that a patch that upstream no longer needs is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+TESTED_MEGATRON = "0.16"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """``owner.name`` becomes ``replacement``; ``why`` says who asks for it."""
+
+    owner: Any
+    name: str
+    replacement: Any
+    why: str
+
+    @property
+    def key(self) -> str:
+        return f"{getattr(self.owner, '__name__', self.owner)}.{self.name}"
+
+
+def _tensor_stays(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return tensor
+
+
+def _random_state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_random_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
+    torch.set_rng_state(state)
+
+
+def patches() -> list[Patch]:
+    """Every patch, in order. Imports megatron.core, changes nothing."""
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    return [
+        Patch(torch.cuda, "current_device", lambda: torch.device("cpu"), "the device of new parameters and buffers"),
+        Patch(torch.cuda, "manual_seed", torch.manual_seed, "seeds of model-parallel regions"),
+        Patch(torch.cuda, "get_rng_state", _random_state, "the tracker of model-parallel random states"),
+        Patch(torch.Tensor, "cuda", _tensor_stays, "buffers moved by hand (RoPE, gradient norm)"),
+        Patch(megatron_random, "_get_cuda_rng_state", _random_state, "fork of the random state around dropout"),
+        Patch(megatron_random, "_set_cuda_rng_state", _set_random_state, "the same, on the way back"),
+        Patch(torch.cuda, "synchronize", lambda *_, **__: None, "after pipeline sends; gloo's are already complete"),
+    ]
+
+
+def install(*, leave_out: Collection[str] = ()) -> None:
+    """Patches torch.cuda and Megatron in this process. Calling it twice does nothing more.
+
+    ``leave_out`` names patches by key, for the test that each is needed. Raises RuntimeError on a machine with a GPU, where it
+    would break real CUDA, and for a Megatron-Core version on which the patches were not tried.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError("engine.platform = cpu patches torch.cuda, and this machine has a GPU; hide it (CUDA_VISIBLE_DEVICES=)")
+    found = version("megatron-core")
+    if not found.startswith(TESTED_MEGATRON + "."):
+        raise RuntimeError(
+            f"megatron-core {found} was not tried on CPU; install {TESTED_MEGATRON}.x (pip install 'megatron-core~=0.16.1')"
+        )
+    for patch in patches():
+        if patch.key not in leave_out:
+            setattr(patch.owner, patch.name, patch.replacement)
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """Tensors that Megatron makes with a literal ``device="cuda"`` are made on the CPU, and ``Tensor.type()`` answers as its
+    optimizers' type checks expect.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return str(func(*args)).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def cuda_means_cpu() -> Iterator[None]:
+    """Around calls into Megatron that make tensors on a literal "cuda"."""
+    with _CudaToCpu():
+        yield

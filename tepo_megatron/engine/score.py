@@ -1,0 +1,32 @@
+"""Log-probabilities and entropies of the policy as it stands, for every token of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tepo_megatron.engine.forward import Forward
+from tepo_megatron.types import Batch, TokenScores
+
+
+def score(forward: Forward, model: torch.nn.Module, batch: Batch) -> TokenScores:
+    """Scores of the whole batch, detached, the same on every rank; 0 outside the loss mask. Every rank calls."""
+
+    def keep(scores: TokenScores, micro: Batch) -> tuple[Tensor, dict[str, Any]]:
+        return scores.logprob.sum(), {"logprob": scores.logprob, "entropy": scores.entropy}
+
+    micro_batches = forward.micro_batches(batch)
+    with torch.no_grad():
+        kept = forward.run(model, batch, micro_batches, keep, train=False)
+    found = torch.zeros(2, batch.num_tokens, device=batch.tokens_T.device)
+    if forward.ranks.tp_rank == 0:
+        for sequences, scores in zip(micro_batches, kept, strict=False):
+            at = batch.token_index(sequences)
+            found[0, at] = scores["logprob"][: at.numel()]
+            found[1, at] = scores["entropy"][: at.numel()]
+    # Each token was scored by one data-parallel rank; adding zeros brings it to all, unchanged.
+    dist.all_reduce(found)
+    return TokenScores(logprob=found[0], entropy=found[1])

@@ -1,0 +1,1 @@
+"""Held-out accuracy: greedy, avg@k and pass@k, with readable samples."""

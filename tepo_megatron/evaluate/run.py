@@ -1,0 +1,162 @@
+"""One evaluation: greedy answers and k samples of held-out problems, scored and summed up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Protocol
+
+from tepo_megatron.config.data import EvaluateConfig
+from tepo_megatron.config.rollout import SamplingConfig
+from tepo_megatron.data.prompts import encode_prompt
+from tepo_megatron.data.tokenizer import Tokenizer
+from tepo_megatron.evaluate.estimators import avg_at_k, pass_at_k
+from tepo_megatron.reward.pool import RewardResult
+from tepo_megatron.types import Problem
+
+CORRECT = 1.0
+"""A response counts as correct when its reward is at least this."""
+
+
+class Response(Protocol):
+    """What a sampler returns for one response: ids with the end token if it was drawn, and one log-prob per id."""
+
+    @property
+    def response_ids(self) -> Sequence[int]: ...
+    @property
+    def logprobs(self) -> Sequence[float]: ...
+    @property
+    def finish_reason(self) -> str: ...
+
+
+class Generate(Protocol):
+    """Draw ``n`` responses for each prompt, in the prompts' order; temperature 0 is greedy."""
+
+    def __call__(
+        self, prompts: list[tuple[int, ...]], *, n: int, temperature: float, max_new_tokens: int, seed: int
+    ) -> Sequence[Sequence[Response]]: ...
+
+
+class Scorer(Protocol):
+    """A ``RewardPool``, or what stands for one."""
+
+    def score(self, items: Sequence[tuple[Problem, str]]) -> list[RewardResult]: ...
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What an evaluation found.
+
+    ``metrics`` holds ``accuracy/greedy`` and, when samples were drawn, ``accuracy/avg@k`` and ``accuracy/pass@k`` for the
+    ``k`` given here (0: greedy only). ``mean_response_len`` is in tokens over the greedy responses, the end token included.
+    ``failures`` counts responses that the verifier could not score. ``samples`` are rows for ``samples.jsonl``.
+    """
+
+    metrics: dict[str, float]
+    k: int
+    num_problems: int
+    mean_response_len: float
+    failures: int
+    samples: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Scored:
+    text: str
+    num_tokens: int
+    finish_reason: str
+    result: RewardResult
+
+    @property
+    def correct(self) -> bool:
+        return self.result.error is None and self.result.reward >= CORRECT
+
+
+def evaluate(
+    problems: Sequence[Problem],
+    *,
+    generate: Generate,
+    tokenizer: Tokenizer,
+    pool: Scorer,
+    config: EvaluateConfig,
+    sampling: SamplingConfig,
+    seed: int,
+    chat_template: bool = False,
+) -> EvaluationResult:
+    """Answer held-out problems greedily, and ``config.samples`` times at the training temperature.
+
+    Called on rank 0 alone. The first ``config.problems`` are used, so that evaluations of a run compare; ``seed`` is for the
+    samples.
+
+    Raises:
+        ValueError: there is no problem, or a prompt that the tokenizer cannot represent.
+        RuntimeError: the sampler returned another number of responses than was asked for.
+    """
+    chosen = list(problems[: config.problems])
+    if not chosen:
+        raise ValueError("there is no held-out problem to evaluate; give data.heldout, or set evaluate.every = 0")
+    prompts = [encode_prompt(tokenizer, problem, chat_template=chat_template) for problem in chosen]
+
+    def answer(n: int, temperature: float) -> list[list[_Scored]]:
+        groups = generate(prompts, n=n, temperature=temperature, max_new_tokens=sampling.max_new_tokens, seed=seed)
+        return _score_groups(chosen, groups, n, tokenizer, pool)
+
+    greedy = [group[0] for group in answer(1, 0.0)]
+    sampled = answer(config.samples, sampling.temperature) if config.samples else [[] for _ in chosen]
+    return EvaluationResult(
+        metrics=_accuracies(greedy, sampled, config.samples),
+        k=config.samples,
+        num_problems=len(chosen),
+        mean_response_len=fmean(response.num_tokens for response in greedy),
+        failures=sum(r.result.error is not None for r in [*greedy, *(r for group in sampled for r in group)]),
+        samples=[_row(*shown) for shown in zip(chosen, greedy, sampled, strict=True)][: config.show],
+    )
+
+
+def _score_groups(
+    problems: Sequence[Problem], groups: Sequence[Sequence[Response]], n: int, tokenizer: Tokenizer, pool: Scorer
+) -> list[list[_Scored]]:
+    if len(groups) != len(problems) or any(len(group) != n for group in groups):
+        counts = sorted({len(group) for group in groups})
+        raise RuntimeError(
+            f"the sampler was asked for {n} responses to each of {len(problems)} prompts; it returned {counts} for {len(groups)}"
+        )
+    responses = [response for group in groups for response in group]
+    texts = [tokenizer.decode(response.response_ids) for response in responses]
+    owners = [problem for problem in problems for _ in range(n)]
+    results = pool.score(list(zip(owners, texts, strict=True)))
+    scored = [
+        _Scored(text, len(response.response_ids), response.finish_reason, result)
+        for text, response, result in zip(texts, responses, results, strict=True)
+    ]
+    return [scored[at : at + n] for at in range(0, len(scored), n)]
+
+
+def _accuracies(greedy: Sequence[_Scored], sampled: Sequence[Sequence[_Scored]], k: int) -> dict[str, float]:
+    metrics = {"accuracy/greedy": fmean(response.correct for response in greedy)}
+    if k:
+        num_correct = [sum(response.correct for response in group) for group in sampled]
+        metrics["accuracy/avg@k"] = fmean(avg_at_k(k, c) for c in num_correct)
+        metrics["accuracy/pass@k"] = fmean(pass_at_k(k, c, k) for c in num_correct)
+    return metrics
+
+
+def _row(problem: Problem, greedy: _Scored, sampled: Sequence[_Scored]) -> dict[str, Any]:
+    return {
+        "problem": problem.id,
+        "prompt": problem.prompt,
+        "answer": problem.answer,
+        "greedy": _readable(greedy),
+        "sampled": [_readable(response) for response in sampled],
+    }
+
+
+def _readable(response: _Scored) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "response": response.text,
+        "reward": response.result.reward,
+        "tokens": response.num_tokens,
+        "finish_reason": response.finish_reason,
+    }
+    return row | ({"error": response.result.error} if response.result.error else {})

@@ -1,0 +1,27 @@
+"""The paper: pure tensor maths on [sequence, token] values. No process group, no model."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tepo_megatron.objective.advantage import group_advantages, overlong_penalty
+    from tepo_megatron.objective.compose import Objective, build_objective
+    from tepo_megatron.objective.context import StepContext
+    from tepo_megatron.objective.ratio import sequence_sum
+
+__all__ = ["Objective", "StepContext", "build_objective", "group_advantages", "overlong_penalty", "sequence_sum"]
+
+_HOMES = {
+    "Objective": "compose",
+    "StepContext": "context",
+    "build_objective": "compose",
+    "group_advantages": "advantage",
+    "overlong_penalty": "advantage",
+    "sequence_sum": "ratio",
+}
+
+
+def __getattr__(name: str) -> Any:  # on first use, so that the table of presets can be printed without torch
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,70 @@
+"""What every objective reports of a micro-batch: detached (sum, count) pairs that add up over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.objective.regularize import kl_estimate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tepo_megatron.objective.compose import TokenValues
+    from tepo_megatron.objective.context import StepContext
+    from tepo_megatron.objective.trust_region import Surrogate
+
+Metrics = dict[str, tuple[Tensor, Tensor]]
+
+
+@torch.no_grad()
+def measure(
+    values: TokenValues,
+    context: StepContext,
+    ratio_T: Tensor,
+    gain: Surrogate,
+    weight_T: Tensor | None,
+    chosen: Mapping[str, Tensor],
+) -> tuple[Metrics, dict[str, Tensor]]:
+    """Metrics and extrema of a micro-batch; their meaning is listed in ``docs/tepo.md``.
+
+    Means are over response tokens; those named ``masked`` over the tokens that a token-level mechanism (KL mask, KL-Cov, Clip-Cov)
+    chose. KL is KL(π_θ‖π_old) as r δ − r + 1, the mismatch is KL(sampler‖π_old) by k3. Without a response token the smallest
+    ratio is inf and the largest −inf, the neutral elements of min and max.
+    """
+    mask_T = values.mask_T
+    masked_T = torch.zeros_like(mask_T)
+    for chosen_T in chosen.values():
+        masked_T = masked_T | chosen_T
+    kl_T = kl_estimate(values.delta_T, "k3") * values.delta_T.exp()
+
+    def over(where_T: Tensor, value_T: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.where(where_T, value_T, 0.0).sum(), where_T.sum().to(value_T.dtype)
+
+    metrics: Metrics = {
+        "ratio/mean": over(mask_T, ratio_T),
+        "clip/low": over(mask_T, gain.clipped_low_T.to(ratio_T.dtype)),
+        "clip/high": over(mask_T, gain.clipped_high_T.to(ratio_T.dtype)),
+        "kl/mean": over(mask_T, kl_T),
+        "kl/masked": over(masked_T, kl_T),
+        "mask/fraction": over(mask_T, masked_T.to(ratio_T.dtype)),
+        "entropy/mean": over(mask_T, values.entropy_T),
+        "mismatch/kl": over(mask_T, kl_estimate(-values.mismatch_T, "k3")),
+        "ess": over(mask_T, context.effective_samples.expand_as(ratio_T)),
+    }
+    if values.entropy_change_T is not None:
+        metrics["entropy/delta"] = over(mask_T, values.entropy_change_T)
+        metrics["entropy/delta_masked"] = over(masked_T, values.entropy_change_T)
+        metrics["entropy/delta_unmasked"] = over(mask_T & ~masked_T, values.entropy_change_T)
+    if values.reference_delta_T is not None:
+        metrics["kl/reference"] = over(mask_T, kl_estimate(values.reference_delta_T, "k3"))
+    if weight_T is not None:
+        metrics["mismatch/weight"] = over(mask_T, weight_T)
+        metrics["mismatch/dropped"] = over(mask_T, (weight_T == 0).to(ratio_T.dtype))
+    extrema = {
+        "ratio/min": torch.where(mask_T, ratio_T, torch.inf).amin() if mask_T.numel() else ratio_T.new_tensor(torch.inf),
+        "ratio/max": torch.where(mask_T, ratio_T, -torch.inf).amax() if mask_T.numel() else ratio_T.new_tensor(-torch.inf),
+    }
+    return metrics, extrema

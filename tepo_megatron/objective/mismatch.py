@@ -1,0 +1,39 @@
+"""Weights for samples whose sampler's probabilities differ from the trainer's, both before the update. Detached, [T]."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.objective.ratio import Reduce, sequence_sum
+
+if TYPE_CHECKING:
+    from tepo_megatron.config.objective import Mismatch
+
+
+def mismatch_weights(
+    correction: Mismatch, difference_T: Tensor, index_T: Tensor, num_sequences: int, reduce: Reduce | None = None
+) -> Tensor:
+    """π_old / π_sampler at each token, or of each sequence as a product over its tokens: bounded above by ``cap`` (truncated
+    importance sampling), or 0 outside [low, high] (IcePop).
+
+    ``difference_T`` is log π_old − log π_sampler, 0 outside the loss mask. The weights multiply the surrogate, nothing else.
+    """
+    difference_T = difference_T.detach()
+    if correction.level == "sequence":
+        difference_T = sequence_sum(difference_T, index_T, num_sequences, reduce)[index_T]
+    weight_T = difference_T.exp()
+    if correction.kind == "truncate":
+        return weight_T.clamp(max=correction.cap)
+    inside_T = (weight_T >= correction.low) & (weight_T <= correction.high)
+    return torch.where(inside_T, weight_T, 0.0)
+
+
+def effective_sample_share(difference_T: Tensor) -> Tensor:
+    """(Σw)² / (N Σw²) of w = π_old / π_sampler over N tokens: 1 where all weights are equal; a scalar, 1 for N = 0."""
+    if not difference_T.numel():
+        return difference_T.new_ones(())
+    weight_T = (difference_T.double() - difference_T.double().max()).exp()  # the share does not change with the scale
+    return (weight_T.sum() ** 2 / (weight_T.numel() * (weight_T**2).sum())).to(difference_T.dtype)

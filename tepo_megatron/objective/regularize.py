@@ -1,0 +1,59 @@
+"""KL terms and the entropy bonus beside the surrogate (TEPO.md §4, §6, §7). All values [T]."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tepo_megatron.config.objective import KL, EntropyBonus, KLCov, KLMask
+
+
+def kl_estimate(difference_T: Tensor, estimator: Literal["k1", "k2", "k3", "abs"]) -> Tensor:
+    """Per-token estimate of KL(π_θ‖q) for tokens drawn from π_θ; ``difference_T`` is d = log π_θ − log q at the drawn token.
+
+    k1 = d (unbiased), k2 = d²/2, k3 = exp(−d) − 1 + d (unbiased, never negative), abs = |d|.
+    """
+    if estimator == "k1":
+        return difference_T
+    if estimator == "k2":
+        return difference_T**2 / 2
+    if estimator == "k3":
+        return torch.expm1(-difference_T) + difference_T
+    return difference_T.abs()
+
+
+def kl_penalty(term: KLMask | KL | KLCov, delta_T: Tensor, reference_delta_T: Tensor | None) -> Tensor:
+    """The KL values of one term, not yet masked nor multiplied by its coefficient.
+
+    ``delta_T`` is log π_θ − log π_old, ``reference_delta_T`` log π_θ − log π_ref. With ``weight = importance`` the estimate is
+    multiplied by exp(δ), gradient included: then its mean over tokens of π_old is that of the estimator over tokens of π_θ. For k3
+    against π_old that is r δ − r + 1, unbiased for KL(π_θ‖π_old) (TEPO.md §4).
+    """
+    difference_T = delta_T if term.against == "old" else reference_delta_T
+    assert difference_T is not None
+    value_T = kl_estimate(difference_T, term.estimator)
+    return value_T * delta_T.exp() if term.weight == "importance" else value_T
+
+
+def entropy_falls(change_T: Tensor, tolerance: float) -> Tensor:
+    """1[ΔH < −tolerance], ΔH = H(π_θ) − H(π_old) of the full distributions (TEPO.md §4, reading ``measured``); bool."""
+    return change_T < -tolerance
+
+
+def entropy_predicted_to_fall(covariance_T: Tensor) -> Tensor:
+    """1[c > 0] of the covariance statistic (TEPO.md §4 and §5, reading ``covariance``); bool."""
+    return covariance_T > 0
+
+
+def entropy_coefficient(bonus: EntropyBonus | None, old_entropy_mean: Tensor | None) -> float:
+    """The coefficient for one optimizer step; ``adaptive`` fades with the mean entropy of π_old (TEPO.md §6, reading)."""
+    if bonus is None:
+        return 0.0
+    if bonus.kind == "fixed":
+        return bonus.coefficient
+    if old_entropy_mean is None:
+        raise ValueError("objective.entropy.kind = 'adaptive' needs old_entropy_T; score the batch before the step")
+    return bonus.coefficient * min(max(1 - old_entropy_mean.item() / bonus.target, 0.0), 1.0)

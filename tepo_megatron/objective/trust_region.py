@@ -1,0 +1,49 @@
+"""How far a ratio may carry the surrogate (TEPO.md §3, §7). All values [T], to be maximised."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tepo_megatron.config.objective import TrustRegion
+
+
+class Surrogate(NamedTuple):
+    value_T: Tensor
+    clipped_low_T: Tensor
+    """bool: the lower bound took the gradient of this token's ratio."""
+    clipped_high_T: Tensor
+
+
+def clipped(ratio_T: Tensor, advantage_T: Tensor, low: float, high: float, dual: float | None = None) -> Surrogate:
+    """min(r A, clip(r, 1 − low, 1 + high) A); with ``dual``, at least dual · A where A < 0."""
+    value_T = torch.minimum(ratio_T * advantage_T, ratio_T.clamp(1 - low, 1 + high) * advantage_T)
+    above_T = (ratio_T > 1 + high) & (advantage_T > 0)
+    if dual is not None:
+        negative_T = advantage_T < 0
+        above_T = above_T | (negative_T & (ratio_T > dual))
+        value_T = torch.where(negative_T, torch.maximum(value_T, dual * advantage_T), value_T)
+    return Surrogate(value_T, (ratio_T < 1 - low) & (advantage_T < 0), above_T)
+
+
+def weighted_logprob(ratio_T: Tensor, logprob_T: Tensor, advantage_T: Tensor, low: float | None, high: float) -> Surrogate:
+    """sg[clip(r)] · A · log π: no token loses its gradient, its weight is bounded (CISPO)."""
+    ratio_T = ratio_T.detach()
+    weight_T = ratio_T.clamp(None if low is None else 1 - low, 1 + high)
+    return Surrogate(weight_T * advantage_T * logprob_T, ratio_T < weight_T, ratio_T > weight_T)
+
+
+def surrogate(region: TrustRegion, ratio_T: Tensor, logprob_T: Tensor, advantage_T: Tensor, detached_T: Tensor | None) -> Surrogate:
+    """The surrogate under a trust region; ``detached_T`` bool marks the tokens that Clip-Cov deprives of their gradient."""
+    if region.kind == "clip":
+        return clipped(ratio_T, advantage_T, region.low, region.high, region.dual)
+    if region.kind == "clip_weight":
+        return weighted_logprob(ratio_T, logprob_T, advantage_T, region.low, region.high)
+    if region.kind == "clip_cov":
+        assert detached_T is not None
+        return clipped(torch.where(detached_T, ratio_T.detach(), ratio_T), advantage_T, region.low, region.high)
+    never_T = torch.zeros_like(advantage_T, dtype=torch.bool)
+    return Surrogate(ratio_T * advantage_T, never_T, never_T)

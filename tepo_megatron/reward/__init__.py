@@ -1,0 +1,1 @@
+"""Verifiers, and the pool of worker processes that runs them."""

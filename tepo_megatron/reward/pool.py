@@ -1,0 +1,189 @@
+"""Worker processes that run the verifier beside rank 0, each response within a time limit."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from tepo_megatron.config.data import RewardConfig
+from tepo_megatron.reward.process import WorkerProcess
+from tepo_megatron.reward.verifiers import resolve_verifier
+from tepo_megatron.types import Problem
+
+_START_TIMEOUT_S = 120.0
+"""For a worker to start and import the verifier; symbolic mathematics on a busy machine takes seconds."""
+
+_LARGEST_CHUNK = 128
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """A response's reward; ``error`` says why it could not be scored (the reward is then ``failed_reward``)."""
+
+    reward: float
+    error: str | None = None
+
+
+class RewardPool:
+    """Runs one verifier in ``config.workers`` processes; they are ready when the constructor returns.
+
+    Where a verifier raises, returns no finite number, or takes longer than ``config.timeout_s``, only that response suffers: it
+    gets ``config.failed_reward`` and an error text with the problem's id. A worker that hangs or dies is replaced.
+    Workers end with the parent, however it ends, and do not see the terminal's Ctrl-C. Only rank 0 needs a pool; not for use
+    by several threads at once.
+
+    Raises:
+        ValueError: an unknown verifier, or one that cannot be imported.
+        RuntimeError: a worker does not start.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._verifier = resolve_verifier(config.verifier)
+        self._selector = selectors.DefaultSelector()
+        self._workers: list[_Worker] = []
+        self._results: dict[int, RewardResult] = {}
+        self._queue: deque[list[int]] = deque()
+        self._items: Sequence[tuple[Problem, str]] = ()
+        self.failures = 0
+        """Responses that could not be scored, since the start."""
+        try:
+            self._workers = [self._start() for _ in range(config.workers)]
+            while not all(worker.ready for worker in self._workers):
+                self._wait()
+        except BaseException:
+            self.close()
+            raise
+
+    def score(self, items: Sequence[tuple[Problem, str]]) -> list[RewardResult]:
+        """The rewards of (problem, response text) pairs, in their order.
+
+        Raises:
+            RuntimeError: the pool is closed, or a worker that had to be replaced does not start again.
+        """
+        if not self._workers:
+            raise RuntimeError("the reward pool is closed; make a new one")
+        size = max(1, min(_LARGEST_CHUNK, len(items) // (4 * len(self._workers))))
+        self._items, self._results = items, {}
+        self._queue = deque(list(range(at, min(at + size, len(items)))) for at in range(0, len(items), size))
+        try:
+            while len(self._results) < len(items):
+                self._hand_out()
+                self._wait()
+        except BaseException:
+            # Workers are in the middle of something: their replies must not be taken for a later call's.
+            self.close()
+            raise
+        results = [self._results[index] for index in range(len(items))]
+        self._report([result.error for result in results if result.error])
+        return results
+
+    def close(self) -> None:
+        """End the workers. Closing twice is fine."""
+        for worker in self._workers:
+            worker.process.close()
+        self._workers = []
+        self._selector.close()
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def _start(self) -> _Worker:
+        process = WorkerProcess("tepo_megatron.reward.worker")
+        worker = _Worker(process, deadline=time.monotonic() + _START_TIMEOUT_S)
+        self._selector.register(process, selectors.EVENT_READ, worker)
+        process.send({"verifier": self._verifier, "path": sys.path, "timeout_s": self._config.timeout_s})
+        return worker
+
+    def _hand_out(self) -> None:
+        """Give every idle worker a chunk. Only idle ones: they read at once, so that writing never blocks."""
+        for worker in self._workers:
+            if worker.ready and not worker.pending and self._queue:
+                worker.pending = deque(self._queue.popleft())
+                worker.deadline = time.monotonic() + self._config.timeout_s
+                worker.process.send([_message(*self._items[index]) for index in worker.pending])
+
+    def _wait(self) -> None:
+        """Take the replies that are there, or wait for one until the next deadline; then deal with workers that are late."""
+        next_deadline = min(worker.deadline for worker in self._workers if not worker.idle)
+        heard = {id(key.data) for key, _ in self._selector.select(max(0.0, next_deadline - time.monotonic()))}
+        for worker in list(self._workers):
+            if id(worker) in heard:
+                self._take_replies(worker)
+            elif not worker.idle and time.monotonic() >= worker.deadline:
+                self._replace(worker, f"the verifier took longer than reward.timeout_s = {self._config.timeout_s:g} s")
+
+    def _take_replies(self, worker: _Worker) -> None:
+        try:
+            replies = worker.process.receive()
+        except EOFError:
+            self._replace(worker, f"the verifier's process ended ({worker.process.exit_status()})")
+            return
+        for reply in replies:
+            self._take_reply(worker, reply)
+        worker.deadline = time.monotonic() + self._config.timeout_s if worker.ready else worker.deadline
+
+    def _take_reply(self, worker: _Worker, reply: Any) -> None:
+        if worker.ready:
+            reward, error = reply
+            self._record(worker.pending.popleft(), reward, error)
+        elif "error" in reply:
+            raise ValueError(reply["error"])
+        else:
+            worker.ready = True
+
+    def _replace(self, worker: _Worker, why: str) -> None:
+        """End a worker, give up the item that it was at, and let a new one have the rest."""
+        if not worker.ready:
+            raise RuntimeError(f"a worker for reward.verifier = {self._config.verifier!r} did not start: {why}")
+        self._selector.unregister(worker.process)
+        worker.process.kill()
+        if worker.pending:
+            self._record(worker.pending.popleft(), None, why)
+        if worker.pending:
+            self._queue.appendleft(list(worker.pending))
+        self._workers[self._workers.index(worker)] = self._start()
+
+    def _record(self, index: int, reward: float | None, error: str | None) -> None:
+        if reward is None:
+            problem = self._items[index][0]
+            self._results[index] = RewardResult(self._config.failed_reward, f"problem {problem.id!r}: {error}")
+        else:
+            self._results[index] = RewardResult(reward)
+
+    def _report(self, errors: list[str]) -> None:
+        self.failures += len(errors)
+        if errors:
+            _log.warning("%d of %d responses could not be scored; the first: %s", len(errors), len(self._items), errors[0])
+
+
+@dataclass(eq=False)
+class _Worker:
+    """What the pool knows of a worker: whether it has loaded the verifier, the items it is at, and when it is late."""
+
+    process: WorkerProcess
+    deadline: float
+
+    def __post_init__(self) -> None:
+        self.ready = False
+        self.pending: deque[int] = deque()
+
+    @property
+    def idle(self) -> bool:
+        return self.ready and not self.pending
+
+
+def _message(problem: Problem, response: str) -> list[str]:
+    return [problem.id, problem.prompt, problem.answer, response]

@@ -1,0 +1,144 @@
+"""The HTTP client of one vLLM server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tepo_megatron.bridge.transport import Manifest
+from tepo_megatron.rollout.server import MODEL_NAME
+from tepo_megatron.types import WeightsVersion
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled continuation of a prompt.
+
+    ``logprobs`` has one natural-log probability per response id, under the temperature it was drawn with (under temperature 1
+    where it was decoded greedily). ``finish_reason`` is ``"stop"`` (the end token was drawn, and is the last id) or ``"length"``.
+    """
+
+    response_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    weights_version: WeightsVersion
+
+
+class Client:
+    """Requests to one server; may be used from several threads.
+
+    Every method raises RuntimeError, with the address and what the server said, when the server cannot be reached, takes longer
+    than ``timeout_s`` seconds, or answers with an error.
+    """
+
+    def __init__(self, url: str, key: str, timeout_s: float) -> None:
+        self.url = url
+        self._timeout_s = timeout_s
+        self._http = httpx.Client(
+            base_url=url,
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0)),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            trust_env=False,  # a proxy of the environment has no business with the key
+        )
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int,
+        temperature: float,
+        max_new_tokens: int,
+        seed: int | None,
+        stop_token_ids: Sequence[int],
+        version: WeightsVersion,
+    ) -> list[list[Response]]:
+        """``n`` continuations of each prompt of token ids, all under one seed; ``version`` is stamped on them."""
+        body = {
+            "model": MODEL_NAME,
+            "prompt": [list(prompt) for prompt in prompts],
+            "n": n,
+            "temperature": temperature,
+            "max_tokens": max_new_tokens,
+            "seed": seed,
+            "stop_token_ids": list(stop_token_ids),
+            "logprobs": 0,  # only that of the drawn token
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,  # the server has no tokenizer
+        }
+        choices = self._post("/v1/completions", body).get("choices", [])
+        if len(choices) != len(prompts) * n:
+            raise RuntimeError(f"{self.url} returned {len(choices)} responses to {len(prompts)} prompts with n = {n}")
+        responses = [self._response(choice, version) for choice in choices]
+        return [responses[first : first + n] for first in range(0, len(responses), n)]
+
+    def pause(self) -> None:
+        """Hold requests where they are."""
+        self._post("/pause?mode=keep")
+
+    def resume(self) -> None:
+        """Let the held requests go on."""
+        self._post("/resume")
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached keys and values, which belong to older weights."""
+        self._post("/reset_prefix_cache")
+
+    def join_transfer(self, host: str, port: int, rank_offset: int, world_size: int, timeout_s: float) -> None:
+        """Make the workers enter the group that meets at ``host``:``port``; returns when all members have."""
+        info = {"host": host, "port": port, "rank_offset": rank_offset, "world_size": world_size, "timeout_s": timeout_s}
+        self._post("/init_weight_transfer_engine", {"init_info": info})
+
+    def start_update(self) -> None:
+        """Prepare for new weights."""
+        self._post("/start_weight_update")
+
+    def receive_weights(self, manifest: Manifest) -> None:
+        """Make the workers receive and load the tensors of the manifest; returns when they have."""
+        self._post(
+            "/update_weights", {"update_info": {"manifest": [[name, list(shape), dtype] for name, shape, dtype in manifest]}}
+        )
+
+    def finish_update(self, version: WeightsVersion) -> None:
+        """Let the model take the weights into use, and the server remember their version."""
+        self._post("/finish_weight_update", {"weight_version": f"{version.step}:{version.digest}"})
+
+    def _response(self, choice: dict[str, Any], version: WeightsVersion) -> Response:
+        ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        if len(ids) != len(logprobs) or any(value is None for value in logprobs):
+            raise RuntimeError(f"{self.url} returned {len(logprobs)} log-probs for {len(ids)} tokens; every token needs one")
+        return Response(tuple(ids), tuple(logprobs), choice["finish_reason"], version)
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        where = f"POST {self.url}{path}"
+        try:
+            reply = self._http.post(path, json=body)
+        except httpx.TimeoutException as error:
+            raise RuntimeError(f"{where}: no answer within {self._timeout_s:g} s ({type(error).__name__})") from error
+        except httpx.TransportError as error:
+            raise RuntimeError(f"{where}: {error or type(error).__name__}") from error
+        if not reply.is_success:
+            raise RuntimeError(f"{where}: status {reply.status_code}: {_message(reply)}")
+        try:
+            return reply.json() if reply.content else {}
+        except ValueError as error:
+            raise RuntimeError(
+                f"{where}: status {reply.status_code}, but the answer is not JSON: {reply.text[:200]!r}"
+            ) from error
+
+
+def _message(reply: httpx.Response) -> str:
+    """What the server said was wrong: vLLM puts it under error.message or detail."""
+    try:
+        content = reply.json()
+    except ValueError:
+        return reply.text[:500] or "no explanation"
+    found = content.get("error", content.get("detail", content)) if isinstance(content, dict) else content
+    return str(found.get("message", found) if isinstance(found, dict) else found)[:2000]

@@ -1,0 +1,267 @@
+"""All rollout servers of a run as one sampler: prompts in, groups of responses out, weights pushed, the dead restarted."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, as_completed, wait
+from pathlib import Path
+from types import TracebackType
+
+from torch import Tensor
+
+from tepo_megatron.bridge.transport import Manifest
+from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.rollout.client import Client, Response
+from tepo_megatron.rollout.server import Server, bind_cores
+from tepo_megatron.rollout.sync import WeightSync
+from tepo_megatron.types import WeightsVersion
+
+GREEDY_PROMPTS_PER_REQUEST = 64
+
+
+class ServerDied(RuntimeError):  # noqa: N818
+    """A rollout server is gone. ``Fleet.revive`` starts it again, with stale weights."""
+
+
+class Fleet:
+    """``config.count`` vLLM servers of one model. Used by one process, the trainer's rank 0, from one thread.
+
+    ``dtype`` is that of the weights unless the config has its own; ``stop_token_ids`` end a response, and are its last id when they
+    do; ``log_dir`` gets a ``server-N.log`` of each; the weights in ``model_dir`` are version 0. A context manager: entering starts
+    the servers, leaving stops them.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        model_dir: Path,
+        dtype: str,
+        stop_token_ids: Sequence[int],
+        log_dir: Path,
+        seed: int = 0,
+    ) -> None:
+        self._config, self._stop_token_ids, self._key = config, tuple(stop_token_ids), secrets.token_urlsafe(32)
+        self._servers = [
+            Server(
+                config,
+                model_dir=model_dir,
+                dtype=dtype if config.dtype == "auto" else config.dtype,
+                cores=cores,
+                key=self._key,
+                log=log_dir / f"server-{index}.log",
+                seed=seed + index,
+            )
+            for index, cores in enumerate(_cores(config))
+        ]
+        self._clients: list[Client] = []
+        self._sync: WeightSync | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._version: WeightsVersion | None = None
+        self._restarts = 0
+
+    @property
+    def weights_version(self) -> WeightsVersion | None:
+        """The version that every server has; None before the start, and from a restart or a failed update to the next update."""
+        return self._version
+
+    @property
+    def urls(self) -> list[str]:
+        """The address of each server."""
+        return [server.url for server in self._servers]
+
+    def start(self) -> None:
+        """Start all servers side by side and return when all answer.
+
+        Raises RuntimeError with the end of a server's log, after stopping all, if one does not come up.
+        """
+        self._start(self._servers)
+        self._version = WeightsVersion(0)
+
+    def stop(self) -> None:
+        """End all processes of all servers, within seconds; does nothing if there are none."""
+        self._version = None
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
+        _each(self._servers, Server.stop)
+        for client in self._clients:
+            client.close()
+        self._clients = []
+
+    def __enter__(self) -> Fleet:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int,
+        temperature: float,
+        max_new_tokens: int,
+        seed: int,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[list[Response]]:
+        """Draw ``n`` responses to each prompt (token ids, at least one); the groups are in the order of the prompts.
+
+        ``temperature`` 0 decodes greedily, and needs n = 1. The samples of a group, and of different prompts, are independent draws;
+        the same ``seed`` gives the same draws from the same weights, up to the numerics of batching. ``on_progress`` is
+        called in this thread with (prompts done, all prompts). Raises ServerDied when a server is gone, ValueError for an
+        empty prompt, RuntimeError for whatever else a server answers.
+        """
+        if self._pool is None or self._version is None:
+            raise RuntimeError(
+                "the servers do not have the current weights; start the fleet, and after a revive() call update_weights()"
+            )
+        if temperature == 0 and n != 1:
+            raise ValueError(f"greedy decoding gives one response per prompt, but n = {n}; use n = 1 or a temperature above 0")
+        if empty := [index for index, prompt in enumerate(prompts) if not prompt]:
+            raise ValueError(f"prompt {empty[0]} is empty; a prompt needs at least one token")
+        requests: dict[Future[list[list[Response]]], range] = {}
+        for index, run in enumerate(_runs(len(prompts), GREEDY_PROMPTS_PER_REQUEST if temperature == 0 else 1)):
+            request = self._pool.submit(
+                self._clients[index % len(self._clients)].generate,
+                [prompts[i] for i in run],
+                n=n,
+                temperature=temperature,
+                max_new_tokens=max_new_tokens,
+                # vLLM draws sample j of every prompt of one request with the seed + j: hence a request for each sampled prompt
+                seed=None if temperature == 0 else _derive_seed(seed, run.start),
+                stop_token_ids=self._stop_token_ids,
+                version=self._version,
+            )
+            requests[request] = run
+        return self._gather(requests, len(prompts), on_progress)
+
+    def _gather(
+        self,
+        requests: dict[Future[list[list[Response]]], range],
+        total: int,
+        on_progress: Callable[[int, int], None] | None,
+    ) -> list[list[Response]]:
+        groups: list[list[Response]] = [[] for _ in range(total)]
+        done = 0
+        try:
+            for request in as_completed(requests):
+                run = requests[request]
+                for index, group in zip(run, request.result(), strict=True):
+                    groups[index] = group
+                done += len(run)
+                if on_progress is not None:
+                    on_progress(done, total)
+        except RuntimeError as error:
+            for request in requests:
+                request.cancel()
+            self._raise_if_dead(error)
+            raise
+        return groups
+
+    def update_weights(self, version: WeightsVersion, manifest: Manifest, tensors: Iterable[Tensor]) -> None:
+        """Put the trainer's weights into all servers; ``version`` is stamped on every later response.
+
+        ``manifest`` announces (Hugging Face name, full shape, dtype name) of each of ``tensors``, in order. After an error the servers
+        are stopped, since their weights are undefined, and the rest of ``tensors`` is consumed, so that ranks that gather them
+        together stay in step. Raises ServerDied if a server's death was the cause (revive() and repeat), otherwise
+        RuntimeError naming the server and the tensor, or ValueError where tensors do not match the manifest.
+        """
+        if not self._clients:
+            raise RuntimeError("the fleet is not started; call start() first")
+        if self._sync is None:
+            self._sync = WeightSync(
+                self._clients, host=self._config.host, tp=self._config.tp, timeout_s=self._config.transfer_timeout_s
+            )
+        self._version = None
+        stream = iter(tensors)
+        try:
+            self._sync.push(version, manifest, stream)
+        except (RuntimeError, ValueError) as error:
+            message = f"weights {version.step} did not reach the rollout servers: {error}"
+            dead = [server.url for server in self._servers if not server.healthy()]
+            self.stop()
+            for _ in stream:
+                pass
+            raise (ServerDied if dead else type(error))(message) from error
+        except BaseException:
+            self.stop()
+            raise
+        self._version = version
+
+    def revive(self) -> bool:
+        """Start the servers that are gone again; True if there were any: the caller must then call update_weights().
+
+        Raises RuntimeError when that would be more often than ``config.max_restarts`` in this run, or a server does not come up.
+        """
+        gone = [server for server in self._servers if not server.healthy()]
+        if not gone:
+            return False
+        self._restarts += len(gone)
+        if self._restarts > self._config.max_restarts:
+            logs = "\n".join(server.log_end() for server in gone)
+            raise RuntimeError(
+                f"rollout servers died {self._restarts} times, more than rollout.server.max_restarts = {self._config.max_restarts}.\n{logs}"
+            )
+        self._version = None
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
+        self._start(gone)
+        return True
+
+    def _start(self, servers: Sequence[Server]) -> None:
+        try:
+            taken = {server.port for server in self._servers if server.alive}
+            for server in servers:
+                server.start(taken)
+                taken.add(server.port)
+            _each(servers, Server.wait_ready)
+        except BaseException:
+            self.stop()
+            raise
+        for client in self._clients:
+            client.close()
+        self._clients = [Client(server.url, self._key, self._config.request_timeout_s) for server in self._servers]
+        if self._pool is None:
+            width = len(self._servers) * self._config.max_num_seqs  # what the servers run at once
+            self._pool = ThreadPoolExecutor(width, thread_name_prefix="rollout")
+
+    def _raise_if_dead(self, cause: Exception) -> None:
+        dead = [server for server in self._servers if not server.healthy()]
+        if dead:
+            logs = "\n".join(server.log_end() for server in dead)
+            raise ServerDied(f"rollout server gone: {', '.join(server.url for server in dead)} ({cause}).\n{logs}") from cause
+
+
+def _cores(config: ServerConfig) -> list[str]:
+    """The cores of each server's workers: spread where the config says ``auto``, otherwise the config's for every server."""
+    if config.cpu_threads == "auto":
+        return bind_cores(config.count, config.tp)
+    return [config.cpu_threads] * config.count
+
+
+def _derive_seed(seed: int, prompt: int) -> int:
+    """A seed of 62 bits for the prompt's group, unrelated to those of its neighbours."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{prompt}".encode(), digest_size=8).digest()) >> 2
+
+
+def _runs(total: int, size: int) -> list[range]:
+    return [range(first, min(first + size, total)) for first in range(0, total, size)]
+
+
+def _each(servers: Sequence[Server], action: Callable[[Server], None]) -> None:
+    """Do it to all servers at once; raises the first error when one fails, without waiting for the others."""
+    pool = ThreadPoolExecutor(len(servers), thread_name_prefix="server")
+    try:
+        requests = [pool.submit(action, server) for server in servers]
+        for request in wait(requests, return_when=FIRST_EXCEPTION).done:
+            request.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

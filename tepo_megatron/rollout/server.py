@@ -1,0 +1,216 @@
+"""One vLLM server: its command line and environment, its process group, its log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+
+from tepo_megatron.bridge.transport import BACKEND
+from tepo_megatron.config.rollout import ServerConfig
+
+MODEL_NAME = "policy"
+"""What requests call the served model."""
+
+STOP_TIMEOUT_S = 10.0
+LOG_LINES = 20
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+_TORCHRUN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+
+
+class Server:
+    """A vLLM server that runs from :meth:`start` to :meth:`stop`, and never longer than the process that started it.
+
+    ``dtype`` is that of the weights (``float32``, ``bfloat16``); ``cores`` binds the workers as ``VLLM_CPU_OMP_THREADS_BIND``
+    does and is ignored where there is a GPU; ``key`` protects every path but /health and travels in the environment only.
+    Output of all processes is appended to ``log``.
+    """
+
+    def __init__(
+        self, config: ServerConfig, *, model_dir: Path, dtype: str, cores: str, key: str, log: Path, seed: int = 0
+    ) -> None:
+        self.config = config
+        self.log = log
+        self.port = 0
+        self._model, self._dtype, self._cores, self._key, self._seed = str(model_dir), dtype, cores, key, seed
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """The address, such as ``http://127.0.0.1:8000``; valid after start()."""
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        return f"http://{host}:{self.port}"
+
+    def start(self, taken: Collection[int] = ()) -> None:
+        """Start the processes, on the first free port that is not in ``taken``; does not wait until they serve.
+
+        Raises RuntimeError if no port is free.
+        """
+        self.stop()
+        self.port = free_port(self.config.host, self.config.port, taken)
+        on_gpu = _has_gpu()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tepo_megatron.rollout.supervise", "--", *self._command(on_gpu)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(on_gpu),
+                start_new_session=True,  # a Ctrl-C at the terminal is the trainer's; it stops its servers itself
+            )
+
+    def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Return when the server answers; raises RuntimeError with the end of its log if it dies or takes too long."""
+        timeout_s = self.config.start_timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        while not self.healthy():
+            if not self.alive:
+                raise RuntimeError(f"the vLLM server at {self.url} ended before it was ready.\n{self.log_end()}")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise RuntimeError(
+                    f"the vLLM server at {self.url} was not ready within {timeout_s:g} s "
+                    f"(rollout.server.start_timeout_s) and was stopped.\n{self.log_end()}"
+                )
+            time.sleep(0.2)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the processes run; they may not answer yet, or no longer."""
+        return self._process is not None and self._process.poll() is None
+
+    def healthy(self) -> bool:
+        """Whether the server runs and says that its engine works."""
+        if not self.alive:
+            return False
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5.0, trust_env=False).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def stop(self) -> None:
+        """End every process of the server: SIGTERM, a wait of seconds, SIGKILL. Does nothing if there is none."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        process.terminate()  # the supervisor ends the group; a forked relative of this process may hold the pipe open
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        with suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, when only zombies are left
+            os.killpg(process.pid, signal.SIGKILL)  # there is something left only if the supervisor itself was killed
+
+    def log_end(self, lines: int = LOG_LINES) -> str:
+        """The last lines of the log under a heading with its path, for messages."""
+        try:
+            text = self.log.read_text(errors="replace")
+        except OSError as error:
+            return f"Its log {self.log} cannot be read: {error.strerror}"
+        return "\n".join([f"The last lines of {self.log}:", *(f"  {line}" for line in text.splitlines()[-lines:])])
+
+    def _command(self, on_gpu: bool) -> list[str]:
+        config = self.config
+        options: dict[str, str | int | float] = {
+            "--model": self._model,
+            "--served-model-name": MODEL_NAME,
+            "--host": config.host,
+            "--port": self.port,
+            "--dtype": self._dtype,
+            "--tensor-parallel-size": config.tp,
+            "--max-num-seqs": config.max_num_seqs,
+            "--gpu-memory-utilization": config.gpu_memory_utilization,
+            "--seed": self._seed,
+            "--weight-transfer-config": f'{{"backend": "{BACKEND}"}}',
+            "--middleware": "tepo_megatron.rollout.plugin.auth.RequireKey",
+            "--logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from: under the temperature
+            "--generation-config": "vllm",  # a top-p in the model's folder must not bend what is sampled
+        }
+        if config.max_model_len is not None:
+            options["--max-model-len"] = config.max_model_len
+        flags = ["--skip-tokenizer-init", "--disable-log-stats", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
+        if not on_gpu:
+            flags.append("--enforce-eager")
+        pairs = [str(part) for pair in options.items() for part in pair]
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags, *config.extra_args]
+
+    def _environment(self, on_gpu: bool) -> dict[str, str]:
+        environment = _without_torchrun(os.environ)
+        environment |= {
+            "VLLM_API_KEY": self._key,
+            "VLLM_SERVER_DEV_MODE": "1",  # the weight-update routes; the plugin's middleware guards them
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_HOST_IP": self.config.host,
+            "PYTHONUNBUFFERED": "1",
+        }
+        if not on_gpu:
+            environment["VLLM_CPU_KVCACHE_SPACE"] = str(self.config.cpu_kv_cache_gib)
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = self._cores
+            environment["OMP_NUM_THREADS"] = "1"  # of the processes around the workers
+        return environment
+
+
+def free_port(host: str, first: int = 0, taken: Collection[int] = ()) -> int:
+    """The first port from ``first`` on that nothing listens on and that is not in ``taken``; ``first`` = 0: any free one.
+
+    Raises RuntimeError if the host's name cannot be resolved or no port up to 65535 is free.
+    """
+    family, _, _, _, address = _resolve(host)
+    for port in range(first, 65536) if first else [0] * 100:
+        with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address[0], port))
+            if (found := int(probe.getsockname()[1])) not in taken:
+                return found
+    raise RuntimeError(f"no free port from {first} on at {host}; set rollout.server.port to another one, or 0 for any")
+
+
+def bind_cores(servers: int, tp: int, available: Sequence[int] | None = None) -> list[str]:
+    """One core for each of the ``tp`` workers of each server, spread over the cores that this process may use.
+
+    Returns ``VLLM_CPU_OMP_THREADS_BIND`` of each server, such as ``"0|1"``. With more workers than cores they share.
+    """
+    cores = list(_available_cores() if available is None else available)
+    workers = servers * tp
+    step = max(1, len(cores) // workers)
+    bound = [str(cores[worker * step % len(cores)]) for worker in range(workers)]
+    return ["|".join(bound[first : first + tp]) for first in range(0, workers, tp)]
+
+
+def _resolve(host: str) -> tuple[int, int, int, str, tuple[str | int, ...]]:
+    try:
+        return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]  # type: ignore[return-value]
+    except OSError as error:
+        raise RuntimeError(f"rollout.server.host = {host!r} cannot be resolved: {error}") from error
+
+
+def _available_cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
+    """vLLM's own process groups must not meet at the trainer's address."""
+    return {k: v for k, v in environment.items() if k not in _TORCHRUN and not k.startswith(_TORCHRUN_PREFIXES)}
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

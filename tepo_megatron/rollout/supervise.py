@@ -1,0 +1,56 @@
+"""``python -m tepo_megatron.rollout.supervise -- COMMAND...``: runs a command that must not outlive its starter.
+
+Standard input is a pipe whose other end the starter holds. When it closes (the starter is done, or was killed), or on SIGTERM,
+the whole process group ends: SIGTERM, a short wait, SIGKILL. When the command ends by itself, what it left in the group is killed.
+The supervisor must lead its process group (``start_new_session=True``).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+GRACE_S = 5.0
+"""What the command gets between SIGTERM and SIGKILL."""
+
+POLL_S = 0.1
+
+
+def main(arguments: list[str]) -> int:
+    """Run and watch the command; does not return while it, or anything in the process group, lives."""
+    if len(arguments) < 2 or arguments[0] != "--":
+        raise SystemExit("usage: python -m tepo_megatron.rollout.supervise -- COMMAND...")
+    if os.getpgrp() != os.getpid():
+        raise SystemExit("the supervisor must lead its own process group; start it with start_new_session=True")
+    asked_to_stop: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _frame: asked_to_stop.append(number))  # a handler is not inherited by the command
+    starter = os.getppid()
+    child = subprocess.Popen(arguments[1:], stdin=subprocess.DEVNULL)
+    # A forked relative of the starter may hold the pipe open after the starter's death: its parent id tells that too.
+    while child.poll() is None and not asked_to_stop and os.getppid() == starter and not _closed(sys.stdin.fileno()):
+        pass
+    if child.poll() is None:
+        os.killpg(0, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_S)
+    else:
+        print(f"supervisor: the server ended by itself with exit code {child.returncode}", file=sys.stderr, flush=True)  # noqa: T201
+    os.killpg(0, signal.SIGKILL)  # this process as well
+    time.sleep(1)
+    return 1
+
+
+def _closed(fd: int) -> bool:
+    """Whether the pipe was closed; waits up to POLL_S for it."""
+    readable, _, _ = select.select([fd], [], [], POLL_S)
+    return bool(readable) and os.read(fd, 1) == b""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

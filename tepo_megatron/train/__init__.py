@@ -1,0 +1,1 @@
+"""The loop, its state, its metrics and what a user sees of them."""

@@ -1,0 +1,246 @@
+"""What rank 0 does beside training: servers, problems, rewards, evaluation, logs. The other ranks have a ``Follower``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.data.problems import load_problems
+from tepo_megatron.data.prompts import encode_prompt, usable_problems
+from tepo_megatron.data.sampler import ProblemSampler
+from tepo_megatron.data.tokenizer import check_tokenizer, load_tokenizer
+from tepo_megatron.evaluate.run import evaluate
+from tepo_megatron.reward.pool import RewardPool
+from tepo_megatron.rollout.fleet import Fleet, ServerDied
+from tepo_megatron.rollout.record import read_rollouts, write_rollouts
+from tepo_megatron.train.minibatches import derive_seed
+from tepo_megatron.train.output import Output
+from tepo_megatron.train.metrics import Stopwatch
+from tepo_megatron.types import Problem, Rollout, WeightsVersion
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tepo_megatron.engine.engine import TensorMeta
+
+T = TypeVar("T")
+Stream = Iterator[tuple[str, "Tensor | None"]]
+
+
+class Driver(Protocol):
+    """One per rank. Only rank 0's returns rollouts; what the other ranks' returns is not read."""
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]: ...
+    def attempt(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
+        """The result of ``work``, and whether a server died under it, was revived, and now has stale weights."""
+
+    def collect(self, step: int) -> list[Rollout] | None: ...
+    def publish(self, step: int, manifest: Sequence[TensorMeta], stream: Stream) -> None: ...
+    def evaluate(self, step: int) -> None: ...
+    def log(self, step: int, row: Mapping[str, float]) -> None: ...
+    def state(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+
+class Follower:
+    """Every rank but 0: takes part in streaming the weights, and otherwise waits in the engine's collectives."""
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def attempt(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
+        return None, False
+
+    def collect(self, step: int) -> None:
+        return None
+
+    def publish(self, step: int, manifest: Sequence[TensorMeta], stream: Stream) -> None:
+        exhaust(stream)
+
+    def evaluate(self, step: int) -> None:
+        return None
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        return None
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        return None
+
+
+class RootDriver:
+    """Rank 0's. Making it checks data and tokenizer, then starts servers and verifiers in the background."""
+
+    def __init__(self, config: RunConfig, model_dir: Path, output: Output) -> None:
+        self.config = config
+        self.output = output
+        self.watch = Stopwatch()
+        self.tokenizer = load_tokenizer(model_dir)
+        check_tokenizer(self.tokenizer, model_dir)
+        self.train_problems = self._problems(config.data.train)
+        self.heldout = self._problems(config.data.heldout)[: config.evaluate.problems] if config.evaluate.every else []
+        self.sampler = ProblemSampler(self.train_problems, config.seed)
+        self.pool = RewardPool(config.reward)
+        self.version = WeightsVersion(0)
+        self.fleet: Fleet | None = None
+        self._starting: Future[None] | None = None
+        if config.rollout.replay is None:
+            self.fleet = Fleet(
+                config.rollout.server,
+                model_dir=model_dir,
+                dtype=config.model.dtype,
+                stop_token_ids=self.tokenizer.eos_ids,
+                log_dir=config.output / "logs",
+                seed=config.seed,
+            )
+            # The servers take tens of seconds to come up; the model is built meanwhile.
+            self._starting = ThreadPoolExecutor(1, "fleet").submit(self.fleet.start)
+        self._drawn: tuple[int, list[Problem]] = (-1, [])
+        self._evaluation: dict[str, float] = {}
+        self._failed_rewards = 0
+
+    def _problems(self, source: str) -> list[Problem]:
+        problems, left_out = usable_problems(load_problems(source), self.tokenizer, self.config.data)
+        if left_out:
+            self.output.message(f"{source}: {left_out} problems left out, longer than data.max_prompt_tokens")
+        return problems
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        self.output.progress.phase(name)
+        return self.watch.phase(name)
+
+    def attempt(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
+        try:
+            return work(), False
+        except ServerDied as error:
+            self.output.message(f"{error}; starting it again")
+            assert self.fleet is not None
+            self.fleet.revive()
+            return None, True
+
+    # -- rollouts --------------------------------------------------------------------------------------------------------
+
+    def collect(self, step: int) -> list[Rollout]:
+        """G rewarded samples of each of the step's prompts; the same again if called again for the same step."""
+        if self.config.rollout.replay is not None:
+            with self.phase("rollout"):
+                return read_rollouts(self.config.rollout.replay, step)
+        if self._drawn[0] != step:
+            self._drawn = (step, self.sampler.next(self.config.rollout.prompts_per_step))
+        problems = self._drawn[1]
+        rollouts = self._sample(problems, step)
+        rollouts = self._reward(rollouts, problems)
+        if self.config.rollout.record:
+            write_rollouts(self.config.output / "rollouts", step, rollouts)
+        return rollouts
+
+    def _sample(self, problems: Sequence[Problem], step: int) -> list[Rollout]:
+        config = self.config.rollout
+        template = self.config.data.chat_template
+        prompts = [encode_prompt(self.tokenizer, problem, chat_template=template) for problem in problems]
+        with self.phase("rollout"):
+            groups = self._fleet().generate(
+                prompts,
+                n=config.samples_per_prompt,
+                temperature=config.sampling.temperature,
+                max_new_tokens=config.sampling.max_new_tokens,
+                seed=derive_seed(self.config.seed, step, "rollout"),
+            )
+        return [
+            Rollout(
+                problem_id=problem.id,
+                group=group,
+                prompt_ids=prompt,
+                response_ids=tuple(response.response_ids),
+                sampler_logprobs=tuple(response.logprobs),
+                finish_reason=response.finish_reason,
+                weights_version=response.weights_version,
+                text=self.tokenizer.decode(response.response_ids),
+            )
+            for group, (problem, prompt, responses) in enumerate(zip(problems, prompts, groups, strict=True))
+            for response in responses
+        ]
+
+    def _reward(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[Rollout]:
+        with self.phase("reward"):
+            results = self.pool.score([(problems[rollout.group], rollout.text) for rollout in rollouts])
+        failures = [result.error for result in results if result.error]
+        if failures:
+            self._failed_rewards += len(failures)
+            self.output.message(f"{len(failures)} of {len(results)} rewards failed; the first: {failures[0]}")
+        return [rewarded(rollout, result.reward) for rollout, result in zip(rollouts, results, strict=True)]
+
+    # -- weights ---------------------------------------------------------------------------------------------------------
+
+    def publish(self, step: int, manifest: Sequence[TensorMeta], stream: Stream) -> None:
+        self.version = WeightsVersion(step)
+        if self.config.rollout.replay is not None:
+            exhaust(stream)
+            return
+        entries = [(meta.name, meta.shape, meta.dtype) for meta in manifest]
+        self._fleet().update_weights(self.version, entries, (tensor for _, tensor in stream if tensor is not None))
+
+    def _fleet(self) -> Fleet:
+        assert self.fleet is not None, "a replayed run has no servers"
+        if self._starting is not None:
+            self.output.message("waiting for the rollout servers")
+            self._starting.result()
+            self._starting = None
+        return self.fleet
+
+    # -- evaluation and logs ---------------------------------------------------------------------------------------------
+
+    def evaluate(self, step: int) -> None:
+        if self.config.rollout.replay is not None:
+            return
+        with self.phase("eval"):
+            result = evaluate(
+                self.heldout,
+                generate=self._fleet().generate,
+                tokenizer=self.tokenizer,
+                pool=self.pool,
+                config=self.config.evaluate,
+                sampling=self.config.rollout.sampling,
+                seed=derive_seed(self.config.seed, step, "evaluate"),
+            )
+        self._evaluation = result.metrics
+        self.output.write_samples(step, result.samples)
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        split = self.watch.split()
+        figures = {"weights_version": float(max(step - 1, 0)), **row, **self._evaluation}
+        if "response_tokens" in row:
+            figures["tokens/s"] = row["response_tokens"] / split["time/step"]
+            figures["reward/failed"] = float(self._failed_rewards)
+        self._evaluation, self._failed_rewards = {}, 0
+        self.output.write_row(step, {**figures, **split})
+
+    def state(self) -> dict[str, Any]:
+        return {"sampler": self.sampler.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on in the data where the run that was saved stopped."""
+        self.sampler.restore(state["sampler"])
+
+    def close(self) -> None:
+        """Ends servers and verifiers; safe after any failure, also while the servers are still starting."""
+        if self.fleet is not None:
+            self.fleet.stop()
+        self.pool.close()
+
+
+def rewarded(rollout: Rollout, reward: float) -> Rollout:
+    from dataclasses import replace
+
+    return replace(rollout, reward=reward)
+
+
+def exhaust(stream: Iterable[object]) -> None:
+    for _ in stream:
+        continue

@@ -1,0 +1,69 @@
+"""The output folder of a run, and what is shown of it while it grows. Rank 0 only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.load import dump_resolved
+from tepo_megatron.train.metrics import MetricsWriter, read_metrics
+from tepo_megatron.train.plots import plot_curves
+from tepo_megatron.train.progress import Progress
+from tepo_megatron.train.report import final_table
+
+
+class Output:
+    """Writes ``resolved.yaml`` at once, a row of metrics a step, samples per evaluation, and at the end the picture."""
+
+    def __init__(self, config: RunConfig, progress: Progress) -> None:
+        """Raises ValueError if the folder holds another run and this one does not resume it."""
+        self.folder = config.output
+        self.progress = progress
+        self._name = config.name
+        if (self.folder / "metrics.jsonl").exists() and not config.train.resume:
+            raise ValueError(
+                f"output {self.folder} already holds a run; give another folder (output=…), continue it "
+                "(train.resume=true), or remove it"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "resolved.yaml").write_text(dump_resolved(config))
+        self._metrics = MetricsWriter(self.folder, config.log.tensorboard)
+
+    def resume_from(self, step: int) -> None:
+        """Forgets what was logged beyond the checkpoint."""
+        self._metrics.truncate_after(step)
+        samples = self.folder / "samples.jsonl"
+        if samples.exists():
+            lines = [line for line in samples.read_text().splitlines() if json.loads(line)["step"] <= step]
+            samples.write_text("".join(line + "\n" for line in lines))
+
+    def message(self, text: str) -> None:
+        self.progress.message(text)
+
+    def write_row(self, step: int, row: Mapping[str, float]) -> None:
+        self._metrics.write(step, row)
+        self.progress.step(step, row)
+
+    def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Appends an evaluation's readable responses to ``samples.jsonl``."""
+        with (self.folder / "samples.jsonl").open("a") as file:
+            for sample in samples:
+                file.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
+
+    def finish(self) -> None:
+        """Draws ``curves.png`` and shows the final table."""
+        self.progress.close()
+        self._metrics.close()
+        metrics = self.folder / "metrics.jsonl"
+        plot_curves(metrics, self.folder / "curves.png", self._name)
+        from rich.console import Console
+
+        Console().print(final_table(read_metrics(metrics), self.folder))
+
+    def close(self) -> None:
+        """After a failure: the terminal is given back, the files are complete up to the last row."""
+        self.progress.close()
+        self._metrics.close()

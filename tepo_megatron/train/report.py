@@ -1,0 +1,135 @@
+"""The figures of a run in words: one line of a step, one table of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from tepo_megatron.train.palette import PHASE_COLOURS
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A column of ``metrics.jsonl`` as people read it; ``more_is_better`` is ``None`` where neither is."""
+
+    key: str
+    label: str
+    format: Callable[[float], str]
+    more_is_better: bool | None = None
+
+    def name(self, samples: int) -> str:
+        """The label, with k replaced by the samples per problem."""
+        return self.label.replace("@k", f"@{samples}")
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _count(value: float) -> str:
+    return f"{value:.0f}"
+
+
+FIGURES = (
+    Figure("reward/mean", "reward", _number, more_is_better=True),
+    Figure("accuracy/greedy", "greedy", _number, more_is_better=True),
+    Figure("accuracy/avg@k", "avg@k", _number, more_is_better=True),
+    Figure("accuracy/pass@k", "pass@k", _number, more_is_better=True),
+    Figure("entropy/mean", "entropy", _number),
+    Figure("mask/fraction", "masked", _percent),
+    Figure("grad_norm", "grad norm", _number),
+    Figure("tokens/s", "tokens/s", _count, more_is_better=True),
+)
+"""What is shown of a row, in this order; everything else is in the file."""
+
+_FILES = {
+    "resolved.yaml": "the configuration, complete",
+    "metrics.jsonl": "one row a step",
+    "samples.jsonl": "responses, to read",
+    "curves.png": "reward, accuracy, entropy, gradient norm, time",
+    "tensorboard": "the same numbers for TensorBoard",
+    "checkpoints": "to resume from",
+    "hf": "the model, for transformers",
+    "rollouts": "every step's rollouts",
+}
+
+
+def figures_line(row: Row) -> str:
+    """The step's key figures as one plain line; empty if the row has none of them (an evaluation only)."""
+    shown = [f for f in FIGURES if not f.key.startswith("accuracy/") and row.get(f.key) is not None]
+    parts = [f"{figure.label} {figure.format(row[figure.key])}" for figure in shown]
+    if parts and row.get("time/step") is not None:
+        parts.append(f"{row['time/step']:.1f} s")
+    return "  ".join(parts)
+
+
+def evaluation_line(row: Row, samples: int) -> str:
+    """The held-out accuracies as one plain line; empty if the row has none."""
+    shown = [f for f in FIGURES if f.key.startswith("accuracy/") and row.get(f.key) is not None]
+    return "held out: " + "  ".join(f"{f.name(samples)} {f.format(row[f.key])}" for f in shown) if shown else ""
+
+
+def final_table(rows: Sequence[Row], output: Path) -> RenderableType:
+    """First, best and last value of each key figure with their steps, where the time went, and the files below ``output``."""
+    table = Table(title="The run in figures", title_justify="left", title_style="bold")
+    table.add_column("")
+    for heading in ("first", "best", "last"):
+        table.add_column(heading, justify="right")
+    for figure in FIGURES:
+        series = [(row["step"], row[figure.key]) for row in rows if row.get(figure.key) is not None]
+        if series:
+            best = max(series, key=lambda point: point[1]) if figure.more_is_better else None
+            table.add_row(figure.label, *(_cell(figure, point) for point in (series[0], best, series[-1])))
+    parts: list[RenderableType] = [table]
+    if split := mean_time_split(rows):
+        parts.append(_time_table(split))
+    return Group(*parts, _files_table(output))
+
+
+def mean_time_split(rows: Sequence[Row]) -> dict[str, float]:
+    """Seconds per step of each phase, ``other`` and ``step``, as a mean over the rows from step 1 on."""
+    timed = [row for row in rows if row["step"] > 0 and row.get("time/step") is not None]
+    names = (*PHASE_COLOURS, "step")
+    return {name: sum(row.get(f"time/{name}") or 0.0 for row in timed) / len(timed) for name in names} if timed else {}
+
+
+def duration(seconds: float) -> str:
+    """``12.3 s``, ``4:05`` or ``1:02:03``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _cell(figure: Figure, point: tuple[int, float] | None) -> str:
+    return f"{figure.format(point[1])} [dim]({point[0]})[/]" if point else "–"
+
+
+def _time_table(split: Mapping[str, float]) -> Table:
+    table = Table(title="Seconds per step (mean)", title_justify="left", title_style="bold")
+    for name in split:
+        table.add_column(name, justify="right", header_style=PHASE_COLOURS.get(name, "bold"))
+    table.add_row(*(f"{seconds:.2f}" for seconds in split.values()))
+    table.add_row(*(f"[dim]{100 * seconds / max(split['step'], 1e-9):.0f} %[/]" for seconds in split.values()))
+    return table
+
+
+def _files_table(output: Path) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for path in sorted(output.iterdir()) if output.is_dir() else []:
+        name = path.name + ("/" if path.is_dir() else "")
+        table.add_row(escape(f"{output}/{name}"), f"[dim]{_FILES.get(path.name, '')}[/]")
+    return table

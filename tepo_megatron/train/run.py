@@ -1,0 +1,77 @@
+"""A training run, as torchrun starts it on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from types import FrameType
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.data.builtin import resolve_model_path
+from tepo_megatron.train.driver import Driver, Follower, RootDriver
+from tepo_megatron.train.loop import Loop
+from tepo_megatron.train.output import Output
+from tepo_megatron.train.progress import make_progress
+
+
+def train(config: RunConfig) -> None:
+    """Trains to ``config.train.steps``, and leaves checkpoint, exported model, metrics and picture in ``config.output``.
+
+    Every rank of the torchrun world calls (or one process, for a world of 1). Raises ValueError for what the user can mend,
+    before servers and model are made wherever that is possible; on any way out, servers and workers are ended.
+    """
+    is_root = int(os.environ.get("RANK", 0)) == 0
+    _end_promptly_on_signals(is_root)
+    model_dir = resolve_model_path(config.model.path)
+    with contextlib.ExitStack() as stack:
+        output: Output | None = None
+        driver: Driver = Follower()
+        if is_root:
+            progress = make_progress(config.log)
+            progress.start(config)
+            stack.callback(progress.close)
+            output = Output(config, progress)
+            stack.callback(output.close)
+            driver = RootDriver(config, model_dir, output)
+            stack.callback(driver.close)
+        # Megatron-Core takes seconds to import; the servers are coming up meanwhile.
+        from tepo_megatron.engine.engine import Engine
+
+        engine = Engine(config, model_dir)
+        stack.callback(engine.close)
+        loop = Loop(config, engine, driver)
+        if config.train.resume:
+            _resume(loop, driver, output)
+        loop.run()
+        engine.export(config.output / "model")
+        if output is not None:
+            output.finish()
+
+
+def _resume(loop: Loop, driver: Driver, output: Output | None) -> None:
+    from tepo_megatron.engine.checkpoint import newest
+
+    folder = loop.config.output / "checkpoints"
+    found = newest(folder)
+    if found is None:
+        raise ValueError(f"train.resume = true, but {folder} has no finished checkpoint; start without it")
+    state = loop.engine.load(found)
+    loop.step = state["step"]
+    if isinstance(driver, RootDriver) and output is not None:
+        driver.restore(state)
+        output.resume_from(loop.step)
+        output.message(f"resumed from {found} at step {loop.step}")
+
+
+def _end_promptly_on_signals(is_root: bool) -> None:
+    """Rank 0 unwinds, so that servers end; the others have nothing to end, and a collective would keep them from noticing."""
+    if not is_root:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, unwind)

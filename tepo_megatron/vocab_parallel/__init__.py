@@ -1,0 +1,5 @@
+"""Log-prob and entropy of logits that are sharded over the vocabulary. Process groups are arguments."""
+
+from tepo_megatron.vocab_parallel.scores import logprob_and_entropy
+
+__all__ = ["logprob_and_entropy"]

@@ -1,0 +1,65 @@
+"""From per-shard row statistics to log-prob and entropy: the one collective of the forward.
+
+A shard's statistics of a row, packed as 4 numbers: m = max x, s = Σ e^t, u = Σ e^t·t, y = x of the label (0 where another shard
+holds it), with t = (x − m)/temperature over the columns that are no padding.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+EMPTY_MAX = -1e30
+"""Maximum of a shard without any finite logit. Finite, since −inf · 0 is NaN."""
+
+
+class RowScores(NamedTuple):
+    logprob_R: Tensor
+    entropy_R: Tensor
+    max_R: Tensor
+    """Over the whole vocabulary, in units of the logits."""
+    log_sum_R: Tensor
+    """log Σ exp((x − max)/temperature) over the whole vocabulary. The log-sum-exp is kept in two parts: added, they would round."""
+
+
+def combine(stats_R4: Tensor, rows_R: Tensor | None, temperature: float, tp_group: ProcessGroup | None) -> RowScores:
+    """Gather the shards' statistics (all ranks of the group call) and combine them; every rank returns the same.
+
+    Raises:
+        ValueError: on all ranks alike, if a row holds NaN or +inf, or nothing but −inf.
+    """
+    stats_pR4 = stats_R4.unsqueeze(0)
+    if tp_group is not None and stats_R4.numel():
+        stats_pR4 = stats_R4.new_empty(dist.get_world_size(tp_group), *stats_R4.shape)
+        dist.all_gather_into_tensor(stats_pR4, stats_R4, group=tp_group)
+    max_pR, sum_pR, weighted_pR, label_pR = stats_pR4.unbind(-1)
+    max_R = max_pR.amax(0)
+    shift_pR = (max_pR - max_R) / temperature
+    scale_pR = shift_pR.exp()
+    sum_R = (scale_pR * sum_pR).sum(0)
+    _check_finite(sum_R, sum_pR, rows_R)
+    mean_R = (scale_pR * (weighted_pR + shift_pR * sum_pR)).sum(0) / sum_R
+    log_sum_R = sum_R.log()
+    logprob_R = (label_pR.sum(0) - max_R) / temperature - log_sum_R
+    return RowScores(logprob_R, log_sum_R - mean_R, max_R, log_sum_R)
+
+
+def _check_finite(sum_R: Tensor, sum_pR: Tensor, rows_R: Tensor | None) -> None:
+    wrong_R = ~(sum_R.isfinite() & (sum_R > 0))
+    if not wrong_R.any():
+        return
+    first = int(wrong_R.nonzero()[0])
+    token = first if rows_R is None else int(rows_R[first])
+    ranks = (~sum_pR[:, first].isfinite()).nonzero().flatten().tolist()
+    if ranks:
+        raise ValueError(
+            f"NaN or +inf logits on tensor-parallel rank {ranks[0]}, first at token {token}; look at the weights after the last "
+            "step and at the learning rate"
+        )
+    raise ValueError(f"every logit of token {token} is −inf; a sampler's mask must leave at least one token")

@@ -1,0 +1,96 @@
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepo_megatron.data.tasks import addition
+
+numbers = st.integers(10, 99)
+
+
+def test_split_covers_every_sum_once() -> None:
+    train, heldout = addition.train_problems(), addition.heldout_problems()
+    assert (len(train), len(heldout)) == (7900, 200)
+    assert {p.id for p in train}.isdisjoint(p.id for p in heldout)
+    assert {p.prompt for p in train + heldout} == {f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)}
+
+
+def test_split_is_the_published_one() -> None:
+    """The order comes from SHA-256, so these constants hold on every machine and version."""
+    assert [p.id for p in addition.heldout_problems()[:5]] == HELDOUT_START
+    assert [p.id for p in addition.train_problems()[-3:]] == TRAIN_END
+
+
+def test_callers_cannot_spoil_each_others_lists() -> None:
+    addition.train_problems().clear()
+    assert len(addition.train_problems()) == 7900
+
+
+@given(a=numbers, b=numbers)
+def test_answer_and_solution_are_the_sum(a: int, b: int) -> None:
+    problem = next(p for p in addition.train_problems() + addition.heldout_problems() if p.id == f"{a}+{b}")
+    assert problem.prompt == f"{a}+{b}="
+    assert int(problem.answer) == a + b
+    units, tens, result = addition.solution(problem).split(" ")
+    left, right = units.split("=")
+    assert left == f"{a % 10}+{b % 10}"
+    assert int(right) == a % 10 + b % 10
+    left, right = tens.split("=")
+    carry = int(a % 10 + b % 10 >= 10)
+    assert left == f"{a // 10}+{b // 10}+{carry}"
+    assert int(right) == a // 10 + b // 10 + carry
+    assert result == problem.answer
+    assert 16 <= len(addition.solution(problem)) <= 19
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "written"),
+    [(37, 58, "7+8=15 3+5+1=9 95"), (31, 25, "1+5=6 3+2+0=5 56"), (99, 99, "9+9=18 9+9+1=19 198")],
+)
+def test_solution_format(a: int, b: int, written: str) -> None:
+    problem = addition.Problem(id=f"{a}+{b}", prompt=f"{a}+{b}=", answer=str(a + b))
+    assert addition.solution(problem) == written
+
+
+@given(seed=st.integers(0, 2**32), n=st.integers(0, 300))
+def test_noise_free_examples_are_right_and_reproducible(seed: int, n: int) -> None:
+    examples = addition.supervised_examples(n, 0.0, seed)
+    assert examples == addition.supervised_examples(n, 0.0, seed)
+    assert len(examples) == n
+    assert all(_value(prompt) == int(response.split()[-1]) for prompt, response in examples)
+
+
+@given(seed=st.integers(0, 2**32))
+def test_every_slip_ends_in_a_wrong_answer(seed: int) -> None:
+    examples = addition.supervised_examples(200, 1.0, seed)
+    assert all(_value(prompt) != int(response.split()[-1]) for prompt, response in examples)
+
+
+def test_noise_is_the_share_of_wrong_solutions() -> None:
+    examples = addition.supervised_examples(7900, 0.3, 0)
+    wrong = sum(_value(prompt) != int(response.split()[-1]) for prompt, response in examples)
+    assert abs(wrong / 7900 - 0.3) < 0.03  # 5.8 standard deviations
+
+
+def test_examples_repeat_only_after_all_problems_and_avoid_heldout() -> None:
+    prompts = [prompt for prompt, _ in addition.supervised_examples(2 * 7900, 0.5, 1)]
+    assert set(Counter(prompts[:7900]).values()) == {1}
+    assert set(Counter(prompts).values()) == {2}
+    assert prompts[:7900] != prompts[7900:]
+    assert set(prompts).isdisjoint(p.prompt for p in addition.heldout_problems())
+
+
+@pytest.mark.parametrize(("n", "noise"), [(1, -0.1), (1, 1.1), (-1, 0.5)])
+def test_bad_arguments(n: int, noise: float) -> None:
+    with pytest.raises(ValueError, match="give"):
+        addition.supervised_examples(n, noise, 0)
+
+
+def _value(prompt: str) -> int:
+    a, b = prompt.removesuffix("=").split("+")
+    return int(a) + int(b)
+
+
+HELDOUT_START = ["49+95", "56+74", "12+70", "93+92", "40+70"]
+TRAIN_END = ["47+69", "46+72", "45+61"]
