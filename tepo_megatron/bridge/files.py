@@ -133,6 +133,7 @@ def write_stream(
         if held:
             path = folder / f"{stem}-{len(written) + 1:05d}.safetensors"
             save_file(held, path, metadata={"format": "pt"})
+            path.chmod(0o644)
             written.append((path, {name: tensor.nbytes for name, tensor in held.items()}))
             held.clear()
 

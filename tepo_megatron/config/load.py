@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.run import RunConfig
-from tepo_megatron.config.schema import Place, SchemaRow, allowed, json_schema, locate, schema_rows, show
+from tepo_megatron.config.schema import Place, SchemaRow, allowed, discriminator, json_schema, locate, schema_rows, show
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -33,8 +33,8 @@ class ConfigError(ValueError):
         super().__init__("\n".join([f"{source}: {count} in the configuration", *(f"  {line}" for line in self.problems)]))
 
 
-def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads a run's YAML, lays the overrides over it, and checks the whole.
+def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a run's YAML (``None``: only defaults), lays the overrides over it, and checks the whole.
 
     ``base: other.yaml`` in a file names another file, relative to it, that lies under it. Overrides are ``a.b=value`` with the
     value in YAML; the last one of a path counts. ``${a.b}`` anywhere takes the value of another field, also of a default.
@@ -43,19 +43,18 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: a file that cannot be read, YAML that cannot be parsed, an override of another form, an unknown key, a
             value that its field does not take; all problems that can be seen at once are in it.
     """
-    path = Path(path)
+    source = "overrides" if path is None else str(path)
     problems: list[str] = []
-    given = [_read(path), *_parse_overrides(overrides, problems)]
+    given = OmegaConf.create() if path is None else _read(Path(path))
+    over = _parse_overrides(overrides, problems)
     try:
-        values = _resolve(given)
+        config = RunConfig.model_validate(_resolve(_merge(given, over)))
     except OmegaConfBaseException as error:
-        raise ConfigError(str(path), [*problems, _describe_reference(error)]) from error
-    try:
-        config = RunConfig.model_validate(values)
+        raise ConfigError(source, [*problems, _describe_reference(error)]) from error
     except ValidationError as error:
-        raise ConfigError(str(path), [*problems, *_describe_all(error)]) from error
+        raise ConfigError(source, [*problems, *_describe_all(error)]) from error
     if problems:
-        raise ConfigError(str(path), problems)
+        raise ConfigError(source, problems)
     return config
 
 
@@ -96,36 +95,52 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
         return content
     if not isinstance(base, str):
         raise ConfigError(str(path), [f"base: got {show(str(base))}; allowed: the path of one YAML file"])
-    merged = OmegaConf.merge(_read(path.parent / base, (*above, path.resolve())), content)
-    assert isinstance(merged, DictConfig)
-    return merged
+    return _merge(_read(path.parent / base, (*above, path.resolve())), content)
 
 
-def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> list[DictConfig]:
-    """One mapping for each override; what cannot be parsed goes to ``problems``."""
-    parsed = []
+def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> DictConfig:
+    """All overrides as one mapping; what cannot be parsed goes to ``problems``."""
+    parsed = OmegaConf.create()
     for override in overrides:
         key, equals, _ = override.partition("=")
         if not equals or not re.fullmatch(r"[^\s.=-][^\s.=]*(\.[^\s.=]+)*", key):
             problems.append(f"override {show(override)}: write path=value, such as train.steps=10")
             continue
         try:
-            parsed.append(OmegaConf.from_dotlist([override]))
+            parsed = _merge(parsed, OmegaConf.from_dotlist([override]))
         except OmegaConfBaseException as error:
             problems.append(f"override {show(override)}: {_describe_reference(error)}")
-        except yaml.MarkedYAMLError as error:
-            problems.append(f"override {show(override)}: its value is not valid YAML: {error.problem}")
         except yaml.YAMLError as error:
-            problems.append(f"override {show(override)}: its value is not valid YAML: {_one_line(error)}")
+            what = error.problem if isinstance(error, yaml.MarkedYAMLError) else _one_line(error)
+            problems.append(f"override {show(override)}: its value is not valid YAML: {what}")
     return parsed
 
 
-def _resolve(given: Sequence[DictConfig]) -> Any:
-    """The given values merged, the last one wins, with ``${…}`` replaced; only keys that were given."""
-    merged = OmegaConf.merge(*given)
+def _merge(below: DictConfig, above: DictConfig) -> DictConfig:
+    """``above`` over ``below``; a section of another kind takes the place of the one below, whose fields it does not have."""
+    below = below.copy()
+    _drop_other_kinds(below, above)
+    merged = OmegaConf.merge(below, above)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _drop_other_kinds(below: DictConfig, above: DictConfig) -> None:
+    for key, old in below.items_ex(resolve=False):
+        new = above._get_node(key)
+        if not isinstance(old, DictConfig) or not isinstance(new, DictConfig):
+            continue
+        if "kind" in new and "kind" in old and new.kind != old.kind:
+            below[key] = {}
+        else:
+            _drop_other_kinds(old, new)
+
+
+def _resolve(given: DictConfig) -> Any:
+    """The given values with ``${…}`` replaced; only keys that were given."""
     defaults = OmegaConf.create(RunConfig().model_dump(mode="json"))
-    complete = OmegaConf.to_container(OmegaConf.merge(defaults, merged), resolve=True, throw_on_missing=True)
-    return _select(complete, OmegaConf.to_container(merged))
+    complete = OmegaConf.to_container(OmegaConf.merge(defaults, given), resolve=True, throw_on_missing=True)
+    return _select(complete, OmegaConf.to_container(given))
 
 
 def _select(values: Any, shape: Any) -> Any:
@@ -153,9 +168,13 @@ def _describe(detail: ErrorDetails) -> str:
         return _describe_unknown(place, given)
     if kind == "missing":
         return f"{place.path}: missing; allowed: {allowed(place.node)}"
+    if kind == "union_tag_invalid":
+        tags = discriminator(place.node)
+        allowed_tags = ", ".join(show(tag) for tag in tags["mapping"])
+        return f"{place.path}.{tags['propertyName']}: got {show(detail['ctx']['tag'])}; allowed: {allowed_tags}"
     if kind in ("value_error", "assertion_error"):
         text = " ".join(detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ").split())
-        if not place.path:
+        if text.startswith(place.path):
             return text
         return f"{place.path}: {text}" if isinstance(given, dict | Section) else f"{place.path}: got {show(given)}; {text}"
     if not place.node or allowed(place.node) == "any value":
@@ -169,7 +188,7 @@ def _describe(detail: ErrorDetails) -> str:
 def _describe_unknown(place: Place, given: Any) -> str:
     parent, _, key = place.path.rpartition(".")
     prefix = f"{parent}." if parent else ""
-    near = difflib.get_close_matches(key, place.siblings, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(key, place.siblings, n=1, cutoff=0.5)
     elsewhere = [row.path for row in schema_rows() if row.path.rpartition(".")[2] == key]
     if near:
         hint = f"did you mean {prefix}{near[0]}?"

@@ -27,7 +27,8 @@ _BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "
 @dataclass(frozen=True)
 class SchemaRow:
     """One field: where it is, what it takes, what it is by default (as JSON), what it means, and under which variant of a
-    section it exists (``kind = "…"``, or empty)."""
+    section it exists (``kind = "…"``, or empty).
+    """
 
     path: str
     allowed: str
@@ -107,23 +108,37 @@ def show(value: Any, limit: int = 100) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def discriminator(node: Node) -> Node:
+    """``propertyName`` and ``mapping`` of a section with variants, also of one that may be null; empty for any other."""
+    found = node.get("discriminator")
+    return found or next((each["discriminator"] for each in node.get("anyOf", []) if "discriminator" in each), {})
+
+
 def _rows(node: Node, path: str, default: Any, when: str) -> Iterator[SchemaRow]:
-    properties = node.get("properties", {})
-    for name, raw in properties.items():
+    tag_here = when.split(" ", 1)[0]
+    for name, raw in node.get("properties", {}).items():
+        if name == tag_here:
+            continue
         child = _follow(raw)
         value = default[name] if isinstance(default, dict) and name in default else child.get("default", ...)
         here = f"{path}.{name}" if path else name
-        options = [option for option in _options(child).values() if "properties" in option]
-        if len(options) != 1 or value is None:
-            shown = "required" if value is ... else show(value)
-            yield SchemaRow(here, allowed(child), shown, _plain(child.get("description", "")), when)
-        tag = child.get("discriminator", {}).get("propertyName")
-        for option in options:
-            inner = when
-            if tag:
-                inner = f"{tag} = {show(_follow(option['properties'][tag]).get('const', option.get('title')))}"
-            same = not tag or (isinstance(value, dict) and value.get(tag) == option["properties"][tag].get("const"))
-            yield from _rows(option, here, value if same else None, inner)
+        options = {label: option for label, option in _options(child).items() if "properties" in option}
+        if len(options) != 1 or "anyOf" in child:
+            yield SchemaRow(here, allowed(child), _shown(value), _plain(child.get("description", "")), when)
+        tag = discriminator(child).get("propertyName")
+        for label, option in options.items():
+            inner = f"{tag} = {show(label)}" if tag else ""
+            applies = isinstance(value, dict) and (not tag or value.get(tag) == label)
+            yield from _rows(option, here, value if applies else None, inner)
+
+
+def _shown(default: Any) -> str:
+    """A field's default; of a section only its kind, since its fields have rows of their own."""
+    if default is ...:
+        return "required"
+    if isinstance(default, dict):
+        return f"kind = {show(default['kind'])}" if "kind" in default else "a section"
+    return show(default)
 
 
 def _plain(docstring: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,11 +59,7 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
         raise ValueError(
             f"{folder} has no tokenizer: copy tokenizer.model, or tokenizer.json and tokenizer_config.json, into it"
         )
-    load = SentencePieceTokenizer if has_model and not has_json else HuggingFaceTokenizer
-    try:
-        return load(folder)
-    except (OSError, RuntimeError, KeyError, TypeError, ImportError, json.JSONDecodeError) as error:
-        raise ValueError(f"the tokenizer in {folder} cannot be read, copy it again: {error}") from error
+    return SentencePieceTokenizer(folder) if has_model and not has_json else HuggingFaceTokenizer(folder)
 
 
 class SentencePieceTokenizer:
@@ -71,7 +68,8 @@ class SentencePieceTokenizer:
     def __init__(self, folder: Path) -> None:
         import sentencepiece
 
-        self._processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+        with _reading(folder):
+            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
         config = _read_json(folder / "tokenizer_config.json")
         self.vocab_size: int = self._processor.vocab_size()
         self.bos_id = _id_or_none(self._processor.bos_id())
@@ -102,7 +100,8 @@ class HuggingFaceTokenizer:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        with _reading(folder):
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         added: Mapping[int, Any] = self._tokenizer.added_tokens_decoder
         self.vocab_size = max(len(self._tokenizer), max(added, default=-1) + 1)
         self.bos_id: int | None = self._tokenizer.bos_token_id
@@ -139,18 +138,20 @@ class HuggingFaceTokenizer:
         return text
 
 
-def check_tokenizer(tokenizer: Tokenizer, model_config: Mapping[str, Any]) -> None:
+def check_tokenizer(tokenizer: Tokenizer, model_dir: str | Path) -> None:
     """Compare a tokenizer with the model that is to read its ids.
 
     Args:
-        model_config: the model's ``config.json``; ``vocab_size`` and ``eos_token_id`` (one, several or absent) are read.
+        model_dir: the model's folder; ``vocab_size`` and ``eos_token_id`` (one, several or absent) of ``config.json`` are read.
 
     Raises:
         ValueError: the tokenizer has ids that the model has no row for, or none of its end tokens is one of the model's.
     """
+    path = Path(model_dir) / "config.json"
+    model_config = _read_json(path)
     rows = model_config.get("vocab_size")
     if not isinstance(rows, int):
-        raise ValueError(f"the model's config.json says vocab_size = {rows!r}; it must be a number")
+        raise ValueError(f"{path} says vocab_size = {rows!r}; it must be a number")
     needed = max(tokenizer.vocab_size, max(tokenizer.eos_ids) + 1)
     if needed > rows:
         raise ValueError(
@@ -203,8 +204,21 @@ def _id_or_none(piece_id: int) -> int | None:
     return piece_id if piece_id >= 0 else None
 
 
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """The libraries raise errors of many types, bare ``Exception`` among them, for a file that is damaged."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"the tokenizer in {folder} cannot be read, copy it again: {error}") from error
+
+
 def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if there is no file."""
     if not path.is_file():
         return {}
-    value = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged, copy it again: {error}") from error
     return value if isinstance(value, dict) else {}

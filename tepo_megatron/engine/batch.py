@@ -92,18 +92,17 @@ def partition(lengths: Sequence[int], *, ranks: int, max_tokens: int) -> list[li
 
     Every rank gets the same number of micro-batches, as Megatron's schedules need, none of them empty where there are enough
     sequences; token counts are balanced greedily, the longest sequence first. Deterministic, so that every rank computes the
-    same. A micro-batch holds at most ``max_tokens`` unless a single sequence is longer.
+    same. A micro-batch holds at most ``max_tokens``, unless a single sequence is longer or there are too few sequences to give
+    every rank one more.
     """
     if len(lengths) < ranks:
         raise ValueError(f"{len(lengths)} sequences cannot be spread over {ranks} data-parallel ranks; use more rollouts")
     order = sorted(range(len(lengths)), key=lambda at: (-lengths[at], at))
-    bins_per_rank = max(1, -(-sum(lengths) // (ranks * max_tokens)))
-    while True:
-        bins = _fill(order, lengths, ranks * bins_per_rank)
-        fits = all(len(members) <= 1 or sum(lengths[at] for at in members) <= max_tokens for members in bins)
-        if fits or ranks * (bins_per_rank + 1) > len(lengths):
+    most = len(lengths) // ranks
+    for per_rank in range(min(most, -(-sum(lengths) // (ranks * max_tokens))), most + 1):
+        bins = _fill(order, lengths, ranks * per_rank)
+        if all(len(members) == 1 or sum(lengths[at] for at in members) <= max_tokens for members in bins):
             break
-        bins_per_rank += 1
     return [[sorted(members) for members in bins[rank::ranks]] for rank in range(ranks)]
 
 

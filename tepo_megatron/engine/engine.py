@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -18,14 +18,18 @@ from tepo_megatron.bridge.layouts import megatron_layout
 from tepo_megatron.config import RunConfig
 from tepo_megatron.engine import checkpoint, parallel
 from tepo_megatron.engine.batch import broadcast, pack
+from tepo_megatron.engine.collectives import broadcast_json
 from tepo_megatron.engine.forward import Forward
 from tepo_megatron.engine.model import build_model, transformer_config
 from tepo_megatron.engine.optimizer import build_optimizer, build_schedule
 from tepo_megatron.engine.platform import select_platform
 from tepo_megatron.engine.score import score
-from tepo_megatron.engine.step import UpdateResult, finalize_gradients, update
+from tepo_megatron.engine.step import StepObjective, UpdateResult, finalize_gradients, update
 from tepo_megatron.objective import build_objective
 from tepo_megatron.types import Batch, Rollout, ShardLayout
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,9 @@ class TensorMeta:
 class Engine:
     """Model, optimizer and objective on this rank. Every rank makes one, and calls every method in the same order."""
 
-    def __init__(self, config: RunConfig, model_dir: Path) -> None:
-        """Builds process groups, model (weights from ``model_dir``, a Hugging Face folder) and optimizer.
+    def __init__(self, config: RunConfig, model_dir: Path, objective: StepObjective | None = None) -> None:
+        """Builds process groups, model (weights from ``model_dir``, a Hugging Face folder) and optimizer. ``objective`` replaces
+        the config's.
 
         Raises ValueError for a model that does not fit the parallel layout or a folder that is not the model that it describes.
         """
@@ -49,7 +54,7 @@ class Engine:
         self.spec = read_model_spec(model_dir)
         layout = config.engine.parallel
         self.spec.check_parallel(tp=layout.tp, pp=layout.pp)
-        self.objective = build_objective(config.objective)
+        self.objective: StepObjective = objective or build_objective(config.objective)
         self.platform = select_platform(config.engine)
         self.ranks = parallel.initialize(layout, self.platform, seed=config.seed)
         self.layouts = [self._layout_of(rank) for rank in range(self.ranks.world)]
@@ -169,6 +174,10 @@ class Engine:
         self.schedule.num_steps = 0
         self.schedule.step(increment=self.updates)
         return state
+
+    def told(self, value: T) -> T:
+        """Rank 0's value, on every rank: anything that JSON carries. Every rank calls; only rank 0's argument is read."""
+        return broadcast_json(value, source=0, device=self.platform.device)
 
     def close(self) -> None:
         parallel.destroy()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,17 @@ from torch import Tensor
 
 from tepo_megatron.engine.collectives import broadcast_json
 from tepo_megatron.engine.forward import Forward
-from tepo_megatron.objective import Objective
-from tepo_megatron.types import Batch, TokenScores
+from tepo_megatron.types import Batch, ObjectiveOutput, TokenScores
+
+
+class StepObjective(Protocol):
+    """What an optimizer step needs of an objective; ``tepo_megatron.objective.Objective`` is one."""
+
+    @property
+    def needs_reference(self) -> bool: ...
+    def advantages(self, batch: Batch) -> Tensor: ...
+    def prepare(self, batch: Batch) -> Any: ...
+    def __call__(self, scores: TokenScores, batch: Batch, context: Any) -> ObjectiveOutput: ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,7 @@ def update(
     ddp: DistributedDataParallel,
     optimizer: MegatronOptimizer,
     schedule: OptimizerParamScheduler,
-    objective: Objective,
+    objective: StepObjective,
     batch: Batch,
 ) -> UpdateResult:
     """One optimizer step on the whole mini-batch, of which this rank computes its share. Every rank calls.

@@ -120,7 +120,7 @@ def _score_groups(
     if len(groups) != len(problems) or any(len(group) != n for group in groups):
         counts = sorted({len(group) for group in groups})
         raise RuntimeError(
-            f"the sampler was asked for {n} responses to each of {len(problems)} prompts; it returned {counts} for {len(groups)}"
+            f"{n} responses to each of {len(problems)} prompts were asked for, the sampler returned {counts} to {len(groups)}"
         )
     responses = [response for group in groups for response in group]
     texts = [tokenizer.decode(response.response_ids) for response in responses]

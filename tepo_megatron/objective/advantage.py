@@ -55,8 +55,8 @@ def group_advantages(
         variance_S = zeros_G.index_add(0, group_S, centred_S**2)[group_S] / degrees_S
         advantages_S = centred_S / (variance_S.sqrt() + eps)
     # equality is read off the rewards themselves: a mean that is off by one rounding would be blown up by 1/eps
-    lowest_S = zeros_G.index_reduce(0, group_S, rewards_S, "amin", include_self=False)[group_S]
-    highest_S = zeros_G.index_reduce(0, group_S, rewards_S, "amax", include_self=False)[group_S]
+    lowest_S = zeros_G.scatter_reduce(0, group_S, rewards_S, "amin", include_self=False)[group_S]
+    highest_S = zeros_G.scatter_reduce(0, group_S, rewards_S, "amax", include_self=False)[group_S]
     return advantages_S.where(lowest_S < highest_S, 0.0).to(dtype)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tepo_megatron.config.objective import Aggregation
+    from tepo_megatron.config.objective_choices import Aggregation
 
 
 def token_weights(aggregation: Aggregation, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
@@ -25,8 +25,8 @@ def token_weights(aggregation: Aggregation, mask_T: Tensor, lengths_S: Tensor, i
 def step_denominator(aggregation: Aggregation, lengths_S: Tensor) -> Tensor:
     """What the numerators of all micro-batches and ranks are divided by, once; a scalar.
 
-    ``lengths_S`` counts the response tokens of every sequence of the optimizer step, all data-parallel ranks'. Sequences without
-    one (padding) do not count.
+    ``lengths_S`` counts the response tokens of every sequence of the optimizer step, all data-parallel ranks'. Sequences
+    without one (padding) do not count.
 
     Raises:
         ValueError: the step has no response token.

@@ -23,7 +23,9 @@ def check_step(batch: Batch, *, reference: bool) -> None:
     if batch.old_logprobs_T is None:
         raise ValueError("the batch has no old_logprobs_T; score it with the policy before the update")
     if reference and batch.reference_logprobs_T is None:
-        raise ValueError("a KL term is against the reference, but the batch has no reference_logprobs_T; score it with that model")
+        raise ValueError(
+            "a KL term is against the reference, but the batch has no reference_logprobs_T; score it with that model"
+        )
     if batch.advantages_S.shape != (batch.num_sequences,):
         raise ValueError(f"advantages_S has shape {tuple(batch.advantages_S.shape)} for {batch.num_sequences} sequences")
     if not batch.advantages_S.isfinite().all():

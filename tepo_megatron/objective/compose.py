@@ -52,8 +52,9 @@ class TokenValues:
 class Objective:
     """A loss over batches of sequences. It holds no state: the same batch and scores give the same output.
 
-    The order of a step: ``advantages`` of the whole rollout batch; then for each optimizer step ``prepare`` on its whole mini-batch;
-    then a call for each micro-batch; then the numerators' sum over micro-batches and ranks, divided once by the denominator.
+    The order of a step: ``advantages`` of the whole rollout batch; then for each optimizer step ``prepare`` on its whole
+    mini-batch; then a call for each micro-batch; then the numerators' sum over micro-batches and ranks, divided once by the
+    denominator.
     """
 
     config: ObjectiveConfig
@@ -78,7 +79,9 @@ class Objective:
             rewards_S = rewards_S + overlong_penalty(
                 lengths_S, max_tokens=long.max_tokens, buffer_tokens=long.buffer_tokens, penalty=long.penalty
             )
-        return group_advantages(rewards_S, batch.groups_S, kind=choice.kind, std=choice.std, eps=choice.eps)
+        if choice.kind == "group":
+            return group_advantages(rewards_S, batch.groups_S, std=choice.std, eps=choice.eps)
+        return group_advantages(rewards_S, batch.groups_S, kind=choice.kind)
 
     def prepare(self, batch: Batch) -> StepContext:
         """Denominator and statistics of one optimizer step, from its whole mini-batch; see `prepare_step`."""
@@ -159,7 +162,8 @@ class Objective:
                 falls_T = entropy_falls(values.entropy_change_T, mask.tolerance)
             chosen["kl_mask"] = values.mask_T & (values.advantage_T > 0) & falls_T
         if context.kl_cov_threshold is not None:
-            chosen["kl_cov"] = values.mask_T & (values.covariance_T >= context.kl_cov_threshold)
+            highest_T = (values.covariance_T >= context.kl_cov_threshold) & (values.covariance_T > 0)
+            chosen["kl_cov"] = values.mask_T & highest_T
         region = self.config.trust_region
         if region.kind == "clip_cov" and context.clip_cov_ticket is not None:
             assert batch.old_logprobs_T is not None
@@ -171,7 +175,11 @@ class Objective:
     def _kl(self, values: TokenValues, chosen: dict[str, Tensor]) -> Tensor:
         """All KL terms, masked and with their coefficients, [T]."""
         total_T = torch.zeros_like(values.delta_T)
-        terms = ((self.config.kl_mask, chosen.get("kl_mask")), (self.config.kl, values.mask_T), (self.config.kl_cov, chosen.get("kl_cov")))
+        terms = (
+            (self.config.kl_mask, chosen.get("kl_mask")),
+            (self.config.kl, values.mask_T),
+            (self.config.kl_cov, chosen.get("kl_cov")),
+        )
         for term, chosen_T in terms:
             if term is not None and chosen_T is not None:
                 penalty_T = kl_penalty(term, values.delta_T, values.reference_delta_T)

@@ -1,7 +1,7 @@
 """The covariance of log-probability and advantage, token by token, and choices made by it (TEPO.md §4, §5, §7).
 
-c_it = (log π_old,it − mean)(A_i − mean), means over all response tokens of the optimizer step. Reading: of π_old, from which the
-tokens were drawn, so that the choice is one for the whole step, however it is cut into micro-batches.
+c_it = (log π_old,it − mean)(A_i − mean), means over all response tokens of the optimizer step. Reading: of π_old, from which
+the tokens were drawn, so that the choice is one for the whole step, however it is cut into micro-batches.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ def measure(
 ) -> tuple[Metrics, dict[str, Tensor]]:
     """Metrics and extrema of a micro-batch; their meaning is listed in ``docs/tepo.md``.
 
-    Means are over response tokens; those named ``masked`` over the tokens that a token-level mechanism (KL mask, KL-Cov, Clip-Cov)
-    chose. KL is KL(π_θ‖π_old) as r δ − r + 1, the mismatch is KL(sampler‖π_old) by k3. Without a response token the smallest
-    ratio is inf and the largest −inf, the neutral elements of min and max.
+    Means are over response tokens; those named ``masked`` over the tokens that a token-level mechanism (KL mask, KL-Cov,
+    Clip-Cov) chose. KL is KL(π_θ‖π_old) as r δ − r + 1, the mismatch is KL(sampler‖π_old) by k3. Without a response token the
+    smallest ratio is inf and the largest −inf, the neutral elements of min and max.
     """
     mask_T = values.mask_T
     masked_T = torch.zeros_like(mask_T)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tepo_megatron.config.objective import Ratio
+    from tepo_megatron.config.objective_choices import Ratio
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a [S] tensor over the ranks that hold other tokens of the same sequences, and sums its gradient over them likewise."""
@@ -20,9 +20,9 @@ Reduce = Callable[[Tensor], Tensor]
 def sequence_sum(values_T: Tensor, sequence_index_T: Tensor, num_sequences: int, reduce: Reduce | None = None) -> Tensor:
     """Sum of the token values of each sequence: [T] in, [S] out, differentiable.
 
-    Where a sequence's tokens are spread over context-parallel ranks, all of them call this with their own tokens, the same S, and
-    a ``reduce`` whose backward is an all-reduce too: each rank's loss holds only its own tokens, so the gradient of a sequence's
-    sum is the sum of what the ranks ask for.
+    Where a sequence's tokens are spread over context-parallel ranks, all of them call this with their own tokens, the same S,
+    and a ``reduce`` whose backward is an all-reduce too: each rank's loss holds only its own tokens, so the gradient of a
+    sequence's sum is the sum of what the ranks ask for.
     """
     sums_S = values_T.new_zeros(num_sequences).index_add(0, sequence_index_T, values_T)
     return sums_S if reduce is None else reduce(sums_S)
@@ -32,7 +32,8 @@ def policy_ratio(ratio: Ratio, delta_T: Tensor, lengths_S: Tensor, index_T: Tens
     """The ratio at every token, [T], differentiable in ``delta_T``.
 
     - ``token``: exp δ_it.
-    - ``sequence``: s_i = exp(Σ_t δ_it / T_i) at every token of sequence i, or exp(Σ_t δ_it) un-normalised (TEPO.md §2, reading).
+    - ``sequence``: s_i = exp(Σ_t δ_it / T_i) at every token of sequence i (TEPO.md §2, reading), or exp(Σ_t δ_it)
+      un-normalised.
     - ``sequence_token``: the same value, sg[s_i] · exp(δ_it − sg δ_it), through which each token gets its own gradient.
 
     ``lengths_S`` counts response tokens of the whole sequences, T_i.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tepo_megatron.config.objective import KL, EntropyBonus, KLCov, KLMask
+    from tepo_megatron.config.objective_choices import KL, EntropyBonus, KLCov, KLMask
 
 
 def kl_estimate(difference_T: Tensor, estimator: Literal["k1", "k2", "k3", "abs"]) -> Tensor:
@@ -29,8 +29,8 @@ def kl_penalty(term: KLMask | KL | KLCov, delta_T: Tensor, reference_delta_T: Te
     """The KL values of one term, not yet masked nor multiplied by its coefficient.
 
     ``delta_T`` is log π_θ − log π_old, ``reference_delta_T`` log π_θ − log π_ref. With ``weight = importance`` the estimate is
-    multiplied by exp(δ), gradient included: then its mean over tokens of π_old is that of the estimator over tokens of π_θ. For k3
-    against π_old that is r δ − r + 1, unbiased for KL(π_θ‖π_old) (TEPO.md §4).
+    multiplied by exp(δ), gradient included: then its mean over tokens of π_old is that of the estimator over tokens of π_θ.
+    For k3 against π_old that is r δ − r + 1, unbiased for KL(π_θ‖π_old) (TEPO.md §4).
     """
     difference_T = delta_T if term.against == "old" else reference_delta_T
     assert difference_T is not None

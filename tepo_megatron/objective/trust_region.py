@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tepo_megatron.config.objective import TrustRegion
+    from tepo_megatron.config.objective_choices import TrustRegion
 
 
 class Surrogate(NamedTuple):
@@ -36,7 +36,9 @@ def weighted_logprob(ratio_T: Tensor, logprob_T: Tensor, advantage_T: Tensor, lo
     return Surrogate(weight_T * advantage_T * logprob_T, ratio_T < weight_T, ratio_T > weight_T)
 
 
-def surrogate(region: TrustRegion, ratio_T: Tensor, logprob_T: Tensor, advantage_T: Tensor, detached_T: Tensor | None) -> Surrogate:
+def surrogate(
+    region: TrustRegion, ratio_T: Tensor, logprob_T: Tensor, advantage_T: Tensor, detached_T: Tensor | None
+) -> Surrogate:
     """The surrogate under a trust region; ``detached_T`` bool marks the tokens that Clip-Cov deprives of their gradient."""
     if region.kind == "clip":
         return clipped(ratio_T, advantage_T, region.low, region.high, region.dual)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import selectors
 import sys
 import time
@@ -21,8 +20,6 @@ _START_TIMEOUT_S = 120.0
 """For a worker to start and import the verifier; symbolic mathematics on a busy machine takes seconds."""
 
 _LARGEST_CHUNK = 128
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,10 +51,9 @@ class RewardPool:
         self._results: dict[int, RewardResult] = {}
         self._queue: deque[list[int]] = deque()
         self._items: Sequence[tuple[Problem, str]] = ()
-        self.failures = 0
-        """Responses that could not be scored, since the start."""
         try:
-            self._workers = [self._start() for _ in range(config.workers)]
+            for _ in range(config.workers):
+                self._workers.append(self._start())
             while not all(worker.ready for worker in self._workers):
                 self._wait()
         except BaseException:
@@ -76,6 +72,7 @@ class RewardPool:
         self._items, self._results = items, {}
         self._queue = deque(list(range(at, min(at + size, len(items)))) for at in range(0, len(items), size))
         try:
+            self._replace_dead()
             while len(self._results) < len(items):
                 self._hand_out()
                 self._wait()
@@ -83,9 +80,7 @@ class RewardPool:
             # Workers are in the middle of something: their replies must not be taken for a later call's.
             self.close()
             raise
-        results = [self._results[index] for index in range(len(items))]
-        self._report([result.error for result in results if result.error])
-        return results
+        return [self._results[index] for index in range(len(items))]
 
     def close(self) -> None:
         """End the workers. Closing twice is fine."""
@@ -107,6 +102,11 @@ class RewardPool:
         process.send({"verifier": self._verifier, "path": sys.path, "timeout_s": self._config.timeout_s})
         return worker
 
+    def _replace_dead(self) -> None:
+        """An idle worker has nothing to say: if it can be read, it ended, and no response is to blame."""
+        for key, _ in self._selector.select(0):
+            self._take_replies(key.data)
+
     def _hand_out(self) -> None:
         """Give every idle worker a chunk. Only idle ones: they read at once, so that writing never blocks."""
         for worker in self._workers:
@@ -123,7 +123,8 @@ class RewardPool:
             if id(worker) in heard:
                 self._take_replies(worker)
             elif not worker.idle and time.monotonic() >= worker.deadline:
-                self._replace(worker, f"the verifier took longer than reward.timeout_s = {self._config.timeout_s:g} s")
+                limit = f"reward.timeout_s = {self._config.timeout_s:g} s" if worker.ready else f"{_START_TIMEOUT_S:g} s"
+                self._replace(worker, f"the verifier took longer than {limit}")
 
     def _take_replies(self, worker: _Worker) -> None:
         try:
@@ -162,11 +163,6 @@ class RewardPool:
             self._results[index] = RewardResult(self._config.failed_reward, f"problem {problem.id!r}: {error}")
         else:
             self._results[index] = RewardResult(reward)
-
-    def _report(self, errors: list[str]) -> None:
-        self.failures += len(errors)
-        if errors:
-            _log.warning("%d of %d responses could not be scored; the first: %s", len(errors), len(self._items), errors[0])
 
 
 @dataclass(eq=False)

@@ -18,7 +18,8 @@ class Response:
     """One sampled continuation of a prompt.
 
     ``logprobs`` has one natural-log probability per response id, under the temperature it was drawn with (under temperature 1
-    where it was decoded greedily). ``finish_reason`` is ``"stop"`` (the end token was drawn, and is the last id) or ``"length"``.
+    where it was decoded greedily). ``finish_reason`` is ``"stop"`` (an end token was drawn, and is the last id) or ``"length"``
+    (cut).
     """
 
     response_ids: tuple[int, ...]
@@ -73,10 +74,13 @@ class Client:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,  # the server has no tokenizer
         }
-        choices = self._post("/v1/completions", body).get("choices", [])
-        if len(choices) != len(prompts) * n:
-            raise RuntimeError(f"{self.url} returned {len(choices)} responses to {len(prompts)} prompts with n = {n}")
-        responses = [self._response(choice, version) for choice in choices]
+        reply = self._post("/v1/completions", body)
+        try:
+            responses = [self._response(choice, version) for choice in reply["choices"]]
+        except (KeyError, TypeError) as error:
+            raise RuntimeError(f"{self.url} answered /v1/completions with something else than responses: {error!r}") from error
+        if len(responses) != len(prompts) * n:
+            raise RuntimeError(f"{self.url} returned {len(responses)} responses to {len(prompts)} prompts with n = {n}")
         return [responses[first : first + n] for first in range(0, len(responses), n)]
 
     def pause(self) -> None:

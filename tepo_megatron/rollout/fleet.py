@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, as_completed, wait
 from pathlib import Path
@@ -28,9 +29,9 @@ class ServerDied(RuntimeError):  # noqa: N818
 class Fleet:
     """``config.count`` vLLM servers of one model. Used by one process, the trainer's rank 0, from one thread.
 
-    ``dtype`` is that of the weights unless the config has its own; ``stop_token_ids`` end a response, and are its last id when they
-    do; ``log_dir`` gets a ``server-N.log`` of each; the weights in ``model_dir`` are version 0. A context manager: entering starts
-    the servers, leaving stops them.
+    ``dtype`` is that of the weights unless the config has its own; ``stop_token_ids`` end a response, and are its last id when
+    they do; ``log_dir`` gets a ``server-N.log`` of each; the weights in ``model_dir`` are version 0. A context manager:
+    entering starts the servers, leaving stops them.
     """
 
     def __init__(
@@ -61,10 +62,12 @@ class Fleet:
         self._pool: ThreadPoolExecutor | None = None
         self._version: WeightsVersion | None = None
         self._restarts = 0
+        self._spawning = threading.Lock()
+        self._stopped = False
 
     @property
     def weights_version(self) -> WeightsVersion | None:
-        """The version that every server has; None before the start, and from a restart or a failed update to the next update."""
+        """The version that every server has; None before the start, and after a restart or a failed update until the next."""
         return self._version
 
     @property
@@ -75,13 +78,19 @@ class Fleet:
     def start(self) -> None:
         """Start all servers side by side and return when all answer.
 
-        Raises RuntimeError with the end of a server's log, after stopping all, if one does not come up.
+        May run in another thread than the rest; a stop() meanwhile ends it. Raises RuntimeError with the end of a server's log,
+        after stopping all, if one does not come up.
         """
         self._start(self._servers)
         self._version = WeightsVersion(0)
 
     def stop(self) -> None:
-        """End all processes of all servers, within seconds; does nothing if there are none."""
+        """End all processes of all servers, within seconds, for good; does nothing if there are none."""
+        with self._spawning:
+            self._stopped = True
+        self._end()
+
+    def _end(self) -> None:
         self._version = None
         if self._sync is not None:
             self._sync.close()
@@ -113,10 +122,10 @@ class Fleet:
     ) -> list[list[Response]]:
         """Draw ``n`` responses to each prompt (token ids, at least one); the groups are in the order of the prompts.
 
-        ``temperature`` 0 decodes greedily, and needs n = 1. The samples of a group, and of different prompts, are independent draws;
-        the same ``seed`` gives the same draws from the same weights, up to the numerics of batching. ``on_progress`` is
-        called in this thread with (prompts done, all prompts). Raises ServerDied when a server is gone, ValueError for an
-        empty prompt, RuntimeError for whatever else a server answers.
+        ``temperature`` 0 decodes greedily, and needs n = 1. Samples, of one prompt or of several, are independent draws; the
+        same ``seed`` gives the same draws from the same weights, up to the numerics of batching. ``on_progress`` is called in
+        this thread with (prompts done, all prompts). Raises ServerDied when a server is gone, ValueError for an empty prompt,
+        RuntimeError for whatever else a server answers.
         """
         if self._pool is None or self._version is None:
             raise RuntimeError(
@@ -168,9 +177,9 @@ class Fleet:
     def update_weights(self, version: WeightsVersion, manifest: Manifest, tensors: Iterable[Tensor]) -> None:
         """Put the trainer's weights into all servers; ``version`` is stamped on every later response.
 
-        ``manifest`` announces (Hugging Face name, full shape, dtype name) of each of ``tensors``, in order. After an error the servers
-        are stopped, since their weights are undefined, and the rest of ``tensors`` is consumed, so that ranks that gather them
-        together stay in step. Raises ServerDied if a server's death was the cause (revive() and repeat), otherwise
+        ``manifest`` announces (Hugging Face name, full shape, dtype name) of each of ``tensors``, in order. After an error the
+        servers are stopped, since their weights are undefined, and the rest of ``tensors`` is consumed, so that ranks that
+        gather them together stay in step. Raises ServerDied if a server's death was the cause (revive() and repeat), otherwise
         RuntimeError naming the server and the tensor, or ValueError where tensors do not match the manifest.
         """
         if not self._clients:
@@ -186,19 +195,19 @@ class Fleet:
         except (RuntimeError, ValueError) as error:
             message = f"weights {version.step} did not reach the rollout servers: {error}"
             dead = [server.url for server in self._servers if not server.healthy()]
-            self.stop()
+            self._end()
             for _ in stream:
                 pass
             raise (ServerDied if dead else type(error))(message) from error
         except BaseException:
-            self.stop()
+            self._end()
             raise
         self._version = version
 
     def revive(self) -> bool:
         """Start the servers that are gone again; True if there were any: the caller must then call update_weights().
 
-        Raises RuntimeError when that would be more often than ``config.max_restarts`` in this run, or a server does not come up.
+        Raises RuntimeError when that would be more than ``config.max_restarts`` in this run, or a server does not come up.
         """
         gone = [server for server in self._servers if not server.healthy()]
         if not gone:
@@ -206,9 +215,8 @@ class Fleet:
         self._restarts += len(gone)
         if self._restarts > self._config.max_restarts:
             logs = "\n".join(server.log_end() for server in gone)
-            raise RuntimeError(
-                f"rollout servers died {self._restarts} times, more than rollout.server.max_restarts = {self._config.max_restarts}.\n{logs}"
-            )
+            allowed = self._config.max_restarts
+            raise RuntimeError(f"rollout servers died {self._restarts} times; rollout.server.max_restarts = {allowed}.\n{logs}")
         self._version = None
         if self._sync is not None:
             self._sync.close()
@@ -218,13 +226,16 @@ class Fleet:
 
     def _start(self, servers: Sequence[Server]) -> None:
         try:
-            taken = {server.port for server in self._servers if server.alive}
-            for server in servers:
-                server.start(taken)
-                taken.add(server.port)
+            with self._spawning:
+                if self._stopped:
+                    raise RuntimeError("the rollout servers were stopped; make a new Fleet to start them again")
+                taken = {server.port for server in self._servers if server.alive}
+                for server in servers:
+                    server.start(taken)
+                    taken.add(server.port)
             _each(servers, Server.wait_ready)
         except BaseException:
-            self.stop()
+            self._end()
             raise
         for client in self._clients:
             client.close()

@@ -10,9 +10,8 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-
-import httpx
 
 from tepo_megatron.bridge.transport import BACKEND
 from tepo_megatron.config.rollout import ServerConfig
@@ -21,6 +20,9 @@ MODEL_NAME = "policy"
 """What requests call the served model."""
 
 STOP_TIMEOUT_S = 10.0
+HEALTH_TIMEOUT_S = 30.0
+"""A server on a busy machine may be slow to answer; one that is gone refuses at once."""
+
 LOG_LINES = 20
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
@@ -93,10 +95,14 @@ class Server:
         """Whether the server runs and says that its engine works."""
         if not self.alive:
             return False
+        connection = HTTPConnection(self.config.host, self.port, timeout=HEALTH_TIMEOUT_S)
         try:
-            return httpx.get(f"{self.url}/health", timeout=5.0, trust_env=False).status_code == 200
-        except httpx.TransportError:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, HTTPException):
             return False
+        finally:
+            connection.close()
 
     def stop(self) -> None:
         """End every process of the server: SIGTERM, a wait of seconds, SIGKILL. Does nothing if there is none."""
@@ -143,7 +149,8 @@ class Server:
             options["--max-model-len"] = config.max_model_len
         flags = ["--skip-tokenizer-init", "--disable-log-stats", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
         if not on_gpu:
-            flags.append("--enforce-eager")
+            # vLLM rewinds a seeded request's generator between the chunks of its prompt, which a CPU generator cannot do
+            flags += ["--enforce-eager", "--no-enable-chunked-prefill"]
         pairs = [str(part) for pair in options.items() for part in pair]
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags, *config.extra_args]
 

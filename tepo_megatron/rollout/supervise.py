@@ -1,8 +1,8 @@
 """``python -m tepo_megatron.rollout.supervise -- COMMAND...``: runs a command that must not outlive its starter.
 
 Standard input is a pipe whose other end the starter holds. When it closes (the starter is done, or was killed), or on SIGTERM,
-the whole process group ends: SIGTERM, a short wait, SIGKILL. When the command ends by itself, what it left in the group is killed.
-The supervisor must lead its process group (``start_new_session=True``).
+the whole process group ends: SIGTERM, a short wait, SIGKILL. When the command ends by itself, what it left in the group is
+killed. The supervisor must lead its process group (``start_new_session=True``).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -174,7 +175,7 @@ class RootDriver:
         if failures:
             self._failed_rewards += len(failures)
             self.output.message(f"{len(failures)} of {len(results)} rewards failed; the first: {failures[0]}")
-        return [rewarded(rollout, result.reward) for rollout, result in zip(rollouts, results, strict=True)]
+        return [replace(rollout, reward=result.reward) for rollout, result in zip(rollouts, results, strict=True)]
 
     # -- weights ---------------------------------------------------------------------------------------------------------
 
@@ -208,6 +209,7 @@ class RootDriver:
                 config=self.config.evaluate,
                 sampling=self.config.rollout.sampling,
                 seed=derive_seed(self.config.seed, step, "evaluate"),
+                chat_template=self.config.data.chat_template,
             )
         self._evaluation = result.metrics
         self.output.write_samples(step, result.samples)
@@ -233,12 +235,6 @@ class RootDriver:
         if self.fleet is not None:
             self.fleet.stop()
         self.pool.close()
-
-
-def rewarded(rollout: Rollout, reward: float) -> Rollout:
-    from dataclasses import replace
-
-    return replace(rollout, reward=reward)
 
 
 def exhaust(stream: Iterable[object]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -25,7 +24,7 @@ class RowScores(NamedTuple):
     max_R: Tensor
     """Over the whole vocabulary, in units of the logits."""
     log_sum_R: Tensor
-    """log Σ exp((x − max)/temperature) over the whole vocabulary. The log-sum-exp is kept in two parts: added, they would round."""
+    """log Σ exp((x − max)/temperature) over the whole vocabulary; kept apart from the maximum, for their sum would round."""
 
 
 def combine(stats_R4: Tensor, rows_R: Tensor | None, temperature: float, tp_group: ProcessGroup | None) -> RowScores:
@@ -37,7 +36,7 @@ def combine(stats_R4: Tensor, rows_R: Tensor | None, temperature: float, tp_grou
     stats_pR4 = stats_R4.unsqueeze(0)
     if tp_group is not None and stats_R4.numel():
         stats_pR4 = stats_R4.new_empty(dist.get_world_size(tp_group), *stats_R4.shape)
-        dist.all_gather_into_tensor(stats_pR4, stats_R4, group=tp_group)
+        dist.all_gather_into_tensor(stats_pR4.flatten(0, 1), stats_R4, group=tp_group)
     max_pR, sum_pR, weighted_pR, label_pR = stats_pR4.unbind(-1)
     max_R = max_pR.amax(0)
     shift_pR = (max_pR - max_R) / temperature
@@ -59,7 +58,7 @@ def _check_finite(sum_R: Tensor, sum_pR: Tensor, rows_R: Tensor | None) -> None:
     ranks = (~sum_pR[:, first].isfinite()).nonzero().flatten().tolist()
     if ranks:
         raise ValueError(
-            f"NaN or +inf logits on tensor-parallel rank {ranks[0]}, first at token {token}; look at the weights after the last "
-            "step and at the learning rate"
+            f"NaN or +inf logits on tensor-parallel rank {ranks[0]}, first at token {token}; look at the weights after the "
+            "last step and at the learning rate"
         )
     raise ValueError(f"every logit of token {token} is −inf; a sampler's mask must leave at least one token")

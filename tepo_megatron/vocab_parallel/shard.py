@@ -7,7 +7,7 @@ included: rank r holds columns [r·Vp, (r+1)·Vp), of which those from V on are 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,48 +17,67 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+class LocalLabels(NamedTuple):
+    """Labels as one shard sees them."""
+
+    column_R: Tensor
+    """int64 [R]: column in this shard, 0 where the label lies in another."""
+    inside_R: Tensor
+    """bool [R]: whether the label lies in this shard."""
+
+
 @dataclass(frozen=True)
-class VocabShard:
-    rank: int
-    world: int
-    start: int
-    """First vocabulary entry of this shard."""
+class Scoring:
+    """One call, as this rank sees it: its columns, the rows to score, their labels, how."""
+
+    tp_group: ProcessGroup | None
+    temperature: float
     columns: int
-    """Columns that are no padding; 0 where the whole shard is padding."""
-    vocab_size: int
-
-    @classmethod
-    def of(cls, width: int, vocab_size: int | None, tp_group: ProcessGroup | None) -> VocabShard:
-        """The shard of this rank, ``width`` columns wide with padding.
-
-        Raises:
-            ValueError: ``vocab_size`` is not positive, or more than all shards hold.
-        """
-        rank, world = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
-        total = width * world
-        size = total if vocab_size is None else vocab_size
-        if not 0 < size <= total:
-            raise ValueError(f"vocab_size = {size}, but {world} shards of {width} columns hold {total}; give the true vocabulary size")
-        start = rank * width
-        return cls(rank, world, start, min(max(size - start, 0), width), size)
-
-    def local(self, labels_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each label in this shard (0 where it lies outside) and whether it lies inside: int64, bool."""
-        local_R = labels_R - self.start
-        inside_R = (local_R >= 0) & (local_R < self.columns)
-        return torch.where(inside_R, local_R, 0), inside_R
+    """Columns of this shard that are no padding, its first ones; 0 where the whole shard is padding."""
+    tokens: int
+    rows_R: Tensor | None
+    """Scored rows, int64; None for all."""
+    labels: LocalLabels
 
 
-def scored_rows(mask_T: Tensor | None, labels_T: Tensor, tokens: int) -> Tensor | None:
-    """Indices int64 [R] of the tokens in the mask, ``None`` for all.
+def plan_scoring(
+    labels_T: Tensor,
+    *,
+    tokens: int,
+    width: int,
+    tp_group: ProcessGroup | None,
+    temperature: float,
+    vocab_size: int | None,
+    mask_T: Tensor | None,
+) -> Scoring:
+    """Check the arguments of a call on ``tokens`` rows and a shard ``width`` columns wide, padding included.
 
     Raises:
-        ValueError: shapes or types do not fit.
+        ValueError: temperature, vocabulary size, shapes, dtypes or a label are impossible; each message says what to do.
     """
+    rank, world = (0, 1) if tp_group is None else (dist.get_rank(tp_group), dist.get_world_size(tp_group))
+    vocab_size = width * world if vocab_size is None else vocab_size
+    if not 0 < vocab_size <= width * world:
+        raise ValueError(
+            f"vocab_size = {vocab_size}, but {world} shards of {width} columns hold {width * world}; give the tokenizer's size "
+            "without padding"
+        )
+    if not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature = {temperature:g} must be positive and finite; score at the temperature sampled with")
+    rows_R = _scored_rows(mask_T, labels_T, tokens)
+    labels_R = labels_T if rows_R is None else labels_T[rows_R]
+    _check_labels(labels_R, rows_R, vocab_size)
+    columns = min(max(vocab_size - rank * width, 0), width)
+    column_R = labels_R - rank * width
+    inside_R = (column_R >= 0) & (column_R < columns)
+    labels = LocalLabels(torch.where(inside_R, column_R, 0), inside_R)
+    return Scoring(tp_group, temperature, columns, tokens, rows_R, labels)
+
+
+def _scored_rows(mask_T: Tensor | None, labels_T: Tensor, tokens: int) -> Tensor | None:
     if labels_T.shape != (tokens,) or labels_T.dtype != torch.int64:
         raise ValueError(
-            f"labels_T is {labels_T.dtype} {tuple(labels_T.shape)} beside {tokens} rows of logits or hidden states; give int64, one "
-            "label per row"
+            f"labels_T is {labels_T.dtype} {tuple(labels_T.shape)} beside {tokens} rows to score; give int64, one label per row"
         )
     if mask_T is None:
         return None
@@ -67,18 +86,12 @@ def scored_rows(mask_T: Tensor | None, labels_T: Tensor, tokens: int) -> Tensor 
     return mask_T.nonzero().squeeze(1)
 
 
-def check_labels(labels_R: Tensor, rows_R: Tensor | None, vocab_size: int) -> None:
-    """Refuse labels outside [0, V)."""
+def _check_labels(labels_R: Tensor, rows_R: Tensor | None, vocab_size: int) -> None:
     wrong_R = (labels_R < 0) | (labels_R >= vocab_size)
     if wrong_R.any():
         first = int(wrong_R.nonzero()[0])
         token = first if rows_R is None else int(rows_R[first])
         raise ValueError(
-            f"the label of token {token} is {int(labels_R[first])}, outside [0, {vocab_size}); leave tokens without a label out of "
-            "mask_T, and check that tokenizer and model agree on the vocabulary"
+            f"the label of token {token} is {int(labels_R[first])}, outside [0, {vocab_size}); leave tokens without a label "
+            "out of mask_T, and check that tokenizer and model agree on the vocabulary"
         )
-
-
-def check_temperature(temperature: float) -> None:
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature = {temperature:g} must be positive; for greedy sampling score at the temperature trained with")

@@ -1,7 +1,8 @@
-"""Sweeps over a shard of logits in row chunks that fit the cache, in plain torch.
+"""Sweeps over a shard of logits in row chunks that fit the cache, in plain torch: the backend that always works.
 
-Nothing of the logits' size is ever held in fp32: a chunk is upcast into a workspace, used, and overwritten by the next. exp is
-taken as exp2, which is several times faster on CPU.
+Nothing of the logits' size is ever held in fp32: a chunk is upcast into a workspace, used, and overwritten by the next. exp
+is taken as exp2, which is several times faster on CPU. Axes: T rows of logits, R scored ones, c those of a chunk, V columns
+that are no padding, at least one.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from tepo_megatron.vocab_parallel.combine import EMPTY_MAX
+from tepo_megatron.vocab_parallel.combine import EMPTY_MAX, RowScores
+from tepo_megatron.vocab_parallel.shard import LocalLabels
 
-LOG2_E = math.log2(math.e)
+_LOG2_E = math.log2(math.e)
 _FAR_BELOW = -1e4
 """Stands for −inf in an exponent: 2 to it is 0, and 0 times it is 0, while 0 · −inf is NaN."""
 
-_WORKSPACE_BYTES = {"cpu": 512 * 1024, "cuda": 128 * 1024 * 1024}
+_WORKSPACE_BYTES = {"cpu": 768 * 1024}  # beside the rows themselves in a second-level cache
+_WORKSPACE_BYTES_ACCELERATOR = 128 * 1024 * 1024  # where a chunk must be large enough to fill the device
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -26,86 +29,82 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class Workspace:
-    """Two buffers of one chunk each."""
+def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_R4: Tensor) -> None:
+    """Fill in maximum, Σ e^t and Σ e^t·t of each scored row, ``stats_R4[:, :3]`` as `combine` takes them."""
+    workspace = _workspace(logits_TV)
+    for at, where in _chunks(rows_R, logits_TV.shape[0], workspace.shape[1]):
+        t_cV, e_cV = workspace[:, : at.stop - at.start]
+        logits_cV = logits_TV[where]
+        source_cV = logits_cV if logits_cV.dtype == t_cV.dtype else t_cV.copy_(logits_cV)
+        max_c1 = source_cV.amax(1, keepdim=True).clamp(min=EMPTY_MAX)
+        _exponents(source_cV, max_c1, temperature, t_cV)
+        torch.exp2(t_cV, out=e_cV)
+        stats_R4[at, 0:1] = max_c1
+        stats_R4[at, 1] = e_cV.sum(1)
+        stats_R4[at, 2] = e_cV.mul_(t_cV).sum(1) / _LOG2_E
 
-    def __init__(self, like: Tensor, columns: int) -> None:
-        dtype = compute_dtype(like.dtype)
-        budget = _WORKSPACE_BYTES.get(like.device.type, _WORKSPACE_BYTES["cuda"])
-        self.rows = max(1, budget // (2 * dtype.itemsize * max(columns, 1)))
-        self._buffers = torch.empty(2, self.rows, columns, dtype=dtype, device=like.device)
 
-    def pair(self, rows: int) -> tuple[Tensor, Tensor]:
-        return self._buffers[0, :rows], self._buffers[1, :rows]
+def backward(
+    logits_TV: Tensor,
+    rows_R: Tensor | None,
+    temperature: float,
+    scores: RowScores,
+    labels: LocalLabels,
+    grad_logprob_R: Tensor,
+    grad_entropy_R: Tensor | None,
+    out_TV: Tensor,
+) -> None:
+    """Write the gradient of the scored rows into ``out_TV``, which may be the logits themselves.
+
+    With p = e^t / S and log p = t − log S it is grad_logprob · (1[label] − p) − grad_entropy · p (log p + H), over the
+    temperature.
+    """
+    scale_R = (-scores.log_sum_R).exp() / temperature
+    constant_R1 = (-grad_logprob_R * scale_R).unsqueeze(1)
+    slope_R1 = None
+    if grad_entropy_R is not None:
+        constant_R1 = constant_R1 - (grad_entropy_R * scale_R * (scores.entropy_R - scores.log_sum_R)).unsqueeze(1)
+        slope_R1 = (-grad_entropy_R * scale_R / _LOG2_E).unsqueeze(1)
+    max_R1, column_R1 = scores.max_R.unsqueeze(1), labels.column_R.unsqueeze(1)
+    at_label_R1 = (grad_logprob_R * labels.inside_R / temperature).unsqueeze(1)
+    workspace = _workspace(logits_TV)
+    for at, where in _chunks(rows_R, logits_TV.shape[0], workspace.shape[1]):
+        t_cV, e_cV = workspace[:, : at.stop - at.start]
+        logits_cV = logits_TV[where]
+        source_cV = logits_cV if logits_cV.dtype == t_cV.dtype else t_cV.copy_(logits_cV)
+        _exponents(source_cV, max_R1[at], temperature, t_cV)
+        torch.exp2(t_cV, out=e_cV)
+        if slope_R1 is None:
+            e_cV.mul_(constant_R1[at])
+        else:
+            e_cV.mul_(t_cV.mul_(slope_R1[at]).add_(constant_R1[at]))
+        e_cV.scatter_add_(1, column_R1[at], at_label_R1[at])  # before rounding: scatter into bf16 is slow and inexact
+        out_TV[where] = e_cV if isinstance(where, slice) else e_cV.to(out_TV.dtype)
 
 
-def chunks(rows_R: Tensor | None, tokens: int, size: int) -> Iterator[tuple[slice, slice | Tensor]]:
-    """Cut the scored rows into chunks: where each lies among the R scored rows, and how to index it among the T tokens."""
+def _exponents(source_cV: Tensor, max_c1: Tensor, temperature: float, out_cV: Tensor) -> None:
+    """(x − max)/temperature in units of log 2. Subtracting first keeps large offsets exact."""
+    torch.sub(source_cV, max_c1, out=out_cV)
+    out_cV.mul_(_LOG2_E / temperature).clamp_(min=_FAR_BELOW)
+
+
+def _workspace(logits_TV: Tensor) -> Tensor:
+    """Two buffers of one chunk each, [2, rows of a chunk, V]."""
+    dtype, columns = compute_dtype(logits_TV.dtype), logits_TV.shape[1]
+    budget = _WORKSPACE_BYTES.get(logits_TV.device.type, _WORKSPACE_BYTES_ACCELERATOR)
+    rows = max(1, min(budget // (2 * dtype.itemsize * columns), logits_TV.shape[0]))
+    return torch.empty(2, rows, columns, dtype=dtype, device=logits_TV.device)
+
+
+def _chunks(rows_R: Tensor | None, tokens: int, size: int) -> Iterator[tuple[slice, slice | Tensor]]:
+    """Cut the scored rows into chunks: where each lies among the R scored rows, and how to index it among the T rows."""
     count = tokens if rows_R is None else rows_R.numel()
-    place = None if rows_R is None else rows_R.cpu()
+    places = None if rows_R is None else rows_R.cpu()
     for start in range(0, count, size):
         at = slice(start, min(start + size, count))
-        if place is None:
+        if rows_R is None or places is None:
             yield at, at
             continue
-        first, last = int(place[at.start]), int(place[at.stop - 1])
-        contiguous = last - first == at.stop - at.start - 1
-        assert rows_R is not None
-        yield at, slice(first, last + 1) if contiguous else rows_R[at]
-
-
-def row_statistics(logits_cV: Tensor, temperature: float, buffers: tuple[Tensor, Tensor], out_c4: Tensor, *, clamp: bool) -> bool:
-    """Maximum, Σ e^t and Σ e^t·t of a chunk of rows into ``out_c4[:, :3]``; returns whether −inf was met (``clamp`` from then on).
-
-    ``logits_cV`` has only columns that are no padding, at least one. On CPU a −inf is noticed by the NaN that it leaves, which
-    spares a pass; on an accelerator, where looking would wait for the device, the caller sets ``clamp``.
-    """
-    t_cV, e_cV = buffers
-    max_c1 = logits_cV.amax(1, keepdim=True).to(t_cV.dtype).clamp(min=EMPTY_MAX)
-    t_cV.copy_(logits_cV)
-    _exponents(t_cV, max_c1, temperature, clamp)
-    torch.exp2(t_cV, out=e_cV)
-    out_c4[:, 0:1] = max_c1
-    torch.sum(e_cV, 1, out=out_c4[:, 1])
-    torch.mul(torch.linalg.vecdot(e_cV, t_cV), 1 / LOG2_E, out=out_c4[:, 2])
-    if not clamp and bool(out_c4[:, 2].isnan().any()):
-        row_statistics(logits_cV, temperature, buffers, out_c4, clamp=True)
-        return True
-    return clamp
-
-
-def logit_gradient(
-    logits_cV: Tensor,
-    temperature: float,
-    max_c: Tensor,
-    log_sum_c: Tensor,
-    entropy_c: Tensor,
-    grad_logprob_c: Tensor | None,
-    grad_entropy_c: Tensor | None,
-    buffers: tuple[Tensor, Tensor],
-    *,
-    clamp: bool,
-) -> Tensor:
-    """The gradient of a chunk's logits, but for the label's own +grad_logprob; in one of the buffers.
-
-    With p = e^t / S and log p = t − log S: −grad_logprob · p − grad_entropy · p (log p + H), over the temperature.
-    """
-    t_cV, e_cV = buffers
-    t_cV.copy_(logits_cV)
-    _exponents(t_cV, max_c.unsqueeze(1), temperature, clamp)
-    torch.exp2(t_cV, out=e_cV)
-    scale_c = (-log_sum_c).exp() / temperature
-    constant_c = torch.zeros_like(scale_c) if grad_logprob_c is None else -grad_logprob_c * scale_c
-    if grad_entropy_c is None:
-        return e_cV.mul_(constant_c.unsqueeze(1))
-    constant_c = constant_c - grad_entropy_c * scale_c * (entropy_c - log_sum_c)
-    slope_c = -grad_entropy_c * scale_c / LOG2_E
-    torch.addcmul(constant_c.unsqueeze(1), t_cV, slope_c.unsqueeze(1), out=t_cV)
-    return e_cV.mul_(t_cV)
-
-
-def _exponents(t_cV: Tensor, max_c1: Tensor, temperature: float, clamp: bool) -> None:
-    """x to (x − max)/temperature in units of log 2, in place. Subtracting first keeps large offsets exact."""
-    t_cV.sub_(max_c1).mul_(LOG2_E / temperature)
-    if clamp:
-        t_cV.clamp_(min=_FAR_BELOW)
+        first, last = int(places[at.start]), int(places[at.stop - 1])
+        adjacent = last - first == at.stop - at.start - 1
+        yield at, slice(first, last + 1) if adjacent else rows_R[at]

@@ -1,0 +1,6 @@
+"""``python -m tepo_megatron`` is ``tepo``."""
+
+from tepo_megatron.cli import main
+
+if __name__ == "__main__":
+    main()

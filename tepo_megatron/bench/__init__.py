@@ -1,0 +1,1 @@
+"""Measurements of parts of the system, as commands."""

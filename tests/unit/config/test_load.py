@@ -1,0 +1,205 @@
+"""Files and overrides become a run, or sentences."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.load import ConfigError, dump_diff, dump_resolved, load_run
+from tepo_megatron.config.objective import PRESETS
+from tepo_megatron.config.schema import schema_rows
+
+LEAVES = [row.path for row in schema_rows() if not row.when]
+
+
+def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problems(path: Path | None, *overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load_run(path, overrides)
+    return caught.value.problems
+
+
+printable = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), max_size=30).filter(lambda s: s != "???")
+awkward = st.sampled_from(
+    ["1e-5", "null", "true", "0x1f", "007", "1:30", "${seed}", "\\${seed}", "a: b", "~", "", " x ", "- y", "1_0"]
+)
+finite = st.floats(min_value=1e-12, max_value=1e12)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> RunConfig:
+    minibatches, dp = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    return RunConfig.model_validate(
+        {
+            "name": draw(printable | awkward),
+            "seed": draw(st.integers(-(2**40), 2**40)),
+            "optimizer": {"lr": draw(finite), "betas": [draw(finite), draw(finite)]},
+            "rollout": {
+                "replay": draw(st.none() | st.just("recorded/${seed}")),
+                "server": {"extra_args": draw(st.lists(printable | awkward, max_size=3))},
+            },
+            "train": {"minibatches": minibatches},
+            "engine": {"parallel": {"dp": dp}},
+            "objective": {
+                "preset": draw(st.sampled_from(sorted(PRESETS))),
+                "advantage": {"kind": draw(st.sampled_from(["group", "no_std", "leave_one_out"]))},
+                "kl_mask": draw(st.none() | st.just({"tolerance": 0.25})),
+            },
+        }
+    )
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@settings(deadline=None, max_examples=40)
+@given(config=runs())
+def test_what_is_dumped_loads_as_the_same_run(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("dump")
+    complete = load_run(write(folder, dump_resolved(config)))
+    differing = load_run(write(folder, dump_diff(config), "diff.yaml"))
+    assert complete.model_dump() == config.model_dump()
+    assert differing.model_dump() == config.model_dump()
+
+
+def test_the_difference_to_the_defaults_is_only_that() -> None:
+    assert dump_diff(RunConfig()) == ""
+    assert dump_diff(load_run(None, ["train.steps=7"])) == "train:\n  steps: 7\n"
+
+
+def test_numbers_in_overrides_are_yaml_with_plain_exponents() -> None:
+    config = load_run(
+        None, ["optimizer.lr=1e-5", "train.steps=3", "train.steps=4", "optimizer.betas=[0.8, 0.9]", "name='1e-5'"]
+    )
+    assert (config.optimizer.lr, config.train.steps, config.optimizer.betas, config.name) == (1e-5, 4, (0.8, 0.9), "1e-5")
+
+
+def test_bases_lie_under_their_file_and_overrides_over_both(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    write(tmp_path / "shared", "name: root\nseed: 1\ntrain: {steps: 5, minibatches: 2}\n", "root.yaml")
+    write(tmp_path / "shared", "base: root.yaml\nname: middle\ntrain: {steps: 6}\n", "middle.yaml")
+    config = load_run(write(tmp_path, "base: shared/middle.yaml\ntrain: {save_every: 3}\n"), ["seed=9"])
+    assert (config.name, config.seed) == ("middle", 9)
+    assert (config.train.steps, config.train.minibatches, config.train.save_every) == (6, 2, 3)
+
+
+def test_a_base_that_leads_back_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "base: run.yaml\n", "other.yaml")
+    assert "run.yaml is its own base" in problems(write(tmp_path, "base: other.yaml\n"))[0]
+
+
+def test_references_reach_other_fields_and_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, "name: tiny\noutput: out/${name}/${train.minibatches}\n")
+    config = load_run(path)
+    assert config.output == Path("out/tiny") / str(RunConfig().train.minibatches)
+    assert problems(path, "output=${nme}") == ("output: Interpolation key 'nme' not found",)
+
+
+def test_defaults_do_not_look_as_if_they_had_been_given(tmp_path: Path) -> None:
+    config = load_run(write(tmp_path, "name: x\n"))
+    assert config.model_fields_set == {"name"}
+
+
+def test_a_section_of_another_kind_replaces_the_one_below(tmp_path: Path) -> None:
+    path = write(tmp_path, "objective: {preset: grpo, trust_region: {kind: clip, low: 0.1, high: 0.3}}\n")
+    assert load_run(path, ["objective.trust_region.kind=none"]).objective.trust_region.model_dump() == {"kind": "none"}
+    wider = load_run(path, ["objective.trust_region.high=3", "objective.trust_region.kind=clip_weight"])
+    assert wider.objective.trust_region.model_dump() == {"kind": "clip_weight", "low": None, "high": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("engine.recompute=some", 'engine.recompute: got "some"; allowed: "none", "selective", "full"'),
+        ("optimizer.lr=-1", "optimizer.lr: got -1; allowed: a number > 0"),
+        ("rollout.server.gpu_memory_utilization=1.5", "got 1.5; allowed: a number > 0 and ≤ 1"),
+        ("evaluate.problems=0", "evaluate.problems: got 0; allowed: an integer > 0 or null"),
+        ("log.tensorboard=maybe", 'log.tensorboard: got "maybe"; allowed: true or false'),
+        ("optimizer.betas=[1, x]", 'optimizer.betas[1]: got "x"; allowed: a number'),
+        ("engine=3", "engine: got 3; allowed: a section with platform, parallel"),
+        ("name=7", "name: got 7; allowed: text (to give a number as text: name='\"7\"')"),
+        ("train.stpes=3", "train.stpes: unknown key (got 3); did you mean train.steps?"),
+        ("lr=3", "lr: unknown key (got 3); did you mean optimizer.lr?"),
+        ("train.zzz=3", "train.zzz: unknown key (got 3); known keys here: steps, minibatches"),
+        ("engine.parallel.sequence_parallel=true", "engine.parallel: sequence_parallel = true needs tp > 1"),
+        ("train.minibatches=1000", "512 rollouts a step cannot fill train.minibatches = 1000"),
+        ("objective.ratio.kind=tokn", 'objective.ratio.kind: got "tokn"; allowed: "sequence", "sequence_token", "token"'),
+        (
+            "objective.trust_region.lo=1",
+            "objective.trust_region.lo: unknown key (got 1); did you mean objective.trust_region.low?",
+        ),
+        ("objective.entropy.kind=fixed", "objective.entropy.coefficient: missing; allowed: a number ≥ 0"),
+        ("objective.kl.against=new", 'objective.kl.against: got "new"; allowed: "old", "reference"'),
+        ("steps", 'override "steps": write path=value, such as train.steps=10'),
+        ("--train.steps=1", 'override "--train.steps=1": write path=value'),
+        ("name=[1", 'override "name=[1": its value is not valid YAML: '),
+    ],
+)
+def test_an_error_says_path_value_and_what_is_allowed(override: str, expected: str) -> None:
+    (line,) = problems(None, override)
+    assert expected in line
+    assert "\n" not in line
+
+
+def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path, "train: {steps: 0, bogus: 1}\n")
+    found = problems(path, "steps", "optimizer.lr=fast", "log.progress=loud")
+    assert [line.split(":")[0] for line in found] == [
+        'override "steps"',
+        "optimizer.lr",
+        "train.steps",
+        "train.bogus",
+        "log.progress",
+    ]
+    with pytest.raises(
+        ConfigError, match=r"run\.yaml: 2 problems in the configuration\n  train\.steps: got 0.*\n  train\.bogus"
+    ):
+        load_run(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("train:\n  steps: [1\n", "run.yaml:3:1: not valid YAML"),
+        ("name: a\nname: b\n", "run.yaml:2:1: not valid YAML: while constructing a mapping, found duplicate key name"),
+        ("- 1\n", "the top level is a list"),
+        ("base: [a, b]\n", "base: got"),
+        ("base: none.yaml\n", "none.yaml: cannot be read: No such file"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_told_with_its_place(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in problems(write(tmp_path, text))[0]
+
+
+def test_a_missing_file_a_folder_and_bytes_are_told(tmp_path: Path) -> None:
+    assert "cannot be read" in problems(tmp_path / "none.yaml")[0]
+    assert "cannot be read: Is a directory" in problems(tmp_path)[0]
+    (tmp_path / "bytes.yaml").write_bytes(b"name: \xff\n")
+    assert "not UTF-8 text (byte 6)" in problems(tmp_path / "bytes.yaml")[0]
+
+
+@settings(deadline=None, max_examples=40)
+@given(path=st.sampled_from(LEAVES), data=st.data())
+def test_one_slip_of_the_finger_is_met_with_the_key_that_was_meant(path: str, data: st.DataObject) -> None:
+    parent, _, key = path.rpartition(".")
+    at = data.draw(st.integers(0, len(key)))
+    letter = data.draw(st.sampled_from("abcxyz_"))
+    slip = f"{key[:at]}{letter}{key[at:]}"
+    known = {row.path for row in schema_rows()}
+    prefix = f"{parent}." if parent else ""
+    if f"{prefix}{slip}" in known or len(key) < 3:
+        return
+    assert any(f"did you mean {prefix}{key}?" in line for line in problems(None, f"{prefix}{slip}=1"))
+
+
+def test_the_configuration_does_not_import_torch() -> None:
+    probe = "import sys, tepo_megatron.config.load, tepo_megatron.config; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

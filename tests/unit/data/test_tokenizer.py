@@ -1,0 +1,203 @@
+import json
+import shutil
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepo_megatron.config.data import DataConfig
+from tepo_megatron.data.prompts import encode_prompt, usable_problems
+from tepo_megatron.data.tasks import addition
+from tepo_megatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer, check_tokenizer, load_tokenizer
+from tepo_megatron.data.train_tokenizer import ALPHABET, train_char_tokenizer
+from tepo_megatron.types import Problem
+
+TINY = Path(str(files("tepo_megatron.data").joinpath("builtin", "tiny")))
+alphabet_text = st.text(st.sampled_from(ALPHABET), max_size=40)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Tokenizer:
+    return load_tokenizer(TINY)
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small byte-level BPE folder with a chat template, as instruction models have it."""
+    from tokenizers import Tokenizer as Core
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Core(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    specials = ["<|end|>", "<|user|>", "<|assistant|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    core.train_from_iterator(["the sum of two numbers is a number"] * 3, trainer)
+    template = (
+        "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token=specials[0], extra_special_tokens=specials[1:], chat_template=template
+    )
+    folder = tmp_path_factory.mktemp("byte_level")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class TestShippedTokenizer:
+    def test_ids(self, tiny: Tokenizer) -> None:
+        assert (tiny.pad_id, tiny.bos_id, tiny.eos_ids, tiny.unk_id, tiny.vocab_size) == (0, 1, (2,), 3, 64)
+
+    @given(text=alphabet_text)
+    def test_round_trip(self, tiny: Tokenizer, text: str) -> None:
+        ids = tiny.encode(text)
+        assert tiny.decode(ids) == text
+        assert len(ids) == len(text)
+        assert min(ids, default=4) > 3
+        assert tiny.prompt_ids(text) == [1, *ids]
+
+    @given(text=alphabet_text, cut=st.integers(0, 40))
+    def test_decoding_piecewise_loses_nothing(self, tiny: Tokenizer, text: str, cut: int) -> None:
+        ids = tiny.encode(text)
+        assert tiny.decode(ids[:cut]) + tiny.decode(ids[cut:]) == text
+
+    def test_special_tokens_are_left_out_and_unknown_ids_show(self, tiny: Tokenizer) -> None:
+        nine, five = tiny.encode("95")
+        assert tiny.decode([1, 0, nine, five, 2]) == "95"
+        assert tiny.decode([nine, 3, five, 2]) == "9\ufffd5"
+        assert tiny.decode([nine, 64, 1000, five]) == "9\ufffd\ufffd5"
+
+    def test_special_names_in_a_text_are_plain_text(self, tiny: Tokenizer) -> None:
+        assert tiny.decode(tiny.encode("<eos>")) == "<eos>"
+        assert 2 not in tiny.encode("<eos>")
+
+    def test_transformers_gives_the_same_ids(self, tiny: Tokenizer) -> None:
+        hugging_face = HuggingFaceTokenizer(TINY)
+        texts = [p.prompt + addition.solution(p) for p in addition.heldout_problems()] + [ALPHABET, "  a  b \n\n c "]
+        for text in texts:
+            assert hugging_face.encode(text) == tiny.encode(text)
+            assert hugging_face.prompt_ids(text) == tiny.prompt_ids(text)
+            assert hugging_face.decode([*tiny.prompt_ids(text), 2]) == text
+        assert hugging_face.decode([12, 3, 64, 13]) == tiny.decode([12, 3, 64, 13])
+        for name in ("bos_id", "eos_ids", "pad_id", "unk_id", "vocab_size"):
+            assert getattr(hugging_face, name) == getattr(tiny, name), name
+
+    def test_is_what_the_trainer_writes(self, tmp_path: Path) -> None:
+        texts = [prompt + response for prompt, response in addition.supervised_examples(100, 0.5, 3)]
+        train_char_tokenizer(texts, tmp_path)
+        for name in ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"):
+            assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes()
+
+    def test_no_chat_template(self, tiny: Tokenizer) -> None:
+        with pytest.raises(ValueError, match=r"no chat template; set data\.chat_template = false"):
+            tiny.prompt_ids("1+1=", chat_template=True)
+
+
+class TestTraining:
+    @given(text=st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="\u2581\u2585"), max_size=12))
+    def test_characters_of_the_texts_are_added(self, tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+        folder = tmp_path_factory.mktemp("tokenizer")
+        train_char_tokenizer([text], folder, vocab_size=80)
+        tokenizer = load_tokenizer(folder)
+        assert tokenizer.decode(tokenizer.encode(text + ALPHABET)) == text + ALPHABET
+        assert tokenizer.vocab_size == 4 + len(set(ALPHABET) | set(text))
+
+    def test_too_many_characters(self, tmp_path: Path) -> None:
+        with pytest.raises(
+            ValueError, match="61 characters and 4 special tokens do not fit into vocab_size = 64; the texts add 'A'"
+        ):
+            train_char_tokenizer(["A"], tmp_path)
+
+    @pytest.mark.parametrize("character", ["\r", "\0", "\u2581"])
+    def test_characters_that_sentencepiece_drops(self, tmp_path: Path, character: str) -> None:
+        with pytest.raises(ValueError, match="cannot represent"):
+            train_char_tokenizer([character], tmp_path / "out", vocab_size=80)
+        assert not (tmp_path / "out").exists()
+
+
+class TestByteLevelTokenizer:
+    @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+    def test_round_trip(self, byte_level: Path, text: str) -> None:
+        tokenizer = load_tokenizer(byte_level)
+        assert tokenizer.decode([*tokenizer.encode(text), *tokenizer.eos_ids]) == text
+
+    def test_no_unknown_characters(self, byte_level: Path) -> None:
+        tokenizer = load_tokenizer(byte_level)
+        assert encode_prompt(tokenizer, Problem("p", "Grüße 😀", "a")) == tuple(tokenizer.encode("Grüße 😀"))
+
+    def test_chat_template_opens_the_answer(self, byte_level: Path) -> None:
+        tokenizer = load_tokenizer(byte_level)
+        assert tokenizer.prompt_ids("the sum", chat_template=True) == [1, *tokenizer.encode("the sum"), 2]
+
+    def test_special_tokens_are_left_out_and_padding_rows_show(self, byte_level: Path) -> None:
+        tokenizer = load_tokenizer(byte_level)
+        ids = tokenizer.encode("two numbers")
+        assert tokenizer.decode([1, *ids[:2], 2, 10**5, *ids[2:], 0]).replace("\ufffd", "", 1) == "two numbers"
+
+    def test_generation_config_adds_end_tokens(self, byte_level: Path, tmp_path: Path) -> None:
+        folder = Path(shutil.copytree(byte_level, tmp_path / "model"))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
+        assert load_tokenizer(folder).eos_ids == (0, 2)
+
+
+class TestCheck:
+    @pytest.mark.parametrize("eos", [2, [7, 2], None])
+    def test_match(self, tiny: Tokenizer, tmp_path: Path, eos: int | list[int] | None) -> None:
+        for rows in (64, 128):
+            (tmp_path / "config.json").write_text(json.dumps({"vocab_size": rows, "eos_token_id": eos}))
+            check_tokenizer(tiny, tmp_path)
+
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [
+            ({"vocab_size": 63, "eos_token_id": 2}, "tokenizer has 64 ids, the model only 63 rows.*copy"),
+            ({"vocab_size": 64, "eos_token_id": 3}, "with token 2, .* with 3 .*set the two alike"),
+            ({"vocab_size": 64, "eos_token_id": [0, 5]}, "with token 2, .* with 0 or 5"),
+            ({}, "vocab_size = None"),
+        ],
+    )
+    def test_mismatch(self, tiny: Tokenizer, tmp_path: Path, config: dict[str, object], message: str) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=message):
+            check_tokenizer(tiny, tmp_path)
+
+    def test_missing_and_damaged_tokenizers(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="has no tokenizer: copy"):
+            load_tokenizer(tmp_path)
+        (tmp_path / "tokenizer.model").write_bytes(b"not a model")
+        with pytest.raises(ValueError, match="cannot be read, copy it again"):
+            load_tokenizer(tmp_path)
+        for damaged in ("{", "", '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE"}}'):
+            (tmp_path / "tokenizer.json").write_text(damaged)
+            with pytest.raises(ValueError, match="cannot be read, copy it again"):
+                load_tokenizer(tmp_path)
+
+    def test_damaged_settings(self, tmp_path: Path) -> None:
+        shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
+        (tmp_path / "generation_config.json").write_text("{")
+        with pytest.raises(ValueError, match=r"generation_config\.json is damaged"):
+            load_tokenizer(tmp_path)
+
+
+class TestPrompts:
+    def test_unknown_characters_are_named(self, tiny: Tokenizer) -> None:
+        with pytest.raises(ValueError, match=r"problem 'sum-7' has characters that the tokenizer does not know: 'A×'"):
+            encode_prompt(tiny, Problem("sum-7", "A 3×4 A=", "12"))
+
+    def test_addition_prompts(self, tiny: Tokenizer) -> None:
+        for problem in addition.heldout_problems():
+            ids = encode_prompt(tiny, problem)
+            assert ids[0] == tiny.bos_id
+            assert tiny.decode(ids) == problem.prompt
+
+    def test_long_prompts_are_left_out_and_counted(self, tiny: Tokenizer) -> None:
+        problems = [Problem(str(n), "1" * n, "a") for n in (5, 3, 4)]
+        assert usable_problems(problems, tiny, DataConfig()) == (problems, 0)
+        assert usable_problems(problems, tiny, DataConfig(max_prompt_tokens=5)) == (problems[1:], 1)
+        with pytest.raises(ValueError, match="max_prompt_tokens = 3 leaves no problem: the shortest of 3 prompts has 4 tokens"):
+            usable_problems(problems, tiny, DataConfig(max_prompt_tokens=3))

@@ -1,0 +1,108 @@
+"""Packing, padding and division: nothing is lost, nothing is counted twice, and every rank gets as much work as the others."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepo_megatron.engine.batch import pack, pad_to, partition
+from tepo_megatron.types import Batch, Rollout, WeightsVersion
+
+
+def rollout(prompt: list[int], response: list[int], *, group: int = 0, reward: float = 0.0) -> Rollout:
+    return Rollout(
+        problem_id=f"p{group}",
+        group=group,
+        prompt_ids=tuple(prompt),
+        response_ids=tuple(response),
+        sampler_logprobs=tuple(-0.1 * (at + 1) for at in range(len(response))),
+        finish_reason="stop",
+        weights_version=WeightsVersion(0),
+        reward=reward,
+    )
+
+
+ids = st.lists(st.integers(1, 50), min_size=1, max_size=6)
+rollouts = st.lists(st.builds(rollout, ids, ids, group=st.integers(0, 3), reward=st.floats(0, 1, width=32)), min_size=1, max_size=8)
+
+
+def test_labels_masks_and_logprobs_stand_at_the_token_before() -> None:
+    batch = pack([rollout([5, 6], [7, 8]), rollout([9], [4])])
+    assert batch.tokens_T.tolist() == [5, 6, 7, 8, 9, 4]
+    assert batch.labels_T.tolist() == [6, 7, 8, 0, 4, 0]
+    assert batch.loss_mask_T.tolist() == [False, True, True, False, True, False]
+    assert batch.sampler_logprobs_T.tolist() == pytest.approx([0, -0.1, -0.2, 0, -0.1, 0])
+    assert batch.cu_seqlens.tolist() == [0, 4, 6]
+    assert batch.positions_T.tolist() == [0, 1, 2, 3, 0, 1]
+    assert batch.sequence_index_T.tolist() == [0, 0, 0, 0, 1, 1]
+
+
+@given(rollouts)
+def test_masked_labels_are_the_responses(sampled: list[Rollout]) -> None:
+    batch = pack(sampled)
+    flat = [token for one in sampled for token in one.response_ids]
+    assert batch.labels_T[batch.loss_mask_T].tolist() == flat
+    assert torch.equal(batch.sampler_logprobs_T[~batch.loss_mask_T], torch.zeros(int((~batch.loss_mask_T).sum())))
+
+
+@given(rollouts, st.data())
+def test_select_is_packing_the_selected(sampled: list[Rollout], data: st.DataObject) -> None:
+    order = data.draw(st.lists(st.sampled_from(range(len(sampled))), unique=True, min_size=1))
+    selected, packed = pack(sampled).select(order), pack([sampled[at] for at in order])
+    assert_same(selected, packed)
+
+
+def assert_same(left: Batch, right: Batch) -> None:
+    for name in ("tokens_T", "labels_T", "loss_mask_T", "cu_seqlens", "sampler_logprobs_T", "rewards_S", "groups_S"):
+        a, b = getattr(left, name), getattr(right, name)
+        assert a.dtype == b.dtype, name
+        assert torch.equal(a, b), name
+
+
+@given(rollouts, st.integers(0, 9))
+def test_padding_is_one_more_sequence_outside_the_mask(sampled: list[Rollout], extra: int) -> None:
+    batch = pack(sampled).with_(advantages_S=torch.ones(len(sampled)))
+    padded = pad_to(batch, batch.num_tokens + extra)
+    assert padded.num_tokens == batch.num_tokens + extra
+    assert_same(padded.select(range(len(sampled))), batch)
+    if extra:
+        assert padded.num_sequences == len(sampled) + 1
+        assert not padded.loss_mask_T[batch.num_tokens :].any()
+        assert padded.advantages_S is not None
+        assert padded.advantages_S[-1] == 0
+
+
+@given(st.lists(st.integers(1, 100), min_size=4, max_size=60), st.sampled_from([1, 2, 4]), st.integers(20, 300))
+def test_partition_gives_each_sequence_once_and_each_rank_as_many_micro_batches(
+    lengths: list[int], ranks: int, max_tokens: int
+) -> None:
+    parts = partition(lengths, ranks=ranks, max_tokens=max_tokens)
+    assert sorted(at for rank in parts for micro in rank for at in micro) == list(range(len(lengths)))
+    assert len({len(rank) for rank in parts}) == 1
+    assert all(micro for rank in parts for micro in rank)
+
+
+@given(st.lists(st.integers(1, 20), min_size=4, max_size=60), st.sampled_from([1, 2]), st.integers(10, 60))
+def test_partition_keeps_to_the_bound_while_there_are_sequences_to_divide(
+    lengths: list[int], ranks: int, max_tokens: int
+) -> None:
+    parts = partition(lengths, ranks=ranks, max_tokens=max_tokens)
+    over = [micro for rank in parts for micro in rank if sum(lengths[at] for at in micro) > max_tokens and len(micro) > 1]
+    assert not over or len(parts[0]) == len(lengths) // ranks
+
+
+def test_too_few_sequences_for_the_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 sequences cannot be spread over 2 data-parallel ranks"):
+        partition([3], ranks=2, max_tokens=10)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (rollout([], [1]), "problem p0 has an empty prompt"),
+        (rollout([1], []), "problem p0 has an empty response"),
+    ],
+)
+def test_a_rollout_that_cannot_be_trained_on_is_named(broken: Rollout, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack([broken])

@@ -1,0 +1,103 @@
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepo_megatron.reward.verifiers import VERIFIERS, exact, last_number, last_word, load_verifier
+from tepo_megatron.types import Problem
+
+
+def _problem(answer: str) -> Problem:
+    return Problem("p", "question", answer)
+
+
+word = st.text(st.characters(exclude_categories=["Cs", "Z", "Cc"]), min_size=1)
+
+
+@given(words=st.lists(word, max_size=5), answer=word, space=st.sampled_from([" ", "\n", "\t", "  "]))
+def test_last_word(words: list[str], answer: str, space: str) -> None:
+    assert last_word(_problem(answer), space.join([*words, answer])) == 1.0
+    assert last_word(_problem(answer), space.join([answer, *words, answer + "x"])) == 0.0
+    assert last_word(_problem(answer), "".join([*words, "x", answer])) == 0.0
+
+
+def test_last_word_of_nothing() -> None:
+    assert last_word(_problem("95"), "") == last_word(_problem("95"), " \n") == 0.0
+
+
+def test_last_word_of_an_undecodable_answer() -> None:
+    assert last_word(_problem("95"), "3+5+1=9 9\ufffd5") == 0.0
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_exact(text: str) -> None:
+    assert exact(_problem(text), f" {text}\n") == 1.0
+    assert exact(_problem(text), f"{text}!") == 0.0
+
+
+@given(value=st.integers(-(10**12), 10**12), other=st.integers(-(10**6), 10**6))
+def test_last_number_compares_values(value: int, other: int) -> None:
+    for written in (f"{value}", f"{value:,}", f"{value}.0", f"{value:,}.00"):
+        assert last_number(_problem(str(value)), f"from {other} follows {written}.") == 1.0
+    assert last_number(_problem(str(value)), f"{value} or {value + 1}") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "number"),
+    [("7-5", "5"), ("x=-5", "-5"), ("1,2,3", "3"), ("12,3456", "3456"), ("$.5", "0.5"), ("2e3", "2000"), ("so (-3)", "-3")],
+)
+def test_last_number_reads(response: str, number: str) -> None:
+    assert last_number(_problem(number), response) == 1.0
+
+
+def test_last_number_without_numbers() -> None:
+    assert last_number(_problem("3"), "three") == 0.0
+    with pytest.raises(ValueError, match="no number in it"):
+        last_number(_problem("three"), "3")
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "reward"),
+    [
+        ("1/2", r"so it is \boxed{0.5}", 1.0),
+        (r"\frac{1}{2}", "it is $1/2$", 1.0),
+        ("$x+1$", "$1+x$", 1.0),
+        ("95", "the answer is 95", 1.0),
+        ("95", "the answer is 96", 0.0),
+        ("95", "I do not know", 0.0),
+        ("95", "", 0.0),
+        (r"\boxed{3}", r"\boxed{2}", 0.0),
+    ],
+)
+def test_math(answer: str, response: str, reward: float) -> None:
+    assert load_verifier("math")(_problem(answer), response) == reward
+
+
+def test_every_builtin_verifier_loads() -> None:
+    for name in VERIFIERS:
+        assert load_verifier(name)(_problem("7"), "7") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("last_wrod", "known: exact, last_number, last_word, math, .*did you mean last_word"),
+        ("zzz", "known: exact, .*package.module:function$"),
+        ("my module:f", "not of the form"),
+        (":f", "not of the form"),
+        ("no_such_package.x:f", "importing no_such_package.x raised ModuleNotFoundError"),
+        ("tepo_megatron.types:nothing", "tepo_megatron.types has no function nothing"),
+    ],
+)
+def test_unknown_verifiers(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_verifier(name)
+
+
+def test_worker_imports_nothing_heavy() -> None:
+    heavy = ("torch", "sympy", "numpy", "pydantic")
+    code = f"import sys, tepo_megatron.reward.worker; print([m for m in {heavy} if m in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
