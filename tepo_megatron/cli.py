@@ -75,7 +75,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model on held-out problems: greedy, and avg@k and pass@k from samples.
 
-    [dim]tepo eval out/tiny/hf --run examples/tiny/run.yaml evaluate.samples=8[/]
+    [dim]tepo eval out/tiny/model --run examples/tiny/run.yaml evaluate.samples=8[/]
     """
     with user_errors():
         config = _load(run, overrides or ())

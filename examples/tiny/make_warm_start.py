@@ -79,9 +79,9 @@ def as_rollouts(examples: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=190)
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--noise", type=float, default=0.2, help="fraction of the solutions with a slip")
+    parser.add_argument("--noise", type=float, default=0.1, help="fraction of the solutions with a slip")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

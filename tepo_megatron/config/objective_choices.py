@@ -187,8 +187,8 @@ class KLMask(_Penalty):
     """How ΔH < 0 is decided. Reading: ``measured`` compares the two full-vocabulary entropies; ``covariance`` predicts it from
     (log π_old − mean)(A − mean) > 0."""
 
-    tolerance: NonNegativeFloat = 0.0
-    """``measured``: ΔH < −tolerance, in nats. Reading: 0."""
+    tolerance: NonNegativeFloat = 1e-5
+    """``measured``: ΔH < −tolerance, in nats. Reading: 1e-5, above fp32 rounding, so that a first update, where ΔH = 0, masks nothing."""
 
 
 class KL(_Penalty):

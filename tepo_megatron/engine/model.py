@@ -53,7 +53,8 @@ def transformer_config(spec: ModelSpec, model: ModelConfig, engine: EngineConfig
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        perform_initialization=False,
+        # The random weights are overwritten, but drawing them is where Megatron marks which parameters are tensor-parallel.
+        perform_initialization=True,
         use_cpu_initialization=platform.kind == "cpu",
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,

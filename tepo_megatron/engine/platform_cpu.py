@@ -8,7 +8,7 @@ test leaves it out and expects Megatron to fail, so that a patch that upstream n
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -33,16 +33,8 @@ class Patch:
         return f"{getattr(self.owner, '__name__', self.owner)}.{self.name}"
 
 
-def _tensor_stays(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return tensor
-
-
 def _random_state(*_: Any, **__: Any) -> torch.Tensor:
     return torch.get_rng_state()
-
-
-def _set_random_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
-    torch.set_rng_state(state)
 
 
 def patches() -> list[Patch]:
@@ -51,20 +43,18 @@ def patches() -> list[Patch]:
 
     return [
         Patch(torch.cuda, "current_device", lambda: torch.device("cpu"), "the device of new parameters and buffers"),
-        Patch(torch.cuda, "manual_seed", torch.manual_seed, "seeds of model-parallel regions"),
         Patch(torch.cuda, "get_rng_state", _random_state, "the tracker of model-parallel random states"),
-        Patch(torch.Tensor, "cuda", _tensor_stays, "buffers moved by hand (RoPE, gradient norm)"),
-        Patch(megatron_random, "_get_cuda_rng_state", _random_state, "fork of the random state around dropout"),
-        Patch(megatron_random, "_set_cuda_rng_state", _set_random_state, "the same, on the way back"),
+        Patch(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor, "tied embeddings on the first and last stage"),
+        Patch(megatron_random, "_get_cuda_rng_state", _random_state, "recomputation, which would replay dropout; there is none"),
         Patch(torch.cuda, "synchronize", lambda *_, **__: None, "after pipeline sends; gloo's are already complete"),
     ]
 
 
-def install(*, leave_out: Collection[str] = ()) -> None:
+def install() -> None:
     """Patches torch.cuda and Megatron in this process. Calling it twice does nothing more.
 
-    ``leave_out`` names patches by key, for the test that each is needed. Raises RuntimeError on a machine with a GPU, where it
-    would break real CUDA, and for a Megatron-Core version on which the patches were not tried.
+    Raises RuntimeError on a machine with a GPU, where it would break real CUDA, and for a Megatron-Core version on which the patches
+    were not tried.
     """
     if torch.cuda.is_available():
         raise RuntimeError("engine.platform = cpu patches torch.cuda, and this machine has a GPU; hide it (CUDA_VISIBLE_DEVICES=)")
@@ -74,8 +64,7 @@ def install(*, leave_out: Collection[str] = ()) -> None:
             f"megatron-core {found} was not tried on CPU; install {TESTED_MEGATRON}.x (pip install 'megatron-core~=0.16.1')"
         )
     for patch in patches():
-        if patch.key not in leave_out:
-            setattr(patch.owner, patch.name, patch.replacement)
+        setattr(patch.owner, patch.name, patch.replacement)
 
 
 class _CudaToCpu(TorchFunctionMode):

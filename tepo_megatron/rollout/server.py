@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ HEALTH_TIMEOUT_S = 30.0
 
 LOG_LINES = 20
 
+_ERROR = re.compile(r"\b\w*(Error|Exception): \S")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 _TORCHRUN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
@@ -43,6 +45,7 @@ class Server:
         self.config = config
         self.log = log
         self.port = 0
+        self._log_start = 0
         self._model, self._dtype, self._cores, self._key, self._seed = str(model_dir), dtype, cores, key, seed
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -62,6 +65,7 @@ class Server:
         on_gpu = _has_gpu()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tepo_megatron.rollout.supervise", "--", *self._command(on_gpu)],
                 stdin=subprocess.PIPE,
@@ -121,12 +125,17 @@ class Server:
             os.killpg(process.pid, signal.SIGKILL)  # there is something left only if the supervisor itself was killed
 
     def log_end(self, lines: int = LOG_LINES) -> str:
-        """The last lines of the log under a heading with its path, for messages."""
+        """For messages: the log's path, its first error since the start, which tends to be the cause, and its last lines."""
         try:
-            text = self.log.read_text(errors="replace")
+            with self.log.open(errors="replace") as log:
+                log.seek(self._log_start)
+                text = log.read().splitlines()
         except OSError as error:
             return f"Its log {self.log} cannot be read: {error.strerror}"
-        return "\n".join([f"The last lines of {self.log}:", *(f"  {line}" for line in text.splitlines()[-lines:])])
+        parts = [f"The last lines of {self.log}:", *(f"  {line}" for line in text[-lines:])]
+        if cause := next(filter(_ERROR.search, text[:-lines]), None):
+            parts = [f"The first error in {self.log}:", f"  {cause}", *parts]
+        return "\n".join(parts)
 
     def _command(self, on_gpu: bool) -> list[str]:
         config = self.config

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ class WeightSync:
 
     def __init__(self, clients: Sequence[Client], *, host: str, tp: int, timeout_s: float) -> None:
         self._clients, self._host, self._tp, self._timeout_s = list(clients), host, tp, timeout_s
-        self._pool = ThreadPoolExecutor(len(self._clients), thread_name_prefix="weight-sync")
+        self._pool = ThreadPoolExecutor(len(self._clients) + 1, thread_name_prefix="weight-sync")
         self._group: transport.TransferGroup | None = None
 
     def push(self, version: WeightsVersion, manifest: Manifest, tensors: Iterable[Tensor]) -> None:
@@ -60,13 +61,13 @@ class WeightSync:
             self._pool.submit(client.join_transfer, self._host, port, 1 + self._tp * index, world_size, self._timeout_s)
             for index, client in enumerate(self._clients)
         ]
-        try:
-            group = transport.TransferGroup(store, self._host, 0, world_size, self._timeout_s)
-        except RuntimeError as error:
-            wait(joining, self._timeout_s)
-            raise RuntimeError(f"the servers did not enter the weight-transfer group. {_causes(joining) or error}") from error
-        self._collect(joining)
-        return group
+        own = self._pool.submit(transport.TransferGroup, store, self._host, 0, world_size, self._timeout_s)
+        # A server that fails leaves this side waiting for it until the time-out; the error need not wait for that.
+        members: list[Future[Any]] = [*joining, own]
+        wait(members, return_when=FIRST_EXCEPTION)
+        if causes := _causes(members):
+            raise RuntimeError(f"the servers did not enter the weight-transfer group. {causes}")
+        return own.result()
 
     def _everywhere(self, request: Callable[[Client], None]) -> None:
         self._collect([self._pool.submit(request, client) for client in self._clients])
@@ -77,9 +78,9 @@ class WeightSync:
             raise RuntimeError(causes)
 
 
-def _failed(request: Future[None]) -> bool:
+def _failed(request: Future[Any]) -> bool:
     return request.done() and request.exception() is not None
 
 
-def _causes(requests: Sequence[Future[None]]) -> str:
+def _causes(requests: Sequence[Future[Any]]) -> str:
     return "; ".join(str(request.exception()) for request in requests if _failed(request))

@@ -211,6 +211,8 @@ class RootDriver:
                 seed=derive_seed(self.config.seed, step, "evaluate"),
                 chat_template=self.config.data.chat_template,
             )
+        if result.failures:
+            self.output.message(f"evaluation: {result.failures} responses could not be scored; they count as wrong")
         self._evaluation = result.metrics
         self.output.write_samples(step, result.samples)
 

@@ -37,8 +37,10 @@ class Output:
         self._metrics.truncate_after(step)
         samples = self.folder / "samples.jsonl"
         if samples.exists():
-            lines = [line for line in samples.read_text().splitlines() if json.loads(line)["step"] <= step]
-            samples.write_text("".join(line + "\n" for line in lines))
+            # Not splitlines(): a response may hold characters that it, unlike JSON, takes for the end of a line.
+            lines = [line for line in samples.read_text(encoding="utf-8").split("\n") if line]
+            kept = [line for line in lines if json.loads(line)["step"] <= step]
+            samples.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
     def message(self, text: str) -> None:
         self.progress.message(text)
@@ -49,7 +51,7 @@ class Output:
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Appends an evaluation's readable responses to ``samples.jsonl``."""
-        with (self.folder / "samples.jsonl").open("a") as file:
+        with (self.folder / "samples.jsonl").open("a", encoding="utf-8", errors="backslashreplace") as file:
             for sample in samples:
                 file.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
 

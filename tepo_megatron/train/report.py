@@ -61,7 +61,8 @@ _FILES = {
     "curves.png": "reward, accuracy, entropy, gradient norm, time",
     "tensorboard": "the same numbers for TensorBoard",
     "checkpoints": "to resume from",
-    "hf": "the model, for transformers",
+    "model": "the model, for transformers and vLLM",
+    "logs": "what the servers wrote",
     "rollouts": "every step's rollouts",
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from types import FrameType
+import warnings
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.data.builtin import resolve_model_path
@@ -22,7 +22,7 @@ def train(config: RunConfig) -> None:
     before servers and model are made wherever that is possible; on any way out, servers and workers are ended.
     """
     is_root = int(os.environ.get("RANK", 0)) == 0
-    _end_promptly_on_signals(is_root)
+    _end_followers_promptly(is_root)
     model_dir = resolve_model_path(config.model.path)
     with contextlib.ExitStack() as stack:
         output: Output | None = None
@@ -35,6 +35,7 @@ def train(config: RunConfig) -> None:
             stack.callback(output.close)
             driver = RootDriver(config, model_dir, output)
             stack.callback(driver.close)
+        _silence_upstream()
         # Megatron-Core takes seconds to import; the servers are coming up meanwhile.
         from tepo_megatron.engine.engine import Engine
 
@@ -64,14 +65,16 @@ def _resume(loop: Loop, driver: Driver, output: Output | None) -> None:
         output.message(f"resumed from {found} at step {loop.step}")
 
 
-def _end_promptly_on_signals(is_root: bool) -> None:
-    """Rank 0 unwinds, so that servers end; the others have nothing to end, and a collective would keep them from noticing."""
+def _silence_upstream() -> None:
+    """Hides warnings of Megatron and torch that no user of this package can act on (missing apex, renamed collectives)."""
+    for module in (r"megatron\.", r"torch\.distributed\.c10d_logger", r"torch\.distributed\.distributed_c10d"):
+        warnings.filterwarnings("ignore", module=module)
+
+
+def _end_followers_promptly(is_root: bool) -> None:
+    """Rank 0 unwinds on a signal, so that servers end (``torchrun.run_rank`` sees to it). The others have nothing to end, and waiting in
+    a collective would keep them from noticing.
+    """
     if not is_root:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        return
-
-    def unwind(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, unwind)

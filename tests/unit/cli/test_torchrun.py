@@ -28,6 +28,8 @@ def work(config):
     if what == "ok":
         return
     try:
+        while not (folder / "started0").exists():
+            time.sleep(0.05)
         if rank == "1" and what == "sentence":
             load_run(None, ["train.steps=0"])
         if rank == "1" and what == "bug":

@@ -1,0 +1,265 @@
+"""A real vLLM server on the CPU, with ``transformers`` as the oracle for tokens and log-probs."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from torch import Tensor
+
+from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.rollout.client import Response
+from tepo_megatron.rollout.fleet import Fleet, ServerDied
+from tepo_megatron.types import WeightsVersion
+
+EOS = 2
+VOCABULARY = 64
+PROMPTS = [(1, 5, 6, 7), (1, 9), (1, 30, 31, 32, 33, 34, 35), (1,), (1, 60, 4), (1, 5, 6, 7)]  # the first and last are the same
+Weights = dict[str, Tensor]
+
+
+def random_model(seed: int) -> torch.nn.Module:
+    """A Llama of 0.2 M parameters whose next-token distributions are neither flat nor sharp."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=128, tie_word_embeddings=False, initializer_range=0.12,
+        bos_token_id=1, eos_token_id=EOS, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    random_model(0).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fleet(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    config = ServerConfig(max_model_len=128, max_num_seqs=64, max_restarts=5)
+    logs = tmp_path_factory.mktemp("logs")
+    with Fleet(config, model_dir=model_dir, dtype="float32", stop_token_ids=[EOS], log_dir=logs) as running:
+        yield running
+    assert processes_of(running) == []
+
+
+@pytest.fixture
+def first_weights(fleet: Fleet) -> torch.nn.Module:
+    """The server has the weights of ``random_model(0)``; they are put back if a test changed them."""
+    model = random_model(0)
+    if fleet.weights_version != WeightsVersion(0):
+        fleet.revive()
+        sync(fleet, model, WeightsVersion(0))
+    return model
+
+
+def sync(fleet: Fleet, model: torch.nn.Module, version: WeightsVersion) -> None:
+    weights = model.state_dict()
+    fleet.update_weights(version, manifest(weights), iter(weights.values()))
+
+
+def manifest(weights: Weights) -> list[tuple[str, tuple[int, ...], str]]:
+    return [(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in weights.items()]
+
+
+def processes_of(fleet: Fleet) -> list[int]:
+    """Live processes whose command line names this run's model folder, however they came to be."""
+    found = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True).stdout.splitlines()
+    folder = fleet._servers[0]._model
+    return [int(line.split()[0]) for line in found if folder in line and "pytest" not in line]
+
+
+def greedy(fleet: Fleet, length: int = 16) -> list[tuple[int, ...]]:
+    groups = fleet.generate(PROMPTS, n=1, temperature=0.0, max_new_tokens=length, seed=0)
+    return [group[0].response_ids for group in groups]
+
+
+@torch.no_grad()
+def greedy_oracle(model: torch.nn.Module, length: int = 16) -> list[tuple[int, ...]]:
+    responses = []
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        while len(ids) < len(prompt) + length and (len(ids) == len(prompt) or ids[-1] != EOS):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        responses.append(tuple(ids[len(prompt) :]))
+    return responses
+
+
+@torch.no_grad()
+def logprobs_oracle(model: torch.nn.Module, prompt: Sequence[int], response: Sequence[int], temperature: float) -> Tensor:
+    logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].double()
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def sample(fleet: Fleet, seed: int, temperature: float = 1.0, n: int = 8, length: int = 24) -> list[list[Response]]:
+    return fleet.generate(PROMPTS, n=n, temperature=temperature, max_new_tokens=length, seed=seed)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+def test_logprobs_are_those_of_the_distribution_that_was_sampled(
+    fleet: Fleet, first_weights: torch.nn.Module, temperature: float
+) -> None:
+    for prompt, group in zip(PROMPTS, sample(fleet, seed=1, temperature=temperature), strict=True):
+        for response in group:
+            expected = logprobs_oracle(first_weights, prompt, response.response_ids, temperature)
+            torch.testing.assert_close(torch.tensor(response.logprobs).double(), expected, rtol=0, atol=1e-4)
+
+
+def test_a_response_ends_with_its_end_token_or_at_the_length(fleet: Fleet, first_weights: torch.nn.Module) -> None:
+    responses = [response for group in sample(fleet, seed=2, n=32) for response in group]
+    for response in responses:
+        assert EOS not in response.response_ids[:-1]
+        if response.finish_reason == "stop":
+            assert response.response_ids[-1] == EOS
+        else:
+            assert response.finish_reason == "length"
+            assert len(response.response_ids) == 24
+            assert response.response_ids[-1] != EOS
+    assert {response.finish_reason for response in responses} == {"stop", "length"}
+
+
+def test_samples_differ_within_a_group_and_between_groups_and_repeat_with_the_seed(
+    fleet: Fleet, first_weights: torch.nn.Module
+) -> None:
+    groups = sample(fleet, seed=3)
+    drawn = [response.response_ids for group in (groups[0], groups[-1]) for response in group]  # one prompt, twice
+    assert len(set(drawn)) == len(drawn)
+    again = sample(fleet, seed=3)
+    assert [[r.response_ids for r in group] for group in again] == [[r.response_ids for r in group] for group in groups]
+    other = {response.response_ids for response in sample(fleet, seed=4)[0]}
+    assert other.isdisjoint(drawn)
+
+
+def test_first_tokens_follow_the_distribution(fleet: Fleet, first_weights: torch.nn.Module) -> None:
+    """Also across prompts that share a seed: 60 groups of one prompt are 480 independent draws."""
+    prompt, temperature = PROMPTS[0], 0.8
+    groups = fleet.generate([prompt] * 60, n=8, temperature=temperature, max_new_tokens=1, seed=5)
+    counts = torch.bincount(torch.tensor([r.response_ids[0] for group in groups for r in group]), minlength=VOCABULARY)
+    with torch.no_grad():
+        expected = 480 * (first_weights(torch.tensor([prompt])).logits[0, -1].double() / temperature).softmax(-1)
+    chi_squared = float(((counts - expected) ** 2 / expected).sum())
+    assert chi_squared < 63 + 6 * (2 * 63) ** 0.5  # mean and six standard deviations of chi-squared with 63 degrees of freedom
+
+
+def test_greedy_tokens_are_those_of_transformers(fleet: Fleet, first_weights: torch.nn.Module) -> None:
+    assert greedy(fleet) == greedy_oracle(first_weights)
+
+
+def test_progress_is_reported_until_all_prompts_are_done(fleet: Fleet, first_weights: torch.nn.Module) -> None:
+    seen: list[tuple[int, int]] = []
+    fleet.generate(
+        PROMPTS, n=2, temperature=1.0, max_new_tokens=4, seed=6, on_progress=lambda done, total: seen.append((done, total))
+    )
+    assert seen == [(done, len(PROMPTS)) for done in range(1, len(PROMPTS) + 1)]
+
+
+def test_an_empty_prompt_and_a_greedy_group_are_refused(fleet: Fleet, first_weights: torch.nn.Module) -> None:
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        fleet.generate([(1,), ()], n=1, temperature=1.0, max_new_tokens=4, seed=0)
+    with pytest.raises(ValueError, match="n = 2"):
+        fleet.generate([(1,)], n=2, temperature=0.0, max_new_tokens=4, seed=0)
+
+
+def test_a_prompt_that_is_too_long_is_an_error_and_no_death(fleet: Fleet, first_weights: torch.nn.Module) -> None:
+    with pytest.raises(RuntimeError, match=r"status 400.*128") as caught:
+        fleet.generate([(1,) * 200], n=1, temperature=1.0, max_new_tokens=4, seed=0)
+    assert not isinstance(caught.value, ServerDied)
+    assert not fleet.revive()
+    assert greedy(fleet) == greedy_oracle(first_weights)
+
+
+def test_new_weights_are_used_from_the_next_token_on_and_the_old_ones_come_back(
+    fleet: Fleet, first_weights: torch.nn.Module
+) -> None:
+    before = sample(fleet, seed=7)
+    other = random_model(1)
+    version = WeightsVersion(12, "d1")
+    sync(fleet, other, version)
+    assert greedy(fleet) == greedy_oracle(other) != greedy_oracle(first_weights)
+    changed = sample(fleet, seed=7)
+    assert {response.weights_version for group in changed for response in group} == {version}
+    for response in changed[2]:
+        expected = logprobs_oracle(other, PROMPTS[2], response.response_ids, 1.0)
+        torch.testing.assert_close(torch.tensor(response.logprobs).double(), expected, rtol=0, atol=1e-4)
+    sync(fleet, first_weights, WeightsVersion(0))
+    assert sample(fleet, seed=7) == before  # to the last bit, stamped versions included
+
+
+@pytest.mark.parametrize("key", [None, "wrong"])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/completions"),
+        ("GET", "/v1/models"),
+        ("POST", "/pause"),
+        ("POST", "/init_weight_transfer_engine"),
+        ("POST", "/start_weight_update"),
+        ("POST", "/update_weights"),
+        ("POST", "/finish_weight_update"),
+        ("POST", "/collective_rpc"),
+        ("OPTIONS", "/update_weights"),
+        ("GET", "/metrics"),
+        ("GET", "/health/metrics"),
+        ("GET", "/nowhere"),
+    ],
+)
+def test_everything_but_health_asks_for_the_key(fleet: Fleet, method: str, path: str, key: str | None) -> None:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    assert httpx.request(method, fleet.urls[0] + path, headers=headers).status_code == 401
+
+
+def test_health_is_open(fleet: Fleet) -> None:
+    assert httpx.get(fleet.urls[0] + "/health").status_code == 200
+
+
+def test_the_key_is_in_no_log_and_on_no_command_line(fleet: Fleet) -> None:
+    assert fleet._key not in fleet._servers[0].log.read_text()
+    assert fleet._key not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+
+
+def test_a_killed_server_is_reported_revived_and_synced(fleet: Fleet, first_weights: torch.nn.Module) -> None:
+    other = random_model(2)
+    sync(fleet, other, WeightsVersion(3))
+    process = fleet._servers[0]._process
+    assert process is not None
+    os.killpg(process.pid, signal.SIGKILL)
+    with pytest.raises(ServerDied, match=fleet.urls[0]):
+        greedy(fleet)
+    assert fleet.revive()
+    with pytest.raises(RuntimeError, match="do not have the current weights"):
+        greedy(fleet)
+    sync(fleet, other, WeightsVersion(3))
+    assert greedy(fleet) == greedy_oracle(other)
+    assert not fleet.revive()
+
+
+def test_a_tensor_that_does_not_fit_is_named_and_the_rest_is_consumed(fleet: Fleet, first_weights: torch.nn.Module) -> None:
+    weights = first_weights.state_dict()
+    bad = "model.layers.1.mlp.down_proj.weight"
+    weights[bad] = torch.zeros(3, 5)
+    stream = iter(weights.values())
+    with pytest.raises(RuntimeError, match=rf"(?s){fleet.urls[0]}.*{bad}") as caught:
+        fleet.update_weights(WeightsVersion(4), manifest(weights), stream)
+    assert not isinstance(caught.value, ServerDied)
+    assert next(stream, None) is None
+    assert fleet.weights_version is None
+    assert processes_of(fleet) == []
+
+
+def test_a_model_folder_without_a_model_is_reported_with_the_end_of_the_log(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    broken = Fleet(ServerConfig(), model_dir=tmp_path / "empty", dtype="float32", stop_token_ids=[EOS], log_dir=tmp_path)
+    with pytest.raises(RuntimeError, match="ended before it was ready") as caught:
+        broken.start()
+    assert str(tmp_path / "server-0.log") in str(caught.value)
+    assert "config.json" in str(caught.value)
+    with pytest.raises(RuntimeError, match="start the fleet"):
+        greedy(broken)

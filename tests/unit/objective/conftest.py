@@ -1,0 +1,6 @@
+"""Batches for the tests of the objective."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,101 @@
+"""What must not matter: the order of sequences, how they are cut into micro-batches and ranks, padding."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from objective_batches import assert_same, make_batch, masks, pick, summary, whole
+
+from tepo_megatron.config.objective import PRESETS, ObjectiveConfig
+from tepo_megatron.objective import build_objective
+from tepo_megatron.types import TokenScores
+
+VARIANTS = {
+    **{name: {"preset": name} for name in PRESETS},
+    "tepo, covariance mask": {"kl_mask": {"falling": "covariance", "against": "reference"}},
+    "entropy, adaptive": {"entropy": {"kind": "adaptive", "coefficient": 0.1, "target": 0.7}, "kl": {}},
+    "icepop, sequence": {"preset": "grpo", "mismatch": {"kind": "mask", "level": "sequence", "low": 0.9, "high": 1.1}},
+    "truncated, product ratio": {
+        "ratio": {"kind": "sequence", "length_normalized": False},
+        "mismatch": {"kind": "truncate", "cap": 1.1},
+        "aggregation": {"kind": "constant", "per": "step"},
+    },
+    "many chosen by covariance": {"preset": "kl_cov", "kl_cov": {"fraction": 0.4, "estimator": "k2"}},
+    "many drawn": {"preset": "clip_cov", "trust_region": {"fraction": 0.4, "cov_low": 0.0}},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_order_and_cuts_do_not_matter(variant, data):
+    """Sequences in any order, in micro-batches of any sizes (so also of any data-parallel ranks): loss, gradient, metrics."""
+    rows = data.draw(masks())
+    batch, scores = make_batch(rows, seed=data.draw(st.integers(0, 99)))
+    objective = build_objective(ObjectiveConfig(**VARIANTS[variant]))
+    expected = whole(objective, batch, scores)
+
+    order = data.draw(st.permutations(range(len(rows))))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(rows) - 1)))) if len(rows) > 1 else []
+    shuffled = batch.select(order)
+    shuffled = shuffled.with_(advantages_S=objective.advantages(shuffled))
+    context = objective.prepare(shuffled)
+    with_advantages = batch.with_(advantages_S=objective.advantages(batch))
+    outputs = []
+    for start, end in zip([0, *cuts], [*cuts, len(rows)], strict=True):
+        micro, micro_scores = pick(with_advantages, scores, order[start:end])
+        outputs.append(objective(micro_scores, micro, context))
+    assert_same(summary(outputs, scores), expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@settings(max_examples=10)
+@given(rows=masks(), tokens=st.integers(1, 5), seed=st.integers(0, 99))
+def test_a_padding_sequence_changes_nothing(variant, rows, tokens, seed):
+    """A trailing sequence outside the mask, with zeros or with rubbish as scores, in the step or only in the micro-batch."""
+    batch, scores = make_batch(rows, seed=seed)
+    objective = build_objective(ObjectiveConfig(**VARIANTS[variant]))
+    batch = batch.with_(advantages_S=objective.advantages(batch))
+    context = objective.prepare(batch)
+    expected = summary([objective(scores, batch, context)], scores)
+    for rubbish in (0.0, torch.nan, -torch.inf):
+        padded = _pad(batch, tokens, rubbish)
+        logprob, entropy = (torch.cat([values, values.new_full((tokens,), rubbish)]) for values in vars(scores).values())
+        for used in (context, objective.prepare(padded)):
+            assert_same(summary([objective(TokenScores(logprob, entropy), padded, used)], scores), expected)
+
+
+def _pad(batch, tokens, rubbish):
+    longer = {}
+    for name, values in vars(batch).items():
+        if name.endswith("_T") and values is not None:
+            fill = rubbish if values.is_floating_point() else 0
+            longer[name] = torch.cat([values, values.new_full((tokens,), fill)])
+        elif name.endswith("_S") and values is not None:
+            longer[name] = torch.cat([values, values.new_zeros(1)])
+    cu = torch.cat([batch.cu_seqlens, batch.cu_seqlens[-1:] + tokens])
+    return batch.with_(cu_seqlens=cu, **longer)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_micro_batch_of_padding_only_adds_nothing(preset):
+    batch, scores = make_batch([[True, True], [False, False, False]])
+    objective = build_objective(ObjectiveConfig(preset=preset))
+    batch = batch.with_(advantages_S=objective.advantages(batch))
+    context = objective.prepare(batch)
+    padding, padding_scores = pick(batch, scores, [1])
+    output = objective(padding_scores, padding, context)
+    assert output.numerator.item() == 0
+    assert all(total == 0 and count == 0 for total, count in output.metrics.values())
+    assert (output.extrema["ratio/min"].item(), output.extrema["ratio/max"].item()) == (torch.inf, -torch.inf)
+    (gradient,) = torch.autograd.grad(output.numerator, scores.logprob, materialize_grads=True)
+    assert (gradient == 0).all()
+
+
+def test_no_mean_of_means():
+    """Two sequences of 1 and 3 tokens: a mean per micro-batch would weigh the single token three times as much."""
+    batch, scores = make_batch([[True], [True, True, True]], groups=[0, 0], spread=0.0)
+    objective = build_objective(ObjectiveConfig(preset="dapo"))
+    _, (gradient, _), *_ = whole(objective, batch, scores)
+    weight = gradient.abs() / objective.advantages(batch).abs()[batch.sequence_index_T]
+    torch.testing.assert_close(weight, torch.full((4,), 0.25, dtype=torch.float64))

@@ -1,0 +1,188 @@
+"""Every preset against its formula, written out on [sequence, token] in fp64, and against numbers worked out by hand."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from objective_batches import assert_same, make_batch, masks, whole
+
+from tepo_megatron.config.objective import PRESETS, ObjectiveConfig
+from tepo_megatron.objective import build_objective
+from tepo_megatron.types import Batch, TokenScores
+
+
+def _pad(values, batch):
+    """[T] to [S, longest], zeros behind."""
+    return torch.nn.utils.rnn.pad_sequence(list(values.split(batch.lengths_S.tolist())), batch_first=True)
+
+
+class _Dense:
+    """A step on padded [sequence, token] values, for formulas as they are printed."""
+
+    def __init__(self, batch, scores, advantages):
+        self.m = _pad(batch.loss_mask_T, batch).double()
+        self.logp, self.old = _pad(scores.logprob, batch), _pad(batch.old_logprobs_T, batch)
+        self.delta = (self.logp - self.old) * self.m
+        self.dH = (_pad(scores.entropy, batch) - _pad(batch.old_entropy_T, batch)).detach()
+        self.A = advantages.double().unsqueeze(1).expand_as(self.m)
+        self.T = self.m.sum(1)
+        self.S = (self.T > 0).sum()
+        self.s = (self.delta.sum(1) / self.T.clamp(min=1)).exp().unsqueeze(1).expand_as(self.m)
+        self.s_token = self.s.detach() * (self.delta - self.delta.detach()).exp()
+        on = self.m.bool()
+        self.cov = (self.old - self.old[on].mean()) * (self.A - self.A[on].float().mean())
+
+    def clip(self, r, low, high):
+        return torch.min(r * self.A, r.clamp(1 - low, 1 + high) * self.A)
+
+    def token_mean(self, values):
+        return -(self.m * values).sum() / self.T.sum()
+
+    def sequence_mean(self, values):
+        return -((self.m * values).sum(1) / self.T.clamp(min=1)).sum() / self.S
+
+
+def _tepo(d):
+    kl = d.delta.exp() * d.delta - d.delta.exp() + 1
+    return d.token_mean(d.clip(d.s_token, 3e-4, 4e-4) - 1.0 * ((d.A > 0) & (d.dH < 0)) * kl)
+
+
+def _kl_cov(d):
+    chosen = d.m.bool() & (d.cov > 0)
+    worst = torch.where(chosen, d.cov, -torch.inf).max()  # a fraction of 2e-4 of a small step is one token
+    return d.token_mean(d.delta.exp() * d.A - 1.0 * (chosen & (d.cov == worst)) * d.delta.abs())
+
+
+FORMULAS = {
+    "tepo": _tepo,
+    "tepo_markov": lambda d: d.token_mean(d.clip(d.s_token, 3e-4, 4e-4)),
+    "grpo": lambda d: d.sequence_mean(d.clip(d.delta.exp(), 0.2, 0.2)),
+    "dapo": lambda d: d.token_mean(d.clip(d.delta.exp(), 0.2, 0.28)),
+    "gspo": lambda d: d.sequence_mean(d.clip(d.s, 3e-4, 4e-4)),
+    "dr_grpo": lambda d: -(d.m * d.clip(d.delta.exp(), 0.2, 0.2)).sum() / (1024 * d.S),
+    "kl_cov": _kl_cov,
+    "cispo": lambda d: d.token_mean(d.delta.exp().detach().clamp(max=5.0) * d.A * d.logp),
+}
+
+
+@pytest.mark.parametrize("preset", FORMULAS)
+@settings(max_examples=25)
+@given(rows=masks(), seed=st.integers(0, 99), spread=st.sampled_from([1e-4, 0.3, 1.5]))
+def test_loss_and_gradient_are_the_formula(preset, rows, seed, spread):
+    batch, scores = make_batch(rows, seed=seed, spread=spread)
+    objective = build_objective(ObjectiveConfig(preset=preset))
+    loss, (gradient, _), *_ = whole(objective, batch, scores)
+    expected = FORMULAS[preset](_Dense(batch, scores, objective.advantages(batch)))
+    (expected_gradient,) = torch.autograd.grad(expected, scores.logprob, materialize_grads=True)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_every_preset_has_its_formula():
+    """Clip-Cov draws tokens; it is tested below."""
+    assert set(FORMULAS) | {"clip_cov"} == set(PRESETS)
+
+
+def _two_sequences():
+    """Two response tokens with ratios 1.1 and 1.3, A = 1; one with ratio 0.7, A = −1. Entropy falls on the first only."""
+    ratios = torch.tensor([1.1, 1.3, 0.7], dtype=torch.float64)
+    old = torch.tensor([0.5, 0.2, 0.4], dtype=torch.float64).log()
+    batch = Batch(
+        tokens_T=torch.zeros(3, dtype=torch.int64),
+        labels_T=torch.arange(3),
+        loss_mask_T=torch.ones(3, dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, 2, 3], dtype=torch.int32),
+        sampler_logprobs_T=old,
+        rewards_S=torch.zeros(2),
+        groups_S=torch.zeros(2, dtype=torch.int64),
+        advantages_S=torch.tensor([1.0, -1.0]),
+        old_logprobs_T=old,
+        old_entropy_T=torch.tensor([1.0, 1.0, 1.0], dtype=torch.float64),
+    )
+    return batch, TokenScores(old + ratios.log(), torch.tensor([0.9, 1.1, 0.9], dtype=torch.float64))
+
+
+# s_1 = sqrt(1.1 · 1.3) = 1.195826…, above 1.0004; s_2 = 0.7, below 0.9997 with A < 0
+HAND = {
+    # min(s A, clip) = 1.0004 twice and −0.9997; KL of the first token 1.1 ln 1.1 − 0.1 = 0.00484120
+    "tepo": -(1.0004 + 1.0004 - 0.9997 - 0.0048412) / 3,
+    "tepo_markov": -(1.0004 + 1.0004 - 0.9997) / 3,
+    "grpo": -((1.1 + 1.2) / 2 - 0.8) / 2,
+    "dapo": -(1.1 + 1.28 - 0.8) / 3,
+    "gspo": -(1.0004 - 0.9997) / 2,
+    "dr_grpo": -(1.1 + 1.2 - 0.8) / 2048,
+    # mean log π_old −1.072959, mean A 1/3: covariances 0.25321, −0.35765, −0.20889; none is in [1, 5]
+    "clip_cov": -(1.1 + 1.2 - 0.8) / 3,
+    # the first token has the highest covariance: |ln 1.1| = 0.0953102
+    "kl_cov": -(1.1 + 1.3 - 0.7 - 0.0953102) / 3,
+    # r A log π: 1.1 ln 0.55 + 1.3 ln 0.26 − 0.7 ln 0.28 = −0.657621 − 1.751196 + 0.891076
+    "cispo": (0.657621 + 1.751196 - 0.891076) / 3,
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_hand_computed(preset):
+    batch, scores = _two_sequences()
+    objective = build_objective(ObjectiveConfig(preset=preset))
+    output = objective(scores, batch, objective.prepare(batch))
+    assert (output.numerator / output.denominator).item() == pytest.approx(HAND[preset], rel=1e-5)
+
+
+def test_hand_computed_metrics():
+    batch, scores = _two_sequences()
+    objective = build_objective(ObjectiveConfig(preset="dapo", kl_mask={}))
+    output = objective(scores, batch, objective.prepare(batch))
+    mean = {name: (total / count).item() for name, (total, count) in output.metrics.items()}
+    kl = [r * math.log(r) - r + 1 for r in (1.1, 1.3, 0.7)]
+    expected = {
+        "ratio/mean": 3.1 / 3,
+        "clip/low": 1 / 3,
+        "clip/high": 1 / 3,
+        "kl/mean": sum(kl) / 3,
+        "kl/masked": kl[0],
+        "mask/fraction": 1 / 3,
+        "entropy/mean": 2.9 / 3,
+        "entropy/delta": -0.1 / 3,
+        "entropy/delta_masked": -0.1,
+        "entropy/delta_unmasked": 0.0,
+        "mismatch/kl": 0.0,
+        "ess": 1.0,
+    }
+    assert mean == pytest.approx(expected, abs=1e-12)
+    assert {name: value.item() for name, value in output.extrema.items()} == pytest.approx({"ratio/min": 0.7, "ratio/max": 1.3})
+
+
+@given(masks(min_sequences=3), st.integers(0, 99))
+def test_clip_cov_takes_the_gradient_of_some_candidates_and_nothing_else(rows, seed):
+    region = {"cov_low": 0.0, "fraction": 0.3}
+    batch, scores = make_batch(rows, seed=seed)
+    clip_cov = build_objective(ObjectiveConfig(preset="clip_cov", trust_region=region))
+    plain = build_objective(ObjectiveConfig(preset="dapo", trust_region={"high": 0.2}))
+    loss, (gradient, _), metrics, _ = whole(clip_cov, batch, scores)
+    plain_loss, (plain_gradient, _), *_ = whole(plain, batch, scores)
+    torch.testing.assert_close(loss, plain_loss)
+    dense = _Dense(batch, scores, clip_cov.advantages(batch))
+    candidates = (dense.cov >= 0) & (dense.cov <= 5) & dense.m.bool()
+    drawn = metrics["mask/fraction"][0].item()
+    assert drawn == min(candidates.sum().item(), max(int(0.3 * batch.loss_mask_T.sum()), 1))
+    differ = gradient != plain_gradient
+    assert differ.sum() <= drawn
+    assert (gradient[differ] == 0).all()
+    assert not (_pad(differ, batch) & ~candidates).any()
+
+
+@given(masks(min_sequences=2), st.integers(0, 99))
+def test_first_update_after_a_rollout(rows, seed):
+    """θ = old: the ratio is 1 and ΔH is 0, so the measured mask is empty, TEPO and its Markov form are one; covariance acts."""
+    batch, scores = make_batch(rows, seed=seed)
+    scores = TokenScores(batch.old_logprobs_T.clone().requires_grad_(), batch.old_entropy_T.clone().requires_grad_())
+    tepo, markov = (whole(build_objective(ObjectiveConfig(preset=name)), batch, scores) for name in ("tepo", "tepo_markov"))
+    assert tepo[2]["mask/fraction"][0] == 0
+    assert tepo[2]["kl/mean"][0] == 0
+    assert_same(tepo, markov)
+    predicted = build_objective(ObjectiveConfig(kl_mask={"falling": "covariance"}))
+    dense = _Dense(batch, scores, predicted.advantages(batch))
+    expected = (dense.m.bool() & (dense.A > 0) & (dense.cov > 0)).sum()
+    assert whole(predicted, batch, scores)[2]["mask/fraction"][0] == expected

@@ -1,0 +1,107 @@
+"""KL estimators, the KL mask, the entropy bonus."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from objective_batches import make_batch, masks, whole
+
+from tepo_megatron.config.objective import ObjectiveConfig
+from tepo_megatron.config.objective_choices import KL
+from tepo_megatron.objective import build_objective
+from tepo_megatron.objective.regularize import kl_penalty
+
+LOGITS = st.lists(st.floats(-2, 2), min_size=5, max_size=5).map(lambda row: torch.tensor(row, dtype=torch.float64))
+
+
+def _penalties(policy, old, reference, **term):
+    """The penalty at every token of a vocabulary."""
+    return kl_penalty(KL(**term), policy - old, policy - reference)
+
+
+@given(LOGITS, LOGITS, LOGITS, st.sampled_from(["k1", "k3"]), st.sampled_from(["old", "reference"]))
+def test_importance_weighted_kl_is_unbiased_under_samples_of_the_old_policy(new, old, reference, estimator, against):
+    """E over a ~ π_old is KL(π_θ‖π_old) or KL(π_θ‖π_ref), in value and in gradient (TEPO.md §4)."""
+    logits = new.requires_grad_()
+    policy, old, reference = logits.log_softmax(-1), old.log_softmax(-1), reference.log_softmax(-1)
+    estimate = (old.exp() * _penalties(policy, old, reference, estimator=estimator, against=against, weight="importance")).sum()
+    exact = (policy.exp() * (policy - (old if against == "old" else reference))).sum()
+    torch.testing.assert_close(estimate, exact, rtol=1e-9, atol=1e-12)
+    gradients = [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (estimate, exact)]
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+
+
+@given(LOGITS, LOGITS)
+def test_k3_against_the_old_policy_is_never_negative(new, old):
+    policy, old = new.log_softmax(-1), old.log_softmax(-1)
+    ratio = (policy - old).exp()
+    penalty = _penalties(policy, old, old, estimator="k3", against="old", weight="importance")
+    torch.testing.assert_close(penalty, ratio * ratio.log() - ratio + 1, rtol=1e-9, atol=1e-12)
+    assert (penalty >= -1e-15).all()
+
+
+def test_estimators_by_hand():
+    d = torch.tensor([0.5, -0.5], dtype=torch.float64)
+    expected = {"k1": [0.5, -0.5], "k2": [0.125, 0.125], "k3": [0.10653066, 0.14872127], "abs": [0.5, 0.5]}
+    for estimator, values in expected.items():
+        torch.testing.assert_close(_penalties(d, 0 * d, 0 * d, estimator=estimator), torch.tensor(values, dtype=torch.float64))
+
+
+def test_k3_of_a_small_step_keeps_its_digits_in_fp32():
+    """exp(−d) − 1 + d of d = 1e-3 is 5e-7, of which a plain fp32 exp(−d) − 1 would leave one digit."""
+    d = torch.tensor([1e-3])
+    assert _penalties(d, 0 * d, 0 * d, estimator="k3").item() == pytest.approx(4.998334e-07, rel=2e-3)
+
+
+@given(masks(min_sequences=2), st.integers(0, 99), st.floats(0.0, 0.1))
+def test_measured_mask(rows, seed, tolerance):
+    """Exactly the response tokens with A > 0 and ΔH < −tolerance; the penalty and its gradient are there and nowhere else."""
+    batch, scores = make_batch(rows, seed=seed)
+    with_mask, without = (
+        build_objective(ObjectiveConfig(kl_mask=mask)) for mask in ({"tolerance": tolerance, "coefficient": 3.0}, None)
+    )
+    advantage = with_mask.advantages(batch)[batch.sequence_index_T]
+    chosen = batch.loss_mask_T & (advantage > 0) & (scores.entropy - batch.old_entropy_T < -tolerance)
+    loss, (gradient, _), metrics, _ = whole(with_mask, batch, scores)
+    plain_loss, (plain_gradient, _), *_ = whole(without, batch, scores)
+    delta = (scores.logprob - batch.old_logprobs_T).detach()
+    tokens = batch.loss_mask_T.sum()
+    torch.testing.assert_close(loss - plain_loss, 3.0 * (delta.exp() * delta - delta.exp() + 1)[chosen].sum() / tokens)
+    expected = torch.where(chosen, 3.0 * delta * delta.exp(), 0.0) / tokens
+    torch.testing.assert_close(gradient - plain_gradient, expected, rtol=1e-9, atol=1e-12)
+    assert metrics["mask/fraction"].tolist() == [chosen.sum().item(), tokens.item()]
+
+
+@given(masks(), st.integers(0, 99))
+def test_plain_kl_to_a_reference(rows, seed):
+    batch, scores = make_batch(rows, seed=seed)
+    with_kl, without = (build_objective(ObjectiveConfig(preset="grpo", kl=kl)) for kl in ({"coefficient": 0.5}, None))
+    d = (scores.logprob - batch.reference_logprobs_T).detach()
+    lengths = torch.zeros(len(rows), dtype=torch.float64).index_add(0, batch.sequence_index_T, batch.loss_mask_T.double())
+    mean = torch.where(batch.loss_mask_T, ((-d).exp() - 1 + d) / lengths.clamp(min=1)[batch.sequence_index_T], 0.0).sum()
+    difference = whole(with_kl, batch, scores)[0] - whole(without, batch, scores)[0]
+    torch.testing.assert_close(difference, 0.5 * mean / (lengths > 0).sum())
+    assert with_kl.needs_reference
+    assert not without.needs_reference
+
+
+@given(masks(), st.integers(0, 99), st.floats(0.1, 2.0))
+def test_entropy_bonus_fixed_and_adaptive(rows, seed, target):
+    """The bonus is coefficient · mean entropy; adaptive, the coefficient falls from 0.2 at H = 0 to 0 at H = target."""
+    batch, scores = make_batch(rows, seed=seed)
+    plain = whole(build_objective(ObjectiveConfig()), batch, scores)
+    mean = scores.entropy[batch.loss_mask_T].mean().detach()
+    old_mean = batch.old_entropy_T[batch.loss_mask_T].mean().item()
+    for bonus, coefficient in (
+        ({"coefficient": 0.2}, 0.2),
+        ({"kind": "adaptive", "coefficient": 0.2, "target": target}, 0.2 * min(max((target - old_mean) / target, 0.0), 1.0)),
+    ):
+        objective = build_objective(ObjectiveConfig(entropy=bonus))
+        assert objective.needs_entropy_gradient
+        loss, (_, gradient), *_ = whole(objective, batch, scores)
+        torch.testing.assert_close(loss, plain[0] - coefficient * mean)
+        torch.testing.assert_close(
+            gradient, torch.where(batch.loss_mask_T, -coefficient / batch.loss_mask_T.sum().double(), 0.0)
+        )
+    assert not build_objective(ObjectiveConfig()).needs_entropy_gradient
+    assert (plain[1][1] == 0).all()

@@ -1,0 +1,79 @@
+"""Trust regions and mismatch weights, value by value."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepo_megatron.config.objective_choices import MaskOutside, Truncate
+from tepo_megatron.objective.covariance import lottery_threshold, tickets
+from tepo_megatron.objective.mismatch import effective_sample_share, mismatch_weights
+from tepo_megatron.objective.trust_region import clipped, weighted_logprob
+
+RATIOS = torch.tensor([0.5, 0.9, 1.1, 1.5, 4.0, 0.5, 0.9, 1.1, 1.5, 4.0], dtype=torch.float64)
+SIGNS = torch.tensor([1.0] * 5 + [-1.0] * 5, dtype=torch.float64)
+
+
+def _gradient(value, ratio):
+    return torch.autograd.grad(value.sum(), ratio)[0].tolist()
+
+
+def test_clip():
+    ratio = RATIOS.clone().requires_grad_()
+    result = clipped(ratio, SIGNS, 0.2, 0.3)
+    assert result.value_T.tolist() == pytest.approx([0.5, 0.9, 1.1, 1.3, 1.3, -0.8, -0.9, -1.1, -1.5, -4.0])
+    assert _gradient(result.value_T, ratio) == [1, 1, 1, 0, 0, 0, -1, -1, -1, -1]
+    assert result.clipped_high_T.tolist() == [False, False, False, True, True] + [False] * 5
+    assert result.clipped_low_T.tolist() == [False] * 5 + [True] + [False] * 4
+
+
+def test_dual_clip():
+    """A < 0 and r = 4: bounded by 3 A, without gradient, and counted as clipped above."""
+    ratio = RATIOS.clone().requires_grad_()
+    result = clipped(ratio, SIGNS, 0.2, 0.3, dual=3.0)
+    assert result.value_T.tolist() == pytest.approx([0.5, 0.9, 1.1, 1.3, 1.3, -0.8, -0.9, -1.1, -1.5, -3.0])
+    assert _gradient(result.value_T, ratio) == [1, 1, 1, 0, 0, 0, -1, -1, -1, 0]
+    assert result.clipped_high_T.tolist() == [False, False, False, True, True] + [False] * 4 + [True]
+
+
+def test_clipped_weight_keeps_every_token():
+    logprob = torch.full((10,), -2.0, dtype=torch.float64, requires_grad=True)
+    result = weighted_logprob(RATIOS, logprob, SIGNS, low=0.2, high=1.0)
+    weights = [0.8, 0.9, 1.1, 1.5, 2.0]
+    assert _gradient(result.value_T, logprob) == pytest.approx(weights + [-weight for weight in weights])
+    assert result.clipped_low_T.tolist() == [True, False, False, False, False] * 2
+    assert result.clipped_high_T.tolist() == [False, False, False, False, True] * 2
+    assert weighted_logprob(RATIOS, logprob, SIGNS, low=None, high=1.0).value_T[0].item() == pytest.approx(0.5 * -2.0)
+
+
+def test_mismatch_weights():
+    """π_old/π_sampler of 0.4, 2 in one sequence (product 0.8) and 6 in another."""
+    difference, index = torch.tensor([0.4, 2.0, 6.0], dtype=torch.float64).log(), torch.tensor([0, 0, 1])
+    weights = lambda correction: mismatch_weights(correction, difference, index, 2).tolist()  # noqa: E731
+    assert weights(Truncate(cap=1.5)) == pytest.approx([0.4, 1.5, 1.5])
+    assert weights(Truncate(level="sequence", cap=3.0)) == pytest.approx([0.8, 0.8, 3.0])
+    assert weights(MaskOutside(low=0.5, high=5.0)) == pytest.approx([0.0, 2.0, 0.0])
+    assert weights(MaskOutside(level="sequence", low=0.5, high=5.0)) == pytest.approx([0.8, 0.8, 0.0])
+
+
+@given(st.lists(st.floats(-3, 3), min_size=1, max_size=20), st.floats(-500, 500))
+def test_effective_sample_share(logs, shift):
+    """Kish's (Σw)²/(N Σw²), whatever the scale of the weights."""
+    weights = torch.tensor(logs, dtype=torch.float64).exp()
+    expected = weights.sum() ** 2 / (len(logs) * (weights**2).sum())
+    torch.testing.assert_close(effective_sample_share(weights.log() + shift), expected, rtol=1e-6, atol=0)
+
+
+def test_the_lottery_is_fair():
+    """Tickets of many similar tokens are spread evenly: drawing a tenth takes about a tenth of either half of any field."""
+    generator = torch.Generator().manual_seed(0)
+    logprob = -torch.rand(20_000, generator=generator)
+    advantage, labels = torch.tensor([1.0, -1.0]).repeat(10_000), torch.arange(20_000) % 50
+    drawn = tickets(logprob, advantage, labels)
+    assert (drawn >= 0).all()
+    assert (drawn < 2**32).all()
+    assert drawn.unique().numel() > 19_990
+    wins = drawn <= lottery_threshold(torch.ones(20_000, dtype=torch.bool), drawn, 0.1)
+    assert wins.sum() == 2000
+    for half in (advantage > 0, labels < 25, logprob < -0.5, torch.arange(20_000) < 10_000):
+        assert 0.08 < wins[half].double().mean() < 0.12

@@ -1,0 +1,115 @@
+"""What the client says when a server misbehaves, against a small HTTP server."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from tepo_megatron.rollout.client import Client, Response
+from tepo_megatron.rollout.server import free_port
+from tepo_megatron.types import WeightsVersion
+
+KEY = "a-secret-key"
+Reply = tuple[int, bytes]
+Serve = Callable[..., Client]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(answer: Callable[[str, Any, dict[str, str]], Reply], timeout_s: float = 60.0) -> Client:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("content-length", 0)))
+                headers = {name.lower(): value for name, value in self.headers.items()}
+                status, content = answer(self.path, json.loads(body) if body else None, headers)
+                self.send_response(status)
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *args: object) -> None: ...
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return Client(f"http://127.0.0.1:{server.server_port}", KEY, timeout_s)
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def generate(client: Client, **changes: Any) -> list[list[Response]]:
+    arguments: dict[str, Any] = {
+        "n": 2, "temperature": 0.5, "max_new_tokens": 7, "seed": 3, "stop_token_ids": [2], "version": WeightsVersion(9)
+    }  # fmt: skip
+    return client.generate([(1, 5), (1, 6)], **arguments | changes)
+
+
+def choice(ids: list[int], logprobs: list[float | None], reason: str = "stop") -> dict[str, Any]:
+    return {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}
+
+
+def test_groups_come_back_in_the_order_of_the_prompts_with_key_and_parameters_sent(serve: Serve) -> None:
+    seen: list[Any] = []
+
+    def answer(path: str, body: Any, headers: dict[str, str]) -> Reply:
+        seen.append((path, body, headers["authorization"]))
+        choices = [choice([i, 2], [-0.5, -i / 3]) for i in (10, 11, 20)] + [choice([21], [-1.0], "length")]
+        return 200, json.dumps({"choices": choices}).encode()
+
+    groups = generate(serve(answer))
+    assert [[r.response_ids for r in group] for group in groups] == [[(10, 2), (11, 2)], [(20, 2), (21,)]]
+    assert groups[1][1] == Response((21,), (-1.0,), "length", WeightsVersion(9))
+    assert groups[0][1].logprobs == (-0.5, -11 / 3)
+    (path, body, authorization) = seen[0]
+    assert (path, authorization) == ("/v1/completions", f"Bearer {KEY}")
+    wanted = {"prompt": [[1, 5], [1, 6]], "n": 2, "temperature": 0.5, "max_tokens": 7, "seed": 3, "stop_token_ids": [2]}
+    assert wanted.items() <= body.items()
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ((400, b'{"error": {"message": "the prompt is too long"}}'), "status 400: the prompt is too long"),
+        ((401, b'{"error": "no key"}'), "status 401: no key"),
+        ((422, b'{"detail": "a field is missing"}'), "status 422: a field is missing"),
+        ((500, b"Internal Server Error"), "status 500: Internal Server Error"),
+        ((503, b""), "status 503: no explanation"),
+        ((200, b"<html>"), "status 200, but the answer is not JSON: '<html>'"),
+        ((200, b"[1]"), "something else than responses"),
+        ((200, b"{}"), "something else than responses"),
+        ((200, b'{"choices": []}'), "returned 0 responses to 2 prompts with n = 2"),
+        ((200, json.dumps({"choices": [choice([1, 2], [-1.0])] * 4}).encode()), "1 log-probs for 2 tokens"),
+        ((200, json.dumps({"choices": [choice([1], [None])] * 4}).encode()), "every token needs one"),
+    ],
+)
+def test_an_error_carries_the_address_the_status_and_the_servers_words(serve: Serve, reply: Reply, message: str) -> None:
+    client = serve(lambda path, body, headers: reply)
+    with pytest.raises(RuntimeError) as caught:
+        generate(client)
+    assert client.url in str(caught.value)
+    assert message in str(caught.value)
+    assert KEY not in str(caught.value)
+
+
+def test_a_slow_server_is_given_up(serve: Serve) -> None:
+    def answer(path: str, body: Any, headers: dict[str, str]) -> Reply:
+        time.sleep(1.5)
+        return 200, b"{}"
+
+    with pytest.raises(RuntimeError, match=r"POST http://127.0.0.1:\d+/resume: no answer within 0.5 s"):
+        serve(answer, 0.5).resume()
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    with pytest.raises(RuntimeError, match=rf"POST {url}/pause\?mode=keep: .*[Cc]onnect"):
+        Client(url, KEY, 5.0).pause()

@@ -1,0 +1,157 @@
+"""Members of one transfer group as threads of this process, over real gloo connections."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tepo_megatron.bridge import transport
+from tepo_megatron.bridge.transport import TransferGroup
+
+HOST = "127.0.0.1"
+WORLD = 3
+
+
+def make_group(world_size: int = WORLD, timeout_s: float = 20.0) -> list[TransferGroup]:
+    store, port = transport.listen(HOST)
+
+    def member(rank: int) -> TransferGroup:
+        return TransferGroup(
+            store if rank == 0 else transport.connect(HOST, port, timeout_s), HOST, rank, world_size, timeout_s
+        )
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(member, range(world_size)))
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[list[TransferGroup]]:
+    members = make_group()
+    yield members
+    for member in members:
+        member.close()
+
+
+dtypes = st.sampled_from(["float32", "float64", "bfloat16", "float16", "int64", "int8", "uint8", "bool"])
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+tensor_specs = st.lists(st.tuples(shapes, dtypes), max_size=8)
+
+
+def random_tensor(shape: tuple[int, ...], dtype: str, generator: torch.Generator) -> torch.Tensor:
+    size = torch.empty(shape, dtype=getattr(torch, dtype)).nbytes
+    if dtype == "bool":
+        return torch.randint(2, shape, generator=generator).bool()
+    return torch.randint(256, (size,), generator=generator, dtype=torch.uint8).view(getattr(torch, dtype)).view(shape)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """NaNs included, which random bits may be."""
+    flat = [t.contiguous().view(-1).view(torch.uint8) for t in (a, b)]
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*flat)
+
+
+@settings(max_examples=40, deadline=None)
+@given(specs=tensor_specs, limit=st.sampled_from([1, 16, 64, 2**20]), seed=st.integers(0, 2**31))
+def test_every_receiver_gets_every_tensor_bit_by_bit(
+    group: list[TransferGroup], specs: list[tuple[tuple[int, ...], str]], limit: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    manifest = [(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(specs)]
+    sent = [random_tensor(shape, dtype, generator) for shape, dtype in specs]
+    with ThreadPoolExecutor(WORLD) as pool:
+        receiving = [pool.submit(lambda m: list(transport.receive(m, manifest, limit=limit)), member) for member in group[1:]]
+        transport.send(group[0], manifest, iter(sent), limit=limit)
+        for request in receiving:
+            received = request.result()
+            assert [name for name, _ in received] == [name for name, _, _ in manifest]
+            assert all(same_bits(a, b) for a, (_, b) in zip(sent, received, strict=True))
+
+
+def test_strided_tensors_that_need_gradients_are_sent_by_value(group: list[TransferGroup]) -> None:
+    weight = torch.arange(12.0).view(3, 4).requires_grad_()
+    with ThreadPoolExecutor(WORLD) as pool:
+        receiving = [pool.submit(lambda m: dict(transport.receive(m, [("w", (4, 3), "float32")])), m) for m in group[1:]]
+        transport.send(group[0], [("w", (4, 3), "float32")], [weight.t()])
+        assert all(torch.equal(request.result()["w"], weight.detach().t()) for request in receiving)
+
+
+@given(specs=tensor_specs, limit=st.integers(1, 4096))
+def test_buckets_hold_the_manifest_in_order_within_the_limit(specs: list[tuple[tuple[int, ...], str]], limit: int) -> None:
+    manifest = [(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(specs)]
+    runs = transport.buckets(manifest, limit)
+    assert [entry.name for run in runs for entry in run] == [name for name, _, _ in manifest]
+    for run in runs:
+        assert len(run) == 1 or run[-1].offset + run[-1].nbytes <= limit
+        assert all(entry.offset % entry.dtype.itemsize == 0 for entry in run)
+        assert all(a.offset + a.nbytes <= b.offset for a, b in pairwise(run))
+
+
+def test_a_small_model_is_one_message() -> None:
+    assert len(transport.buckets([(f"t{i}", (256, 256), "float32") for i in range(40)])) == 1
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [([("a", (2,), "float33")], "unknown dtype 'float33'"), ([("a", (2,), "int8"), ("a", (2,), "int8")], "'a' occurs twice")],
+)
+def test_a_bad_manifest_is_refused(manifest: transport.Manifest, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        transport.buckets(manifest)
+
+
+def alone() -> TransferGroup:
+    return make_group(world_size=1)[0]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([], r"end before tensor 'a'"),
+        ([torch.zeros(3)], r"'a' is torch.float32 \(3,\), but the manifest announces torch.float32 \(2,\)"),
+        ([torch.zeros(2, dtype=torch.float64)], r"'a' is torch.float64"),
+        ([torch.zeros(2)] * 2, r"more tensors than the 1"),
+    ],
+)
+def test_tensors_that_do_not_match_the_manifest_are_refused(tensors: list[torch.Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        transport.send(alone(), [("a", (2,), "float32")], tensors)
+
+
+BIG = [("big", (64 * 2**20,), "uint8")]  # more than the sockets buffer, so that the sender has to wait
+
+
+def test_a_cancelled_send_returns_and_names_the_tensor() -> None:
+    sender, receiver = make_group(2, timeout_s=120.0)
+    cancelled = threading.Event()
+    threading.Timer(0.3, cancelled.set).start()
+    with pytest.raises(RuntimeError, match=r"transfer of tensor 'big' failed: a receiver failed"):
+        transport.send(sender, BIG, [torch.zeros(64 * 2**20, dtype=torch.uint8)], cancelled=cancelled.is_set)
+    sender.close()
+    receiver.close()
+
+
+def test_a_receiver_that_leaves_ends_the_send() -> None:
+    sender, receiver = make_group(2, timeout_s=120.0)
+    threading.Timer(0.3, receiver.close).start()
+    with pytest.raises(RuntimeError, match=r"transfer of tensor 'big' failed"):
+        transport.send(sender, BIG, [torch.zeros(64 * 2**20, dtype=torch.uint8)])
+    sender.close()
+
+
+def test_a_sender_that_leaves_ends_the_receive() -> None:
+    sender, receiver = make_group(2, timeout_s=120.0)
+    threading.Timer(0.3, sender.close).start()
+    with pytest.raises(RuntimeError, match=r"transfer of tensor 'big' failed"):
+        list(transport.receive(receiver, BIG))
+    receiver.close()
+
+
+def test_members_that_do_not_come_are_not_awaited_for_ever() -> None:
+    store, _ = transport.listen(HOST)
+    with pytest.raises(RuntimeError):
+        TransferGroup(store, HOST, 0, 2, 0.5)

@@ -1,0 +1,184 @@
+"""Scores of a vocabulary in one piece: against the dense fp64 oracle, and the pitfalls one by one."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepo_megatron.vocab_parallel import fused_linear_logprob_and_entropy, logprob_and_entropy
+from tepo_megatron.vocab_parallel.dense import dense_logprob_and_entropy
+
+
+def _loss(scores, weights):
+    return (weights[0] * scores.logprob + weights[1] * scores.entropy).sum()
+
+
+@st.composite
+def cases(draw):
+    """Logits [T, V] with some −inf, labels, and all options; also T = 0 and one-column vocabularies."""
+    tokens, width = draw(st.integers(0, 9)), draw(st.integers(1, 40))
+    vocab = draw(st.integers(1, width))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    logits = draw(st.sampled_from([0.1, 3.0, 30.0])) * torch.randn(tokens, width, generator=generator, dtype=torch.float64)
+    logits += draw(st.sampled_from([0.0, 1000.0, -1000.0]))
+    excluded = torch.rand(tokens, width, generator=generator) < draw(st.sampled_from([0.0, 0.5]))
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    excluded[torch.arange(tokens), labels] = False
+    logits[excluded] = -torch.inf
+    mask = torch.rand(tokens, generator=generator) < 0.6 if draw(st.booleans()) else None
+    options = {"temperature": draw(st.sampled_from([0.3, 1.0, 2.0])), "vocab_size": vocab, "mask_T": mask}
+    return logits, labels, options, torch.randn(2, tokens, generator=generator, dtype=torch.float64)
+
+
+@given(cases(), st.booleans())
+def test_matches_the_dense_oracle(case, inplace):
+    logits, labels, options, weights = case
+    leaf, dense = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    scores = logprob_and_entropy(leaf.view_as(leaf), labels, inplace_backward=inplace, **options)
+    oracle = dense_logprob_and_entropy(dense, labels, **options)
+    torch.testing.assert_close(scores.logprob, oracle.logprob, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(scores.entropy, oracle.entropy, rtol=1e-9, atol=1e-9)
+    _loss(scores, weights).backward()
+    _loss(oracle, weights).backward()
+    torch.testing.assert_close(leaf.grad, dense.grad, rtol=1e-9, atol=1e-9)
+
+
+@given(cases())
+def test_fused_linear_matches_the_dense_oracle(case):
+    _, labels, options, weights = case
+    tokens = labels.numel()
+    generator = torch.Generator().manual_seed(tokens)
+    width = options["vocab_size"] + 2
+    hidden, head = (torch.randn(n, 5, generator=generator, dtype=torch.float64).requires_grad_() for n in (tokens, width))
+    scores = fused_linear_logprob_and_entropy(hidden, head, labels, **options)
+    oracle = dense_logprob_and_entropy(hidden @ head.t(), labels, **options)
+    torch.testing.assert_close(scores.logprob, oracle.logprob, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(scores.entropy, oracle.entropy, rtol=1e-9, atol=1e-9)
+    own = torch.autograd.grad(_loss(scores, weights), (hidden, head))
+    expected = torch.autograd.grad(_loss(oracle, weights), (hidden, head))
+    torch.testing.assert_close(own, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_the_oracle_is_the_definition():
+    """Against torch's own categorical distribution, and against a difference quotient."""
+    logits, labels = torch.randn(5, 7, dtype=torch.float64), torch.tensor([0, 6, 3, 3, 1])
+    oracle = dense_logprob_and_entropy(logits, labels, temperature=0.5)
+    categorical = torch.distributions.Categorical(logits=logits / 0.5)
+    torch.testing.assert_close(oracle.logprob, categorical.log_prob(labels))
+    torch.testing.assert_close(oracle.entropy, categorical.entropy())
+    leaf = logits.requires_grad_()
+    torch.autograd.gradcheck(lambda x: tuple(vars(logprob_and_entropy(x, labels, temperature=0.5)).values()), leaf)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_half_precision_logits_lose_nothing(dtype):
+    """Upcast, then divided by the temperature: the scores are exact for the logits that were given. 40 % of rows masked."""
+    logits = (4 * torch.randn(50, 501)).to(dtype)
+    labels, mask = torch.randint(0, 501, (50,)), torch.rand(50) < 0.6
+    scores = logprob_and_entropy(logits, labels, temperature=0.7, mask_T=mask)
+    oracle = dense_logprob_and_entropy(logits, labels, temperature=0.7, mask_T=mask)
+    assert scores.logprob.dtype == scores.entropy.dtype == torch.float32
+    torch.testing.assert_close(scores.logprob.double(), oracle.logprob, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores.entropy.double(), oracle.entropy, rtol=0, atol=1e-5)
+
+
+def test_a_large_offset_costs_no_digits():
+    """log p = (t − m) − log s. As t − (m + log s) it would have the rounding of 1000, about 3e-5."""
+    logits = torch.randn(200, 64)
+    shifted = (logits.double() + 1000).float()
+    labels = torch.arange(200) % 64
+    scores = logprob_and_entropy(shifted, labels)
+    oracle = dense_logprob_and_entropy(shifted, labels)
+    assert (scores.logprob - oracle.logprob).abs().max() < 2e-6
+    assert (scores.entropy - oracle.entropy).abs().max() < 2e-6
+
+
+def test_masked_rows_are_not_read_and_padding_is_excluded_whatever_it_holds():
+    logits, labels, mask = torch.randn(4, 8), torch.tensor([1, -100, 99, 2]), torch.tensor([True, False, False, True])
+    clean = logprob_and_entropy(logits[:, :6], torch.where(mask, labels, 0), mask_T=mask)
+    logits[1:3] = torch.nan
+    logits[:, 6:] = torch.tensor([torch.inf, torch.nan])
+    leaf = logits.requires_grad_()
+    scores = logprob_and_entropy(leaf, labels, vocab_size=6, mask_T=mask)
+    assert torch.equal(scores.logprob, clean.logprob)
+    assert torch.equal(scores.entropy, clean.entropy)
+    assert scores.logprob[1:3].tolist() == [0.0, 0.0]
+    (scores.logprob + scores.entropy).sum().backward()
+    assert leaf.grad.isfinite().all()
+    assert (leaf.grad[1:3] == 0).all()
+    assert (leaf.grad[:, 6:] == 0).all()
+
+
+def test_a_label_outside_the_samplers_mask_has_logprob_minus_infinity():
+    logits = torch.tensor([[0.0, -torch.inf, 1.0]])
+    assert logprob_and_entropy(logits, torch.tensor([1])).logprob.item() == -torch.inf
+
+
+def test_only_one_output_may_be_used():
+    for used, unused in (("logprob", 1), ("entropy", 0)):
+        leaf, dense = (torch.randn(3, 5, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2))
+        labels, weights = torch.tensor([0, 1, 2]), torch.ones(2, 3)
+        weights[unused] = 0
+        getattr(logprob_and_entropy(leaf, labels), used).sum().backward()
+        _loss(dense_logprob_and_entropy(dense, labels), weights).backward()
+        torch.testing.assert_close(leaf.grad, dense.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_logits_that_were_overwritten_cannot_be_used_again():
+    leaf = torch.randn(3, 5, requires_grad=True)
+    logits = leaf * 1.0
+    scores = logprob_and_entropy(logits, torch.tensor([0, 1, 2]), inplace_backward=True)
+    scores.logprob.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        scores.logprob.sum().backward()
+
+
+@pytest.mark.parametrize(("inplace", "bound"), [(True, 0.03), (False, 1.03)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_peak_memory(dtype, inplace, bound):
+    """Beyond the logits: 3 % of them in the in-place form, and the gradient otherwise; nothing of their size in fp32."""
+    from torch.profiler import ProfilerActivity, profile
+
+    logits, labels = torch.randn(2048, 16_384, dtype=dtype).requires_grad_(), torch.arange(2048)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        scores = logprob_and_entropy(logits.view_as(logits), labels, inplace_backward=inplace)
+        torch.autograd.backward((scores.logprob, scores.entropy), (torch.ones(2048), torch.ones(2048)))
+    held, peak = 0, 0
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    assert 0 < peak <= bound * logits.numel() * logits.element_size()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels_T": torch.tensor([0, 5, 2])}, r"label of token 1 is 5, outside \[0, 5\)"),
+        ({"labels_T": torch.tensor([0, -1, 2])}, r"label of token 1 is -1"),
+        ({"labels_T": torch.tensor([0, 1, 4]), "vocab_size": 4}, r"label of token 2 is 4, outside \[0, 4\)"),
+        ({"labels_T": torch.tensor([0, 1])}, r"labels_T is torch.int64 \(2,\) beside 3 rows"),
+        ({"labels_T": torch.tensor([0.0, 1.0, 2.0])}, "give int64"),
+        ({"mask_T": torch.ones(2, dtype=torch.bool)}, r"mask_T is torch.bool \(2,\) for 3 tokens"),
+        ({"mask_T": torch.ones(3)}, "give bool"),
+        ({"vocab_size": 6}, "vocab_size = 6, but 1 shards of 5 columns hold 5"),
+        ({"vocab_size": 0}, "vocab_size = 0"),
+        ({"temperature": 0.0}, "temperature = 0 must be positive"),
+        ({"logits_TVp": torch.zeros(3, 5, dtype=torch.int64)}, "logits_TVp is torch.int64"),
+        ({"logits_TVp": torch.zeros(3, 1, 5)}, r"\(3, 1, 5\)"),
+        ({"logits_TVp": torch.tensor([[0.0], [torch.nan], [0.0]]).expand(3, 5)}, "tensor-parallel rank 0, first at token 1"),
+        ({"logits_TVp": torch.full((3, 5), -torch.inf)}, "every logit of token 0 is −inf"),
+        ({"backend": "magic"}, "backend = 'magic' is unknown; known: torch"),
+    ],
+)
+def test_bad_input(changes, message):
+    arguments = {"logits_TVp": torch.zeros(3, 5), "labels_T": torch.tensor([0, 1, 2]), **changes}
+    with pytest.raises(ValueError, match=message):
+        logprob_and_entropy(**arguments)
+
+
+def test_hidden_states_and_head_must_fit():
+    with pytest.raises(ValueError, match="of one floating-point dtype"):
+        fused_linear_logprob_and_entropy(torch.zeros(3, 4), torch.zeros(5, 4, dtype=torch.bfloat16), torch.tensor([0, 1, 2]))
+    with pytest.raises(ValueError, match="hidden_TH is"):
+        fused_linear_logprob_and_entropy(torch.zeros(3, 4), torch.zeros(5, 3), torch.tensor([0, 1, 2]))
