@@ -112,9 +112,7 @@ class Batch:
         return replace(self, **changes)
 
     def to(self, device: torch.device | str) -> Batch:
-        return replace(
-            self, **{f.name: value.to(device) for f in fields(self) if (value := getattr(self, f.name)) is not None}
-        )
+        return replace(self, **{f.name: value.to(device) for f in fields(self) if (value := getattr(self, f.name)) is not None})
 
     def token_index(self, sequences: Sequence[int]) -> Tensor:
         """Where the tokens of these sequences lie, in their order: int64 [tokens of the sequences]."""
@@ -171,7 +169,9 @@ class Box:
 
 @dataclass(frozen=True)
 class Shard:
-    """``box`` of the Hugging Face tensor ``tensor`` lies at ``at`` of a rank's parameter ``param``; both have the same shape."""
+    """``box`` of the Hugging Face tensor ``tensor`` lies at ``at`` of a rank's parameter ``param``; both have the same
+    shape.
+    """
 
     tensor: str
     box: Box
@@ -206,10 +206,10 @@ class TokenScores:
 class ObjectiveOutput:
     """A micro-batch's share of the loss of one optimizer step.
 
-    ``numerator`` is a differentiable scalar: a *sum*, to be minimised. ``denominator`` is what the sum over all micro-batches and
-    ranks is divided by, once; it was passed in, so it is the same on all of them. ``metrics`` maps a name to detached
-    ``(sum, count)`` scalars that add up over micro-batches and ranks; ``extrema`` maps a name that ends in ``/min`` or
-    ``/max`` to a detached scalar.
+    ``numerator`` is a differentiable scalar: a *sum*, to be minimised. ``denominator`` is what the sum over all
+    micro-batches and ranks is divided by, once; it was passed in, so it is the same on all of them. ``metrics`` maps a name
+    to detached ``(sum, count)`` scalars that add up over micro-batches and ranks; ``extrema`` maps a name that ends in
+    ``/min`` or ``/max`` to a detached scalar.
     """
 
     numerator: Tensor

@@ -2,8 +2,8 @@
 
     .venv/bin/python examples/tiny/make_warm_start.py OUT     (about a minute)
 
-Supervised training through the same Megatron engine as TEPO, with next-token cross-entropy in the objective's place. The result, in
-Hugging Face format, ships as tepo_megatron/data/builtin/tiny.
+Supervised training through the same Megatron engine as TEPO, with next-token cross-entropy in the objective's place. The
+result, in Hugging Face format, ships as tepo_megatron/data/builtin/tiny.
 """
 
 from __future__ import annotations

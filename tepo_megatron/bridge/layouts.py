@@ -53,9 +53,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {entry.tensor: _shape(entry, spec) for entry in [EMBEDDING, *layers, FINAL_NORM, *head]}
 
 
-def megatron_layout(
-    spec: ModelSpec, *, tp: int, tp_rank: int, pp: int, pp_rank: int, fused_norms: bool = False
-) -> ShardLayout:
+def megatron_layout(spec: ModelSpec, *, tp: int, tp_rank: int, pp: int, pp_rank: int, fused_norms: bool = False) -> ShardLayout:
     """What the rank at (tp_rank, pp_rank) holds, stages being even. With tied embeddings the last stage of a pipeline holds a
     second copy of the embedding, as Megatron does.
     """
@@ -115,9 +113,7 @@ def _shards(entry: Entry, spec: ModelSpec, tp: int, rank: int) -> Iterator[Shard
             yield Shard(entry.tensor, box, entry.param, place)
 
 
-def _row_runs(
-    placement: Placement, rows: int, spec: ModelSpec, tp: int, rank: int
-) -> Iterator[tuple[int, int, int]]:
+def _row_runs(placement: Placement, rows: int, spec: ModelSpec, tp: int, rank: int) -> Iterator[tuple[int, int, int]]:
     """Runs of rows that stay together: (first row, last row + 1) of the tensor, first row of the parameter."""
     if placement == "vocab":
         per_rank = spec.padded_vocab_size(tp) // tp

@@ -33,7 +33,7 @@ class ServerConfig(Section):
     max_model_len: PositiveInt | None = None
     """Prompt and response together; default: what the model's config allows."""
 
-    max_num_seqs: PositiveInt = 256
+    max_num_seqs: PositiveInt = 512
     """Sequences that a server runs at once."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85

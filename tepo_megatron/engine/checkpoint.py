@@ -3,8 +3,9 @@
     step_000100/state.json                    step, counters, whatever the caller adds
     step_000100/shards/rank00003-00001.safetensors   "master|model.norm.weight|0" → the box of that tensor that starts there
 
-Each model-parallel rank writes what it holds, in parallel; a reader takes the intersections of what is stored with what it needs. On a
-cluster the folder must be on a file system that all ranks share. A folder that was not finished keeps the suffix ``.partial``.
+Each model-parallel rank writes what it holds, in parallel; a reader takes the intersections of what is stored with what it
+needs. On a cluster the folder must be on a file system that all ranks share. A folder that was not finished keeps the
+suffix ``.partial``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def save(
     owns_weights: bool,
     keep: int,
 ) -> Path:
-    """Writes ``folder/step_XXXXXX`` and removes all but the newest ``keep``. Every rank calls; it returns when all have written."""
+    """Writes ``folder/step_XXXXXX`` and removes all but the newest ``keep``. Every rank calls; it returns when all have
+    written.
+    """
     out = folder / f"step_{step:06d}"
     partial = out.with_name(out.name + ".partial")
     rank = dist.get_rank()

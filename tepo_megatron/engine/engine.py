@@ -43,8 +43,8 @@ class Engine:
     """Model, optimizer and objective on this rank. Every rank makes one, and calls every method in the same order."""
 
     def __init__(self, config: RunConfig, model_dir: Path, objective: StepObjective | None = None) -> None:
-        """Builds process groups, model (weights from ``model_dir``, a Hugging Face folder) and optimizer. ``objective`` replaces
-        the config's.
+        """Builds process groups, model (weights from ``model_dir``, a Hugging Face folder) and optimizer. ``objective``
+        replaces the config's.
 
         Raises ValueError for a model that does not fit the parallel layout or a folder that is not the model that it describes.
         """
@@ -116,7 +116,9 @@ class Engine:
         return batch.with_(advantages_S=self.objective.advantages(batch))
 
     def score(self, batch: Batch) -> Batch:
-        """Adds log-probs and entropies of the policy as it stands (and log-probs of the reference, where the objective asks)."""
+        """Adds log-probs and entropies of the policy as it stands (and log-probs of the reference, where the objective
+        asks).
+        """
         scores = score(self.forward, self.model, batch)
         batch = batch.with_(old_logprobs_T=scores.logprob, old_entropy_T=scores.entropy)
         if self.reference is not None:
@@ -167,9 +169,7 @@ class Engine:
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Restores weights, optimizer and schedule; returns what was given to ``save`` as ``state``, and ``step``."""
-        state = checkpoint.load(
-            folder, optimizer=self.optimizer, params=self.params, layout=self.layouts[self.ranks.rank]
-        )
+        state = checkpoint.load(folder, optimizer=self.optimizer, params=self.params, layout=self.layouts[self.ranks.rank])
         self.updates = state["updates"]
         self.schedule.num_steps = 0
         self.schedule.step(increment=self.updates)

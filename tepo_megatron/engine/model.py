@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
@@ -28,11 +30,11 @@ class RMSNorm(torch.nn.RMSNorm):
 def transformer_config(spec: ModelSpec, model: ModelConfig, engine: EngineConfig, platform: Platform) -> TransformerConfig:
     """Megatron's config of this model. Loss scaling is switched off here and explained in ``engine/step.py``."""
     dtype = getattr(torch, model.dtype)
-    recompute = {
+    recompute_options: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective"},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }[engine.recompute]
+    }
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -62,7 +64,7 @@ def transformer_config(spec: ModelSpec, model: ModelConfig, engine: EngineConfig
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=platform.kind == "cuda",
-        **recompute,
+        **recompute_options[engine.recompute],
     )
 
 

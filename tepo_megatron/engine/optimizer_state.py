@@ -1,7 +1,7 @@
 """Adam's states in the shape of their parameters, whatever the optimizer that holds them.
 
-Megatron keeps them per parameter, or, with the distributed optimizer, as flat ranges over the data-parallel ranks. Here both become
-tensors of a parameter's local shape, so that a checkpoint depends on neither.
+Megatron keeps them per parameter, or, with the distributed optimizer, as flat ranges over the data-parallel ranks. Here
+both become tensors of a parameter's local shape, so that a checkpoint depends on neither.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def _single(optimizer: MegatronOptimizer) -> MegatronOptimizer:
 
 
 def _held(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> tuple[Tensor, slice]:
-    """The fp32 tensor that Adam updates for this parameter, and which flat range of it it is; an empty range if none is here."""
+    """The fp32 tensor that Adam updates for this parameter, and which flat range of it it is; an empty range if none is
+    here.
+    """
     if isinstance(optimizer, DistributedOptimizer):
         if param not in optimizer.model_param_group_index_map:
             return param.new_zeros(0, dtype=torch.float32), slice(0, 0)
@@ -40,7 +42,7 @@ def _held(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> tuple[Tens
         return optimizer.optimizer.param_groups[group]["params"][order], slice(owned.start, owned.end)
     whole = slice(0, param.numel())
     if isinstance(optimizer, Float16OptimizerWithFloat16Params):
-        return param.main_param, whole
+        return getattr(param, "main_param"), whole  # noqa: B009 (Megatron hangs it there)
     assert isinstance(optimizer, FP32Optimizer)
     return param, whole
 
@@ -48,8 +50,8 @@ def _held(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> tuple[Tens
 def collect(optimizer: MegatronOptimizer, params: dict[str, torch.nn.Parameter]) -> Iterator[tuple[str, str, Tensor]]:
     """Yields (parameter, state, fp32 tensor in the parameter's local shape), one at a time.
 
-    Every rank must exhaust it, in step: under the distributed optimizer each tensor is summed over the data-parallel ranks, of which each
-    holds one range.
+    Every rank must exhaust it, in step: under the distributed optimizer each tensor is summed over the data-parallel ranks,
+    of which each holds one range.
     """
     inner = _single(optimizer)
     sharded = isinstance(inner, DistributedOptimizer)

@@ -45,7 +45,9 @@ def patches() -> list[Patch]:
         Patch(torch.cuda, "current_device", lambda: torch.device("cpu"), "the device of new parameters and buffers"),
         Patch(torch.cuda, "get_rng_state", _random_state, "the tracker of model-parallel random states"),
         Patch(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor, "tied embeddings on the first and last stage"),
-        Patch(megatron_random, "_get_cuda_rng_state", _random_state, "recomputation, which would replay dropout; there is none"),
+        Patch(
+            megatron_random, "_get_cuda_rng_state", _random_state, "recomputation, which would replay dropout; there is none"
+        ),
         Patch(torch.cuda, "synchronize", lambda *_, **__: None, "after pipeline sends; gloo's are already complete"),
     ]
 
@@ -53,11 +55,13 @@ def patches() -> list[Patch]:
 def install() -> None:
     """Patches torch.cuda and Megatron in this process. Calling it twice does nothing more.
 
-    Raises RuntimeError on a machine with a GPU, where it would break real CUDA, and for a Megatron-Core version on which the patches
-    were not tried.
+    Raises RuntimeError on a machine with a GPU, where it would break real CUDA, and for a Megatron-Core version on which
+    the patches were not tried.
     """
     if torch.cuda.is_available():
-        raise RuntimeError("engine.platform = cpu patches torch.cuda, and this machine has a GPU; hide it (CUDA_VISIBLE_DEVICES=)")
+        raise RuntimeError(
+            "engine.platform = cpu patches torch.cuda, and this machine has a GPU; hide it (CUDA_VISIBLE_DEVICES=)"
+        )
     found = version("megatron-core")
     if not found.startswith(TESTED_MEGATRON + "."):
         raise RuntimeError(

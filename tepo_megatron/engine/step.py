@@ -1,9 +1,10 @@
 """One optimizer step: the only place where Megatron's own scaling of losses and gradients is decided.
 
-Megatron would divide the loss by the number of micro-batches and the gradient by the number of data-parallel ranks, which is the
-mean of means that this field trips over. With ``calculate_per_token_loss`` (set in ``engine/model.py``) it does neither: it sums over
-micro-batches and ranks, and would divide by a token count at the very end, in ``finalize_model_grads``. That last division is
-left out too (``finalize_gradients``), since the objective's numerator is divided here, once, by the denominator of the whole step.
+Megatron would divide the loss by the number of micro-batches and the gradient by the number of data-parallel ranks, which
+is the mean of means that this field trips over. With ``calculate_per_token_loss`` (set in ``engine/model.py``) it does
+neither: it sums over micro-batches and ranks, and would divide by a token count at the very end, in
+``finalize_model_grads``. That last division is left out too (``finalize_gradients``), since the objective's numerator is
+divided here, once, by the denominator of the whole step.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class StepObjective(Protocol):
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One optimizer step, the same on every rank. ``sums`` maps a name to (sum, count), ``extrema`` a ``…/min`` or ``…/max``."""
+    """One optimizer step, the same on every rank. ``sums`` maps a name to (sum, count), ``extrema`` a ``…/min`` or
+    ``…/max``.
+    """
 
     loss: float
     grad_norm: float

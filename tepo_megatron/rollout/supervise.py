@@ -15,7 +15,7 @@ import sys
 import time
 from contextlib import suppress
 
-GRACE_S = 5.0
+GRACE_S = 2.0
 """What the command gets between SIGTERM and SIGKILL."""
 
 POLL_S = 0.1

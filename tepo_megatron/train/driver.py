@@ -18,9 +18,9 @@ from tepo_megatron.evaluate.run import evaluate
 from tepo_megatron.reward.pool import RewardPool
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
+from tepo_megatron.train.metrics import Stopwatch
 from tepo_megatron.train.minibatches import derive_seed
 from tepo_megatron.train.output import Output
-from tepo_megatron.train.metrics import Stopwatch
 from tepo_megatron.types import Problem, Rollout, WeightsVersion
 
 if TYPE_CHECKING:

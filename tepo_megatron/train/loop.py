@@ -69,8 +69,8 @@ class Loop:
             self.engine.save(self.config.output / "checkpoints", step=self.step, state=state)
 
     def with_servers(self, work: Callable[[], T | None]) -> T | None:
-        """Rank 0 does the work; if a server died under it, it is revived, all ranks hand the weights over again, and the work is
-        repeated. Other ranks get None.
+        """Rank 0 does the work; if a server died under it, it is revived, all ranks hand the weights over again, and the
+        work is repeated. Other ranks get None.
         """
         while True:
             result, stale = self.driver.attempt(work)

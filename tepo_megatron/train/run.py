@@ -72,8 +72,8 @@ def _silence_upstream() -> None:
 
 
 def _end_followers_promptly(is_root: bool) -> None:
-    """Rank 0 unwinds on a signal, so that servers end (``torchrun.run_rank`` sees to it). The others have nothing to end, and waiting in
-    a collective would keep them from noticing.
+    """Rank 0 unwinds on a signal, so that servers end (``torchrun.run_rank`` sees to it). The others have nothing to end,
+    and waiting in a collective would keep them from noticing.
     """
     if not is_root:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def summarize(batch: Batch, updates: Sequence[UpdateResult]) -> dict[str, float]:
     """Figures over the step: rewards and lengths of its rollouts, and the objective's metrics over all its mini-batches.
 
-    Means are over tokens (or whatever a metric counts), never means of means; the gradient norm is the mean over the optimizer steps.
+    Means are over tokens (or whatever a metric counts), never means of means; the gradient norm is the mean over the
+    optimizer steps.
     """
     row = {**_rollout_figures(batch)}
     for name in updates[0].sums:

@@ -1,4 +1,6 @@
-"""Layouts: every element of every tensor lies on the ranks exactly once (or identically more than once), wherever it is split."""
+"""Layouts: every element of every tensor lies on the ranks exactly once (or identically more than once), wherever it is
+split.
+"""
 
 from dataclasses import replace
 

@@ -23,7 +23,9 @@ def block_causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, le
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 3), st.integers(1, 2), st.integers(0, 2**31))
-def test_attention_and_gradients_match_the_block_causal_oracle(lengths: list[int], repeats: int, groups: int, seed: int) -> None:
+def test_attention_and_gradients_match_the_block_causal_oracle(
+    lengths: list[int], repeats: int, groups: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     tokens, dim = sum(lengths), 4
     shapes = [(tokens, groups * repeats, dim), (tokens, groups, dim), (tokens, groups, dim)]

@@ -23,7 +23,9 @@ def rollout(prompt: list[int], response: list[int], *, group: int = 0, reward: f
 
 
 ids = st.lists(st.integers(1, 50), min_size=1, max_size=6)
-rollouts = st.lists(st.builds(rollout, ids, ids, group=st.integers(0, 3), reward=st.floats(0, 1, width=32)), min_size=1, max_size=8)
+rollouts = st.lists(
+    st.builds(rollout, ids, ids, group=st.integers(0, 3), reward=st.floats(0, 1, width=32)), min_size=1, max_size=8
+)
 
 
 def test_labels_masks_and_logprobs_stand_at_the_token_before() -> None:

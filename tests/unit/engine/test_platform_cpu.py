@@ -39,7 +39,7 @@ def test_without_a_patch_megatron_fails(outcomes: dict[str, str | None], patch: 
 
 def test_a_megatron_that_was_not_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform_cpu, "version", lambda _: "0.17.0")
-    with pytest.raises(RuntimeError, match="megatron-core 0.17.0 was not tried on CPU; install 0.16.x"):
+    with pytest.raises(RuntimeError, match=r"megatron-core 0\.17\.0 was not tried on CPU; install 0\.16\.x"):
         platform_cpu.install()
 
 

@@ -1,0 +1,245 @@
+"""One engine, many layouts: the same rollouts give the same scores, losses, gradients, weights and checkpoints.
+
+Every layout runs in a torchrun world of its own, on a model with sizes that divide nothing by chance (61 tokens of
+vocabulary, 6 heads in 2 groups), and is compared with transformers in float64 and with the world of one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tepo_megatron.engine.batch import pack
+from tepo_megatron.rollout.record import read_rollouts, write_rollouts
+from tepo_megatron.types import Rollout, WeightsVersion
+
+WORLD = Path(__file__).with_name("engine_world.py")
+TEMPERATURE = 0.7
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Layout:
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sp: bool = False
+    distributed: bool = False
+    micro_batch_tokens: int = 4096
+    tied: bool = False
+    objective: dict[str, Any] = field(default_factory=lambda: {"preset": "tepo"}, hash=False)
+
+    @property
+    def name(self) -> str:
+        flags = [("sp", self.sp), ("distopt", self.distributed), ("tied", self.tied)]
+        split = f"tp{self.tp}pp{self.pp}dp{self.dp}-mb{self.micro_batch_tokens}"
+        return "-".join([split, *(name for name, on in flags if on)])
+
+
+SINGLE = Layout()
+OTHERS = [
+    Layout(micro_batch_tokens=30),
+    Layout(tp=2),
+    Layout(tp=2, sp=True, micro_batch_tokens=50),
+    Layout(pp=2, micro_batch_tokens=40),
+    Layout(dp=2),
+    Layout(dp=2, distributed=True, micro_batch_tokens=40),
+    Layout(tp=2, pp=2, micro_batch_tokens=60),
+]
+TIED = [Layout(tied=True), Layout(tp=2, pp=2, tied=True)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, untied and tied, and recorded rollouts of two steps with uneven lengths and rewards."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("engine")
+    for tied in (False, True):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=61,
+            hidden_size=48,
+            intermediate_size=80,
+            num_hidden_layers=4,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=128,
+            tie_word_embeddings=tied,
+            initializer_range=0.1,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder / f"model-{tied}")
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(low: int, high: int, size: int) -> tuple[int, ...]:
+        return tuple(torch.randint(low, high, (size,), generator=generator).tolist())
+
+    for step in range(STEPS):
+        rollouts = []
+        for group in range(4):
+            prompt = draw(3, 61, int(draw(1, 6, 1)[0]))
+            for sample in range(3):
+                response = draw(3, 61, int(draw(1, 18, 1)[0]))
+                logprobs = tuple(-float(value) / 7 for value in draw(1, 30, len(response)))
+                reward = float((sample + group) % 2) if group else 1.0
+                rollouts.append(
+                    Rollout(f"p{group}", group, prompt, response, logprobs, "stop", WeightsVersion(step), reward=reward)
+                )
+        write_rollouts(folder / "rollouts", step, rollouts)
+    return folder
+
+
+class Worlds:
+    """Runs layouts on demand, each once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._done: dict[tuple[Layout, Path | None], Path] = {}
+
+    def run(self, layout: Layout, *, resume: Path | None = None) -> Path:
+        key = (layout, resume)
+        if key not in self._done:
+            self._done[key] = self._start(layout, resume)
+        return self._done[key]
+
+    def report(self, layout: Layout) -> dict[str, Any]:
+        return json.loads((self.run(layout) / "report.json").read_text())
+
+    def _start(self, layout: Layout, resume: Path | None) -> Path:
+        out = self.folder / (layout.name + ("-resumed" if resume else ""))
+        out.mkdir()
+        parallel = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp, "sequence_parallel": layout.sp}
+        config = {
+            "model": {"path": str(self.folder / f"model-{layout.tied}")},
+            "engine": {"parallel": parallel, "micro_batch_tokens": layout.micro_batch_tokens},
+            "optimizer": {"lr": 1e-4, "warmup_steps": 2, "weight_decay": 0.01, "distributed": layout.distributed},
+            "objective": layout.objective,
+            "rollout": {"sampling": {"temperature": TEMPERATURE}},
+            "train": {"minibatches": 2, "steps": STEPS},
+        }
+        case = {
+            "config": config,
+            "rollouts": str(self.folder / "rollouts"),
+            "out": str(out),
+            "steps": STEPS,
+            "save_at": 1,
+            "resume": str(resume) if resume else None,
+        }
+        (out / "case.json").write_text(json.dumps(case))
+        world = str(layout.tp * layout.pp * layout.dp)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", world]
+        done = subprocess.run(
+            [*command, str(WORLD), str(out / "case.json")],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, f"{asdict(layout)} failed:\n{done.stderr[-4000:]}"
+        return out
+
+
+@pytest.fixture(scope="module")
+def worlds(folder: Path) -> Worlds:
+    return Worlds(folder)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same_updates(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    """Loss, gradient norm and learning rate to 1e-5 of their value; metrics also to fp32 rounding of an entropy of 4."""
+    assert len(found) == len(expected)
+    for number, (ours, reference) in enumerate(zip(found, expected, strict=True)):
+        assert set(ours) == set(reference)
+        for name, value in reference.items():
+            tolerance = 0.0 if name in ("loss", "grad_norm", "lr") else 2e-6
+            close = math.isclose(ours[name], value, rel_tol=1e-5, abs_tol=tolerance)
+            assert close, f"update {number}, {name}: {ours[name]} instead of {value}"
+
+
+@pytest.mark.parametrize("layout", [SINGLE, *OTHERS, *TIED], ids=lambda layout: layout.name)
+def test_export_of_the_loaded_model_is_the_model(worlds: Worlds, layout: Layout) -> None:
+    source, exported = weights(worlds.folder / f"model-{layout.tied}"), weights(worlds.run(layout) / "initial")
+    assert set(exported) == set(source)
+    for name, tensor in source.items():
+        assert torch.equal(exported[name], tensor), name
+
+
+@pytest.mark.parametrize("layout", [SINGLE, *OTHERS, *TIED], ids=lambda layout: layout.name)
+def test_scores_match_transformers_in_float64(worlds: Worlds, layout: Layout) -> None:
+    from transformers import LlamaForCausalLM
+
+    oracle = LlamaForCausalLM.from_pretrained(worlds.folder / f"model-{layout.tied}", dtype=torch.float64)
+    batch = pack(read_rollouts(worlds.folder / "rollouts", 0))
+    report = worlds.report(layout)
+    found_logprobs, found_entropy = torch.tensor(report["old_logprobs"]), torch.tensor(report["old_entropy"])
+    with torch.no_grad():
+        rows = [oracle(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())]
+    logprobs_TV = (torch.cat(rows) / TEMPERATURE).log_softmax(-1)
+    logprob_T = logprobs_TV.gather(1, batch.labels_T[:, None])[:, 0]
+    entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+    mask_T = batch.loss_mask_T
+    torch.testing.assert_close(found_logprobs[mask_T].double(), logprob_T[mask_T], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found_entropy[mask_T].double(), entropy_T[mask_T], atol=1e-5, rtol=1e-5)
+    assert not found_logprobs[~mask_T].any()
+
+
+@pytest.mark.parametrize("layout", OTHERS, ids=lambda layout: layout.name)
+def test_losses_gradients_and_metrics_are_those_of_one_rank(worlds: Worlds, layout: Layout) -> None:
+    expected, found = worlds.report(SINGLE)["updates"], worlds.report(layout)["updates"]
+    assert len(expected) == 2 * STEPS
+    assert expected[0]["grad_norm"] > 0
+    assert_same_updates(found, expected)
+
+
+@pytest.mark.parametrize("layout", [*OTHERS, TIED[1]], ids=lambda layout: layout.name)
+def test_trained_weights_are_those_of_one_rank(worlds: Worlds, layout: Layout) -> None:
+    reference = TIED[0] if layout.tied else SINGLE
+    start = weights(worlds.folder / f"model-{layout.tied}")
+    expected, found = weights(worlds.run(reference) / "trained"), weights(worlds.run(layout) / "trained")
+    for name, tensor in expected.items():
+        moved = (tensor - start[name]).norm()
+        assert moved > 0, f"{name} was not trained"
+        error = (found[name] - tensor).norm()
+        assert error <= 1e-5 * tensor.norm(), f"{name}: off by {error / tensor.norm():.2e} of its norm"
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        (Layout(tp=2, pp=2, micro_batch_tokens=60), Layout(dp=2, distributed=True, micro_batch_tokens=40)),
+        (Layout(dp=2, distributed=True, micro_batch_tokens=40), SINGLE),
+    ],
+    ids=["tp2pp2-to-dp2distopt", "dp2distopt-to-single"],
+)
+def test_a_checkpoint_resumes_under_another_layout(worlds: Worlds, saved: Layout, resumed: Layout) -> None:
+    checkpoint = worlds.run(saved) / "checkpoints" / "step_000001"
+    assert json.loads((checkpoint / "state.json").read_text())["note"] == "kept"
+    out = worlds.run(resumed, resume=checkpoint)
+    updates = json.loads((out / "report.json").read_text())["updates"]
+    assert_same_updates(updates, worlds.report(SINGLE)["updates"][2:])
+    for name, tensor in weights(worlds.run(SINGLE) / "trained").items():
+        found = weights(out / "trained")[name]
+        assert (found - tensor).norm() <= 1e-5 * tensor.norm(), name
+
+
+@pytest.mark.parametrize("preset", ["grpo"])
+def test_other_presets_agree_over_layouts_too(worlds: Worlds, preset: str) -> None:
+    """GRPO weighs sequences, not tokens: its denominator must not depend on who computes which sequence."""
+    objective = {"preset": preset}
+    one = worlds.report(Layout(objective=objective, micro_batch_tokens=4000))["updates"]
+    other = worlds.report(Layout(dp=2, tp=2, sp=True, objective=objective, micro_batch_tokens=35))["updates"]
+    assert_same_updates(other, one)

@@ -1,0 +1,264 @@
+"""Scores of sharded logits on real gloo ranks, against the dense fp64 oracle."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_dist
+
+from tepo_megatron.vocab_parallel import fused_linear_logprob_and_entropy, logprob_and_entropy
+from tepo_megatron.vocab_parallel.dense import dense_logprob_and_entropy
+
+
+def _case(world, width, vocab, dtype):
+    """The whole logits [T, world·width] with rubbish in the padding, labels, a mask, weights of a loss; same on all ranks."""
+    generator = torch.Generator().manual_seed(7)
+    logits = 3 * torch.randn(23, world * width, generator=generator)
+    logits[:, vocab:] = torch.tensor([float("inf"), float("nan"), 90.0]).repeat(world * width)[: world * width - vocab]
+    labels = torch.randint(0, vocab, (23,), generator=generator)
+    mask = torch.rand(23, generator=generator) < 0.7
+    weights = torch.randn(2, 23, generator=generator).double()
+    return logits.to(dtype), labels, mask, weights
+
+
+def _score(rank, world, cases):
+    return [_score_one(rank, world, dist.group.WORLD, *case) for case in cases]
+
+
+def _score_one(rank, world, group, width, vocab, dtype, temperature, masked, inplace):
+    logits, labels, mask, weights = _case(world, width, vocab, dtype)
+    leaf = logits[:, rank * width : (rank + 1) * width].clone().requires_grad_()
+    shard = leaf.view_as(leaf)  # what a head's output is: no leaf, so it may be overwritten
+    before = shard.detach().clone()
+    scores = logprob_and_entropy(
+        shard,
+        labels,
+        tp_group=group,
+        temperature=temperature,
+        vocab_size=vocab,
+        mask_T=mask if masked else None,
+        inplace_backward=inplace,
+    )
+    assert torch.equal(shard.detach().nan_to_num(), before.nan_to_num()), "the forward changed its input"
+    assert scores.logprob.dtype == scores.entropy.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    (weights[0] * scores.logprob + weights[1] * scores.entropy).sum().backward()
+    assert (leaf.grad.data_ptr() == shard.data_ptr()) == inplace
+    return scores.logprob.detach(), scores.entropy.detach(), leaf.grad
+
+
+# width of a shard, true vocabulary: even, padded, a whole shard of padding, ...
+VOCABULARIES = {1: [(37, 37), (40, 37)], 2: [(16, 32), (16, 29), (16, 13)], 4: [(8, 31), (8, 9), (10, 17)]}
+# dtype, bound on log-prob and entropy, relative bound on gradients: half precision loses nothing but the gradient's rounding
+DTYPES = [
+    (torch.float32, 1e-5, 1e-5),
+    (torch.float64, 1e-10, 1e-10),
+    (torch.bfloat16, 1e-5, 2**-8),
+    (torch.float16, 1e-5, 2**-10),
+]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_matches_the_dense_oracle(world):
+    """With temperature, padding, with and without a mask, in place and not, in all dtypes."""
+    cases, bounds = [], []
+    for width, vocab in VOCABULARIES[world]:
+        for dtype, atol, rtol in DTYPES:
+            for masked, inplace in ((True, False), (False, True)):
+                cases.append((width, vocab, dtype, 0.7, masked, inplace))
+                bounds.append((atol, rtol))
+    ranks = run_dist(world, _score, cases) if world > 1 else [[_score_one(0, 1, None, *case) for case in cases]]
+    for number, (case, (atol, rtol)) in enumerate(zip(cases, bounds, strict=True)):
+        _compare([results[number] for results in ranks], world, *case[:5], atol=atol, rtol=rtol)
+
+
+def _compare(ranks, world, width, vocab, dtype, temperature, masked, *, atol, rtol):
+    logits, labels, mask, weights = _case(world, width, vocab, dtype)
+    mask = mask if masked else None
+    dense = logits.double().requires_grad_()
+    oracle = dense_logprob_and_entropy(dense, labels, temperature=temperature, vocab_size=vocab, mask_T=mask)
+    (weights[0] * oracle.logprob + weights[1] * oracle.entropy).sum().backward()
+    gradient = dense.grad.nan_to_num()  # nothing flows to the padding; where it held inf, autograd's slice gives 0 as well
+    for rank, (logprob, entropy, grad) in enumerate(ranks):
+        torch.testing.assert_close(logprob.double(), oracle.logprob.detach(), atol=atol, rtol=0)
+        torch.testing.assert_close(entropy.double(), oracle.entropy.detach(), atol=atol, rtol=0)
+        expected = gradient[:, rank * width : (rank + 1) * width]
+        torch.testing.assert_close(grad.double(), expected, atol=rtol * expected.abs().max().item(), rtol=rtol)
+        assert torch.equal(logprob, ranks[0][0])
+        assert torch.equal(entropy, ranks[0][1])
+
+
+def _count_collectives(rank, world):
+    counted = []
+    for name in (
+        "all_reduce",
+        "all_gather",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "broadcast",
+        "all_to_all_single",
+    ):
+        original = getattr(dist, name)
+
+        def spy(*args, name=name, original=original, **kwargs):
+            counted.append(name)
+            return original(*args, **kwargs)
+
+        setattr(dist, name, spy)
+    labels, seen = torch.arange(6), []
+    hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+    for score in (
+        lambda: logprob_and_entropy(torch.randn(6, 8, requires_grad=True), labels, tp_group=dist.group.WORLD),
+        lambda: fused_linear_logprob_and_entropy(hidden, weight, labels, tp_group=dist.group.WORLD),
+    ):
+        counted.clear()
+        scores = score()
+        seen.append(list(counted))
+        counted.clear()
+        (scores.logprob + scores.entropy).sum().backward()
+        seen.append(list(counted))
+    return seen
+
+
+def test_one_collective_forward_and_none_backward():
+    """The fused form sums the hidden states' gradient over the vocabulary shards, once, as its linear has to."""
+    expected = [["all_gather_into_tensor"], [], ["all_gather_into_tensor"], ["all_reduce"]]
+    assert run_dist(2, _count_collectives) == [expected] * 2
+
+
+def _fused(rank, world, cases):
+    for width, vocab in cases:
+        for dtype in (torch.float32, torch.float64):
+            for sequence_parallel in (False, True):
+                _fused_one(rank, world, width, vocab, dtype, sequence_parallel)
+
+
+def _fused_one(rank, world, width, vocab, dtype, sequence_parallel):
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(20, 6, generator=generator).to(dtype)
+    weight = torch.randn(world * width, 6, generator=generator).to(dtype)
+    labels, mask = torch.randint(0, vocab, (20,), generator=generator), torch.rand(20, generator=generator) < 0.8
+    rows = slice(rank * 20 // world, (rank + 1) * 20 // world) if sequence_parallel else slice(None)
+    own_hidden = hidden[rows].clone().requires_grad_()
+    own_weight = weight[rank * width : (rank + 1) * width].clone().requires_grad_()
+    scores = fused_linear_logprob_and_entropy(
+        own_hidden,
+        own_weight,
+        labels,
+        tp_group=dist.group.WORLD,
+        temperature=0.8,
+        vocab_size=vocab,
+        mask_T=mask,
+        sequence_parallel=sequence_parallel,
+    )
+    (scores.logprob - 0.3 * scores.entropy).sum().backward()
+    dense_hidden, dense_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    oracle = dense_logprob_and_entropy(dense_hidden @ dense_weight.t(), labels, temperature=0.8, vocab_size=vocab, mask_T=mask)
+    (oracle.logprob - 0.3 * oracle.entropy).sum().backward()
+    torch.testing.assert_close(scores.logprob.double(), oracle.logprob, atol=1e-5, rtol=0)
+    torch.testing.assert_close(scores.entropy.double(), oracle.entropy, atol=1e-5, rtol=0)
+    scale = 1e-5 if dtype == torch.float32 else 1e-12
+    for own, expected in (
+        (own_hidden.grad, dense_hidden.grad[rows]),
+        (own_weight.grad, dense_weight.grad[rank * width :][:width]),
+    ):
+        torch.testing.assert_close(own.double(), expected, atol=scale * expected.abs().max().item(), rtol=scale)
+
+
+@pytest.mark.parametrize(("world", "cases"), [(2, [(8, 16), (8, 13), (8, 5)]), (4, [(4, 7)])])
+def test_fused_linear_matches_the_dense_oracle(world, cases):
+    """Both gradients, with hidden states whole or sharded over the sequence, padding, a mask and a temperature."""
+    run_dist(world, _fused, cases)
+
+
+def _bad_logits(rank, world):
+    messages = []
+    for everywhere, bad in ((False, torch.nan), (False, torch.inf), (True, -torch.inf)):
+        logits = torch.zeros(5, 4)
+        if everywhere or rank == 1:
+            logits[3] = bad
+        with pytest.raises(ValueError, match="token 3") as caught:
+            logprob_and_entropy(logits, torch.zeros(5, dtype=torch.int64), tp_group=dist.group.WORLD)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_impossible_logits_are_named_on_every_rank():
+    """All ranks raise, also those whose own logits are fine: otherwise the group would hang."""
+    for nan, infinite, nothing in run_dist(2, _bad_logits):
+        assert "NaN or +inf logits on tensor-parallel rank 1, first at token 3" in nan
+        assert "tensor-parallel rank 1" in infinite
+        assert "every logit of token 3 is −inf" in nothing
+
+
+def _raise_on_one(rank, world):
+    if rank == 1:
+        raise KeyError("only here")
+    dist.barrier()
+
+
+def test_a_rank_that_raises_is_heard():
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 raised(.|\n)*only here"):
+        run_dist(2, _raise_on_one)
+
+
+def _context_parallel(rank, world):
+    for preset in ("tepo", "gspo", "grpo", "dr_grpo"):
+        _context_parallel_one(rank, preset)
+
+
+def _context_parallel_one(rank, preset):
+    """Sequences cut in two halves over the ranks: numerators and gradients add up to those of whole sequences."""
+    from torch.distributed.nn.functional import all_reduce
+
+    from tepo_megatron.config.objective import ObjectiveConfig
+    from tepo_megatron.objective import build_objective
+    from tepo_megatron.types import Batch, TokenScores
+
+    generator = torch.Generator().manual_seed(11)
+    lengths, total = torch.tensor([6, 4, 8]), 18
+    cu = torch.tensor([0, 6, 10, 18], dtype=torch.int32)
+    old = -torch.rand(total, generator=generator, dtype=torch.float64)
+    new = (old + 0.001 * torch.randn(total, generator=generator, dtype=torch.float64)).requires_grad_()
+    entropy = torch.rand(2, total, generator=generator, dtype=torch.float64)
+    whole = Batch(
+        tokens_T=torch.zeros(total, dtype=torch.int64),
+        labels_T=torch.arange(total),
+        loss_mask_T=torch.rand(total, generator=generator) < 0.8,
+        cu_seqlens=cu,
+        sampler_logprobs_T=old + 0.1 * torch.randn(total, generator=generator, dtype=torch.float64),
+        rewards_S=torch.zeros(3),
+        groups_S=torch.zeros(3, dtype=torch.int64),
+        advantages_S=torch.tensor([1.0, -0.5, 0.7]),
+        old_logprobs_T=old,
+        old_entropy_T=entropy[0],
+    )
+    overrides = {"mismatch": {"kind": "truncate", "level": "sequence", "cap": 1.1}}
+    objective = build_objective(ObjectiveConfig(preset=preset, **overrides))
+    context = objective.prepare(whole)
+    expected = objective(TokenScores(new, entropy[1]), whole, context)
+    (expected_grad,) = torch.autograd.grad(expected.numerator, new)
+
+    half = torch.cat(
+        [torch.arange(s, s + n // 2) + rank * (n // 2) for s, n in zip(cu[:-1].tolist(), lengths.tolist(), strict=True)]
+    )
+    shard_cu = torch.zeros(4, dtype=torch.int32)
+    shard_cu[1:] = (lengths // 2).cumsum(0)
+    fields = {
+        name: getattr(whole, name)[half] for name in vars(whole) if name.endswith("_T") and getattr(whole, name) is not None
+    }
+    shard = whole.with_(cu_seqlens=shard_cu, **fields)
+    own = new.detach()[half].requires_grad_()
+    reduce = lambda sums_S: all_reduce(sums_S, group=dist.group.WORLD)  # noqa: E731
+    output = objective(TokenScores(own, entropy[1][half]), shard, context, reduce=reduce)
+    output.numerator.backward()
+    numerator = output.numerator.detach().clone()
+    dist.all_reduce(numerator)
+    torch.testing.assert_close(numerator, expected.numerator.detach(), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(own.grad, expected_grad[half], rtol=1e-9, atol=1e-12)
+    for name, pair in output.metrics.items():
+        pair = torch.stack(pair)
+        dist.all_reduce(pair)
+        torch.testing.assert_close(pair, torch.stack(expected.metrics[name]), rtol=1e-9, atol=1e-12)
+
+
+def test_sequences_across_context_parallel_ranks():
+    run_dist(2, _context_parallel)
