@@ -28,7 +28,6 @@ from tepo_megatron.engine.step import StepObjective, UpdateResult, finalize_grad
 from tepo_megatron.objective import build_objective
 from tepo_megatron.types import Batch, Rollout, ShardLayout
 
-
 T = TypeVar("T")
 
 
