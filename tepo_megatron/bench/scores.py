@@ -55,8 +55,8 @@ def scores(
 ) -> None:
     """Time and peak memory of log-prob and entropy with backward, over logits that are sharded over the vocabulary.
 
-    Beside the project's own: dense torch log_softmax, Megatron-Core's cross-entropy (log-prob only), and the floor of one read of
-    the logits forward, one read and write backward.
+    Beside the project's own: dense torch log_softmax, Megatron-Core's cross-entropy (log-prob only), and the floor of one read
+    of the logits forward, one read and write backward.
 
     [dim]tepo bench scores --tp 2[/]
 
@@ -65,10 +65,11 @@ def scores(
     shapes = [(int(t), int(v), d) for d in dtype.split(",") for v in vocab.split(",") for t in tokens.split(",")]
     results: list[Measurement] = []
     for shape in shapes:
-        results += run(tp=tp, device=device, shapes=[shape], repeats=repeats)
-        print_table(results[-1:] if not results else [row for row in results if (row.tokens, row.vocab, row.dtype) == shape])
-    print_paths = write_results(results, output, tp=tp, device=device, repeats=repeats)
-    typer.echo(f"wrote {' and '.join(str(path) for path in print_paths)}")
+        measured = run(tp=tp, device=device, shapes=[shape], repeats=repeats)
+        print_table(measured)
+        results += measured
+    paths = write_results(results, output, tp=tp, device=device, repeats=repeats)
+    typer.echo(f"wrote {' and '.join(str(path) for path in paths)}")
 
 
 def run(*, tp: int, device: str, shapes: Sequence[tuple[int, int, str]], repeats: int) -> list[Measurement]:
@@ -78,8 +79,9 @@ def run(*, tp: int, device: str, shapes: Sequence[tuple[int, int, str]], repeats
         ValueError: the device, a dtype or a size is impossible here.
     """
     import torch
-    import torch.distributed as dist
     import torch.multiprocessing as mp
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.multiprocessing.spawn import start_processes
 
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device {device} is unknown; give cpu or cuda")
@@ -92,9 +94,9 @@ def run(*, tp: int, device: str, shapes: Sequence[tuple[int, int, str]], repeats
             raise ValueError(f"--vocab {size} cannot be split into {tp} equal shards; give a multiple of --tp")
     from tepo_megatron.bench.score_methods import worker
 
-    store = dist.TCPStore("127.0.0.1", 0, tp + 1, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, tp + 1, is_master=True, wait_for_workers=False)
     inbox = mp.get_context("spawn").SimpleQueue()
-    workers = mp.start_processes(
+    workers = start_processes(
         worker, args=(tp, store.port, device, list(shapes), repeats, inbox), nprocs=tp, join=False, start_method="spawn"
     )
     assert workers is not None
@@ -113,13 +115,10 @@ def print_table(results: Sequence[Measurement]) -> None:
     table = Table(
         box=SIMPLE_HEAD, pad_edge=False, title=f"T {first.tokens}, V {first.vocab}, {first.dtype}", title_justify="left"
     )
-    for name, *cells in (_COLUMNS, *(_cells(row, results) for row in results)):
-        if cells and name == _COLUMNS[0]:
-            table.add_column(name)
-            for cell in cells:
-                table.add_column(cell, justify="right")
-        else:
-            table.add_row(name, *cells)
+    for number, name in enumerate(_COLUMNS):
+        table.add_column(name, justify="right" if number else "left")
+    for row in results:
+        table.add_row(*_cells(row, results))
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120).print(table)
 
 
@@ -134,7 +133,7 @@ def _cells(row: Measurement, peers: Sequence[Measurement]) -> tuple[str, ...]:
         f"{row.backward_ms:.1f}",
         f"{row.total_ms:.1f}",
         f"{row.total_ms / reference:.2f}",
-        f"{row.peak_extra:.2f}",
+        f"{row.peak_extra:.3f}",
         f"{row.forward_collectives} + {row.backward_collectives}",
     )
 

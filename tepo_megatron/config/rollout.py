@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from tepo_megatron.config.base import Section
 
@@ -22,7 +22,8 @@ class ServerConfig(Section):
     """Tensor-parallel size of each server."""
 
     host: str = "127.0.0.1"
-    """The address that the servers listen on. Anyone who reaches it and holds the run's key can change the weights."""
+    """The address that the servers listen on: one of this machine's, not a wildcard. Anyone who reaches it and holds the
+    run's key can change the weights."""
 
     port: NonNegativeInt = 0
     """First port to try; the next free one is taken. 0 lets the operating system choose."""
@@ -53,6 +54,15 @@ class ServerConfig(Section):
 
     extra_args: tuple[str, ...] = ()
     """More arguments for ``vllm.entrypoints.openai.api_server``, as on its command line."""
+
+    @field_validator("host")
+    @classmethod
+    def _no_wildcard(cls, host: str) -> str:
+        if host in ("", "0.0.0.0", "::"):  # noqa: S104
+            raise ValueError(
+                f"{host!r} is no address that trainer and servers can reach each other at; name one of this machine's"
+            )
+        return host
 
 
 class RolloutConfig(Section):

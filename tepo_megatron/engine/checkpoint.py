@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tepo_megatron.bridge.files import open_safetensors, write_stream
 from tepo_megatron.engine import optimizer_state
+from tepo_megatron.engine.checkpoint_folder import checkpoint_folder, finished
 from tepo_megatron.types import Box, Shard, ShardLayout
 
 
@@ -32,12 +33,6 @@ class StoredBox:
     file: Path
     key: str
     box: Box
-
-
-def newest(folder: Path) -> Path | None:
-    """The finished checkpoint with the highest step, or None."""
-    found = sorted(path for path in folder.glob("step_*") if path.suffix != ".partial" and (path / "state.json").exists())
-    return found[-1] if found else None
 
 
 def save(
@@ -54,7 +49,7 @@ def save(
     """Writes ``folder/step_XXXXXX`` and removes all but the newest ``keep``. Every rank calls; it returns when all have
     written.
     """
-    out = folder / f"step_{step:06d}"
+    out = checkpoint_folder(folder, step)
     partial = out.with_name(out.name + ".partial")
     rank = dist.get_rank()
     if rank == 0:
@@ -73,7 +68,7 @@ def save(
         if out.exists():
             shutil.rmtree(out)
         partial.rename(out)
-        for old in sorted(path for path in folder.glob("step_*") if path.suffix != ".partial")[:-keep]:
+        for old in finished(folder)[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
     return out

@@ -68,7 +68,8 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int) -> Rank
         if "RANK" in os.environ:
             dist.init_process_group(platform.backend, timeout=TIMEOUT)
         else:
-            dist.init_process_group(platform.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+            store = dist.HashStore()  # type: ignore[attr-defined] # torch exports it without saying so
+            dist.init_process_group(platform.backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
     parallel_state.initialize_model_parallel(config.tp, config.pp)
     with platform.megatron():
         tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -6,18 +6,16 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.data.problems import load_problems
-from tepo_megatron.data.prompts import encode_prompt, usable_problems
+from tepo_megatron.data.prompts import encode_prompt
 from tepo_megatron.data.sampler import ProblemSampler
-from tepo_megatron.data.tokenizer import check_tokenizer, load_tokenizer
 from tepo_megatron.evaluate.run import evaluate
 from tepo_megatron.reward.pool import RewardPool
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
+from tepo_megatron.train.inputs import Inputs
 from tepo_megatron.train.metrics import Stopwatch
 from tepo_megatron.train.minibatches import derive_seed
 from tepo_megatron.train.output import Output
@@ -40,7 +38,9 @@ class Driver(Protocol):
         """The result of ``work``, and whether a server died under it, was revived, and now has stale weights."""
 
     def collect(self, step: int) -> list[Rollout] | None: ...
-    def publish(self, step: int, manifest: Sequence[TensorMeta], stream: Stream) -> None: ...
+    def publish(self, step: int, manifest: Sequence[TensorMeta], stream: Stream) -> bool:
+        """Hands the weights over; whether a server died under it, was revived, and has stale weights."""
+
     def evaluate(self, step: int) -> None: ...
     def log(self, step: int, row: Mapping[str, float]) -> None: ...
     def state(self) -> dict[str, Any]: ...
@@ -59,8 +59,9 @@ class Follower:
     def collect(self, step: int) -> None:
         return None
 
-    def publish(self, step: int, manifest: Sequence[TensorMeta], stream: Stream) -> None:
+    def publish(self, step: int, manifest: Sequence[TensorMeta], stream: Stream) -> bool:
         exhaust(stream)
+        return False
 
     def evaluate(self, step: int) -> None:
         return None
@@ -76,25 +77,22 @@ class Follower:
 
 
 class RootDriver:
-    """Rank 0's. Making it checks data and tokenizer, then starts servers and verifiers in the background."""
+    """Rank 0's. Making it starts servers and verifiers, in the background."""
 
-    def __init__(self, config: RunConfig, model_dir: Path, output: Output) -> None:
+    def __init__(self, config: RunConfig, inputs: Inputs, output: Output) -> None:
         self.config = config
+        self.inputs = inputs
+        self.tokenizer = inputs.tokenizer
         self.output = output
         self.watch = Stopwatch()
-        self.tokenizer = load_tokenizer(model_dir)
-        check_tokenizer(self.tokenizer, model_dir)
-        self.train_problems = self._problems(config.data.train)
-        self.heldout = self._problems(config.data.heldout)[: config.evaluate.problems] if config.evaluate.every else []
-        self.sampler = ProblemSampler(self.train_problems, config.seed)
+        self.sampler = ProblemSampler(inputs.train, config.seed)
         self.pool = RewardPool(config.reward)
-        self.version = WeightsVersion(0)
         self.fleet: Fleet | None = None
         self._starting: Future[None] | None = None
         if config.rollout.replay is None:
             self.fleet = Fleet(
                 config.rollout.server,
-                model_dir=model_dir,
+                model_dir=inputs.model_dir,
                 dtype=config.model.dtype,
                 stop_token_ids=self.tokenizer.eos_ids,
                 log_dir=config.output / "logs",
@@ -105,12 +103,6 @@ class RootDriver:
         self._drawn: tuple[int, list[Problem]] = (-1, [])
         self._evaluation: dict[str, float] = {}
         self._failed_rewards = 0
-
-    def _problems(self, source: str) -> list[Problem]:
-        problems, left_out = usable_problems(load_problems(source), self.tokenizer, self.config.data)
-        if left_out:
-            self.output.message(f"{source}: {left_out} problems left out, longer than data.max_prompt_tokens")
-        return problems
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         self.output.progress.phase(name)
@@ -179,13 +171,14 @@ class RootDriver:
 
     # -- weights ---------------------------------------------------------------------------------------------------------
 
-    def publish(self, step: int, manifest: Sequence[TensorMeta], stream: Stream) -> None:
-        self.version = WeightsVersion(step)
+    def publish(self, step: int, manifest: Sequence[TensorMeta], stream: Stream) -> bool:
         if self.config.rollout.replay is not None:
             exhaust(stream)
-            return
+            return False
         entries = [(meta.name, meta.shape, meta.dtype) for meta in manifest]
-        self._fleet().update_weights(self.version, entries, (tensor for _, tensor in stream if tensor is not None))
+        tensors = (tensor for _, tensor in stream if tensor is not None)
+        _, died = self.attempt(lambda: self._fleet().update_weights(WeightsVersion(step), entries, tensors))
+        return died
 
     def _fleet(self) -> Fleet:
         assert self.fleet is not None, "a replayed run has no servers"
@@ -202,7 +195,7 @@ class RootDriver:
             return
         with self.phase("eval"):
             result = evaluate(
-                self.heldout,
+                self.inputs.heldout,
                 generate=self._fleet().generate,
                 tokenizer=self.tokenizer,
                 pool=self.pool,

@@ -53,9 +53,14 @@ class Loop:
         self.save_if_due(last=False)
 
     def publish(self) -> None:
-        """The servers' weights become the trainer's; every later rollout carries their version."""
-        with self.driver.phase("sync"):
-            self.driver.publish(self.step, self.engine.manifest, self.engine.stream_weights())
+        """The servers' weights become the trainer's; every later rollout carries their version. A server that dies under it is
+        revived, and gets them too.
+        """
+        stale = True
+        while stale:
+            with self.driver.phase("sync"):
+                died = self.driver.publish(self.step, self.engine.manifest, self.engine.stream_weights())
+                stale = self.engine.told(died)
 
     def evaluate(self) -> None:
         every = self.config.evaluate.every

@@ -30,6 +30,7 @@ class Output:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "resolved.yaml").write_text(dump_resolved(config))
         self._metrics = MetricsWriter(self.folder, config.log.tensorboard)
+        progress.start(config)
 
     def resume_from(self, step: int) -> None:
         """Forgets what was logged beyond the checkpoint."""

@@ -8,8 +8,9 @@ import signal
 import warnings
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.data.builtin import resolve_model_path
+from tepo_megatron.engine.checkpoint_folder import newest
 from tepo_megatron.train.driver import Driver, Follower, RootDriver
+from tepo_megatron.train.inputs import check_model, read_inputs
 from tepo_megatron.train.loop import Loop
 from tepo_megatron.train.output import Output
 from tepo_megatron.train.progress import make_progress
@@ -23,17 +24,17 @@ def train(config: RunConfig) -> None:
     """
     is_root = int(os.environ.get("RANK", 0)) == 0
     _end_followers_promptly(is_root)
-    model_dir = resolve_model_path(config.model.path)
+    model_dir = check_model(config)
     with contextlib.ExitStack() as stack:
         output: Output | None = None
         driver: Driver = Follower()
         if is_root:
-            progress = make_progress(config.log)
-            progress.start(config)
-            stack.callback(progress.close)
-            output = Output(config, progress)
+            inputs = read_inputs(config, model_dir)
+            output = Output(config, make_progress(config.log))
             stack.callback(output.close)
-            driver = RootDriver(config, model_dir, output)
+            for source, count in inputs.left_out.items():
+                output.message(f"{source}: {count} problems left out, longer than data.max_prompt_tokens")
+            driver = RootDriver(config, inputs, output)
             stack.callback(driver.close)
         _silence_upstream()
         # Megatron-Core takes seconds to import; the servers are coming up meanwhile.
@@ -51,12 +52,7 @@ def train(config: RunConfig) -> None:
 
 
 def _resume(loop: Loop, driver: Driver, output: Output | None) -> None:
-    from tepo_megatron.engine.checkpoint import newest
-
-    folder = loop.config.output / "checkpoints"
-    found = newest(folder)
-    if found is None:
-        raise ValueError(f"train.resume = true, but {folder} has no finished checkpoint; start without it")
+    found = newest(loop.config.output / "checkpoints")
     state = loop.engine.load(found)
     loop.step = state["step"]
     if isinstance(driver, RootDriver) and output is not None:

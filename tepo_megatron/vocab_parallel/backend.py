@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
-from tepo_megatron.vocab_parallel import sweep
+from tepo_megatron.vocab_parallel import native, sweep
 from tepo_megatron.vocab_parallel.combine import RowScores
 from tepo_megatron.vocab_parallel.shard import LocalLabels
 
-BackendName = Literal["torch"]
+BackendName = Literal["torch", "cpp"]
 
 
 class Backend(Protocol):
@@ -31,12 +32,16 @@ class Backend(Protocol):
     ) -> None: ...
 
 
-def get_backend(name: BackendName) -> Backend:
-    """The backend of that name.
+def get_backend(name: BackendName, device: torch.device) -> Backend:
+    """``torch`` works everywhere; ``cpp`` is for logits on CPU and needs a C++ compiler on its first use.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or the backend is not for this device.
     """
-    if name != "torch":
-        raise ValueError(f"backend = {name!r} is unknown; known: torch")
-    return sweep
+    if name == "torch":
+        return sweep
+    if name != "cpp":
+        raise ValueError(f"backend = {name!r} is unknown; known: torch, cpp")
+    if device.type != "cpu":
+        raise ValueError(f"backend = 'cpp' is for logits on CPU, these are on {device}; use backend = 'torch'")
+    return native

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
+
+from tepo_megatron.vocab_parallel.collectives import all_gather
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -35,8 +36,7 @@ def combine(stats_R4: Tensor, rows_R: Tensor | None, temperature: float, tp_grou
     """
     stats_pR4 = stats_R4.unsqueeze(0)
     if tp_group is not None and stats_R4.numel():
-        stats_pR4 = stats_R4.new_empty(dist.get_world_size(tp_group), *stats_R4.shape)
-        dist.all_gather_into_tensor(stats_pR4.flatten(0, 1), stats_R4, group=tp_group)
+        stats_pR4 = all_gather(stats_R4, tp_group).view(-1, *stats_R4.shape)
     max_pR, sum_pR, weighted_pR, label_pR = stats_pR4.unbind(-1)
     max_R = max_pR.amax(0)
     shift_pR = (max_pR - max_R) / temperature

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from tepo_megatron.types import TokenScores
 from tepo_megatron.vocab_parallel.backend import Backend, BackendName, get_backend
+from tepo_megatron.vocab_parallel.collectives import all_gather, reduce_scatter
 from tepo_megatron.vocab_parallel.combine import RowScores, combine
 from tepo_megatron.vocab_parallel.scores import of_rows, shard_statistics, to_tokens, write_gradient
 from tepo_megatron.vocab_parallel.shard import LocalLabels, Scoring, plan_scoring
@@ -76,7 +77,7 @@ def fused_linear_logprob_and_entropy(
         mask_T=mask_T,
     )
     apply = _FusedLinear.apply
-    scores = apply(hidden_TH, weight_VpH, scoring, get_backend(backend), gather_group)  # type: ignore[no-untyped-call]
+    scores = apply(hidden_TH, weight_VpH, scoring, get_backend(backend, hidden_TH.device), gather_group)  # type: ignore[no-untyped-call]
     return TokenScores(*scores)
 
 
@@ -146,11 +147,7 @@ def _chunks(hidden_RH: Tensor, weight_VpH: Tensor, scoring: Scoring) -> Iterator
 
 def _gather(hidden: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sequence-parallel shards [T/p, H] put together to [T, H]; without a group the input."""
-    if group is None:
-        return hidden
-    hidden_TH = hidden.new_empty(hidden.shape[0] * dist.get_world_size(group), hidden.shape[1])
-    dist.all_gather_into_tensor(hidden_TH, hidden.contiguous(), group=group)
-    return hidden_TH
+    return hidden if group is None else all_gather(hidden, group)
 
 
 def _sum_over_shards(grad_TH: Tensor, tp_group: ProcessGroup | None, scatter_group: ProcessGroup | None) -> Tensor:
@@ -160,6 +157,4 @@ def _sum_over_shards(grad_TH: Tensor, tp_group: ProcessGroup | None, scatter_gro
     if scatter_group is None:
         dist.all_reduce(grad_TH, group=tp_group)
         return grad_TH
-    own = grad_TH.new_empty(grad_TH.shape[0] // dist.get_world_size(scatter_group), grad_TH.shape[1])
-    dist.reduce_scatter_tensor(own, grad_TH, group=scatter_group)
-    return own
+    return reduce_scatter(grad_TH, scatter_group)

@@ -1,7 +1,7 @@
 """The sweeps in C++, one pass each, for CPU: compiled on first use, several times faster than `sweep`.
 
-``sweep.cpp`` is compiled for this machine's processor by ``c++`` (or the compiler that ``CXX`` names) and kept below the user's cache
-folder, under a name that changes with the source, the compiler and the processor.
+``sweep.cpp`` is compiled for this machine's processor by ``c++`` (or the compiler that ``CXX`` names) and kept below the user's
+cache folder, under a name that changes with source, compiler and processor.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import math
 import os
-import platform
 import subprocess
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,27 +28,121 @@ from tepo_megatron.vocab_parallel.shard import LocalLabels
 _LOG2_E = math.log2(math.e)
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC")
+_POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_FORWARD = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT, _FLOAT, _POINTER)
+_BACKWARD = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT, *(_POINTER,) * 6, _SIZE)
 
 
 def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_R4: Tensor) -> None:
-    """As `sweep.forward`; fp64 logits are handed to it."""
+    """As `sweep.forward`, which fp64 logits are left to."""
     if logits_TV.dtype not in _NAMES:
         return sweep.forward(logits_TV, rows_R, temperature, stats_R4)
-    call = _function("forward", logits_TV)
-    logits_TV = _rows_contiguous(logits_TV)
+    logits_TV = _with_dense_rows(logits_TV)
+    function = getattr(_library(), f"forward_{_NAMES[logits_TV.dtype]}")
+    function.argtypes, function.restype = _FORWARD, None
 
-    def part(first: int, last: int) -> None:
-        rows = _rows(rows_R, first)
-        call(
-            _address(logits_TV, 0 if rows_R is not None else first),
-            logits_TV.stride(0),
+    def part(at: slice) -> None:
+        base_TV, rows = _part_of(logits_TV, rows_R, at)
+        out_R4 = stats_R4[at]
+        scale, columns = _LOG2_E / temperature, logits_TV.shape[1]
+        function(base_TV.data_ptr(), base_TV.stride(0), rows, len(out_R4), columns, scale, EMPTY_MAX, out_R4.data_ptr())
+
+    _in_parts(part, stats_R4.shape[0])
+    stats_R4[:, 2] /= _LOG2_E
+
+
+def backward(
+    logits_TV: Tensor,
+    rows_R: Tensor | None,
+    temperature: float,
+    scores: RowScores,
+    labels: LocalLabels,
+    grad_logprob_R: Tensor,
+    grad_entropy_R: Tensor | None,
+    out_TV: Tensor,
+) -> None:
+    """As `sweep.backward`, which fp64 logits are left to."""
+    if logits_TV.dtype not in _NAMES:
+        return sweep.backward(logits_TV, rows_R, temperature, scores, labels, grad_logprob_R, grad_entropy_R, out_TV)
+    logits_TV = _with_dense_rows(logits_TV)
+    function = getattr(_library(), f"backward_{_NAMES[logits_TV.dtype]}")
+    function.argtypes, function.restype = _BACKWARD, None
+    grad_entropy_R = torch.zeros_like(grad_logprob_R) if grad_entropy_R is None else grad_entropy_R
+    scale_R = (-scores.log_sum_R).exp() / temperature
+    constant_R = -scale_R * (grad_logprob_R + grad_entropy_R * (scores.entropy_R - scores.log_sum_R))
+    at_label_R = grad_logprob_R * labels.inside_R / temperature
+    per_row = [scores.max_R, constant_R, -grad_entropy_R * scale_R / _LOG2_E, labels.column_R, at_label_R]
+    per_row = [values_R.contiguous() for values_R in per_row]
+
+    def part(at: slice) -> None:
+        base_TV, rows = _part_of(logits_TV, rows_R, at)
+        target_TV, _ = _part_of(out_TV, rows_R, at)
+        pointers = [values_R[at].data_ptr() for values_R in per_row]
+        count, columns = at.stop - at.start, logits_TV.shape[1]
+        function(
+            base_TV.data_ptr(),
+            base_TV.stride(0),
             rows,
-            last - first,
-            logits_TV.shape[1],
+            count,
+            columns,
             _LOG2_E / temperature,
-            EMPTY_MAX,
-            _address(stats_R4, first),
+            *pointers,
+            target_TV.data_ptr(),
+            target_TV.stride(0),
         )
 
-    _in_parts(stats_R4.shape[0], part)
-    stats_R4[:, 2] /= _LOG2_E
+    _in_parts(part, scale_R.numel())
+
+
+def _with_dense_rows(logits_TV: Tensor) -> Tensor:
+    return logits_TV if logits_TV.stride(1) == 1 else logits_TV.contiguous()
+
+
+def _part_of(values_TV: Tensor, rows_R: Tensor | None, at: slice) -> tuple[Tensor, int | None]:
+    """Where a part of the scored rows starts, and the address of its row numbers, if the rows are numbered."""
+    return (values_TV[at], None) if rows_R is None else (values_TV, rows_R[at].data_ptr())
+
+
+def _in_parts(part: Callable[[slice], None], count: int) -> None:
+    """The rows in as many threads as torch has."""
+    threads = min(torch.get_num_threads(), max(count, 1))
+    cuts = [count * number // threads for number in range(threads + 1)]
+    parts = [slice(first, last) for first, last in itertools.pairwise(cuts)]
+    if threads == 1:
+        part(parts[0])
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(part, parts))
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The compiled sweeps.
+
+    Raises:
+        RuntimeError: there is no compiler, or it refuses.
+    """
+    source = Path(__file__).with_name("sweep.cpp")
+    compiler = os.environ.get("CXX", "c++")
+    target = _run([compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])  # names compiler and processor
+    digest = hashlib.sha256("\0".join([source.read_text(), target, *_FLAGS]).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tepo_megatron"
+    library = cache / f"sweep-{digest}.so"
+    if not library.exists():
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+            built = Path(scratch) / library.name
+            _run([compiler, *_FLAGS, str(source), "-o", str(built)])
+            built.replace(library)  # in one move: other ranks may be doing the same
+    return ctypes.CDLL(str(library))
+
+
+def _run(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = error.stderr.strip()[-500:] if isinstance(error, subprocess.CalledProcessError) else error.strerror
+        raise RuntimeError(
+            f"backend = 'cpp' cannot be compiled: {' '.join(command[:2])} …: {why}; install a C++ compiler, name one in CXX, "
+            "or use backend = 'torch'"
+        ) from error

@@ -43,7 +43,7 @@ def logprob_and_entropy(
         vocab_size: the true size V; columns from it on are padding, excluded whatever they hold. Default: no padding.
         mask_T: bool [T]; tokens outside are not read, score 0, and get gradient 0.
         inplace_backward: write the gradient over the logits' storage. For logits that nothing else reads after the loss.
-        backend: which implementation of the sweeps.
+        backend: ``torch``, or ``cpp`` for logits on CPU: several times faster, compiled on first use.
 
     Returns:
         fp32 [T] each (fp64 for fp64 logits), natural logarithm, differentiable (once) in the logits.
@@ -67,7 +67,7 @@ def logprob_and_entropy(
         mask_T=mask_T,
     )
     apply = _LogprobAndEntropy.apply
-    logprob_T, entropy_T = apply(logits_TVp, scoring, get_backend(backend), inplace_backward)  # type: ignore[no-untyped-call]
+    logprob_T, entropy_T = apply(logits_TVp, scoring, get_backend(backend, logits_TVp.device), inplace_backward)  # type: ignore[no-untyped-call]
     return TokenScores(logprob_T, entropy_T)
 
 

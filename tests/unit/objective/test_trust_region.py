@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.objective_choices import MaskOutside, Truncate
-from tepo_megatron.objective.covariance import lottery_threshold, tickets
+from tepo_megatron.objective.covariance import exact_mean, lottery_threshold, tickets
 from tepo_megatron.objective.mismatch import effective_sample_share, mismatch_weights
 from tepo_megatron.objective.trust_region import clipped, weighted_logprob
 
@@ -77,3 +77,14 @@ def test_the_lottery_is_fair():
     assert wins.sum() == 2000
     for half in (advantage > 0, labels < 25, logprob < -0.5, torch.arange(20_000) < 10_000):
         assert 0.08 < wins[half].double().mean() < 0.12
+
+
+def test_mismatch_weights_are_detached():
+    difference = torch.zeros(3, requires_grad=True)
+    assert not mismatch_weights(Truncate(), difference, torch.zeros(3, dtype=torch.int64), 1).requires_grad
+
+
+@given(st.integers(1, 3000), st.floats(-2, 2, width=32))
+def test_the_mean_of_equal_values_is_that_value(count, value):
+    """Otherwise a rounding would pass for a covariance where all advantages are equal."""
+    assert exact_mean(torch.full((count,), value)).item() == value

@@ -55,6 +55,12 @@ def test_an_unknown_host_is_an_error_that_names_the_field() -> None:
         free_port("no.such.host.invalid")
 
 
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+def test_a_wildcard_host_is_refused(host: str) -> None:
+    with pytest.raises(ValueError, match="no address that trainer and servers can reach"):
+        ServerConfig(host=host)
+
+
 @given(servers=st.integers(1, 5), tp=st.integers(1, 4), available=st.sets(st.integers(0, 200), min_size=1, max_size=32))
 def test_each_worker_gets_one_available_core_and_shares_it_only_if_it_must(servers: int, tp: int, available: set[int]) -> None:
     bound = [[int(core) for core in one.split("|")] for one in bind_cores(servers, tp, sorted(available))]

@@ -1,5 +1,8 @@
 """Scores of a vocabulary in one piece: against the dense fp64 oracle, and the pitfalls one by one."""
 
+import os
+import shutil
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,6 +10,8 @@ from hypothesis import strategies as st
 
 from tepo_megatron.vocab_parallel import fused_linear_logprob_and_entropy, logprob_and_entropy
 from tepo_megatron.vocab_parallel.dense import dense_logprob_and_entropy
+
+BACKENDS = ["torch", *(["cpp"] if shutil.which(os.environ.get("CXX", "c++")) else [])]
 
 
 def _loss(scores, weights):
@@ -32,15 +37,26 @@ def cases(draw):
 
 @given(cases(), st.booleans())
 def test_matches_the_dense_oracle(case, inplace):
-    logits, labels, options, weights = case
-    leaf, dense = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    scores = logprob_and_entropy(leaf.view_as(leaf), labels, inplace_backward=inplace, **options)
+    _compare(*case, inplace, "torch", torch.float64, 1e-9)
+
+
+@pytest.mark.skipif("cpp" not in BACKENDS, reason="no C++ compiler")
+@given(cases(), st.booleans())
+def test_cpp_matches_the_dense_oracle(case, inplace):
+    _compare(*case, inplace, "cpp", torch.float32, 2e-5)
+
+
+def _compare(logits, labels, options, weights, inplace, backend, dtype, tolerance):
+    logits = logits.to(dtype)
+    leaf, dense = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    scores = logprob_and_entropy(leaf.view_as(leaf), labels, inplace_backward=inplace, backend=backend, **options)
     oracle = dense_logprob_and_entropy(dense, labels, **options)
-    torch.testing.assert_close(scores.logprob, oracle.logprob, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(scores.entropy, oracle.entropy, rtol=1e-9, atol=1e-9)
+    close = {"rtol": tolerance, "atol": tolerance, "check_dtype": False}
+    torch.testing.assert_close(scores.logprob, oracle.logprob, **close)
+    torch.testing.assert_close(scores.entropy, oracle.entropy, **close)
     _loss(scores, weights).backward()
     _loss(oracle, weights).backward()
-    torch.testing.assert_close(leaf.grad, dense.grad, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(leaf.grad, dense.grad, **close)
 
 
 @given(cases())
@@ -70,36 +86,39 @@ def test_the_oracle_is_the_definition():
     torch.autograd.gradcheck(lambda x: tuple(vars(logprob_and_entropy(x, labels, temperature=0.5)).values()), leaf)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_half_precision_logits_lose_nothing(dtype):
+def test_half_precision_logits_lose_nothing(dtype, backend):
     """Upcast, then divided by the temperature: the scores are exact for the logits that were given. 40 % of rows masked."""
-    logits = (4 * torch.randn(50, 501)).to(dtype)
-    labels, mask = torch.randint(0, 501, (50,)), torch.rand(50) < 0.6
-    scores = logprob_and_entropy(logits, labels, temperature=0.7, mask_T=mask)
+    logits = (4 * torch.randn(50, 5001)).to(dtype)
+    labels, mask = torch.randint(0, 5001, (50,)), torch.rand(50) < 0.6
+    scores = logprob_and_entropy(logits, labels, temperature=0.7, mask_T=mask, backend=backend)
     oracle = dense_logprob_and_entropy(logits, labels, temperature=0.7, mask_T=mask)
     assert scores.logprob.dtype == scores.entropy.dtype == torch.float32
     torch.testing.assert_close(scores.logprob.double(), oracle.logprob, rtol=0, atol=1e-5)
     torch.testing.assert_close(scores.entropy.double(), oracle.entropy, rtol=0, atol=1e-5)
 
 
-def test_a_large_offset_costs_no_digits():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_large_offset_costs_no_digits(backend):
     """log p = (t − m) − log s. As t − (m + log s) it would have the rounding of 1000, about 3e-5."""
     logits = torch.randn(200, 64)
     shifted = (logits.double() + 1000).float()
     labels = torch.arange(200) % 64
-    scores = logprob_and_entropy(shifted, labels)
+    scores = logprob_and_entropy(shifted, labels, backend=backend)
     oracle = dense_logprob_and_entropy(shifted, labels)
     assert (scores.logprob - oracle.logprob).abs().max() < 2e-6
     assert (scores.entropy - oracle.entropy).abs().max() < 2e-6
 
 
-def test_masked_rows_are_not_read_and_padding_is_excluded_whatever_it_holds():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masked_rows_are_not_read_and_padding_is_excluded_whatever_it_holds(backend):
     logits, labels, mask = torch.randn(4, 8), torch.tensor([1, -100, 99, 2]), torch.tensor([True, False, False, True])
-    clean = logprob_and_entropy(logits[:, :6], torch.where(mask, labels, 0), mask_T=mask)
+    clean = logprob_and_entropy(logits[:, :6], torch.where(mask, labels, 0), mask_T=mask, backend=backend)
     logits[1:3] = torch.nan
     logits[:, 6:] = torch.tensor([torch.inf, torch.nan])
     leaf = logits.requires_grad_()
-    scores = logprob_and_entropy(leaf, labels, vocab_size=6, mask_T=mask)
+    scores = logprob_and_entropy(leaf, labels, vocab_size=6, mask_T=mask, backend=backend)
     assert torch.equal(scores.logprob, clean.logprob)
     assert torch.equal(scores.entropy, clean.entropy)
     assert scores.logprob[1:3].tolist() == [0.0, 0.0]
@@ -133,15 +152,16 @@ def test_logits_that_were_overwritten_cannot_be_used_again():
         scores.logprob.sum().backward()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("inplace", "bound"), [(True, 0.03), (False, 1.03)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_peak_memory(dtype, inplace, bound):
+def test_peak_memory(dtype, inplace, bound, backend):
     """Beyond the logits: 3 % of them in the in-place form, and the gradient otherwise; nothing of their size in fp32."""
     from torch.profiler import ProfilerActivity, profile
 
     logits, labels = torch.randn(2048, 16_384, dtype=dtype).requires_grad_(), torch.arange(2048)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        scores = logprob_and_entropy(logits.view_as(logits), labels, inplace_backward=inplace)
+        scores = logprob_and_entropy(logits.view_as(logits), labels, inplace_backward=inplace, backend=backend)
         torch.autograd.backward((scores.logprob, scores.entropy), (torch.ones(2048), torch.ones(2048)))
     held, peak = 0, 0
     for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
@@ -168,7 +188,7 @@ def test_peak_memory(dtype, inplace, bound):
         ({"logits_TVp": torch.zeros(3, 1, 5)}, r"\(3, 1, 5\)"),
         ({"logits_TVp": torch.tensor([[0.0], [torch.nan], [0.0]]).expand(3, 5)}, "tensor-parallel rank 0, first at token 1"),
         ({"logits_TVp": torch.full((3, 5), -torch.inf)}, "every logit of token 0 is −inf"),
-        ({"backend": "magic"}, "backend = 'magic' is unknown; known: torch"),
+        ({"backend": "magic"}, "backend = 'magic' is unknown; known: torch, cpp"),
     ],
 )
 def test_bad_input(changes, message):
@@ -182,3 +202,12 @@ def test_hidden_states_and_head_must_fit():
         fused_linear_logprob_and_entropy(torch.zeros(3, 4), torch.zeros(5, 4, dtype=torch.bfloat16), torch.tensor([0, 1, 2]))
     with pytest.raises(ValueError, match="hidden_TH is"):
         fused_linear_logprob_and_entropy(torch.zeros(3, 4), torch.zeros(5, 3), torch.tensor([0, 1, 2]))
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    from tepo_megatron.vocab_parallel import native
+
+    native._library.cache_clear()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(RuntimeError, match="install a C\\+\\+ compiler, name one in CXX, or use backend = 'torch'"):
+        logprob_and_entropy(torch.zeros(1, 2), torch.tensor([0]), backend="cpp")

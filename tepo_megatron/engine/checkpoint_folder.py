@@ -1,0 +1,23 @@
+"""Names of checkpoints on disk; no Megatron, so that a run can be checked before it is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def checkpoint_folder(parent: Path, step: int) -> Path:
+    return parent / f"step_{step:06d}"
+
+
+def finished(parent: Path) -> list[Path]:
+    """The finished checkpoints below a folder, oldest first."""
+    found = (path for path in parent.glob("step_*") if path.suffix != ".partial" and (path / "state.json").exists())
+    return sorted(found)
+
+
+def newest(parent: Path) -> Path:
+    """Raises ValueError if there is none."""
+    found = finished(parent)
+    if not found:
+        raise ValueError(f"train.resume = true, but {parent} has no finished checkpoint; start without it")
+    return found[-1]

@@ -1,0 +1,74 @@
+"""What a run reads, checked before anything is started or written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tepo_megatron.bridge.architecture import ModelSpec, read_model_spec
+from tepo_megatron.config import RunConfig
+from tepo_megatron.data.builtin import resolve_model_path
+from tepo_megatron.data.problems import load_problems
+from tepo_megatron.data.prompts import encode_prompt, usable_problems
+from tepo_megatron.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from tepo_megatron.engine.checkpoint_folder import newest
+from tepo_megatron.reward.verifiers import resolve_verifier
+from tepo_megatron.types import Problem
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Model folder, tokenizer and problems. ``left_out`` counts problems with too long a prompt, by their source."""
+
+    model_dir: Path
+    tokenizer: Tokenizer
+    train: list[Problem]
+    heldout: list[Problem]
+    left_out: dict[str, int]
+
+
+def check_model(config: RunConfig) -> Path:
+    """The model folder, after checking that it is whole and fits the parallel layout, and that there is a checkpoint if one is
+    to be resumed from. Every rank calls.
+    """
+    model_dir = resolve_model_path(config.model.path)
+    layout = config.engine.parallel
+    if config.train.resume:
+        newest(config.output / "checkpoints")
+    read_model_spec(model_dir).check_parallel(tp=layout.tp, pp=layout.pp)
+    return model_dir
+
+
+def read_inputs(config: RunConfig, model_dir: Path) -> Inputs:
+    """Tokenizer and problems, each checked against the model; no process is started and nothing is written.
+
+    Raises ValueError for whatever the user can mend: an unknown verifier, a tokenizer of another model, a damaged data file, a
+    prompt that leaves no room for a response, replayed rollouts that are not there.
+    """
+    tokenizer = load_tokenizer(model_dir)
+    check_tokenizer(tokenizer, model_dir)
+    resolve_verifier(config.reward.verifier)
+    replay = config.rollout.replay
+    if replay is not None and not replay.is_dir():
+        raise ValueError(f"rollout.replay = {replay} is not a folder; give one that a run with rollout.record=true has written")
+    train, train_out = usable_problems(load_problems(config.data.train), tokenizer, config.data)
+    heldout: list[Problem] = []
+    heldout_out = 0
+    if config.evaluate.every:
+        heldout, heldout_out = usable_problems(load_problems(config.data.heldout), tokenizer, config.data)
+    _check_room(config, read_model_spec(model_dir), tokenizer, [*train, *heldout])
+    left_out = {config.data.train: train_out, config.data.heldout: heldout_out}
+    return Inputs(model_dir, tokenizer, train, heldout, {source: count for source, count in left_out.items() if count})
+
+
+def _check_room(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer, problems: list[Problem]) -> None:
+    limit = config.rollout.server.max_model_len or spec.max_positions
+    template = config.data.chat_template
+    lengths = {problem.id: len(encode_prompt(tokenizer, problem, chat_template=template)) for problem in problems}
+    longest = max(lengths, key=lambda key: lengths[key])
+    new = config.rollout.sampling.max_new_tokens
+    if lengths[longest] + new > limit:
+        raise ValueError(
+            f"the prompt of problem {longest!r} ({lengths[longest]} tokens) and rollout.sampling.max_new_tokens = {new} exceed "
+            f"the {limit} tokens that the model takes; lower max_new_tokens, or set data.max_prompt_tokens={limit - new}"
+        )

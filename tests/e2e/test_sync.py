@@ -1,0 +1,57 @@
+"""After every sync the server's weights are the trainer's: a canary in greedy tokens, and the log-probs of real rollouts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("sync")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(Path(__file__).with_name("sync_world.py")), str(out)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return out, json.loads((out / "report.json").read_text())
+
+
+@pytest.mark.parametrize("sync", range(3))
+def test_greedy_tokens_are_those_of_transformers_on_the_exported_weights(world: tuple[Path, dict[str, Any]], sync: int) -> None:
+    from transformers import LlamaForCausalLM
+
+    out, report = world
+    model = LlamaForCausalLM.from_pretrained(out / f"model-{sync}", dtype=torch.float32)
+    for prompt, response in zip(report["prompts"], report["syncs"][sync]["greedy"], strict=True):
+        ids = list(prompt)
+        for token in response:
+            with torch.no_grad():
+                assert int(model(torch.tensor([ids])).logits[0, -1].argmax()) == token
+            ids.append(token)
+        assert response[-1] in report["eos"] or len(response) == 24
+
+
+def test_each_sync_changed_what_the_server_says(world: tuple[Path, dict[str, Any]]) -> None:
+    """Without this the canary could not fail."""
+    greedy = [sync["greedy"] for sync in world[1]["syncs"]]
+    assert greedy[0] != greedy[1]
+    assert greedy[1] != greedy[2]
+    assert [sync["version"] for sync in world[1]["syncs"]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("sync", range(3))
+def test_logprobs_of_server_and_trainer_agree_on_real_rollouts(world: tuple[Path, dict[str, Any]], sync: int) -> None:
+    assert world[1]["syncs"][sync]["logprob_gap"] < 1e-4
+    assert world[1]["syncs"][sync]["mismatch_kl"] < 1e-6

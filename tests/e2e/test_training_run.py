@@ -1,0 +1,200 @@
+"""The main job as a user starts it: `tepo train` with two trainer ranks and a real vLLM server, small."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
+STEPS = 10
+SMALL = [
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=4",
+    "evaluate.problems=16",
+    "evaluate.samples=2",
+    "evaluate.every=5",
+    f"train.steps={STEPS}",
+    "train.minibatches=2",
+]
+KEYS = {
+    *("step", "weights_version", "reward/mean", "reward/std", "response_len/mean", "groups/zero_variance", "entropy/mean"),
+    *("entropy/delta", "kl/masked", "mask/fraction", "ratio/mean", "ratio/min", "ratio/max", "clip/low", "clip/high"),
+    *("mismatch/kl", "grad_norm", "lr", "tokens/s"),
+    *(f"time/{phase}" for phase in ("rollout", "reward", "score", "update", "sync", "eval", "other", "step")),
+}
+EVALUATION_KEYS = {"accuracy/greedy", "accuracy/avg@k", "accuracy/pass@k"}
+MEASURED_IN_SECONDS = ("time/", "tokens/s")
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tepo_megatron", "train", str(RUN), *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def train(*arguments: str) -> str:
+    """Runs to the end; returns what was printed."""
+    process = start(*arguments)
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, f"exit code {process.returncode}\n{out[-3000:]}\n{err[-3000:]}"
+    return out
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(folder: Path) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if not key.startswith(MEASURED_IN_SECONDS)} for row in rows(folder)]
+
+
+def processes_naming(folder: Path) -> list[str]:
+    """Command lines of living processes that name the folder: servers, ranks, their parents."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if str(folder) in line:
+                found.append(line)
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("run") / "out"
+    printed = train(f"output={folder}", *SMALL, "rollout.record=true", "train.save_every=5")
+    (folder.parent / "printed.txt").write_text(printed)
+    yield folder
+    assert processes_naming(folder) == []
+
+
+def test_a_run_leaves_what_it_promises(trained: Path) -> None:
+    assert [row["step"] for row in rows(trained)] == list(range(STEPS + 1))
+    for row in rows(trained)[1:]:
+        assert set(row) >= KEYS
+        assert set(row) >= EVALUATION_KEYS or row["step"] % 5
+    assert (trained / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert list((trained / "tensorboard").glob("events.out.tfevents.*"))
+    assert (trained / "checkpoints" / f"step_{STEPS:06d}" / "state.json").exists()
+    samples = [json.loads(line) for line in (trained / "samples.jsonl").read_text().splitlines()]
+    assert {sample["step"] for sample in samples} == {0, 5, 10}
+    assert all(sample["prompt"].endswith("=") for sample in samples)
+    assert not list(trained.rglob("*.partial"))
+
+
+def test_what_is_printed_in_a_pipe_is_plain_lines(trained: Path) -> None:
+    printed = (trained.parent / "printed.txt").read_text()
+    assert "\x1b" not in printed
+    assert f"step {STEPS}/{STEPS}" in printed
+    assert "Warning" not in printed
+
+
+def test_the_exported_model_loads_in_transformers_and_was_trained(trained: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tepo_megatron.data.builtin import resolve_model_path
+
+    model = AutoModelForCausalLM.from_pretrained(trained / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(trained / "model")
+    ids = tokenizer("37+58=", return_tensors="pt").input_ids
+    assert torch.isfinite(model(ids).logits).all()
+    before = load_file(resolve_model_path("builtin:tiny") / "model.safetensors")
+    after = load_file(trained / "model" / "model.safetensors")
+    assert set(after) == set(before)
+    assert all(not torch.equal(after[name], before[name]) for name in before)
+
+
+def test_sampler_and_trainer_agree_on_every_rollout(trained: Path) -> None:
+    assert max(abs(row["mismatch/kl"]) for row in rows(trained)[1:]) < 1e-6
+
+
+def test_recorded_rollouts_carry_the_version_that_sampled_them(trained: Path) -> None:
+    from tepo_megatron.rollout.record import read_rollouts
+
+    for step in range(STEPS):
+        rollouts = read_rollouts(trained / "rollouts", step)
+        assert len(rollouts) == 32
+        assert {rollout.weights_version.step for rollout in rollouts} == {step}
+        assert rows(trained)[step + 1]["weights_version"] == step
+
+
+def test_replayed_rollouts_reproduce_the_run_to_the_last_bit(trained: Path, tmp_path: Path) -> None:
+    """The same rollouts give the same metrics and weights as in the first run, and as in another replay."""
+    replay = f"rollout.replay={trained / 'rollouts'}"
+    for name in ("first", "second"):
+        train(f"output={tmp_path / name}", *SMALL, replay)
+    assert without_times(tmp_path / "first") == without_times(tmp_path / "second")
+    sampled = [{k: v for k, v in row.items() if k not in EVALUATION_KEYS} for row in without_times(trained)]
+    assert without_times(tmp_path / "first") == sampled
+    weights = "model/model.safetensors"
+    assert (tmp_path / "first" / weights).read_bytes() == (tmp_path / "second" / weights).read_bytes()
+    assert (tmp_path / "first" / weights).read_bytes() == (trained / weights).read_bytes()
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(trained: Path, tmp_path: Path) -> None:
+    replay = f"rollout.replay={trained / 'rollouts'}"
+    out = tmp_path / "resumed"
+    train(f"output={out}", *SMALL, replay, "train.steps=4")
+    train(f"output={out}", *SMALL, replay, "train.resume=true")
+    assert [row["step"] for row in rows(out)] == list(range(STEPS + 1))
+    weights = "model/model.safetensors"
+    assert (out / weights).read_bytes() == (trained / weights).read_bytes()
+
+
+def test_interrupting_ends_everything(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = start(f"output={out}", *SMALL, "train.steps=1000", "log.progress=plain", "evaluate.every=0")
+    try:
+        deadline = time.monotonic() + 240
+        while not ((out / "metrics.jsonl").exists() and len(rows(out)) > 2):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline, "no step within four minutes"
+            time.sleep(0.2)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert "Traceback" not in err
+    finally:
+        process.kill()
+    assert processes_naming(out) == []
+    assert all(set(row) >= KEYS for row in rows(out)[1:])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.path=/nowhere/at/all"], "the model folder /nowhere/at/all does not exist"),
+        (["engine.parallel.tp=4"], "tp = 4 does not divide the model's 2 key/value heads"),
+        (["data.train={data}"], "{data}:2: "),
+        (["reward.verifier=last_wrod"], "last_word"),
+        (["rollout.sampling.max_new_tokens=300"], "exceed the 256 tokens that the model takes"),
+        (["rollout.replay=/nowhere"], "rollout.replay = /nowhere is not a folder"),
+        (["train.resume=true"], "has no finished checkpoint"),
+        (["objective.preset=tepoo"], "tepo"),
+        (["train.stepz=3"], "train.steps"),
+    ],
+    ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_sentence_and_leaves_no_run(overrides: list[str], message: str, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "", "answer": "3"}\n')
+    process = start(f"output={tmp_path / 'out'}", *(override.format(data=data) for override in overrides))
+    _, err = process.communicate(timeout=120)
+    assert process.returncode not in (0, None)
+    assert message.format(data=data) in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
