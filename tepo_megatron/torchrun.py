@@ -110,8 +110,8 @@ def _run_agent(arguments: Sequence[str], world_size: int, folder: Path) -> tuple
     # What --standalone stands for, with the loopback address in place of a host name that may not resolve.
     options += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     try:
-        parsed = torchrun.parse_args([*options, *arguments])  # type: ignore[no-untyped-call]
-        torchrun.run(parsed)  # type: ignore[no-untyped-call]
+        parsed = torchrun.parse_args([*options, *arguments])
+        torchrun.run(parsed)
     except SignalException:
         return INTERRUPTED, ""
     except ChildFailedError as error:

@@ -188,7 +188,8 @@ class KLMask(_Penalty):
     (log π_old − mean)(A − mean) > 0."""
 
     tolerance: NonNegativeFloat = 1e-5
-    """``measured``: ΔH < −tolerance, in nats. Reading: 1e-5, above fp32 rounding, so that a first update, where ΔH = 0, masks nothing."""
+    """``measured``: ΔH < −tolerance, in nats. Reading: 1e-5, above fp32 rounding, so that a first update, where ΔH = 0, masks
+    nothing."""
 
 
 class KL(_Penalty):

@@ -67,6 +67,6 @@ def _check_token_values(name: str, values_T: Tensor, batch: Batch) -> None:
         token = int(wrong_T.nonzero()[0])
         raise ValueError(
             f"{name} is {values_T[token].item()} at token {token} (sequence {int(batch.sequence_index_T[token])}, label "
-            f"{int(batch.labels_T[token])}), which is in the loss mask, so no ratio exists; score under the sampler's temperature "
-            "and without a top-k or top-p mask, or take the token out of loss_mask_T"
+            f"{int(batch.labels_T[token])}), which is in the loss mask, so no ratio exists; score under the sampler's "
+            "temperature and without a top-k or top-p mask, or take the token out of loss_mask_T"
         )

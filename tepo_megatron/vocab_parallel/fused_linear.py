@@ -22,7 +22,7 @@ from tepo_megatron.vocab_parallel.sweep import compute_dtype
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_CHUNK_BYTES = {"cpu": 8 * 1024 * 1024}  # logits of a chunk: enough rows for an efficient matrix product
+_CHUNK_BYTES = {"cpu": 32 * 1024 * 1024}  # logits of a chunk: for each, the whole weight gradient is read and written once
 _CHUNK_BYTES_ACCELERATOR = 256 * 1024 * 1024
 
 
@@ -124,7 +124,7 @@ class _FusedLinear(torch.autograd.Function):
                 logits_cVp,
             )
             torch.mm(logits_cVp, weight_VpH, out=grad_hidden_RH[at])
-            grad_weight_VpH += logits_cVp.t() @ hidden_RH[at]
+            _add_product(grad_weight_VpH, logits_cVp.t(), hidden_RH[at])
         grad_hidden_TH = grad_hidden_RH
         if scoring.rows_R is not None:
             grad_hidden_TH = hidden.new_zeros(scoring.tokens, hidden.shape[1]).index_copy(0, scoring.rows_R, grad_hidden_RH)
@@ -143,6 +143,15 @@ def _chunks(hidden_RH: Tensor, weight_VpH: Tensor, scoring: Scoring) -> Iterator
         labels = LocalLabels(scoring.labels.column_R[at], scoring.labels.inside_R[at])
         count = at.stop - at.start
         yield at, replace(scoring, tokens=count, rows_R=None, labels=labels), buffer[:count]
+
+
+def _add_product(sum_VH: Tensor, left_Vc: Tensor, right_cH: Tensor) -> None:
+    """Add a matrix product to a sum of the same or a wider dtype."""
+    if sum_VH.dtype == left_Vc.dtype:
+        sum_VH.addmm_(left_Vc, right_cH)
+        return
+    for sum_vH, left_vc in zip(sum_VH.split(4096), left_Vc.split(4096), strict=True):  # a widened copy of a part at a time
+        sum_vH += left_vc @ right_cH
 
 
 def _gather(hidden: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -62,15 +64,20 @@ def without_times(folder: Path) -> list[dict[str, Any]]:
 def processes_naming(folder: Path) -> list[str]:
     """Command lines of living processes that name the folder: servers, ranks, their parents."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if str(folder) in line:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            line = " ".join(process.cmdline())
+            if str(folder) in line and process.pid != os.getpid():
                 found.append(line)
     return found
+
+
+def wait_for_rows(process: subprocess.Popen[str], out: Path, count: int) -> None:
+    deadline = time.monotonic() + 240
+    while not ((out / "metrics.jsonl").exists() and len(rows(out)) >= count):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no step within four minutes"
+        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
@@ -159,11 +166,7 @@ def test_interrupting_ends_everything(tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = start(f"output={out}", *SMALL, "train.steps=1000", "log.progress=plain", "evaluate.every=0")
     try:
-        deadline = time.monotonic() + 240
-        while not ((out / "metrics.jsonl").exists() and len(rows(out)) > 2):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline, "no step within four minutes"
-            time.sleep(0.2)
+        wait_for_rows(process, out, 3)
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 130
@@ -172,6 +175,26 @@ def test_interrupting_ends_everything(tmp_path: Path) -> None:
         process.kill()
     assert processes_naming(out) == []
     assert all(set(row) >= KEYS for row in rows(out)[1:])
+
+
+def test_a_server_that_dies_is_replaced_and_the_run_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    process = start(f"output={out}", *SMALL, "train.steps=6", "evaluate.every=0", "log.progress=plain")
+    try:
+        wait_for_rows(process, out, 3)
+        children = psutil.Process(process.pid).children(recursive=True)
+        servers = [child for child in children if any("api_server" in word for word in child.cmdline())]
+        assert servers
+        for server in servers:
+            server.kill()
+        printed, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    finally:
+        process.kill()
+    assert "starting it again" in printed
+    assert [row["step"] for row in rows(out)] == list(range(7))
+    assert max(abs(row["mismatch/kl"]) for row in rows(out)[1:]) < 1e-6
+    assert processes_naming(out) == []
 
 
 @pytest.mark.parametrize(

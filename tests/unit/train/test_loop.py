@@ -1,0 +1,156 @@
+"""The loop's order, with a recorder in place of engine and servers: real ones run in tests/dist and tests/e2e."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tepo_megatron.config import EvaluateConfig, RolloutConfig, RunConfig, TrainConfig
+from tepo_megatron.engine.batch import pack
+from tepo_megatron.engine.step import UpdateResult
+from tepo_megatron.train.loop import Loop
+from tepo_megatron.train.minibatches import derive_seed, minibatches
+from tepo_megatron.types import Batch, Rollout, WeightsVersion
+
+
+def rollouts(count: int) -> list[Rollout]:
+    return [
+        Rollout(f"p{at // 2}", at // 2, (3,), (4, 5 + at), (-1.0, -1.0), "stop", WeightsVersion(0), reward=float(at % 2))
+        for at in range(count)
+    ]
+
+
+class Recorder:
+    """Engine and driver at once; ``dies_at`` names calls under which a server dies, once each."""
+
+    def __init__(self, dies_at: tuple[str, ...] = ()) -> None:
+        self.calls: list[str] = []
+        self.dies_at = list(dies_at)
+        self.manifest: list[Any] = []
+
+    def _dies(self, call: str) -> bool:
+        self.calls.append(call)
+        if call in self.dies_at:
+            self.dies_at.remove(call)
+            return True
+        return False
+
+    # engine
+    def stream_weights(self) -> list[Any]:
+        return []
+
+    def told(self, value: bool) -> bool:
+        return value
+
+    def share(self, given: list[Rollout]) -> Batch:
+        return pack(given)
+
+    def score(self, batch: Batch) -> Batch:
+        self.calls.append("score")
+        return batch
+
+    def update(self, batch: Batch) -> UpdateResult:
+        self.calls.append(f"update {batch.num_sequences}")
+        return UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, sums={"entropy/mean": (3.0, 4.0)}, extrema={"ratio/max": 1.5})
+
+    def save(self, folder: Any, *, step: int, state: dict[str, Any]) -> None:
+        self.calls.append(f"save {step}")
+
+    # driver
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def attempt(self, work: Callable[[], Any]) -> tuple[Any, bool]:
+        result = work()
+        return (None, True) if result == "died" else (result, False)
+
+    def collect(self, step: int) -> Any:
+        return "died" if self._dies(f"collect {step}") else rollouts(6)
+
+    def publish(self, step: int, manifest: Any, stream: Any) -> bool:
+        return self._dies(f"publish {step}")
+
+    def evaluate(self, step: int) -> Any:
+        return "died" if self._dies(f"evaluate {step}") else None
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        self.calls.append(f"log {step}")
+        if row:
+            assert row["reward/mean"] == 0.5
+            assert row["entropy/mean"] == pytest.approx(0.75)
+            assert row["ratio/max"] == 1.5
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+def run(steps: int, *, dies_at: tuple[str, ...] = (), every: int = 2) -> list[str]:
+    config = RunConfig(
+        rollout=RolloutConfig(prompts_per_step=3, samples_per_prompt=2),
+        train=TrainConfig(steps=steps, minibatches=2, save_every=1),
+        evaluate=EvaluateConfig(every=every),
+    )
+    recorder = Recorder(dies_at)
+    Loop(config, recorder, recorder).run()  # type: ignore[arg-type]
+    return recorder.calls
+
+
+STEP = ["score", "update 3", "update 3"]
+
+
+def test_the_order_of_a_run() -> None:
+    first = ["publish 0", "evaluate 0", "log 0"]
+    one = ["collect 0", *STEP, "publish 1", "log 1", "save 1"]
+    two = ["collect 1", *STEP, "publish 2", "evaluate 2", "log 2", "save 2"]
+    assert run(2) == first + one + two
+
+
+def test_the_last_step_is_evaluated_and_saved_once() -> None:
+    calls = run(3)
+    assert calls[-3:] == ["evaluate 3", "log 3", "save 3"]
+    assert calls.count("save 3") == 1
+
+
+@pytest.mark.parametrize(
+    ("dies_at", "expected"),
+    [
+        (("collect 0",), ["collect 0", "publish 0", "collect 0"]),
+        (("evaluate 1",), ["evaluate 1", "publish 1", "evaluate 1"]),
+        (("publish 1",), ["publish 1", "publish 1"]),
+        (("collect 0", "publish 0"), ["collect 0", "publish 0", "collect 0"]),
+    ],
+)
+def test_a_server_that_died_gets_the_weights_before_the_work_is_repeated(dies_at: tuple[str, ...], expected: list[str]) -> None:
+    calls = run(1, dies_at=dies_at, every=1)
+    text = " | ".join(calls)
+    assert " | ".join(expected) in text
+    assert calls.count("log 1") == 1
+
+
+def test_minibatches_divide_the_batch_and_depend_on_seed_and_step_alone() -> None:
+    batch = pack(rollouts(7))
+
+    def order(seed: int, step: int) -> list[list[int]]:
+        return [part.tokens_T[2::3].tolist() for part in minibatches(batch, 3, seed=seed, step=step)]
+
+    assert sorted(token for part in order(0, 0) for token in part) == sorted(batch.tokens_T[2::3].tolist())
+    assert [len(part) for part in order(0, 0)] == [3, 2, 2]
+    assert order(0, 0) == order(0, 0)
+    assert len({str(order(seed, step)) for seed in range(3) for step in range(3)}) > 1
+
+
+def test_seeds_differ_between_uses_steps_and_runs() -> None:
+    seeds = {derive_seed(seed, step, use) for seed in range(3) for step in range(50) for use in ("rollout", "evaluate")}
+    assert len(seeds) == 300
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_torch_generator_state_is_left_alone() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    list(minibatches(pack(rollouts(4)), 2, seed=0, step=0))
+    assert torch.equal(torch.get_rng_state(), before)
