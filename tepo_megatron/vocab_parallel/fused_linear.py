@@ -150,8 +150,8 @@ def _add_product(sum_VH: Tensor, left_Vc: Tensor, right_cH: Tensor) -> None:
     if sum_VH.dtype == left_Vc.dtype:
         sum_VH.addmm_(left_Vc, right_cH)
         return
-    for sum_vH, left_vc in zip(sum_VH.split(4096), left_Vc.split(4096), strict=True):  # a widened copy of a part at a time
-        sum_vH += left_vc @ right_cH
+    for start in range(0, sum_VH.shape[0], 4096):  # in parts, since the product is widened before it is added
+        sum_VH[start : start + 4096] += left_Vc[start : start + 4096] @ right_cH
 
 
 def _gather(hidden: Tensor, group: ProcessGroup | None) -> Tensor:

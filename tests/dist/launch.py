@@ -51,7 +51,7 @@ def _collect(ranks: list[Any], outbox: Any) -> list[Any]:
             results[rank] = result
         for rank, process in enumerate(ranks):
             process.join(0.02)
-            if process.exitcode not in (None, 0) and outbox.empty():
+            if rank not in results and process.exitcode not in (None, 0) and outbox.empty():
                 raise RuntimeError(f"rank {rank} of {len(ranks)} died with exit code {process.exitcode}")
     return [results[rank] for rank in range(len(ranks))]
 

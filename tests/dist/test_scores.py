@@ -201,6 +201,20 @@ def test_a_rank_that_raises_is_heard():
         run_dist(2, _raise_on_one)
 
 
+class _SumOverRanks(torch.autograd.Function):
+    """What an engine with context parallelism passes as ``reduce``: an all-reduce, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, values):
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _SumOverRanks.forward(ctx, gradient)
+
+
 def _context_parallel(rank, world):
     for preset in ("tepo", "gspo", "grpo", "dr_grpo"):
         _context_parallel_one(rank, preset)
@@ -208,8 +222,6 @@ def _context_parallel(rank, world):
 
 def _context_parallel_one(rank, preset):
     """Sequences cut in two halves over the ranks: numerators and gradients add up to those of whole sequences."""
-    from torch.distributed.nn.functional import all_reduce
-
     from tepo_megatron.config.objective import ObjectiveConfig
     from tepo_megatron.objective import build_objective
     from tepo_megatron.types import Batch, TokenScores
@@ -248,8 +260,7 @@ def _context_parallel_one(rank, preset):
     }
     shard = whole.with_(cu_seqlens=shard_cu, **fields)
     own = new.detach()[half].requires_grad_()
-    reduce = lambda sums_S: all_reduce(sums_S, group=dist.group.WORLD)  # noqa: E731
-    output = objective(TokenScores(own, entropy[1][half]), shard, context, reduce=reduce)
+    output = objective(TokenScores(own, entropy[1][half]), shard, context, reduce=_SumOverRanks.apply)
     output.numerator.backward()
     numerator = output.numerator.detach().clone()
     dist.all_reduce(numerator)

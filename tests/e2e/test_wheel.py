@@ -1,0 +1,72 @@
+"""The wheel installs and runs outside the checkout, the warm-start model included."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the unpacked wheel, built from what git would give."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=CHECKOUT, capture_output=True, check=True
+    ).stdout
+    for name in filter(None, listed.decode().split("\0")):
+        if (CHECKOUT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((CHECKOUT / name).read_bytes())
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (wheel,) = folder.glob("tepo_megatron-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def run(installed: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=installed.parent,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_package_is_the_installed_one_and_its_command_runs(installed: Path) -> None:
+    assert str(installed) in run(installed, "-c", "import tepo_megatron; print(tepo_megatron.__file__)")
+    assert "minibatches: 4" in run(installed, "-m", "tepo_megatron", "config", "show", str(CHECKOUT / "examples/tiny/run.yaml"))
+
+
+def test_the_warm_start_ships_and_loads(installed: Path) -> None:
+    script = (
+        "from tepo_megatron.data.builtin import resolve_model_path; from transformers import AutoModelForCausalLM;"
+        "folder = resolve_model_path('builtin:tiny'); print(folder);"
+        "print(sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters()))"
+    )
+    folder, parameters = run(installed, "-c", script).split()[-2:]
+    assert folder.startswith(str(installed))
+    assert int(parameters) == 607_360
+
+
+def test_the_plugin_of_vllm_is_announced(installed: Path) -> None:
+    (metadata,) = installed.glob("tepo_megatron-*.dist-info")
+    entries = (metadata / "entry_points.txt").read_text()
+    assert "[vllm.general_plugins]\ntepo_megatron = tepo_megatron.rollout.plugin:register" in entries
+    assert "tepo = tepo_megatron.cli:main" in entries
+    assert (installed / "tepo_megatron" / "py.typed").exists()
