@@ -50,7 +50,7 @@ lock() {
   {
     echo "# Complete pins of the CPU environment, beside torch==$TORCH. Made by: bash scripts/setup_cpu.sh --lock"
     # xgrammar asks for triton (690 MB), which it does not need on a CPU.
-    "$folder/bin/python" -m pip freeze --exclude torch --exclude triton
+    "$folder/bin/python" -m pip freeze --all --exclude pip --exclude torch --exclude triton
   } >requirements/cpu.txt
   rm -rf "$folder"
   say "wrote requirements/cpu.txt"

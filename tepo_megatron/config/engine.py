@@ -9,7 +9,7 @@ from tepo_megatron.config.base import Section
 
 class ModelConfig(Section):
     path: str = "builtin:tiny"
-    """Hugging Face folder with config.json, safetensors and the tokenizer; ``builtin:tiny`` is the warm start in this package."""
+    """Hugging Face folder with config.json, safetensors and tokenizer; ``builtin:tiny`` is the warm start in this package."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What weights and activations are kept in, in the trainer and (unless overridden there) in the rollout server."""

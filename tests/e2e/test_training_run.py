@@ -39,15 +39,18 @@ EVALUATION_KEYS = {"accuracy/greedy", "accuracy/avg@k", "accuracy/pass@k"}
 MEASURED_IN_SECONDS = ("time/", "tokens/s")
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tepo_megatron", "train", str(RUN), *arguments]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def start(*arguments: str, runner: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    command = [sys.executable, *runner, "-m", "tepo_megatron", "train", str(RUN), *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
 
-def train(*arguments: str) -> str:
+def train(*arguments: str, runner: tuple[str, ...] = ()) -> str:
     """Runs to the end; returns what was printed."""
-    process = start(*arguments)
+    process = start(*arguments, runner=runner)
     out, err = process.communicate(timeout=500)
     assert process.returncode == 0, f"exit code {process.returncode}\n{out[-3000:]}\n{err[-3000:]}"
     return out
@@ -140,10 +143,10 @@ def test_recorded_rollouts_carry_the_version_that_sampled_them(trained: Path) ->
 
 
 def test_replayed_rollouts_reproduce_the_run_to_the_last_bit(trained: Path, tmp_path: Path) -> None:
-    """The same rollouts give the same metrics and weights as in the first run, and as in another replay."""
+    """The same rollouts give the metrics and weights of the first run, and of another replay (by hand, under torchrun)."""
     replay = f"rollout.replay={trained / 'rollouts'}"
-    for name in ("first", "second"):
-        train(f"output={tmp_path / name}", *SMALL, replay)
+    train(f"output={tmp_path / 'first'}", *SMALL, replay)
+    train(f"output={tmp_path / 'second'}", *SMALL, replay, runner=TORCHRUN)
     assert without_times(tmp_path / "first") == without_times(tmp_path / "second")
     sampled = [{k: v for k, v in row.items() if k not in EVALUATION_KEYS} for row in without_times(trained)]
     assert without_times(tmp_path / "first") == sampled
@@ -160,6 +163,16 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(trained: Path, tmp_p
     assert [row["step"] for row in rows(out)] == list(range(STEPS + 1))
     weights = "model/model.safetensors"
     assert (out / weights).read_bytes() == (trained / weights).read_bytes()
+
+
+def test_the_trained_model_is_evaluated_by_its_command(trained: Path, tmp_path: Path) -> None:
+    """And gives the figure that the run itself saw last: the exported weights are those that the server had."""
+    settings = ["evaluate.problems=16", "evaluate.samples=0", f"output={tmp_path / 'eval'}"]
+    command = [sys.executable, "-m", "tepo_megatron", "eval", str(trained / "model"), "--run", str(RUN), *settings]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "eval" / "eval" / "metrics.json").read_text())
+    assert found["accuracy/greedy"] == rows(trained)[-1]["accuracy/greedy"]
 
 
 def test_interrupting_ends_everything(tmp_path: Path) -> None:
