@@ -18,6 +18,7 @@ from tepo_megatron.objective.mismatch import mismatch_weights
 from tepo_megatron.objective.ratio import Reduce, policy_ratio, sequence_sum
 from tepo_megatron.objective.regularize import entropy_falls, entropy_predicted_to_fall, kl_penalty
 from tepo_megatron.objective.trust_region import surrogate
+from tepo_megatron.objective.values import TokenValues
 from tepo_megatron.types import Batch, ObjectiveOutput, TokenScores
 
 if TYPE_CHECKING:
@@ -27,25 +28,6 @@ if TYPE_CHECKING:
 def build_objective(config: ObjectiveConfig) -> Objective:
     """The objective that a config describes."""
     return Objective(config)
-
-
-@dataclass(frozen=True)
-class TokenValues:
-    """A micro-batch's values [T] that the terms share; zero outside the loss mask."""
-
-    mask_T: Tensor
-    index_T: Tensor
-    advantage_T: Tensor
-    logprob_T: Tensor
-    delta_T: Tensor
-    """log π_θ − log π_old."""
-    reference_delta_T: Tensor | None
-    entropy_T: Tensor
-    entropy_change_T: Tensor | None
-    """H(π_θ) − H(π_old), detached."""
-    mismatch_T: Tensor
-    """log π_old − log π_sampler."""
-    covariance_T: Tensor
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from tepo_megatron.objective.regularize import kl_estimate
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from tepo_megatron.objective.compose import TokenValues
     from tepo_megatron.objective.context import StepContext
     from tepo_megatron.objective.trust_region import Surrogate
+    from tepo_megatron.objective.values import TokenValues
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 
