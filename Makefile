@@ -7,7 +7,7 @@ check: ## style, types, directions of imports, shell scripts
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/shellcheck scripts/*.sh .ci/run
+	$(BIN)/shellcheck scripts/*.sh tepo_megatron/launch/templates/*.sh .ci/run
 
 format:
 	$(BIN)/ruff check --fix .

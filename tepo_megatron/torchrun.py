@@ -83,6 +83,16 @@ def run_rank(config: RunConfig, work: Callable[[RunConfig], None]) -> int:
     return 0
 
 
+def run_until_interrupted(config: RunConfig, work: Callable[[RunConfig], None]) -> int:
+    """Runs ``work(config)`` in this process, which SIGINT and SIGTERM end in an orderly way; returns the exit code."""
+    _interrupt_once()
+    try:
+        work(config)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
 def check_world_size(config: RunConfig, world_size: int) -> None:
     """``ValueError`` unless as many ranks were started as ``engine.parallel`` needs."""
     parallel = config.engine.parallel

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -15,12 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Measure parts of the system on this machine.")
-
-
-@app.callback()
-def _group() -> None:  # keeps `scores` a sub-command while it is the only one
-    """Measure parts of the system on this machine."""
+from tepo_megatron.bench.machine import describe_machine
 
 
 @dataclass(frozen=True)
@@ -43,7 +37,6 @@ class Measurement:
         return self.forward_ms + self.backward_ms
 
 
-@app.command("scores")
 def scores(
     tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks, each a process of this machine.")] = 2,
     device: Annotated[str, typer.Option("--device", help="cpu (gloo) or cuda (NCCL, a GPU per rank).")] = "cpu",
@@ -168,12 +161,7 @@ def write_results(results: Sequence[Measurement], folder: Path, **arguments: Any
 
 
 def _machine(device: str) -> str:
-    cpu = platform.processor() or platform.machine()
-    if (info := Path("/proc/cpuinfo")).is_file():
-        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0] if names else cpu
-    load = os.getloadavg()[0]
-    machine = f"{os.cpu_count()} × {cpu}, load average {load:.1f}"
+    machine = describe_machine()
     if device == "cuda":
         import torch
 

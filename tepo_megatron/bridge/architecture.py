@@ -3,11 +3,44 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-KNOWN_ARCHITECTURES = ("LlamaForCausalLM",)
+
+@dataclass(frozen=True)
+class Family:
+    """What sets one architecture apart from the plain decoder (RMSNorm, RoPE, grouped queries, SwiGLU, no biases).
+
+    ``defaults`` is what ``config.json`` means where it is silent; ``only`` lists fields of which one value is supported, so
+    that no feature is silently ignored.
+    """
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, Any] = field(default_factory=dict)
+
+
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family(only={"attention_bias": False, "mlp_bias": False}),
+    "MistralForCausalLM": Family(
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096}, only={"sliding_window": None, "llama_4_scaling": None}
+    ),
+    "Qwen2ForCausalLM": Family(
+        qkv_bias=True,
+        defaults={"num_key_value_heads": 32},
+        only={"use_sliding_window": False, "dual_chunk_attention_config": None},
+    ),
+    "Qwen3ForCausalLM": Family(
+        qk_norm=True,
+        defaults={"num_key_value_heads": 32, "head_dim": 128},
+        only={"attention_bias": False, "use_sliding_window": False, "dual_chunk_attention_config": None},
+    ),
+}
+
+KNOWN_ARCHITECTURES = tuple(FAMILIES)
 
 
 @dataclass(frozen=True)
@@ -19,7 +52,11 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The shape of a dense decoder, in Hugging Face's terms."""
+    """The shape of a dense decoder, in Hugging Face's terms.
+
+    ``qkv_bias``: the query, key and value projections (and no others) have biases. ``qk_norm``: queries and keys pass an
+    RMSNorm of ``head_dim`` weights, shared by the heads of a layer, before RoPE.
+    """
 
     architecture: str
     num_layers: int
@@ -34,13 +71,15 @@ class ModelSpec:
     rope_theta: float
     rope_scaling: RopeScaling | None
     max_positions: int
+    qkv_bias: bool = False
+    qk_norm: bool = False
 
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding and the head in Megatron: the next multiple of tp."""
         return -(-self.vocab_size // tp) * tp
 
     def check_parallel(self, *, tp: int, pp: int) -> None:
-        """Raises ValueError where Megatron could not split this model so."""
+        """Raises ValueError where Megatron could not split this model so, with even stages."""
         for name, size in (
             ("attention heads", self.num_heads),
             ("key/value heads", self.num_kv_heads),
@@ -70,40 +109,78 @@ def read_model_spec(folder: Path) -> ModelSpec:
         raise ValueError(f"model.path {folder} has no config.json; give a Hugging Face model folder") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not JSON ({error.msg}); the model folder is damaged") from None
+    return model_spec(raw, str(path))
+
+
+def model_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
+    """The spec that a parsed ``config.json`` describes; ``where`` names it in errors. Raises as :func:`read_model_spec`."""
     architecture = (raw.get("architectures") or ["<none>"])[0]
-    if architecture not in KNOWN_ARCHITECTURES:
-        raise ValueError(f"{path}: architecture {architecture} is not known; known: {', '.join(KNOWN_ARCHITECTURES)}")
-    _refuse_unsupported(raw, path)
+    family = FAMILIES.get(architecture)
+    if family is None:
+        raise ValueError(f"{where}: architecture {architecture} is not known; known: {', '.join(KNOWN_ARCHITECTURES)}")
+    raw = {**family.defaults, **raw}
+    _refuse_unsupported(raw, family, where)
     try:
-        heads = raw["num_attention_heads"]
-        rope_theta, rope_scaling = _rope(raw, path)
-        return ModelSpec(
+        heads = _size(raw, "num_attention_heads", where)
+        rope_theta, rope_scaling = _rope(raw, where)
+        spec = ModelSpec(
             architecture=architecture,
-            num_layers=raw["num_hidden_layers"],
-            hidden_size=raw["hidden_size"],
+            num_layers=_size(raw, "num_hidden_layers", where),
+            hidden_size=_size(raw, "hidden_size", where),
             num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            ffn_size=raw["intermediate_size"],
-            vocab_size=raw["vocab_size"],
+            num_kv_heads=_size({"num_key_value_heads": heads, **_said(raw)}, "num_key_value_heads", where),
+            head_dim=_size({"head_dim": raw["hidden_size"] // heads, **_said(raw)}, "head_dim", where),
+            ffn_size=_size(raw, "intermediate_size", where),
+            vocab_size=_size(raw, "vocab_size", where),
             tied_embeddings=raw.get("tie_word_embeddings", False),
             norm_eps=raw.get("rms_norm_eps", 1e-6),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             max_positions=raw.get("max_position_embeddings", 2048),
+            qkv_bias=family.qkv_bias,
+            qk_norm=family.qk_norm,
         )
     except KeyError as error:
-        raise ValueError(f"{path} lacks {error}; the model folder is damaged") from None
+        raise ValueError(f"{where} lacks {error}; the model folder is damaged") from None
+    _check_sizes(spec, where)
+    return spec
 
 
-def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
-    expected = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    for key, value in expected.items():
+def _said(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Without nulls, which mean the default."""
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def _size(raw: Mapping[str, Any], key: str, where: str) -> int:
+    value = raw[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{where}: {key} = {value!r} is no positive whole number; the model folder is damaged")
+    return value
+
+
+def _check_sizes(spec: ModelSpec, where: str) -> None:
+    if spec.num_heads % spec.num_kv_heads:
+        raise ValueError(
+            f"{where}: num_key_value_heads = {spec.num_kv_heads} does not divide num_attention_heads = {spec.num_heads}; "
+            "the model folder is damaged"
+        )
+    plain = spec.hidden_size // spec.num_heads
+    if spec.architecture == "Qwen2ForCausalLM" and spec.head_dim != plain:  # vLLM's Qwen2 does not read head_dim
+        raise ValueError(
+            f"{where}: head_dim = {spec.head_dim} is not supported for Qwen2 (only hidden_size / num_attention_heads = {plain})"
+        )
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], family: Family, where: str) -> None:
+    for key, value in {"hidden_act": "silu", **family.only}.items():
         if raw.get(key, value) != value:
-            raise ValueError(f"{path}: {key} = {raw[key]!r} is not supported yet (only {value!r})")
+            raise ValueError(f"{where}: {key} = {raw[key]!r} is not supported yet (only {value!r})")
+    kinds = set(raw.get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        raise ValueError(f"{where}: layer_types has {', '.join(sorted(kinds))}, which is not supported (only full_attention)")
 
 
-def _rope(raw: dict[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
+def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
     """Transformers 5 keeps ``rope_parameters``; older folders ``rope_theta`` and ``rope_scaling``."""
     parameters = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {})}
     theta = float(parameters.get("rope_theta", 10000.0))
@@ -112,5 +189,5 @@ def _rope(raw: dict[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
         return theta, None
     constants = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if kind != "llama3" or any(parameters.get(key) != value for key, value in constants.items()):
-        raise ValueError(f"{path}: rope scaling {parameters} is not supported; known: default, llama3 with {constants}")
+        raise ValueError(f"{where}: rope scaling {parameters} is not supported; known: default, llama3 with {constants}")
     return theta, RopeScaling(factor=float(parameters["factor"]))

@@ -1,8 +1,8 @@
-"""Moves named tensors from the trainer's rank 0 to every rollout worker: packed buckets, broadcast over a gloo group.
+"""The gloo group of trainer and rollout workers, apart from torch's default one: point-to-point messages and broadcasts.
 
-Both sides import this module, so it knows neither Megatron nor vLLM. The group stands apart from torch's default one: rank 0 is
-the trainer, the workers of all servers follow. The sender and the receivers derive the same buckets from the same manifest,
-so that only bytes cross the wire.
+Both sides import this module, so it knows neither Megatron nor vLLM. The trainer's ranks come first, the workers of all servers
+follow. Shards travel point to point (``bridge.move``). :func:`send` and :func:`receive` are the plain way beside it: full
+tensors from rank 0 to everybody, in buckets that both sides derive from the same manifest.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ ALIGNMENT = 16
 """Every tensor starts at a multiple of this in its bucket: no less than the item size of any dtype."""
 
 POLL_S = 1e-4
+
+CLOSE_GRACE_S = 2.0
+"""How long leaving a group is waited for: an interpreter that ends in the middle of it aborts the process."""
 
 Manifest = Sequence[tuple[str, Sequence[int], str]]
 """What is going to be sent, in order: (name, shape, name of the torch dtype such as ``"float32"``)."""
@@ -90,11 +93,19 @@ def connect(host: str, port: int, timeout_s: float) -> TCPStore:
     return TCPStore(host, port, None, False, timedelta(seconds=timeout_s), False)
 
 
+def own_address(host: str, port: int) -> str:
+    """The address of this machine that reaches ``host``, and by which ``host`` reaches it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
 class TransferGroup:
-    """The trainer (rank 0) and all workers that receive its weights. Making it returns when all members have come.
+    """The trainer's ranks and all workers that receive its weights. Making it returns when all members have come.
 
     ``host`` names the interface whose address this member offers to the others. Every operation is bounded by ``timeout_s``
-    seconds. Raises RuntimeError if the others do not come in that time.
+    seconds. Raises RuntimeError if the others do not come in that time. It is a ``bridge.move.Transport``.
     """
 
     def __init__(self, store: TCPStore, host: str, rank: int, world_size: int, timeout_s: float) -> None:
@@ -102,6 +113,19 @@ class TransferGroup:
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         self._group: Any = ProcessGroupGloo(store, rank, world_size, options)
+        self._pending: dict[tuple[int, int], Any] = {}
+
+    def send(self, data: Tensor, peer: int, number: int) -> None:
+        """Start to send a contiguous CPU tensor to ``peer``; it must not change until :meth:`finish`."""
+        self._pending[peer, number] = self._group.send([data], peer, number)
+
+    def receive(self, data: Tensor, peer: int, number: int) -> None:
+        """Start to fill a contiguous CPU tensor with the message ``number`` of ``peer``."""
+        self._pending[peer, number] = self._group.recv([data], peer, number)
+
+    def finish(self, peer: int, number: int) -> None:
+        """Wait for a message. Raises RuntimeError if it takes longer than the time-out, or the peer has left."""
+        self._pending.pop((peer, number)).wait()
 
     def broadcast(self, tensor: Tensor, cancelled: Callable[[], bool]) -> None:
         """Fill ``tensor`` with rank 0's on every rank. Raises RuntimeError on failure, time-out and when ``cancelled()``."""
@@ -115,10 +139,13 @@ class TransferGroup:
     def close(self) -> None:
         """Leave the group; the other members' pending operations fail.
 
-        Destroying a gloo group waits for its own pending operations, up to their time-out, so a thread does it.
+        Destroying a gloo group waits for its own pending operations, up to their time-out, so a thread does it. They go first:
+        each of them holds the connections open.
         """
-        keep, self._group = [self._group], None
-        threading.Thread(target=keep.clear, name="close-transfer-group", daemon=True).start()
+        keep, self._group, self._pending = [*self._pending.values(), self._group], None, {}
+        closing = threading.Thread(target=keep.clear, name="close-transfer-group", daemon=True)
+        closing.start()
+        closing.join(CLOSE_GRACE_S)
 
 
 def send(

@@ -1,5 +1,6 @@
 """The trainer: which model, how it is split over ranks, how it is optimised."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -10,6 +11,9 @@ from tepo_megatron.config.base import Section
 class ModelConfig(Section):
     path: str = "builtin:tiny"
     """Hugging Face folder with config.json, safetensors and tokenizer; ``builtin:tiny`` is the warm start in this package."""
+
+    shards: Path | None = None
+    """Folder that ``tepo import`` made of ``path``: the trainer's ranks read their weights from it, the rest from ``path``."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What weights and activations are kept in, in the trainer and (unless overridden there) in the rollout server."""
@@ -23,19 +27,31 @@ class ParallelConfig(Section):
     """Pipeline-parallel size: layers are split over so many stages."""
 
     dp: PositiveInt = 1
-    """Data-parallel size. The world is tp × pp × dp processes."""
+    """Data-parallel size. The world is tp × pp × cp × dp processes."""
+
+    vpp: PositiveInt = 1
+    """Virtual pipeline stages per rank (interleaved 1F1B). ``tepo plan`` reckons with them; the engine refuses more than 1."""
+
+    cp: PositiveInt = 1
+    """Context-parallel size: sequences are split over so many ranks. As ``vpp``: planned with, refused by the engine."""
 
     sequence_parallel: bool = False
     """Split activations outside attention and MLP over the tensor-parallel ranks (Megatron's SP)."""
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
     @model_validator(mode="after")
     def _sequence_parallel_needs_tp(self) -> "ParallelConfig":
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel = true needs tp > 1; set tp, or sequence_parallel = false")
+        return self
+
+    @model_validator(mode="after")
+    def _virtual_stages_need_stages(self) -> "ParallelConfig":
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp = {self.vpp} divides pipeline stages further and needs pp > 1; set pp, or vpp = 1")
         return self
 
 

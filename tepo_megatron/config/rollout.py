@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from tepo_megatron.config.base import Section
 
@@ -15,6 +15,17 @@ class SamplingConfig(Section):
 
 
 class ServerConfig(Section):
+    placement: Literal["local", "external"] = "local"
+    """``local``: the trainer starts the servers on its own machine. ``external``: ``tepo serve`` runs them elsewhere, and they
+    are found in ``registry``; ``tepo launch`` sets both where a run has nodes for rollouts."""
+
+    registry: Path | None = None
+    """Folder on a disk that all nodes share, in which external servers tell their address and the run's key lies."""
+
+    interface: str | None = None
+    """Interface of the nodes' inner network, such as ib0: external servers listen on its address only. Default: the address
+    that a node's own name stands for."""
+
     count: PositiveInt = 1
     """How many servers to start; prompts are spread over them."""
 
@@ -22,7 +33,7 @@ class ServerConfig(Section):
     """Tensor-parallel size of each server."""
 
     host: str = "127.0.0.1"
-    """The address that the servers listen on: one of this machine's, not a wildcard. Anyone who reaches it and holds the
+    """The address that local servers listen on: one of this machine's, not a wildcard. Anyone who reaches it and holds the
     run's key can change the weights."""
 
     port: NonNegativeInt = 0
@@ -46,6 +57,10 @@ class ServerConfig(Section):
 
     start_timeout_s: PositiveFloat = 300.0
     request_timeout_s: PositiveFloat = 600.0
+    transfer: Literal["reshard", "gather"] = "reshard"
+    """How weights reach the servers. ``reshard``: every trainer rank sends its shards straight to the workers that need them.
+    ``gather``: rank 0 gathers each full tensor and broadcasts it, for models that the bridge's table does not know in vLLM."""
+
     transfer_timeout_s: PositiveFloat = 120.0
     """How long one message of a weight update may take before the update counts as failed."""
 
@@ -63,6 +78,12 @@ class ServerConfig(Section):
                 f"{host!r} is no address that trainer and servers can reach each other at; name one of this machine's"
             )
         return host
+
+    @model_validator(mode="after")
+    def _external_servers_need_a_registry(self) -> "ServerConfig":
+        if self.placement == "external" and self.registry is None:
+            raise ValueError("placement = external needs registry: a folder that all nodes share, such as OUT/servers")
+        return self
 
 
 class RolloutConfig(Section):

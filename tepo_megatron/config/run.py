@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import model_validator
 
 from tepo_megatron.config.base import Section
+from tepo_megatron.config.cluster import ClusterConfig
 from tepo_megatron.config.data import DataConfig, EvaluateConfig, RewardConfig
 from tepo_megatron.config.engine import EngineConfig, ModelConfig, OptimizerConfig
 from tepo_megatron.config.objective import ObjectiveConfig
@@ -28,6 +29,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     log: LogConfig = LogConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="after")
     def _minibatches_have_work(self) -> "RunConfig":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,11 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from tepo_megatron.bridge.files import open_safetensors, write_stream
+from tepo_megatron.bridge.files import write_stream
+from tepo_megatron.bridge.stored import SHARDS, box_key, open_boxes
 from tepo_megatron.engine import optimizer_state
 from tepo_megatron.engine.checkpoint_folder import checkpoint_folder, finished
-from tepo_megatron.types import Box, Shard, ShardLayout
-
-
-@dataclass(frozen=True)
-class StoredBox:
-    file: Path
-    key: str
-    box: Box
+from tepo_megatron.types import Shard, ShardLayout
 
 
 def save(
@@ -54,11 +47,11 @@ def save(
     rank = dist.get_rank()
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
-        (partial / "shards").mkdir(parents=True)
+        (partial / SHARDS).mkdir(parents=True)
     dist.barrier()
     boxes = _boxes(optimizer, params, layout)
     if owns_weights:
-        write_stream(partial / "shards", f"rank{rank:05d}", boxes)
+        write_stream(partial / SHARDS, f"rank{rank:05d}", boxes)
     else:
         for _ in boxes:  # the other replicas take part in the collectives only
             continue
@@ -82,8 +75,7 @@ def _boxes(
         by_param.setdefault(shard.param, []).append(shard)
     for name, state, tensor in optimizer_state.collect(optimizer, params):
         for shard in by_param[name]:
-            start = ",".join(map(str, shard.box.start))
-            yield f"{state}|{shard.tensor}|{start}", tensor[shard.at.slices].clone()
+            yield box_key(state, shard.tensor, shard.box), tensor[shard.at.slices].clone()
 
 
 def load(
@@ -97,7 +89,7 @@ def load(
         state: dict[str, Any] = json.loads((folder / "state.json").read_text())
     except (FileNotFoundError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder} is not a finished checkpoint: {error}") from None
-    stored = _stored_boxes(folder)
+    stored = {kind: open_boxes(folder, kind) for kind in optimizer_state.STATES}
     by_param: dict[str, list[Shard]] = {}
     for shard in layout.shards:
         by_param.setdefault(shard.param, []).append(shard)
@@ -106,35 +98,7 @@ def load(
         for kind in optimizer_state.STATES:
             full = torch.zeros(param.shape, dtype=torch.float32)
             for shard in by_param[name]:
-                _read(full[shard.at.slices], shard, stored.get((kind, shard.tensor), []), folder)
+                stored[kind].read(shard.tensor, shard.box, full[shard.at.slices])
             values[kind] = full.to(param.device)
         optimizer_state.restore(optimizer, param, values, updates=state["updates"])
     return state
-
-
-def _stored_boxes(folder: Path) -> dict[tuple[str, str], list[StoredBox]]:
-    stored: dict[tuple[str, str], list[StoredBox]] = {}
-    for path in sorted((folder / "shards").glob("*.safetensors")):
-        with open_safetensors(path) as handle:
-            for key in handle.keys():  # noqa: SIM118 (safe_open has keys() but is no mapping)
-                kind, tensor, at = key.split("|")
-                start = tuple(int(part) for part in at.split(","))
-                shape = handle.get_slice(key).get_shape()
-                stop = tuple(a + extent for a, extent in zip(start, shape, strict=True))
-                stored.setdefault((kind, tensor), []).append(StoredBox(path, key, Box(start, stop)))
-    return stored
-
-
-def _read(into: Tensor, shard: Shard, stored: list[StoredBox], folder: Path) -> None:
-    """Fills ``into``, the place of ``shard``, from the stored boxes that meet it."""
-    filled = 0
-    for candidate in stored:
-        common = shard.box.intersection(candidate.box)
-        if common is None:
-            continue
-        with open_safetensors(candidate.file) as handle:
-            part = handle.get_slice(candidate.key)[common.relative_to(candidate.box.start).slices]
-        into[common.relative_to(shard.box.start).slices] = part
-        filled += part.numel()
-    if filled < into.numel():
-        raise ValueError(f"checkpoint {folder} holds {filled} of {into.numel()} elements that are needed of {shard.tensor}")

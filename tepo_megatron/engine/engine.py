@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,9 @@ from torch import Tensor
 from tepo_megatron.bridge.architecture import read_model_spec
 from tepo_megatron.bridge.files import load_into, write_model
 from tepo_megatron.bridge.gather import gather_to_root, sources
-from tepo_megatron.bridge.layouts import megatron_layout
+from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_layout
+from tepo_megatron.bridge.plan import reshard_plan
+from tepo_megatron.bridge.sender import ShardSender
 from tepo_megatron.config import RunConfig
 from tepo_megatron.engine import checkpoint, parallel
 from tepo_megatron.engine.batch import broadcast, pack
@@ -42,8 +45,8 @@ class Engine:
     """Model, optimizer and objective on this rank. Every rank makes one, and calls every method in the same order."""
 
     def __init__(self, config: RunConfig, model_dir: Path, objective: StepObjective | None = None) -> None:
-        """Builds process groups, model (weights from ``model_dir``, a Hugging Face folder) and optimizer. ``objective``
-        replaces the config's.
+        """Builds process groups, model and optimizer. Weights come from ``config.model.shards`` where it is set, else from
+        ``model_dir``, a Hugging Face folder. ``objective`` replaces the config's.
 
         Raises ValueError for a model that does not fit the parallel layout or a folder that is not the model that it describes.
         """
@@ -87,7 +90,7 @@ class Engine:
         megatron = transformer_config(self.spec, config.model, config.engine, self.platform)
         self.model = build_model(self.spec, megatron, self.ranks, self.platform)
         self.params = dict(self.model.named_parameters())
-        load_into(self.model_dir, self.layouts[self.ranks.rank], self.params)
+        load_into(self.config.model.shards or self.model_dir, self.layouts[self.ranks.rank], self.params)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=config.optimizer.distributed, overlap_grad_reduce=False
         )
@@ -104,7 +107,7 @@ class Engine:
         with self.platform.megatron():
             megatron = transformer_config(self.spec, self.config.model, self.config.engine, self.platform)
             model = build_model(self.spec, megatron, self.ranks, self.platform)
-        load_into(self.model_dir, self.layouts[self.ranks.rank], dict(model.named_parameters()))
+        load_into(self.config.model.shards or self.model_dir, self.layouts[self.ranks.rank], dict(model.named_parameters()))
         return model.requires_grad_(False)
 
     # -- the algorithm ---------------------------------------------------------------------------------------------------
@@ -142,6 +145,28 @@ class Engine:
         """Full tensors under their Hugging Face names, on rank 0; None elsewhere. Every rank must exhaust it."""
         return gather_to_root(self.sources, self.layouts[0].shapes, self.params)
 
+    @cached_property
+    def sender(self) -> ShardSender:
+        """This rank's end of the way from shard to shard. Every rank makes it, on first use.
+
+        Raises ValueError where vLLM could not split the model over the workers of a server.
+        """
+        server, ranks = self.config.rollout.server, self.ranks
+        fused_norms = self.platform.kind == "cuda"
+        plan = reshard_plan(
+            self.spec,
+            MegatronParallel(tp=ranks.tp, pp=ranks.pp, dp=ranks.dp, fused_norms=fused_norms),
+            VllmParallel(tp=server.tp, replicas=server.count),
+        )
+        return ShardSender(
+            plan,
+            self.params,
+            rank=ranks.rank,
+            dtype=self.dtype if server.dtype == "auto" else getattr(torch, server.dtype),
+            told=self.told,
+            timeout_s=server.transfer_timeout_s,
+        )
+
     def export(self, out: Path) -> None:
         """Writes a Hugging Face folder. Every rank calls; rank 0 writes."""
         stream = self.stream_weights()
@@ -158,7 +183,7 @@ class Engine:
         return checkpoint.save(
             folder,
             step=step,
-            state={"updates": self.updates, **state},
+            state={"updates": self.updates, "model": str(self.model_dir.resolve()), **state},
             optimizer=self.optimizer,
             params=self.params,
             layout=self.layouts[self.ranks.rank],

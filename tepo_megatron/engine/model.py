@@ -47,6 +47,8 @@ def transformer_config(spec: ModelSpec, model: ModelConfig, engine: EngineConfig
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
+        add_qkv_bias=spec.qkv_bias,
+        qk_layernorm=spec.qk_norm,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=engine.parallel.tp,
@@ -71,10 +73,14 @@ def transformer_config(spec: ModelSpec, model: ModelConfig, engine: EngineConfig
 def layer_spec(config: TransformerConfig, platform: Platform) -> ModuleSpec | TransformerBlockSubmodules:
     """Transformer Engine's layers on a GPU; Megatron's local ones, with our packed attention and norm, on a CPU."""
     if platform.kind == "cuda":
-        return get_gpt_layer_with_transformer_engine_spec()
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.self_attention.submodules.core_attention = PackedDotProductAttention
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedDotProductAttention
+    if config.qk_layernorm:
+        # Its gradient, a share on each tensor-parallel rank, is summed by Megatron because of the parameter's name.
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     # The block spec, unlike the layer spec, names the final norm, which Megatron's local one would refuse under SP.
     layers = [layer] * transformer_block.get_num_layers_to_build(config)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

@@ -56,8 +56,11 @@ class Ranks:
 def initialize(config: ParallelConfig, platform: Platform, *, seed: int) -> Ranks:
     """Joins the world that the environment describes (torchrun's variables; one process without them) and splits it.
 
-    Every rank calls. Raises ValueError if the world is not tp × pp × dp.
+    Every rank calls. Raises ValueError if the world is not tp × pp × dp, and for sizes that this engine does not know yet.
     """
+    for name, size in (("vpp", config.vpp), ("cp", config.cp)):
+        if size > 1:
+            raise ValueError(f"engine.parallel.{name} = {size} can be planned with, but not trained with yet; set it to 1")
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world != config.world_size:
         raise ValueError(

@@ -95,17 +95,30 @@ class Client:
         """Forget cached keys and values, which belong to older weights."""
         self._post("/reset_prefix_cache")
 
-    def join_transfer(self, host: str, port: int, rank_offset: int, world_size: int, timeout_s: float) -> None:
+    def join_transfer(
+        self, host: str, port: int, *, rank_offset: int, world_size: int, timeout_s: float, sharded: bool
+    ) -> None:
         """Make the workers enter the group that meets at ``host``:``port``; returns when all members have."""
-        info = {"host": host, "port": port, "rank_offset": rank_offset, "world_size": world_size, "timeout_s": timeout_s}
+        info = {
+            "host": host,
+            "port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "timeout_s": timeout_s,
+            "sharded": sharded,
+        }
         self._post("/init_weight_transfer_engine", {"init_info": info})
 
     def start_update(self) -> None:
         """Prepare for new weights."""
         self._post("/start_weight_update")
 
-    def receive_weights(self, manifest: Manifest) -> None:
-        """Make the workers receive and load the tensors of the manifest; returns when they have."""
+    def receive_shards(self) -> None:
+        """Make the workers receive and load their shards; returns when they have, and have found the digests to agree."""
+        self._post("/update_weights", {"update_info": {}})
+
+    def receive_tensors(self, manifest: Manifest) -> None:
+        """Make the workers receive and load the full tensors of the manifest; returns when they have."""
         self._post(
             "/update_weights", {"update_info": {"manifest": [[name, list(shape), dtype] for name, shape, dtype in manifest]}}
         )

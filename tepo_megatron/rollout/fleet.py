@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, as_completed, wait
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from torch import Tensor
 
+from tepo_megatron.bridge.sender import ShardSender
 from tepo_megatron.bridge.transport import Manifest
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rollout.client import Client, Response
+from tepo_megatron.rollout.external import ExternalServer, external_servers
+from tepo_megatron.rollout.requests import prompt_seed, split_prompts
 from tepo_megatron.rollout.server import Server, bind_cores
-from tepo_megatron.rollout.sync import WeightSync
+from tepo_megatron.rollout.sync import BroadcastSync, ShardSync, WeightSync
 from tepo_megatron.types import WeightsVersion
 
-GREEDY_PROMPTS_PER_REQUEST = 64
+S = TypeVar("S", bound=WeightSync)
 
 
 class ServerDied(RuntimeError):  # noqa: N818
@@ -28,6 +31,9 @@ class ServerDied(RuntimeError):  # noqa: N818
 
 class Fleet:
     """``config.count`` vLLM servers of one model. Used by one process, the trainer's rank 0, from one thread.
+
+    They are processes of this machine, or with ``config.placement = "external"`` those that ``tepo serve`` runs: then starting
+    waits for them, stopping leaves them, and reviving has their nodes replace them.
 
     ``dtype`` is that of the weights unless the config has its own; ``stop_token_ids`` end a response, and are its last id when
     they do; ``log_dir`` gets a ``server-N.log`` of each; the weights in ``model_dir`` are version 0. A context manager:
@@ -44,19 +50,25 @@ class Fleet:
         log_dir: Path,
         seed: int = 0,
     ) -> None:
-        self._config, self._stop_token_ids, self._key = config, tuple(stop_token_ids), secrets.token_urlsafe(32)
-        self._servers = [
-            Server(
-                config,
-                model_dir=model_dir,
-                dtype=dtype if config.dtype == "auto" else config.dtype,
-                cores=cores,
-                key=self._key,
-                log=log_dir / f"server-{index}.log",
-                seed=seed + index,
-            )
-            for index, cores in enumerate(_cores(config))
-        ]
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._servers: list[Server] | list[ExternalServer]
+        if config.placement == "external":
+            config, self._key, self._servers = external_servers(config, log_dir)
+        else:
+            self._key = secrets.token_urlsafe(32)
+            self._servers = [
+                Server(
+                    config,
+                    model_dir=model_dir,
+                    dtype=dtype if config.dtype == "auto" else config.dtype,
+                    cores=cores,
+                    key=self._key,
+                    log=log_dir / f"server-{index}.log",
+                    seed=seed + index,
+                )
+                for index, cores in enumerate(_cores(config))
+            ]
+        self._config = config
         self._clients: list[Client] = []
         self._sync: WeightSync | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -98,7 +110,7 @@ class Fleet:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._pool = None
-        _each(self._servers, Server.stop)
+        _each(self._servers, lambda server: server.stop())
         for client in self._clients:
             client.close()
         self._clients = []
@@ -136,7 +148,7 @@ class Fleet:
         if empty := [index for index, prompt in enumerate(prompts) if not prompt]:
             raise ValueError(f"prompt {empty[0]} is empty; a prompt needs at least one token")
         requests: dict[Future[list[list[Response]]], range] = {}
-        for index, run in enumerate(_runs(len(prompts), GREEDY_PROMPTS_PER_REQUEST if temperature == 0 else 1)):
+        for index, run in enumerate(split_prompts(len(prompts), greedy=temperature == 0)):
             request = self._pool.submit(
                 self._clients[index % len(self._clients)].generate,
                 [prompts[i] for i in run],
@@ -144,7 +156,7 @@ class Fleet:
                 temperature=temperature,
                 max_new_tokens=max_new_tokens,
                 # vLLM draws sample j of every prompt of one request with the seed + j: hence a request for each sampled prompt
-                seed=None if temperature == 0 else _derive_seed(seed, run.start),
+                seed=None if temperature == 0 else prompt_seed(seed, run.start),
                 stop_token_ids=self._stop_token_ids,
                 version=self._version,
             )
@@ -175,34 +187,52 @@ class Fleet:
         return groups
 
     def update_weights(self, version: WeightsVersion, manifest: Manifest, tensors: Iterable[Tensor]) -> None:
-        """Put the trainer's weights into all servers; ``version`` is stamped on every later response.
+        """Put full tensors into all servers, from this process; ``version`` is stamped on every later response.
 
         ``manifest`` announces (Hugging Face name, full shape, dtype name) of each of ``tensors``, in order. After an error the
         servers are stopped, since their weights are undefined, and the rest of ``tensors`` is consumed, so that ranks that
         gather them together stay in step. Raises ServerDied if a server's death was the cause (revive() and repeat), otherwise
         RuntimeError naming the server and the tensor, or ValueError where tensors do not match the manifest.
         """
-        if not self._clients:
-            raise RuntimeError("the fleet is not started; call start() first")
-        if self._sync is None:
-            self._sync = WeightSync(
-                self._clients, host=self._config.host, tp=self._config.tp, timeout_s=self._config.transfer_timeout_s
-            )
-        self._version = None
         stream = iter(tensors)
         try:
-            self._sync.push(version, manifest, stream)
-        except (RuntimeError, ValueError) as error:
-            message = f"weights {version.step} did not reach the rollout servers: {error}"
-            dead = [server.url for server in self._servers if not server.healthy()]
-            self._end()
+            self._update(version, BroadcastSync, lambda sync: sync.push(version, manifest, stream))
+        except (RuntimeError, ValueError):
             for _ in stream:
                 pass
-            raise (ServerDied if dead else type(error))(message) from error
-        except BaseException:
-            self._end()
             raise
-        self._version = version
+
+    def update_shards(self, version: WeightsVersion, sender: ShardSender) -> None:
+        """Put the trainer's shards into all servers, straight from the ranks that hold them; the other ranks ``follow``.
+
+        As :meth:`update_weights`, and RuntimeError where weights did not arrive as they were sent, with tensors and ranks.
+        """
+        try:
+            self._update(version, ShardSync, lambda sync: sync.push(version, sender))
+        except RuntimeError:
+            sender.conclude(arrived=False)
+            raise
+        sender.conclude(arrived=True)
+
+    def _update(self, version: WeightsVersion, way: type[S], push: Callable[[S], None]) -> None:
+        if not self._clients:
+            raise RuntimeError("the fleet is not started; call start() first")
+        if not isinstance(self._sync, way):
+            if self._sync is not None:
+                self._sync.close()
+            config = self._config
+            self._sync = way(self._clients, host=config.host, tp=config.tp, timeout_s=config.transfer_timeout_s)
+        self._version = None
+        try:
+            push(self._sync)
+            self._version = version
+        except (RuntimeError, ValueError) as error:
+            died = any(not server.healthy() for server in self._servers)
+            message = f"weights {version.step} did not reach the rollout servers: {error}"
+            raise (ServerDied if died else type(error))(message) from error
+        finally:
+            if self._version is None:
+                self._end()
 
     def revive(self) -> bool:
         """Start the servers that are gone again; True if there were any: the caller must then call update_weights().
@@ -224,7 +254,7 @@ class Fleet:
         self._start(gone)
         return True
 
-    def _start(self, servers: Sequence[Server]) -> None:
+    def _start(self, servers: Sequence[Server | ExternalServer]) -> None:
         try:
             with self._spawning:
                 if self._stopped:
@@ -233,7 +263,7 @@ class Fleet:
                 for server in servers:
                     server.start(taken)
                     taken.add(server.port)
-            _each(servers, Server.wait_ready)
+            _each(servers, lambda server: server.wait_ready())
         except BaseException:
             self._end()
             raise
@@ -258,16 +288,7 @@ def _cores(config: ServerConfig) -> list[str]:
     return [config.cpu_threads] * config.count
 
 
-def _derive_seed(seed: int, prompt: int) -> int:
-    """A seed of 62 bits for the prompt's group, unrelated to those of its neighbours."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{prompt}".encode(), digest_size=8).digest()) >> 2
-
-
-def _runs(total: int, size: int) -> list[range]:
-    return [range(first, min(first + size, total)) for first in range(0, total, size)]
-
-
-def _each(servers: Sequence[Server], action: Callable[[Server], None]) -> None:
+def _each(servers: Sequence[Server | ExternalServer], action: Callable[[Server | ExternalServer], None]) -> None:
     """Do it to all servers at once; raises the first error when one fails, without waiting for the others."""
     pool = ThreadPoolExecutor(len(servers), thread_name_prefix="server")
     try:

@@ -35,18 +35,28 @@ class Server:
     """A vLLM server that runs from :meth:`start` to :meth:`stop`, and never longer than the process that started it.
 
     ``dtype`` is that of the weights (``float32``, ``bfloat16``); ``cores`` binds the workers as ``VLLM_CPU_OMP_THREADS_BIND``
-    does and is ignored where there is a GPU; ``key`` protects every path but /health and travels in the environment only.
-    Output of all processes is appended to ``log``.
+    does and is ignored where there is a GPU; ``gpus`` numbers those that it may use, by default all; ``key`` protects every
+    path but /health and travels in the environment only. Output of all processes is appended to ``log``.
     """
 
     def __init__(
-        self, config: ServerConfig, *, model_dir: Path, dtype: str, cores: str, key: str, log: Path, seed: int = 0
+        self,
+        config: ServerConfig,
+        *,
+        model_dir: Path,
+        dtype: str,
+        cores: str,
+        key: str,
+        log: Path,
+        seed: int = 0,
+        gpus: Sequence[int] = (),
     ) -> None:
         self.config = config
         self.log = log
         self.port = 0
         self._log_start = 0
         self._model, self._dtype, self._cores, self._key, self._seed = str(model_dir), dtype, cores, key, seed
+        self._gpus = tuple(gpus)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -97,16 +107,7 @@ class Server:
 
     def healthy(self) -> bool:
         """Whether the server runs and says that its engine works."""
-        if not self.alive:
-            return False
-        connection = HTTPConnection(self.config.host, self.port, timeout=HEALTH_TIMEOUT_S)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, HTTPException):
-            return False
-        finally:
-            connection.close()
+        return self.alive and answers(self.config.host, self.port)
 
     def stop(self) -> None:
         """End every process of the server: SIGTERM, a wait of seconds, SIGKILL. Does nothing if there is none."""
@@ -174,11 +175,25 @@ class Server:
             "VLLM_HOST_IP": self.config.host,
             "PYTHONUNBUFFERED": "1",
         }
+        if on_gpu and self._gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._gpus))
         if not on_gpu:
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(self.config.cpu_kv_cache_gib)
             environment["VLLM_CPU_OMP_THREADS_BIND"] = self._cores
             environment["OMP_NUM_THREADS"] = "1"  # of the processes around the workers
         return environment
+
+
+def answers(host: str, port: int) -> bool:
+    """Whether a server there says that its engine works."""
+    connection = HTTPConnection(host, port, timeout=HEALTH_TIMEOUT_S)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def free_port(host: str, first: int = 0, taken: Collection[int] = ()) -> int:

@@ -1,73 +1,87 @@
-"""Puts the trainer's weights into running servers: pause, stream, finish, forget the prefix cache, resume."""
+"""Puts the trainer's weights into running servers: pause, transfer, finish, forget the prefix cache, resume.
+
+After a failure the servers' weights are undefined: they must be restarted, and a new sync made.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from tepo_megatron.bridge import transport
+from tepo_megatron.bridge.sender import ShardSender
 from tepo_megatron.bridge.transport import Manifest
 from tepo_megatron.rollout.client import Client
 from tepo_megatron.types import WeightsVersion
 
+T = TypeVar("T")
 
-class WeightSync:
-    """The transfer group of rank 0 (the trainer) and all workers of the servers, and the protocol of an update.
 
-    The group is formed at the first update. After a failure the servers' weights are undefined: they must be restarted, and a
-    new WeightSync made. ``host`` is an address of this machine that the servers reach; ``tp`` the workers of each.
+class WeightSync(ABC):
+    """The servers' part of an update, whichever way the weights come. The transfer group is formed at the first update.
+
+    ``host`` is an address of this machine that the servers reach; ``tp`` the workers of each.
     """
 
     def __init__(self, clients: Sequence[Client], *, host: str, tp: int, timeout_s: float) -> None:
         self._clients, self._host, self._tp, self._timeout_s = list(clients), host, tp, timeout_s
         self._pool = ThreadPoolExecutor(len(self._clients) + 1, thread_name_prefix="weight-sync")
-        self._group: transport.TransferGroup | None = None
-
-    def push(self, version: WeightsVersion, manifest: Manifest, tensors: Iterable[Tensor]) -> None:
-        """Send all tensors of the manifest, in its order, and have every server use them from the next token on.
-
-        Raises RuntimeError naming the server and the tensor when either side fails, within about the time-out.
-        """
-        if self._group is None:
-            self._group = self._join()
-        self._everywhere(Client.pause)
-        self._everywhere(Client.start_update)
-        receiving = [self._pool.submit(client.receive_weights, manifest) for client in self._clients]
-        try:
-            transport.send(self._group, manifest, tensors, cancelled=lambda: any(_failed(f) for f in receiving))
-        except RuntimeError as error:
-            # The trainer's end only sees a connection close; which server failed, and at what, is in that server's answer.
-            wait(receiving, self._timeout_s)
-            raise RuntimeError(_causes(receiving) or str(error)) from error
-        self._collect(receiving)
-        self._everywhere(lambda client: client.finish_update(version))
-        self._everywhere(Client.reset_prefix_cache)
-        self._everywhere(Client.resume)
 
     def close(self) -> None:
         """Leave the group. Requests that still run go on in their threads until they are answered or time out."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        self._leave()
 
-    def _join(self) -> transport.TransferGroup:
-        world_size = 1 + self._tp * len(self._clients)
-        store, port = transport.listen(self._host)
+    @abstractmethod
+    def _leave(self) -> None:
+        """Close the connections to the workers, so that what they still wait for fails."""
+
+    def _begin(self) -> None:
+        self._everywhere(Client.pause)
+        self._everywhere(Client.start_update)
+
+    def _join(self, enter: Callable[[], T], port: int, *, first_worker: int, world_size: int, sharded: bool) -> T:
+        """Has all workers and, by ``enter``, this process come into the group; returns what ``enter`` does."""
         joining = [
-            self._pool.submit(client.join_transfer, self._host, port, 1 + self._tp * index, world_size, self._timeout_s)
+            self._pool.submit(
+                client.join_transfer,
+                self._host,
+                port,
+                rank_offset=first_worker + self._tp * index,
+                world_size=world_size,
+                timeout_s=self._timeout_s,
+                sharded=sharded,
+            )
             for index, client in enumerate(self._clients)
         ]
-        own = self._pool.submit(transport.TransferGroup, store, self._host, 0, world_size, self._timeout_s)
+        own = self._pool.submit(enter)
         # A server that fails leaves this side waiting for it until the time-out; the error need not wait for that.
         members: list[Future[Any]] = [*joining, own]
         wait(members, return_when=FIRST_EXCEPTION)
         if causes := _causes(members):
             raise RuntimeError(f"the servers did not enter the weight-transfer group. {causes}")
         return own.result()
+
+    def _transfer(self, receive: Callable[[Client], None], send: Callable[[Callable[[], bool]], None]) -> None:
+        """Servers ``receive`` while this process does ``send``, which may ask whether a server has failed meanwhile."""
+        receiving = [self._pool.submit(receive, client) for client in self._clients]
+        try:
+            send(lambda: any(_failed(request) for request in receiving))
+        except RuntimeError as error:
+            # This end only sees a connection close; which server failed, and at what, is in that server's answer.
+            self._leave()
+            wait(receiving, self._timeout_s)
+            raise RuntimeError(_causes(receiving) or str(error)) from error
+        self._collect(receiving)
+
+    def _finish(self, version: WeightsVersion) -> None:
+        self._everywhere(lambda client: client.finish_update(version))
+        self._everywhere(Client.reset_prefix_cache)
+        self._everywhere(Client.resume)
 
     def _everywhere(self, request: Callable[[Client], None]) -> None:
         self._collect([self._pool.submit(request, client) for client in self._clients])
@@ -76,6 +90,69 @@ class WeightSync:
         wait(requests)
         if causes := _causes(requests):
             raise RuntimeError(causes)
+
+
+class BroadcastSync(WeightSync):
+    """Full tensors, from this process to all workers: the group is this process and the workers."""
+
+    _group: transport.TransferGroup | None = None
+
+    def push(self, version: WeightsVersion, manifest: Manifest, tensors: Iterable[Tensor]) -> None:
+        """Send all tensors of the manifest, in its order, and have every server use them from the next token on.
+
+        Raises RuntimeError naming the server and the tensor when either side fails, within about the time-out.
+        """
+        group = self._group = self._group or self._form()
+        self._begin()
+        self._transfer(
+            lambda client: client.receive_tensors(manifest),
+            lambda cancelled: transport.send(group, manifest, tensors, cancelled=cancelled),
+        )
+        self._finish(version)
+
+    def _form(self) -> transport.TransferGroup:
+        world_size = 1 + self._tp * len(self._clients)
+        store, port = transport.listen(self._host)
+        return self._join(
+            lambda: transport.TransferGroup(store, self._host, 0, world_size, self._timeout_s),
+            port,
+            first_worker=1,
+            world_size=world_size,
+            sharded=False,
+        )
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+class ShardSync(WeightSync):
+    """Shards, from every trainer rank to the workers that need them. Rank 0 calls; the other ranks ``follow`` its sender."""
+
+    _sender: ShardSender | None = None
+
+    def push(self, version: WeightsVersion, sender: ShardSender) -> None:
+        """Have all trainer ranks send, and every server use the weights from the next token on.
+
+        Raises RuntimeError naming the server, the tensor and the ranks when anything fails, within about the time-out; then
+        or afterwards the caller calls ``sender.conclude``, for which the other ranks wait.
+        """
+        if self._sender is None:
+            self._sender = sender
+            port = sender.open(self._host)
+            sender.announce()
+            self._join(sender.join, port, first_worker=sender.num_sources, world_size=sender.world_size, sharded=True)
+        else:
+            sender.announce()
+        self._begin()
+        self._transfer(Client.receive_shards, lambda _: sender.send())
+        self._finish(version)
+
+    def _leave(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
 
 
 def _failed(request: Future[Any]) -> bool:

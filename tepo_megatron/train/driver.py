@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -22,12 +22,9 @@ from tepo_megatron.train.output import Output
 from tepo_megatron.types import Problem, Rollout, WeightsVersion
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tepo_megatron.engine.engine import TensorMeta
+    from tepo_megatron.engine.engine import Engine
 
 T = TypeVar("T")
-Stream = Iterator[tuple[str, "Tensor | None"]]
 
 
 class Driver(Protocol):
@@ -38,8 +35,8 @@ class Driver(Protocol):
         """The result of ``work``, and whether a server died under it, was revived, and now has stale weights."""
 
     def collect(self, step: int) -> list[Rollout] | None: ...
-    def publish(self, step: int, manifest: Sequence[TensorMeta], stream: Stream) -> bool:
-        """Hands the weights over; whether a server died under it, was revived, and has stale weights."""
+    def publish(self, step: int, engine: Engine) -> bool:
+        """Hands the engine's weights over; whether a server died under it, was revived, and has stale weights."""
 
     def evaluate(self, step: int) -> None: ...
     def log(self, step: int, row: Mapping[str, float]) -> None: ...
@@ -48,7 +45,7 @@ class Driver(Protocol):
 
 
 class Follower:
-    """Every rank but 0: takes part in streaming the weights, and otherwise waits in the engine's collectives."""
+    """Every rank but 0: takes part in handing over the weights, and otherwise waits in the engine's collectives."""
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -59,8 +56,12 @@ class Follower:
     def collect(self, step: int) -> None:
         return None
 
-    def publish(self, step: int, manifest: Sequence[TensorMeta], stream: Stream) -> bool:
-        exhaust(stream)
+    def publish(self, step: int, engine: Engine) -> bool:
+        if engine.config.rollout.replay is None:
+            if engine.config.rollout.server.transfer == "reshard":
+                engine.sender.follow()
+            else:
+                exhaust(engine.stream_weights())
         return False
 
     def evaluate(self, step: int) -> None:
@@ -171,13 +172,16 @@ class RootDriver:
 
     # -- weights ---------------------------------------------------------------------------------------------------------
 
-    def publish(self, step: int, manifest: Sequence[TensorMeta], stream: Stream) -> bool:
+    def publish(self, step: int, engine: Engine) -> bool:
         if self.config.rollout.replay is not None:
-            exhaust(stream)
             return False
-        entries = [(meta.name, meta.shape, meta.dtype) for meta in manifest]
-        tensors = (tensor for _, tensor in stream if tensor is not None)
-        _, died = self.attempt(lambda: self._fleet().update_weights(WeightsVersion(step), entries, tensors))
+        version = WeightsVersion(step)
+        if self.config.rollout.server.transfer == "reshard":
+            _, died = self.attempt(lambda: self._fleet().update_shards(version, engine.sender))
+        else:
+            manifest = [(meta.name, meta.shape, meta.dtype) for meta in engine.manifest]
+            tensors = (tensor for _, tensor in engine.stream_weights() if tensor is not None)
+            _, died = self.attempt(lambda: self._fleet().update_weights(version, manifest, tensors))
         return died
 
     def _fleet(self) -> Fleet:

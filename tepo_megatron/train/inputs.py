@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tepo_megatron.bridge.architecture import ModelSpec, read_model_spec
+from tepo_megatron.bridge.convert import check_imported
 from tepo_megatron.config import RunConfig
 from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.data.problems import load_problems
@@ -28,14 +29,16 @@ class Inputs:
 
 
 def check_model(config: RunConfig) -> Path:
-    """The model folder, after checking that it is whole and fits the parallel layout, and that there is a checkpoint if one is
-    to be resumed from. Every rank calls.
+    """The model folder, after checking that it is whole and fits the parallel layout, that ``model.shards`` was made of it, and
+    that there is a checkpoint if one is to be resumed from. Every rank calls.
     """
     model_dir = resolve_model_path(config.model.path)
     layout = config.engine.parallel
     if config.train.resume:
         newest(config.output / "checkpoints")
     read_model_spec(model_dir).check_parallel(tp=layout.tp, pp=layout.pp)
+    if config.model.shards is not None:
+        check_imported(config.model.shards, model_dir)
     return model_dir
 
 

@@ -59,7 +59,7 @@ class Loop:
         stale = True
         while stale:
             with self.driver.phase("sync"):
-                died = self.driver.publish(self.step, self.engine.manifest, self.engine.stream_weights())
+                died = self.driver.publish(self.step, self.engine)
                 stale = self.engine.told(died)
 
     def evaluate(self) -> None:

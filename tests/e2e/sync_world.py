@@ -73,12 +73,10 @@ def main() -> None:
     report: list[dict[str, Any]] = []
     try:
         for sync in range(3):
-            stream = engine.stream_weights()
             if fleet is not None:
-                entries = [(meta.name, meta.shape, meta.dtype) for meta in engine.manifest]
-                fleet.update_weights(WeightsVersion(sync), entries, (tensor for _, tensor in stream if tensor is not None))
+                fleet.update_shards(WeightsVersion(sync), engine.sender)
             else:
-                list(stream)
+                engine.sender.follow()
             engine.export(out / f"model-{sync}")
             rollouts = sample(fleet, prompts, seed=sync) if fleet is not None else None
             batch = engine.score(engine.share(rollouts))

@@ -14,7 +14,8 @@ before = [dict(vars(owner)) for owner in watched]
 environment = dict(os.environ)
 import tepo_megatron
 for module in pkgutil.walk_packages(tepo_megatron.__path__, "tepo_megatron."):
-    if not module.name.startswith("tepo_megatron.rollout.plugin.") and not module.name.endswith("__main__"):
+    of_other_environments = ("tepo_megatron.rollout.plugin.", "tepo_megatron.launch.slurm_logs")  # with vLLM, with NeMo-Run
+    if not module.name.startswith(of_other_environments) and not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 for owner, names in zip(watched, before):
     changed = [name for name, value in vars(owner).items() if name in names and names[name] is not value]

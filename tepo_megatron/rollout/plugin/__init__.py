@@ -10,4 +10,4 @@ def register() -> None:
     """Announce the weight-transfer engine to vLLM; called by vLLM in each of its processes, once or more."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    WeightTransferEngineFactory.register_engine(BACKEND, "tepo_megatron.rollout.plugin.engine", "GlooBroadcastEngine")
+    WeightTransferEngineFactory.register_engine(BACKEND, "tepo_megatron.rollout.plugin.engine", "TransferEngine")

@@ -3,74 +3,112 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from tepo_megatron.bridge import transport
+from tepo_megatron.bridge import move, transport
+from tepo_megatron.bridge.messages import Queues
+from tepo_megatron.bridge.sender import decode_order, order_key
+from tepo_megatron.rollout.plugin.shards import ShardLoader
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm's types are not followed, here and below
-    """Where the group meets: ``rank_offset`` is the rank of this server's first worker."""
+    """Where the group meets: ``rank_offset`` is the rank of this server's first worker. ``sharded``: the trainer's ranks send
+    shards by a plan, and this worker's part of it lies at the meeting place; otherwise rank 0 broadcasts full tensors.
+    """
 
     host: str
     port: int
     rank_offset: int
     world_size: int
     timeout_s: float
+    sharded: bool
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The manifest of one update: [name, shape, dtype name] of every tensor, under Hugging Face names, in order."""
+    """Of full tensors the manifest: [name, shape, dtype name] of each, under Hugging Face names, in order."""
 
-    manifest: list[tuple[str, list[int], str]]
+    manifest: list[tuple[str, list[int], str]] = field(default_factory=list)
 
 
-class GlooBroadcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """Loads full Hugging Face tensors, as the trainer broadcasts them, through the model's own ``load_weights``.
+class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """Receives shards in vLLM's own layout, or full Hugging Face tensors that the model's ``load_weights`` takes apart.
 
-    An update runs inside vLLM's layerwise reload, because some back ends (the CPU's linear layers for one) repack weights after
-    loading, so that the live parameters could not be written in place.
+    Either way an update runs inside vLLM's layerwise reload, because some back ends (the CPU's linear layers for one) repack
+    weights after loading, so that the live parameters could not be written in place.
     """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
     _group: transport.TransferGroup | None = None
+    _loader: ShardLoader | None = None
+    _order: tuple[Queues, torch.dtype] | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Enter the trainer's group; a group that was joined before is left."""
+        """Enter the trainer's group; one that was joined before is left. RuntimeError if the orders do not fit the model."""
         self.shutdown()
         store = transport.connect(init_info.host, init_info.port, init_info.timeout_s)
         rank = init_info.rank_offset + self.parallel_config.rank
-        self._group = transport.TransferGroup(store, init_info.host, rank, init_info.world_size, init_info.timeout_s)
+        if init_info.sharded:
+            self._order = decode_order(store.get(order_key(rank)))
+            self._loader = ShardLoader(self.model, self._order[0], quantization=self.model_config.quantization)
+        address = transport.own_address(init_info.host, init_info.port)
+        self._group = transport.TransferGroup(store, address, rank, init_info.world_size, init_info.timeout_s)
 
     def start_weight_update(self) -> None:
-        """Prepare the model for tensors in the checkpoint's layout."""
-        initialize_layerwise_reload(self.model)
+        """Prepare the model for new tensors, in the way that the group was entered for."""
+        self._joined()
+        if self._loader is None:
+            initialize_layerwise_reload(self.model)
+        else:
+            self._loader.start()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load every tensor of the manifest. Raises RuntimeError where the transfer or the loading of a tensor fails."""
+        """Receive and load all weights. Raises RuntimeError where the transfer or the loading of a tensor fails."""
+        group = self._joined()
+        try:
+            with torch.no_grad():
+                if self._loader is None:
+                    self._receive_tensors(group, update_info)
+                else:
+                    self._receive_shards(group, self._loader)
+        except BaseException:
+            self.shutdown()  # closes the connections, so that the trainer's end fails at once
+            raise
+
+    def _joined(self) -> transport.TransferGroup:
         if self._group is None:
             raise RuntimeError("this worker is in no weight-transfer group; call /init_weight_transfer_engine first")
+        return self._group
+
+    def _receive_tensors(self, group: transport.TransferGroup, update_info: UpdateInfo) -> None:
         current = ["the first tensor"]
 
-        def stream(group: transport.TransferGroup) -> Iterator[tuple[str, Tensor]]:
+        def stream() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in transport.receive(group, update_info.manifest):
                 current[0] = repr(name)
                 yield name, tensor
 
         try:
-            with torch.no_grad():
-                self.model.load_weights(stream(self._group))
-        except BaseException as error:
-            self.shutdown()  # closes the connections, so that the trainer's broadcast fails at once
+            self.model.load_weights(stream())
+        except Exception as error:
             raise RuntimeError(f"the weight update failed at {current[0]}: {error}") from error
+
+    def _receive_shards(self, group: transport.TransferGroup, loader: ShardLoader) -> None:
+        assert self._order is not None
+        incoming, wire = self._order
+        try:
+            move.receive(group, incoming, loader, wire, loader.complete)
+        except Exception as error:
+            worker = self.parallel_config.rank
+            raise RuntimeError(f"the weight update failed in worker {worker} of this server: {error}") from error
 
     def finish_weight_update(self) -> None:
         """Let every layer process its new weights."""
@@ -80,4 +118,4 @@ class GlooBroadcastEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: 
         """Leave the group."""
         if self._group is not None:
             self._group.close()
-            self._group = None
+        self._group = self._loader = self._order = None

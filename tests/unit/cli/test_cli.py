@@ -23,7 +23,17 @@ def run_yaml(tmp_path: Path) -> Path:
     return path
 
 
-COMMANDS = [(), ("train",), ("eval",), ("config",), ("config", "show"), ("config", "schema"), ("doctor",), ("plot",)]
+COMMANDS = [
+    (),
+    ("train",),
+    ("serve",),
+    ("eval",),
+    ("config",),
+    ("config", "show"),
+    ("config", "schema"),
+    ("doctor",),
+    ("plot",),
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

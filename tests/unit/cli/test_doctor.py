@@ -138,7 +138,7 @@ def test_only_what_is_needed_decides_and_json_says_it() -> None:
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("missing", 1)])
 def test_the_command_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch, status: str, code: int) -> None:
-    monkeypatch.setattr(tepo_megatron.doctor, "diagnose", lambda: [Check("vLLM", status, "[1]", needed=True)])
+    monkeypatch.setattr(tepo_megatron.doctor, "diagnose", lambda _checks: [Check("vLLM", status, "[1]", needed=True)])
     result = CliRunner().invoke(app, ["doctor"])
     assert (result.exit_code, "[1]" in result.stdout) == (code, True)
     assert ("still needs: vLLM" in result.stdout) == bool(code)

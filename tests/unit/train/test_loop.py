@@ -30,7 +30,6 @@ class Recorder:
     def __init__(self, dies_at: tuple[str, ...] = ()) -> None:
         self.calls: list[str] = []
         self.dies_at = list(dies_at)
-        self.manifest: list[Any] = []
 
     def _dies(self, call: str) -> bool:
         self.calls.append(call)
@@ -40,9 +39,6 @@ class Recorder:
         return False
 
     # engine
-    def stream_weights(self) -> list[Any]:
-        return []
-
     def told(self, value: bool) -> bool:
         return value
 
@@ -71,7 +67,8 @@ class Recorder:
     def collect(self, step: int) -> Any:
         return "died" if self._dies(f"collect {step}") else rollouts(6)
 
-    def publish(self, step: int, manifest: Any, stream: Any) -> bool:
+    def publish(self, step: int, engine: Any) -> bool:
+        assert engine is self
         return self._dies(f"publish {step}")
 
     def evaluate(self, step: int) -> Any:

@@ -1,0 +1,159 @@
+"""``tepo bench reshard``: weights from trainer ranks to server workers, shard to shard, beside what else there is."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tepo_megatron.bench.machine import describe_machine
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One way of moving the weights: the best of the repeats, each as long as its slowest rank."""
+
+    method: str
+    seconds: float
+    wire_bytes: int
+    """Received by all ranks together from other ranks."""
+    largest_link: int
+    """Received by the rank that receives most."""
+    peak_source: int | None
+    """The most that a trainer rank needed beyond its shards, in bytes; None where the system does not tell."""
+    peak_destination: int | None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Which split goes to which. The model is a Llama of ``layers`` layers, 1024 wide, with 32 000 tokens."""
+
+    tp: int
+    pp: int
+    server_tp: int
+    servers: int
+    layers: int
+    dtype: str
+
+    @property
+    def sources(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def destinations(self) -> int:
+        return self.server_tp * self.servers
+
+
+def reshard(
+    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel size of the trainer.")] = 2,
+    pp: Annotated[int, typer.Option("--pp", help="Pipeline-parallel size of the trainer.")] = 2,
+    server_tp: Annotated[int, typer.Option("--server-tp", help="Tensor-parallel size of each server.")] = 2,
+    servers: Annotated[int, typer.Option("--servers", help="Servers, each with a whole model.")] = 2,
+    layers: Annotated[int, typer.Option("--layers", help="12 make 206 M parameters.")] = 12,
+    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "bfloat16",
+    repeats: Annotated[int, typer.Option("--repeats", help="The best counts.")] = 5,
+    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("benchmarks/results"),
+) -> None:
+    """Time, bytes and memory of a weight update between processes of this machine, over gloo; the servers are without vLLM.
+
+    Beside the project's own way, with and without its digests: gathering full tensors and broadcasting them, and a raw
+    point-to-point copy of as many bytes from and into plain buffers.
+
+    [dim]tepo bench reshard --repeats 3[/]
+    """
+    setting = Setting(tp, pp, server_tp, servers, layers, dtype)
+    results = run(setting, repeats)
+    print_table(results)
+    paths = write_results(results, output, setting, repeats)
+    typer.echo(f"wrote {' and '.join(str(path) for path in paths)}")
+
+
+def run(setting: Setting, repeats: int) -> list[Measurement]:
+    """Measures all ways in turn, in processes of one thread each.
+
+    Raises ValueError for a split that Megatron or vLLM could not make, RuntimeError if a way brings other weights than another.
+    """
+    import torch.multiprocessing as mp
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.multiprocessing.spawn import start_processes
+
+    from tepo_megatron.bench.reshard_ranks import plan_of, worker
+
+    if setting.dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"--dtype {setting.dtype} is unknown; give float32 or bfloat16")
+    plan_of(setting)
+    world = setting.sources + setting.destinations
+    store = TCPStore("127.0.0.1", 0, world + 1, is_master=True, wait_for_workers=False)
+    inbox = mp.get_context("spawn").SimpleQueue()
+    processes = start_processes(
+        worker, args=(setting, store.port, repeats, inbox), nprocs=world, join=False, start_method="spawn"
+    )
+    assert processes is not None
+    while not processes.join():
+        pass
+    return [Measurement(**row) for row in json.loads(inbox.get())]
+
+
+_COLUMNS = ("method", "seconds", "× gather", "× raw", "MB on the wire", "MB into the busiest rank", "peak MB, trainer / server")
+
+
+def _cells(row: Measurement, rows: Sequence[Measurement]) -> tuple[str, ...]:
+    by_name = {other.method: other.seconds for other in rows}
+    peaks = ("–" if peak is None else f"{peak / 1e6:.0f}" for peak in (row.peak_source, row.peak_destination))
+    return (
+        row.method,
+        f"{row.seconds:.3f}",
+        f"{row.seconds / by_name['gather and broadcast']:.2f}",
+        f"{row.seconds / by_name['raw point-to-point copy']:.2f}",
+        f"{row.wire_bytes / 1e6:.1f}",
+        f"{row.largest_link / 1e6:.1f}",
+        " / ".join(peaks),
+    )
+
+
+def print_table(results: Sequence[Measurement]) -> None:
+    """The measurements, for a terminal."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(_COLUMNS):
+        table.add_column(name, justify="right" if number else "left")
+    for row in results:
+        table.add_row(*_cells(row, results))
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def markdown(results: Sequence[Measurement]) -> str:
+    """The measurements as a Markdown table."""
+    lines = ["| " + " | ".join(_COLUMNS) + " |", "|" + "---|" * len(_COLUMNS)]
+    lines += ["| " + " | ".join(_cells(row, results)) + " |" for row in results]
+    return "\n".join(lines) + "\n"
+
+
+def write_results(results: Sequence[Measurement], folder: Path, setting: Setting, repeats: int) -> tuple[Path, Path]:
+    """``reshard-<split>.json`` and ``.md`` with date, machine and versions."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(),
+        "versions": {name: version(name) for name in ("torch", "tepo-megatron")} | {"python": platform.python_version()},
+        "setting": asdict(setting),
+        "repeats": repeats,
+        "results": [asdict(row) for row in results],
+    }
+    stem = folder / f"reshard-tp{setting.tp}pp{setting.pp}-to-{setting.servers}xtp{setting.server_tp}-{setting.dtype}"
+    paths = stem.with_suffix(".json"), stem.with_suffix(".md")
+    paths[0].write_text(json.dumps(record, indent=1) + "\n")
+    head = f"{record['date']} · {record['machine']} · {record['versions']} · best of {repeats}\n\n"
+    paths[1].write_text(head + markdown(results))
+    return paths

@@ -1,0 +1,267 @@
+"""What each process of ``tepo bench reshard`` does: the trainer's ranks first, then the servers' workers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tepo_megatron.bench.reshard import Setting
+from tepo_megatron.bridge import messages, move, transport, verify
+from tepo_megatron.bridge.architecture import ModelSpec
+from tepo_megatron.bridge.gather import gather_to_root, sources
+from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_ranks, vllm_ranks
+from tepo_megatron.bridge.plan import reshard_plan
+from tepo_megatron.types import ReshardPlan, ShardLayout
+
+HOST, TIMEOUT_S = "127.0.0.1", 120.0
+Params = dict[str, Tensor]
+
+
+def spec_of(setting: Setting) -> ModelSpec:
+    """A Llama of 206 M parameters at 12 layers."""
+    return ModelSpec(
+        architecture="LlamaForCausalLM",
+        num_layers=setting.layers,
+        hidden_size=1024,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=64,
+        ffn_size=2816,
+        vocab_size=32000,
+        tied_embeddings=False,
+        norm_eps=1e-5,
+        rope_theta=1e4,
+        rope_scaling=None,
+        max_positions=2048,
+    )
+
+
+def splits(setting: Setting) -> tuple[MegatronParallel, VllmParallel]:
+    """The trainer's and the servers'."""
+    return MegatronParallel(tp=setting.tp, pp=setting.pp), VllmParallel(tp=setting.server_tp, replicas=setting.servers)
+
+
+def plan_of(setting: Setting) -> ReshardPlan:
+    """The plan that is measured. Raises ValueError for a split that Megatron or vLLM could not make."""
+    return reshard_plan(spec_of(setting), *splits(setting))
+
+
+@dataclass
+class Rank:
+    """One process: its shards, and what it takes to move them."""
+
+    rank: int
+    plan: ReshardPlan
+    layouts: list[ShardLayout]
+    """Of the sources."""
+    params: Params
+    queues: messages.Queues
+    pairs: transport.TransferGroup
+    """All ranks."""
+    star: transport.TransferGroup | None
+    """The trainer's rank 0 and the destinations; None on the trainer's other ranks."""
+    own: ShardLayout
+    copies: int
+    """Servers that each get a whole model."""
+
+    @property
+    def is_source(self) -> bool:
+        return self.rank < self.plan.num_sources
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.params.values())).dtype
+
+    def reshard(self) -> None:
+        """The project's own way."""
+        if self.is_source:
+            move.send(self.pairs, self.queues, self.params, self.dtype)
+        else:
+            move.receive(self.pairs, self.queues, self.params, self.dtype)
+
+    def reshard_unverified(self) -> None:
+        """The same without reading the bytes once more for digests."""
+        with mock.patch.object(move, "digest", return_value=0):
+            self.reshard()
+
+    def gather_and_broadcast(self) -> None:
+        """Full tensors on rank 0, one after the other; from there to all destinations, which slice them."""
+        shapes = self.own.shapes
+        manifest = [(name, shape, str(self.dtype).removeprefix("torch.")) for name, shape in shapes.items()]
+        if self.is_source:
+            stream = gather_to_root(sources(self.layouts), shapes, self.params)
+            if self.star is None:
+                for _ in stream:
+                    continue
+            else:
+                transport.send(self.star, manifest, (tensor for _, tensor in stream if tensor is not None))
+            return
+        assert self.star is not None
+        wanted: dict[str, list[Any]] = {}
+        for shard in self.own.shards:
+            wanted.setdefault(shard.tensor, []).append(shard)
+        for name, tensor in transport.receive(self.star, manifest):
+            for shard in wanted.get(name, ()):
+                self.params[shard.param][shard.at.slices] = tensor[shard.box.slices]
+
+    def raw_copy(self) -> None:
+        """Messages of the same sizes between the same ranks, from and into one buffer each; nothing packed, nothing read."""
+        largest = max(sum(piece.numel for piece in message) for queue in self.queues.values() for message in queue)
+        slots = {
+            (peer, slot): torch.zeros(largest, dtype=self.dtype) for peer in self.queues for slot in range(messages.WINDOW)
+        }
+        start = self.pairs.send if self.is_source else self.pairs.receive
+        for number in range(max(map(len, self.queues.values())) + messages.WINDOW):
+            for peer, queue in self.queues.items():
+                if 0 <= number - messages.WINDOW < len(queue):
+                    self.pairs.finish(peer, number - messages.WINDOW)
+                if number < len(queue):
+                    numel = sum(piece.numel for piece in queue[number])
+                    start(slots[peer, number % messages.WINDOW][:numel], peer, number)
+
+    def received(self, method: str) -> int:
+        """Bytes that this rank gets from others."""
+        if method == "gather and broadcast":
+            everything = sum(piece.numel for piece in self.plan.moves) // self.copies
+            if self.is_source:
+                held = sum(tensor.numel() for tensor in self.params.values())
+                return (everything - held) * self.dtype.itemsize if self.rank == 0 else 0
+            return everything * self.dtype.itemsize
+        if self.is_source:
+            return 0
+        pieces = [piece for queue in self.queues.values() for message in queue for piece in message]
+        return sum(piece.numel for piece in pieces) * self.dtype.itemsize
+
+
+def make_rank(setting: Setting, rank: int) -> Rank:
+    """Fills this rank's shards and joins the groups. Source values are the same on all ranks that hold them."""
+    plan, spec = plan_of(setting), spec_of(setting)
+    source, destination = splits(setting)
+    layouts, targets = megatron_ranks(spec, source), vllm_ranks(spec, destination)
+    own = (layouts + targets)[rank]
+    dtype: torch.dtype = getattr(torch, setting.dtype)
+    params = {name: torch.zeros(shape, dtype=dtype) for name, shape in own.params.items()}
+    is_source = rank < plan.num_sources
+    for number, param in enumerate(params.values()):
+        generator = torch.Generator().manual_seed(1000 * rank + number)
+        if is_source and param.dim() > 1:
+            param.normal_(generator=generator)
+        else:
+            param.fill_(1.0)
+    ends = messages.source_ends(plan, rank) if is_source else messages.destination_ends(plan, rank - plan.num_sources)
+    queues = messages.queues(ends, itemsize=dtype.itemsize, limit=messages.message_bytes(plan))
+    world = list(range(plan.num_sources + plan.num_destinations))
+    pairs = _group(world, rank)
+    assert pairs is not None
+    return Rank(
+        rank=rank,
+        plan=plan,
+        layouts=layouts,
+        params=params,
+        queues=queues,
+        pairs=pairs,
+        star=_group([0, *world[plan.num_sources :]], rank),
+        own=own,
+        copies=setting.servers,
+    )
+
+
+def worker(rank: int, setting: Setting, port: int, repeats: int, inbox: Any) -> None:
+    """One process. Rank 0 puts the list of measurements, as JSON, into ``inbox``."""
+    torch.set_num_threads(1)
+    world = setting.sources + setting.destinations
+    store = dist.TCPStore(HOST, port, world + 1, is_master=False)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    with torch.no_grad():
+        own = make_rank(setting, rank)
+        methods: dict[str, Callable[[], None]] = {
+            "shard to shard": own.reshard,
+            "shard to shard, no digests": own.reshard_unverified,
+            "raw point-to-point copy": own.raw_copy,
+            "gather and broadcast": own.gather_and_broadcast,
+        }
+        rows = []
+        outcomes: list[int] = []
+        seconds: dict[str, list[float]] = {name: [] for name in methods}
+        peaks: dict[str, list[int]] = {name: [] for name in methods}
+        for _ in range(repeats):  # in turn, so that a busy moment of the machine meets all of them
+            for name, work in methods.items():
+                with _peak(peaks[name]):
+                    seconds[name].append(_slowest(work))
+                if not own.is_source and name != "raw point-to-point copy":
+                    outcomes.append(hash(tuple(verify.digest(tensor) for tensor in own.params.values())))
+                    for tensor in own.params.values():
+                        tensor.zero_()
+        if len(set(outcomes)) > 1:
+            raise RuntimeError(f"rank {rank} got different weights by different ways; the measurement is void")
+        for name in methods:
+            rows.append(_row(own, name, min(seconds[name]), max(peaks[name], default=None)))
+    if rank == 0:
+        inbox.put(json.dumps(rows))
+    dist.barrier()
+    own.pairs.close()
+
+
+def _row(own: Rank, method: str, seconds: float, peak: int | None) -> dict[str, Any]:
+    mine = torch.tensor([own.received(method), -1 if peak is None else peak])
+    gathered = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    received = [int(pair[0]) for pair in gathered]
+    peaks = [int(pair[1]) for pair in gathered]
+    known = min(peaks) >= 0
+    return {
+        "method": method,
+        "seconds": seconds,
+        "wire_bytes": sum(received),
+        "largest_link": max(received),
+        "peak_source": max(peaks[: own.plan.num_sources]) if known else None,
+        "peak_destination": max(peaks[own.plan.num_sources :]) if known else None,
+    }
+
+
+def _slowest(work: Callable[[], None]) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    work()
+    taken = torch.tensor(time.perf_counter() - began)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return float(taken)
+
+
+@contextmanager
+def _peak(into: list[int]) -> Iterator[None]:
+    """Appends the peak of resident memory within the block, beyond what there was; nothing where Linux does not tell."""
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not reset.exists():
+        yield
+        return
+    reset.write_text("5")  # the peak starts anew
+    before = _kib(status, "VmRSS")
+    yield
+    into.append(max(0, _kib(status, "VmHWM") - before) * 1024)
+
+
+def _kib(status: Path, key: str) -> int:
+    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(key))
+
+
+def _group(members: list[int], rank: int) -> transport.TransferGroup | None:
+    """A transfer group of some of the ranks, None on the others. All ranks call: the first member tells them the port."""
+    port, store = torch.zeros(1, dtype=torch.int64), None
+    if rank == members[0]:
+        store, port[0] = transport.listen(HOST)
+    dist.broadcast(port, src=members[0])
+    if rank not in members:
+        return None
+    store = store or transport.connect(HOST, int(port), TIMEOUT_S)
+    return transport.TransferGroup(store, HOST, members.index(rank), len(members), TIMEOUT_S)

@@ -1,0 +1,242 @@
+"""``tepo export`` and ``tepo import``: folders of weights made into others by one process, without Megatron or process groups.
+
+Every tensor is checked before anything is written. Files are written one after the other into ``OUT.partial``, which becomes
+``OUT`` when all are there; after an interruption the same command keeps those that are finished.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from tepo_megatron.bridge.architecture import ModelSpec, read_model_spec
+from tepo_megatron.bridge.files import SHARD_BYTES, copy_description, part_name, write_index
+from tepo_megatron.bridge.layouts import megatron_layout, tensor_shapes
+from tepo_megatron.bridge.parts import BUCKET_BYTES, Part, Piece, pack
+from tepo_megatron.bridge.stored import DTYPES, SHARDS, WEIGHT, StoredWeights, box_key, open_weights
+from tepo_megatron.types import Box
+
+RECORD = "conversion.sha256"
+"""In ``OUT.partial``: a digest of what is being made there, so that another command does not go on with it."""
+
+Report = Callable[[int, int], None]
+"""Bytes done, bytes in all."""
+
+
+def export_model(
+    source: Path,
+    out: Path,
+    *,
+    model: Path | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    bucket_bytes: int = BUCKET_BYTES,
+    report: Report = lambda done, total: None,
+) -> None:
+    """Writes the weights of a checkpoint (``step_XXXXXX``, saved under any layout) or of an imported folder as a Hugging Face
+    folder.
+
+    ``model`` is the folder that config and tokenizer are copied from; by default the one that the checkpoint was trained from.
+    ``dtype`` defaults to what its config names. Raises ValueError for weights that are not that model (everything wrong is
+    named) and an ``out`` that exists, RuntimeError for a full disk.
+    """
+    model = model or _model_of(source)
+    spec, weights = read_model_spec(model), open_weights(source)
+    shapes = tensor_shapes(spec)
+    weights.check(shapes, f"{model / 'config.json'}")
+    kept = _name_of(dtype or _dtype_of(model))
+    pieces = [Piece(name, name, _whole(shape), kept) for name, shape in shapes.items()]
+    groups = pack(pieces, shard_bytes)
+    parts = [Part(part_name(number, len(groups)), group) for number, group in enumerate(groups, 1)]
+
+    def finish(partial: Path) -> None:
+        copy_description(model, partial, DTYPES[kept])
+        write_index(partial, [{piece.key: piece.nbytes for piece in part.pieces} for part in parts])
+
+    _make(out, weights, parts, finish, report, bucket_bytes)
+
+
+def import_model(
+    source: Path,
+    out: Path,
+    *,
+    tp: int,
+    pp: int,
+    shard_bytes: int = SHARD_BYTES,
+    bucket_bytes: int = BUCKET_BYTES,
+    report: Report = lambda done, total: None,
+) -> None:
+    """Writes a Hugging Face folder's weights, in their dtypes, as files per rank of a ``tp`` × ``pp`` layout, for
+    ``model.shards``.
+
+    Any layout can read them; under this one each rank reads little but its own files. Raises as :func:`export_model`, and
+    ValueError for a layout that does not fit the model.
+    """
+    spec, weights = read_model_spec(source), open_weights(source)
+    spec.check_parallel(tp=tp, pp=pp)
+    weights.check(tensor_shapes(spec))
+    parts = [part for rank in range(tp * pp) for part in _rank_parts(spec, weights, tp, pp, rank, shard_bytes)]
+    _make(out, weights, parts, lambda partial: copy_description(source, partial, None), report, bucket_bytes)
+
+
+def check_imported(shards: Path, model: Path) -> None:
+    """Raises ValueError unless ``shards`` is an import of the model folder: of every tensor a few numbers are compared.
+
+    Rollout servers start from the folder and the trainer from the shards, so that they must not be two models.
+    """
+    shapes = tensor_shapes(read_model_spec(model))
+    imported, original = open_weights(shards), open_weights(model)
+    imported.check(shapes, f"{model / 'config.json'}")
+    original.check(shapes)
+    differing = []
+    for name, shape in shapes.items():
+        sample = Box((0,) * len(shape), tuple(min(extent, limit) for extent, limit in zip(shape, (4, 64), strict=False)))
+        ours, theirs = torch.empty(sample.shape), torch.empty(sample.shape)
+        imported.read(name, sample, ours)
+        original.read(name, sample, theirs)
+        if not torch.equal(ours, theirs):
+            differing.append(name)
+    if differing:
+        raise ValueError(
+            f"model.shards = {shards} was not imported from model.path = {model}: {len(differing)} of {len(shapes)} tensors "
+            f"differ, such as {differing[0]}; import it again (tepo import {model} …)"
+        )
+
+
+def _rank_parts(spec: ModelSpec, weights: StoredWeights, tp: int, pp: int, rank: int, shard_bytes: int) -> list[Part]:
+    layout = megatron_layout(spec, tp=tp, tp_rank=rank % tp, pp=pp, pp_rank=rank // tp)
+    pieces = []
+    for shard in layout.shards:
+        dtype = weights.boxes[shard.tensor][0].dtype
+        if dtype not in DTYPES:
+            raise ValueError(f"{weights.folder}: {shard.tensor} is {dtype}, which is not supported; known: {', '.join(DTYPES)}")
+        pieces.append(Piece(box_key(WEIGHT, shard.tensor, shard.box), shard.tensor, shard.box, dtype))
+    groups = pack(pieces, shard_bytes)
+    return [Part(f"{SHARDS}/rank{rank:05d}-{number:05d}.safetensors", group) for number, group in enumerate(groups, 1)]
+
+
+def _make(
+    out: Path,
+    weights: StoredWeights,
+    parts: Sequence[Part],
+    finish: Callable[[Path], None],
+    report: Report,
+    bucket_bytes: int,
+) -> None:
+    """Writes the parts that are not there yet, then what ``finish`` adds, and moves the folder into place."""
+    if out.exists():
+        raise ValueError(f"{out} exists already; remove it, or give another folder")
+    partial = out.with_name(out.name + ".partial")
+    _take_over(partial, _fingerprint(weights, parts))
+    left = [part for part in parts if not part.is_written(partial)]
+    needed, total = sum(part.nbytes for part in left), sum(part.nbytes for part in parts)
+    _check_space(partial, out, needed)
+    done = total - needed
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        report(done, total)
+
+    try:
+        for part in left:
+            advance(len(part.header))
+            part.write(partial, weights, advance, bucket_bytes=bucket_bytes)
+        finish(partial)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_unfinished(partial)
+        left = [part for part in parts if not part.is_written(partial)]
+        _check_space(partial, out, sum(part.nbytes for part in left))
+        raise RuntimeError(f"the disk of {partial} was full for a moment; run the same command again to go on") from error
+    partial.rename(out)
+    (out / RECORD).unlink()
+
+
+def _take_over(partial: Path, fingerprint: str) -> None:
+    """Makes ``partial`` ours: new, or with what an interrupted run of the same conversion has finished."""
+    record = partial / RECORD
+    if partial.exists() and any(partial.iterdir()):
+        if not record.is_file():
+            raise ValueError(f"{partial} is in the way and was not made by an interrupted import or export; move it away")
+        if record.read_text() == fingerprint:
+            _drop_unfinished(partial)
+            return
+        shutil.rmtree(partial)
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        record.write_text(fingerprint)
+    except OSError as error:
+        raise ValueError(f"{partial} cannot be written ({error.strerror}); give another folder") from error
+
+
+def _drop_unfinished(partial: Path) -> None:
+    for path in partial.rglob("*.unfinished"):
+        path.unlink()
+
+
+def _fingerprint(weights: StoredWeights, parts: Sequence[Part]) -> str:
+    """Changes with the source's files (names, sizes, times) and with anything about the files to be written."""
+    digest = hashlib.sha256()
+    for path in sorted({stored.file for boxes in weights.boxes.values() for stored in boxes}):
+        stat = path.stat()
+        digest.update(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    for part in parts:
+        digest.update(part.name.encode() + part.header)
+        digest.update("".join(f"{piece.tensor} {piece.box}\n" for piece in part.pieces).encode())
+    return digest.hexdigest()
+
+
+def _check_space(partial: Path, out: Path, needed: int) -> None:
+    free = shutil.disk_usage(partial).free
+    if free < needed:
+        raise RuntimeError(
+            f"{out} needs {needed:,} more bytes, and {free:,} are free on its disk; free {needed - free:,} bytes and run the "
+            f"same command again (finished files are kept in {partial}), or give another folder"
+        )
+
+
+def _model_of(source: Path) -> Path:
+    """The folder with config and tokenizer that belong to these weights."""
+    state = source / "state.json"
+    if not state.is_file():
+        if not (source / "config.json").is_file():
+            raise ValueError(f"{source} is not a finished checkpoint; give a folder step_XXXXXX that has a state.json")
+        return source
+    try:
+        recorded = json.loads(state.read_text()).get("model")
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise ValueError(f"{state} is damaged ({error}); take another checkpoint") from None
+    if recorded is None:
+        raise ValueError(f"{source} does not say which model it was trained from; give its folder with --model")
+    if not (Path(recorded) / "config.json").is_file():
+        raise ValueError(f"{source} was trained from {recorded}, which is not there any more; give a copy of it with --model")
+    return Path(recorded)
+
+
+def _dtype_of(model: Path) -> torch.dtype:
+    """What the config names, float32 if it names none."""
+    config = json.loads((model / "config.json").read_text())
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    found: object = getattr(torch, str(name), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{model / 'config.json'}: dtype {name!r} is not known; give --dtype")
+    return found
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    for name, known in DTYPES.items():
+        if known == dtype:
+            return name
+    raise ValueError(f"dtype {dtype} is not supported; known: {', '.join(str(known) for known in DTYPES.values())}")
+
+
+def _whole(shape: Sequence[int]) -> Box:
+    return Box((0,) * len(shape), tuple(shape))

@@ -1,0 +1,78 @@
+"""What a plan puts on the links of a cluster: bytes, and the time below which no transfer can stay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from tepo_megatron.types import ReshardPlan
+
+Link = Literal["device", "nvlink", "network"]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of ``gpus_per_node`` GPUs; rates in 10⁹ bytes/s, per GPU and direction, that a transfer reaches.
+
+    Trainer ranks fill nodes in order; so do the workers of the servers, on the nodes after them, or, ``shared``, from the
+    first GPU of the trainer on.
+    """
+
+    gpus_per_node: int = 8
+    nvlink_gb_per_s: float = 450.0
+    network_gb_per_s: float = 50.0
+    shared: bool = False
+
+    def local(self, num_sources: int, num_destinations: int) -> dict[int, int]:
+        """Destination rank → the source rank on the same GPU: the argument of ``reshard_plan``."""
+        return {rank: rank for rank in range(min(num_sources, num_destinations))} if self.shared else {}
+
+
+@dataclass(frozen=True)
+class LinkTraffic:
+    """What goes over one kind of link: ``busiest_*`` is the most that one GPU sends or receives over it, all sizes in bytes.
+
+    ``seconds`` is the larger of the two over the link's rate, 0 within a device: all GPUs work at the same time, both
+    directions at once, nothing waits. A real transfer takes at least that.
+    """
+
+    link: Link
+    pairs: int
+    total: int
+    busiest_sender: int
+    busiest_receiver: int
+    seconds: float
+
+
+def traffic(plan: ReshardPlan, itemsize: int, cluster: Cluster) -> list[LinkTraffic]:
+    """The traffic of every kind of link that the plan uses. ``itemsize``: bytes of an element on the wire."""
+    link_of = _links(plan, cluster)
+    moved: dict[Link, Counter[tuple[int, int]]] = {"device": Counter(), "nvlink": Counter(), "network": Counter()}
+    for (source, destination), size in plan.bytes_between(itemsize).items():
+        moved[link_of(source, destination)][source, destination] += size
+    moved["device"].update(plan.bytes_between(itemsize, local=True))
+    rates = {"nvlink": cluster.nvlink_gb_per_s, "network": cluster.network_gb_per_s}
+    found = []
+    for link, pairs in moved.items():
+        sent, received = Counter[int](), Counter[int]()
+        for (source, destination), size in pairs.items():
+            sent[source] += size
+            received[destination] += size
+        if pairs:
+            most = max(sent.values()), max(received.values())
+            seconds = max(most) / 1e9 / rates[link] if link in rates else 0.0
+            found.append(LinkTraffic(link, len(pairs), pairs.total(), *most, seconds))
+    return found
+
+
+def _links(plan: ReshardPlan, cluster: Cluster) -> Callable[[int, int], Link]:
+    """The kind of link between a source and a destination rank on different GPUs."""
+    nodes_before = 0 if cluster.shared else -(-plan.num_sources // cluster.gpus_per_node)
+
+    def link_of(source: int, destination: int) -> Link:
+        ours, theirs = source // cluster.gpus_per_node, nodes_before + destination // cluster.gpus_per_node
+        return "nvlink" if ours == theirs else "network"
+
+    return link_of

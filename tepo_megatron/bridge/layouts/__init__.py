@@ -1,0 +1,18 @@
+"""Which part of each Hugging Face tensor lies where: one table, expanded into boxes for Megatron-Core and for vLLM."""
+
+from tepo_megatron.bridge.layouts.megatron import MegatronParallel, Stages, megatron_layout, megatron_ranks, pipeline_stages
+from tepo_megatron.bridge.layouts.table import tensor_shapes
+from tepo_megatron.bridge.layouts.vllm import VllmParallel, check_vllm_parallel, vllm_layout, vllm_ranks
+
+__all__ = [
+    "MegatronParallel",
+    "Stages",
+    "VllmParallel",
+    "check_vllm_parallel",
+    "megatron_layout",
+    "megatron_ranks",
+    "pipeline_stages",
+    "tensor_shapes",
+    "vllm_layout",
+    "vllm_ranks",
+]

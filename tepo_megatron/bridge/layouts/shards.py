@@ -1,0 +1,63 @@
+"""From the table's entries to the boxes of one rank; both sides use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from tepo_megatron.bridge.architecture import ModelSpec
+from tepo_megatron.bridge.layouts.table import Entry, shape_of
+from tepo_megatron.types import Box, Shard, ShardLayout
+
+
+class Run(NamedTuple):
+    """Rows that stay together: ``start`` to ``stop`` of the tensor lie from row ``at`` on in the parameter."""
+
+    start: int
+    stop: int
+    at: int
+
+
+def lay_out(
+    spec: ModelSpec,
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    placed: Sequence[tuple[Entry, str]],
+    tp: int,
+    tp_rank: int,
+    runs: Callable[[Entry, int], Iterable[Run]],
+    vocab_rows: int,
+) -> ShardLayout:
+    """The layout of a rank that holds these (entry, parameter) pairs.
+
+    ``runs`` splits the rows of a tensor (by entry and number of rows); ``vocab_rows`` is the padded number of rows that this
+    rank has of embedding and head.
+    """
+    shards: list[Shard] = []
+    params: dict[str, tuple[int, ...]] = {}
+    for entry, param in placed:
+        shape = shape_of(entry, spec)
+        extent = (vocab_rows, *shape[1:]) if entry.placement == "vocab" else (0,) * len(shape)
+        for shard in _shards(entry, param, shape, tp, tp_rank, runs):
+            shards.append(shard)
+            extent = tuple(max(a, b) for a, b in zip(extent, shard.at.stop, strict=True))
+        # Several tensors may share a fused parameter.
+        params[param] = tuple(max(a, b) for a, b in zip(extent, params.get(param, extent), strict=True))
+    return ShardLayout(shapes=shapes, shards=tuple(shards), params=params)
+
+
+def _shards(
+    entry: Entry, param: str, shape: tuple[int, ...], tp: int, rank: int, runs: Callable[[Entry, int], Iterable[Run]]
+) -> Iterable[Shard]:
+    if entry.placement == "replicated":
+        whole = Box((0,) * len(shape), shape)
+        yield Shard(entry.tensor, whole, param, whole)
+    elif entry.placement == "columns":
+        rows, width = shape[0], shape[1] // tp
+        yield Shard(entry.tensor, Box((0, rank * width), (rows, (rank + 1) * width)), param, Box((0, 0), (rows, width)))
+    else:
+        inner, zeros = shape[1:], (0,) * (len(shape) - 1)
+        for run in runs(entry, shape[0]):
+            if run.start < run.stop:
+                box = Box((run.start, *zeros), (run.stop, *inner))
+                yield Shard(entry.tensor, box, param, Box((run.at, *zeros), (run.at + run.stop - run.start, *inner)))

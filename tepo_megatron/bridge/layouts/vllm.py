@@ -1,0 +1,137 @@
+"""How vLLM lays out a model over the workers of its servers, from the same table.
+
+vLLM stacks: all queries of a rank, then its keys, then its values; gate over up. Where there are more ranks than key/value
+heads, neighbouring ranks hold the same head. Embedding and head are padded to a multiple of 64 rows before they are split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from tepo_megatron.bridge.architecture import ModelSpec
+from tepo_megatron.bridge.layouts.shards import Run, lay_out
+from tepo_megatron.bridge.layouts.table import EMBEDDING, FINAL_NORM, HEAD, Entry, applies, layer_entries, tensor_shapes
+from tepo_megatron.types import ShardLayout
+
+VOCAB_PADDING = 64
+
+
+@dataclass(frozen=True)
+class VllmParallel:
+    """How the rollout servers split the model; ``replicas`` is the number of servers, each with a whole model.
+
+    Destination ranks are numbered tp innermost, then pp, then the servers.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    replicas: int = 1
+
+    @property
+    def server_size(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def world_size(self) -> int:
+        return self.server_size * self.replicas
+
+
+def vllm_layers(num_layers: int, pp: int) -> tuple[range, ...]:
+    """The layers of each stage: what does not divide goes one each to the stages before the last, from the back."""
+    counts = [num_layers // pp] * pp
+    for extra in range(num_layers % pp):
+        counts[pp - 2 - extra] += 1
+    ends = [sum(counts[: stage + 1]) for stage in range(pp)]
+    return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+
+
+def vllm_layout(
+    spec: ModelSpec,
+    *,
+    tp: int,
+    tp_rank: int,
+    pp: int = 1,
+    pp_rank: int = 0,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> ShardLayout:
+    """What the worker at (tp_rank, pp_rank) of a server holds. Every stage names its layers by their number in the model.
+
+    With tied embeddings there is no head, and the last stage of a pipeline has the embedding too. ``shapes`` is
+    ``tensor_shapes(spec)`` where the caller has it already.
+    """
+    return lay_out(
+        spec,
+        shapes=tensor_shapes(spec) if shapes is None else shapes,
+        placed=[(entry, entry.vllm) for entry in _entries(spec, pp, pp_rank)],
+        tp=tp,
+        runs=lambda entry, rows: _row_runs(entry, rows, spec, tp, tp_rank),
+        vocab_rows=padded_vocab_size(spec) // tp,
+        tp_rank=tp_rank,
+    )
+
+
+def vllm_ranks(spec: ModelSpec, parallel: VllmParallel) -> list[ShardLayout]:
+    """The layout of every worker of every server. Raises ValueError where vLLM could not split the model so."""
+    check_vllm_parallel(spec, tp=parallel.tp, pp=parallel.pp)
+    shapes = tensor_shapes(spec)
+    server = [
+        vllm_layout(spec, tp=parallel.tp, tp_rank=tp_rank, pp=parallel.pp, pp_rank=pp_rank, shapes=shapes)
+        for pp_rank in range(parallel.pp)
+        for tp_rank in range(parallel.tp)
+    ]
+    return server * parallel.replicas
+
+
+def check_vllm_parallel(spec: ModelSpec, *, tp: int, pp: int) -> None:
+    """Raises ValueError where vLLM could not split this model so, naming every reason."""
+    heads = spec.num_kv_heads
+    problems = [
+        f"tp = {tp} does not divide the model's {size} {name}; use a divisor of {size}"
+        for name, size in (
+            ("attention heads", spec.num_heads),
+            ("MLP size", spec.ffn_size),
+            (f"rows of the vocabulary (padded to a multiple of {VOCAB_PADDING})", padded_vocab_size(spec)),
+        )
+        if size % tp
+    ]
+    if heads % tp and tp % heads:
+        problems.append(f"tp = {tp} neither divides the model's {heads} key/value heads nor is a multiple of them")
+    if pp > spec.num_layers:
+        problems.append(f"pp = {pp} is more than the model's {spec.num_layers} layers")
+    if problems:
+        raise ValueError("the rollout servers cannot split the model so:\n  " + "\n  ".join(problems))
+
+
+def padded_vocab_size(spec: ModelSpec) -> int:
+    """Rows of the embedding and the head in vLLM, over all ranks."""
+    return -(-spec.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+
+
+def _entries(spec: ModelSpec, pp: int, pp_rank: int) -> Iterator[Entry]:
+    is_last = pp_rank == pp - 1
+    if pp_rank == 0 or (is_last and spec.tied_embeddings):
+        yield EMBEDDING
+    for layer in vllm_layers(spec.num_layers, pp)[pp_rank]:
+        yield from layer_entries(spec, layer, layer)
+    if is_last:
+        yield FINAL_NORM
+        if applies(HEAD, spec):
+            yield HEAD
+
+
+def _row_runs(entry: Entry, rows: int, spec: ModelSpec, tp: int, rank: int) -> Iterator[Run]:
+    if entry.placement == "vocab":
+        per_rank = padded_vocab_size(spec) // tp
+        yield Run(rank * per_rank, min((rank + 1) * per_rank, rows), 0)
+    elif entry.placement in ("gate", "up"):
+        per_rank = rows // tp
+        yield Run(rank * per_rank, (rank + 1) * per_rank, per_rank if entry.placement == "up" else 0)
+    elif entry.placement == "query":
+        per_rank = rows // tp
+        yield Run(rank * per_rank, (rank + 1) * per_rank, 0)
+    else:
+        per_rank = max(spec.num_kv_heads // tp, 1) * spec.head_dim
+        part = rank * spec.num_kv_heads // tp if tp > spec.num_kv_heads else rank
+        queries = spec.num_heads // tp * spec.head_dim
+        yield Run(part * per_rank, (part + 1) * per_rank, queries + (per_rank if entry.placement == "value" else 0))

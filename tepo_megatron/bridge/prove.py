@@ -1,0 +1,80 @@
+"""Proof of a plan: every element of every destination shard comes, once, from where the source layouts have it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+from tepo_megatron.bridge.boxes import meeting_pairs
+from tepo_megatron.types import Box, Move, Region, ReshardPlan, Shard, ShardLayout
+
+
+def prove(plan: ReshardPlan, sources: Sequence[ShardLayout], destinations: Sequence[ShardLayout]) -> None:
+    """Checks a plan, however it was made or read, against the layouts of both sides. Pure; any process can call.
+
+    Raises RuntimeError that names the tensor, parameter and ranks of the first part that would be written twice, never, in a
+    place that is not its own, or from a place that holds something else.
+    """
+    ours, theirs = _by_param(sources), _by_param(destinations)
+    written: dict[tuple[int, str], list[Box]] = defaultdict(list)
+    for move in plan.moves:
+        for source_box, destination_box in zip(_boxes(move.source_region), _boxes(move.destination_region), strict=True):
+            sent = _in_tensor(source_box, move.tensor, ours.get((move.source, move.source_param), ()))
+            wanted = _in_tensor(destination_box, move.tensor, theirs.get((move.destination, move.destination_param), ()))
+            if sent is None or sent != wanted:
+                raise RuntimeError(f"{_name(move)} takes {sent} to where {wanted} belongs; make the plan again")
+            written[move.destination, move.destination_param].append(destination_box)
+    for (rank, param), shards in theirs.items():
+        problem = _fault(tuple(written[rank, param]), tuple(shard.at for shard in shards))
+        if problem:
+            raise RuntimeError(f"the plan writes {problem} of {param} on destination rank {rank}; make the plan again")
+
+
+@lru_cache(maxsize=4096)
+def _fault(written: tuple[Box, ...], wanted: tuple[Box, ...]) -> str:
+    """What is wrong with boxes that lie within the wanted ones, if they do not make them up; the layers share one answer."""
+    for i, j in meeting_pairs(written):
+        return f"{written[i]} and {written[j]}, which overlap,"
+    found, whole = _numel(written), _numel(wanted)
+    return "" if found == whole else f"{found} of {whole} elements"
+
+
+def _by_param(layouts: Sequence[ShardLayout]) -> dict[tuple[int, str], list[Shard]]:
+    held: dict[tuple[int, str], list[Shard]] = defaultdict(list)
+    for rank, layout in enumerate(layouts):
+        for shard in layout.shards:
+            held[rank, shard.param].append(shard)
+    return held
+
+
+def _boxes(region: Region) -> Iterator[Box]:
+    (first, *start), (last, *stop) = region.box.start, region.box.stop
+    for number in range(region.count):
+        shift = number * region.step
+        yield Box((first + shift, *start), (last + shift, *stop))
+
+
+def _in_tensor(box: Box, tensor: str, shards: Sequence[Shard]) -> Box | None:
+    """What a box of a parameter is of the tensor; None unless one shard of the tensor holds all of it."""
+    found = (_through(box, shard.at, shard.box) for shard in shards if shard.tensor == tensor)
+    return next((part for part in found if part is not None), None)
+
+
+@lru_cache(maxsize=4096)
+def _through(box: Box, at: Box, tensor_box: Box) -> Box | None:
+    if at.intersection(box) != box:
+        return None
+    return box.relative_to(tuple(a - b for a, b in zip(at.start, tensor_box.start, strict=True)))
+
+
+def _numel(boxes: Sequence[Box]) -> int:
+    return sum(math.prod(box.shape) for box in boxes)
+
+
+def _name(move: Move) -> str:
+    return (
+        f"the move of {move.tensor} from {move.source_param} of source rank {move.source} "
+        f"to {move.destination_param} of destination rank {move.destination}"
+    )

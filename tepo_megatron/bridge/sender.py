@@ -1,0 +1,134 @@
+"""A trainer rank's end of a weight update. Rank 0 speaks with the servers; the other ranks do what it tells them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tepo_megatron.bridge import transport
+from tepo_megatron.bridge.messages import End, Queues, destination_ends, message_bytes, queues, source_ends, wire_dtype
+from tepo_megatron.bridge.move import send
+from tepo_megatron.types import Box, Region, ReshardPlan
+
+
+class ShardSender:
+    """Sends this rank's shards of ``params`` (Megatron's names) by ``plan``; every trainer rank has one.
+
+    ``dtype`` is that of the servers' weights. ``told(value)`` gives rank 0's value to every rank, all of which call. In each
+    update rank 0 calls ``open`` (the first time, and after a failure), ``announce``, ``join``, ``send`` and ``conclude``, in
+    this order, and the others ``follow``.
+    """
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        params: Mapping[str, Tensor],
+        *,
+        rank: int,
+        dtype: torch.dtype,
+        told: Callable[[Any], Any],
+        timeout_s: float,
+    ) -> None:
+        self.num_sources, self.world_size = plan.num_sources, plan.num_sources + plan.num_destinations
+        self._plan, self._params, self._rank, self._told, self._timeout_s = plan, params, rank, told, timeout_s
+        self._wire = wire_dtype(next(iter(params.values())).dtype, dtype)
+        self._limit = message_bytes(plan)
+        self._outgoing = queues(source_ends(plan, rank), itemsize=self._wire.itemsize, limit=self._limit)
+        self._meeting: list[Any] | None = None
+        self._store: TCPStore | None = None
+        self._group: transport.TransferGroup | None = None
+        self._announced = False
+
+    def open(self, host: str) -> int:
+        """Rank 0: opens a meeting place on a free port of ``host``, where every worker finds its orders; returns the port."""
+        self.close()
+        self._store, port = transport.listen(host)
+        for destination in range(self._plan.num_destinations):
+            order = encode_order(destination_ends(self._plan, destination), self._wire, self._limit)
+            self._store.set(order_key(self.num_sources + destination), order)
+        self._meeting = [host, port]
+        return port
+
+    def announce(self) -> None:
+        """Rank 0: has the other ranks join the group at the meeting place, unless they are in it, and send."""
+        self._told(self._meeting)
+        self._announced = True
+
+    def join(self) -> None:
+        """Enters the group, unless it is in it; returns when all ranks and workers have. RuntimeError after the time-out."""
+        if self._group is None:
+            assert self._meeting is not None
+            host, port = self._meeting
+            store = self._store or transport.connect(host, port, self._timeout_s)
+            address = transport.own_address(host, port)
+            self._group = transport.TransferGroup(store, address, self._rank, self.world_size, self._timeout_s)
+
+    def send(self) -> None:
+        """Sends this rank's part of every tensor, with digests. Raises RuntimeError naming tensors and peer."""
+        assert self._group is not None
+        with torch.no_grad():
+            send(self._group, self._outgoing, self._params, self._wire)
+
+    def conclude(self, arrived: bool) -> None:
+        """Rank 0: tells the other ranks whether all servers have the weights; without that they wait."""
+        self._told(arrived if self._announced else None)
+        self._announced = False
+
+    def follow(self) -> None:
+        """Every rank but 0: its part of an update. A failure is rank 0's to report, since it knows what the servers say.
+
+        Raises RuntimeError only if this rank failed and rank 0 believes that all went well.
+        """
+        meeting = self._told(None)
+        if meeting is None:
+            return
+        failure: RuntimeError | None = None
+        try:
+            if meeting != self._meeting:
+                self.close()
+                self._meeting = meeting
+            self.join()
+            self.send()
+        except RuntimeError as error:
+            failure = error
+            self.close()  # the others' pending messages fail, and they need not wait for the time-out
+        arrived = self._told(None)
+        if not arrived:
+            self.close()
+        elif failure is not None:
+            raise RuntimeError(f"trainer rank {self._rank} did not send its weights: {failure}") from failure
+
+    def close(self) -> None:
+        """Leaves the group; pending messages of the others fail."""
+        if self._group is not None:
+            self._group.close()
+        self._group = self._meeting = self._store = None
+
+
+def order_key(rank: int) -> str:
+    """Where, at the meeting place, the worker that is ``rank`` in the group finds what it will receive."""
+    return f"order/{rank}"
+
+
+def encode_order(ends: list[End], wire: torch.dtype, limit: int) -> str:
+    """What a worker must know to receive: dtype on the wire, size of a message in bytes, and its ends of the moves."""
+    moves = [
+        [end.peer, end.param, end.region.box.start, end.region.box.stop, end.region.count, end.region.step] for end in ends
+    ]
+    return json.dumps({"dtype": str(wire).removeprefix("torch."), "limit": limit, "moves": moves})
+
+
+def decode_order(text: str | bytes) -> tuple[Queues, torch.dtype]:
+    """What the order says, as two arguments of ``bridge.move.receive``."""
+    raw = json.loads(text)
+    wire: torch.dtype = getattr(torch, raw["dtype"])
+    ends = [
+        End(peer, param, param, Region(Box(tuple(start), tuple(stop)), count, step))
+        for peer, param, start, stop, count, step in raw["moves"]
+    ]
+    return queues(ends, itemsize=wire.itemsize, limit=raw["limit"]), wire

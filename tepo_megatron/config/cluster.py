@@ -1,0 +1,84 @@
+"""The machines: how many nodes for what, what their GPUs are, and how the cluster is asked for them."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from tepo_megatron.config.base import Section
+
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class ClusterConfig(Section):
+    """Nodes and GPUs are what ``tepo plan`` reckons with and ``tepo launch`` asks for; ``tepo train`` reads none of it."""
+
+    train_nodes: PositiveInt = 1
+    """Nodes that train. More than one: engine.parallel fills all their GPUs."""
+
+    rollout_nodes: NonNegativeInt = 0
+    """Nodes that serve vLLM; 0: the servers run on the training node, on the GPUs that engine.parallel leaves free."""
+
+    gpus_per_node: PositiveInt = 8
+    gpu_memory_gib: PositiveFloat = 79.0
+    """Memory of one GPU, as torch reports it: 79 for an 80 GB H100 or A100, 139 for an H200."""
+
+    gpu_tflops: PositiveFloat = 989.0
+    """Peak of one GPU in bf16 without sparsity, in 10¹² FLOP/s: 989 for an H100 SXM, 312 for an A100."""
+
+    gpu_memory_gb_per_s: PositiveFloat = 3350.0
+    """Peak bandwidth of one GPU's memory in 10⁹ bytes/s: 3350 for an H100 SXM, 2039 for an A100."""
+
+    nvlink_gb_per_s: PositiveFloat = 450.0
+    """Peak rate between GPUs of one node, in 10⁹ bytes/s, per GPU and direction."""
+
+    network_gb_per_s: PositiveFloat = 50.0
+    """Peak rate between nodes, in 10⁹ bytes/s, per GPU and direction: 50 is one 400 Gbit/s adapter for each GPU."""
+
+    link_efficiency: Share = 0.7
+    """Which part of the peak rate of a link a plan reckons with."""
+
+    train_mfu: Share = 0.4
+    """Model FLOPs utilisation that a plan reckons with in training: FLOPs over peak, outside the bubble of the pipeline."""
+
+    score_mfu: Share = 0.45
+    """The same for passes without gradient: log-probs before the update, prompts in the servers."""
+
+    decode_bandwidth: Share = 0.5
+    """Which part of the memory bandwidth a plan reckons with in token-by-token generation."""
+
+    account: str | None = None
+    """Slurm account that is charged."""
+
+    partition: str | None = None
+    """Slurm partition."""
+
+    time_limit: str = Field(default="24:00:00", pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$")
+    """Slurm's limit, as [days-]hours:minutes:seconds."""
+
+    sbatch: tuple[str, ...] = ()
+    """More options of sbatch, as on its command line without the dashes, such as ``qos=high`` or ``reservation=rl``."""
+
+    ssh: str | None = Field(default=None, pattern=r"^[^@\s]+@[^@:\s]+(:\d+)?$")
+    """The login node to submit from, as user@host[:port]; default: this machine has sbatch."""
+
+    ssh_identity: Path | None = None
+    """Private key for ``ssh``; default: the agent's, or a password that is asked for."""
+
+    container: str | None = None
+    """Image of the trainer (a registry's name or a .sqsh file), for Slurm with pyxis; default: ``python`` on the nodes."""
+
+    rollout_container: str | None = None
+    """Image of the servers; default: ``container``."""
+
+    mounts: tuple[str, ...] = ()
+    """More folders for the containers, as source:target. The folders of output, model and data are mounted as they are."""
+
+    python: str = "python"
+    """The trainer's interpreter on the nodes, or in ``container``; such as /shared/tepo/.venv/bin/python."""
+
+    rollout_python: str | None = None
+    """The servers' interpreter; default: ``python``."""
+
+    setup: tuple[str, ...] = ()
+    """Lines of shell that run on every node before either, such as ``module load cuda``."""

@@ -1,0 +1,80 @@
+"""What ``tepo doctor --run RUN.yaml`` looks at besides: the disk, the ports and the servers of that run."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Callable
+from functools import partial
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.doctor_checks import Check
+from tepo_megatron.rollout.registry import registered
+
+_GIB = 2**30
+_BYTES_PER_CHECKPOINT_BYTE = 8
+"""A checkpoint holds fp32 weights and two fp32 moments; the model's files may be bf16, so up to 6, and the exported model 1."""
+
+
+def run_checks(config: RunConfig) -> list[Callable[[], Check]]:
+    """The checks of one run."""
+    checks: list[Callable[[], Check]] = [partial(_output_disk, config)]
+    server = config.rollout.server
+    if server.placement == "external":
+        checks += [partial(_external_server, config, index) for index in range(server.count)]
+    elif server.port:
+        checks.append(partial(_server_port, config))
+    for number, check in enumerate(checks):
+        setattr(check, "__name__", f"_run_{number}")  # noqa: B010  # what diagnose() calls a check that fails by itself
+    return checks
+
+
+def _output_disk(config: RunConfig) -> Check:
+    """Whether the output's disk takes the checkpoints that the run keeps."""
+    folder = config.output.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    weights = sum(path.stat().st_size for path in Path(config.model.path).glob("*.safetensors"))
+    needed = max(_GIB // 2, weights * _BYTES_PER_CHECKPOINT_BYTE * config.train.keep_checkpoints)
+    detail = f"{free / _GIB:.1f} GiB free for {config.output}"
+    if free < needed:
+        advice = f"its checkpoints may take {needed / _GIB:.1f} GiB: free as much, or set output to another disk"
+        return Check("output", "fail", detail, advice, needed=True)
+    return Check("output", "ok", detail, needed=True)
+
+
+def _server_port(config: RunConfig) -> Check:
+    """Whether the first port that the servers try is free."""
+    host, port = config.rollout.server.host, config.rollout.server.port
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            advice = "servers take the next free one; set rollout.server.port to another, or end what listens there"
+            return Check("server port", "warn", f"{host}:{port} is taken ({error.strerror})", advice)
+    return Check("server port", "ok", f"{host}:{port} is free")
+
+
+def _external_server(config: RunConfig, index: int) -> Check:
+    """Whether a server that ``tepo serve`` has registered can be reached from here."""
+    name, registry = f"server {index}", config.rollout.server.registry
+    found = registered(registry, index) if registry is not None else None
+    if found is None:
+        return Check(name, "missing", f"not registered in {registry}", "start 'tepo serve' on its node", needed=True)
+    place = urlsplit(found.url)
+    connection = HTTPConnection(place.hostname or "", place.port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        status = connection.getresponse().status
+    except (OSError, HTTPException) as error:
+        return Check(name, "fail", f"{found.url}: {error}", "is its node up, and no firewall between?", needed=True)
+    finally:
+        connection.close()
+    if status != 200:
+        return Check(name, "fail", f"{found.url} answers with status {status}", "see its log in OUT/logs", needed=True)
+    return Check(name, "ok", f"{found.url} answers", needed=True)

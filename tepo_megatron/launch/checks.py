@@ -1,0 +1,60 @@
+"""What can be wrong with a job, found before anything is submitted: each a sentence with the value and the mend."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.launch.job import BUILTIN, uses_gpus
+
+if TYPE_CHECKING:
+    from nemo_run.core.tunnel.client import Tunnel
+
+
+def check_cluster(config: RunConfig, tunnel: Tunnel) -> None:
+    """Looks at the cluster's disks. Raises ValueError for a missing folder, image or checkpoint, and for a used output."""
+    model, output = config.model.path, config.output
+    if not model.startswith(BUILTIN) and not _has(tunnel, f"{model}/config.json"):
+        raise ValueError(
+            f"model.path = {model} has no config.json on {_where(config)}; give a Hugging Face folder that every node can read "
+            "('hf download NAME --local-dir FOLDER' makes one)"
+        )
+    for field in ("train", "heldout"):
+        source = getattr(config.data, field)
+        if not source.startswith(BUILTIN) and not _has(tunnel, source):
+            raise ValueError(f"data.{field} = {source} does not exist on {_where(config)}; give a JSON-lines file")
+    for image in {config.cluster.container, config.cluster.rollout_container}:
+        if image is not None and image.startswith(("/", ".")) and not _has(tunnel, image):
+            raise ValueError(
+                f"the container image {image} does not exist on {_where(config)}; docs/cluster.md says how to make it"
+            )
+    _check_transformer_engine(config, tunnel)
+    if config.train.resume and not _has(tunnel, f"{output}/checkpoints/step_*[0-9]/state.json", pattern=True):
+        raise ValueError(
+            f"train.resume = true, but {output} has no finished checkpoint on {_where(config)}; launch without --resume"
+        )
+    if not config.train.resume and _has(tunnel, f"{output}/metrics.jsonl"):
+        raise ValueError(f"output {output} already holds a run; give another folder (output=…), or continue it (--resume)")
+
+
+def _check_transformer_engine(config: RunConfig, tunnel: Tunnel) -> None:
+    """Of an image in one file, where ``unsquashfs`` is there to look into it; any other is looked at when the job starts."""
+    image = config.cluster.container
+    if not uses_gpus(config) or image is None or not image.endswith(".sqsh"):
+        return
+    listing = tunnel.run(f"command -v unsquashfs >/dev/null && unsquashfs -l {shlex.quote(image)}", hide=True, warn=True)
+    if listing.ok and "transformer_engine" not in listing.stdout:
+        raise ValueError(
+            f"the container image {image} has no Transformer Engine, which training on GPUs needs; build it from "
+            "docker/trainer.Dockerfile"
+        )
+
+
+def _has(tunnel: Tunnel, path: str, *, pattern: bool = False) -> bool:
+    command = f"ls -d {path}" if pattern else f"ls -d {shlex.quote(path)}"
+    return bool(tunnel.run(f"{command} >/dev/null 2>&1", hide=True, warn=True).ok)
+
+
+def _where(config: RunConfig) -> str:
+    return config.cluster.ssh or "this machine"

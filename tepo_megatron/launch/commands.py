@@ -1,0 +1,187 @@
+"""``tepo launch``: run on a cluster, and look after the job."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tepo_megatron.config import RunConfig
+
+if TYPE_CHECKING:
+    from tepo_megatron.launch.nemo import Scripts
+    from tepo_megatron.launch.plan import Plan
+
+app = typer.Typer(no_args_is_help=True)
+
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run's configuration.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Dotted overrides, as they were launched with.")]
+
+
+class Executor(StrEnum):
+    SLURM = "slurm"
+    LOCAL = "local"
+
+
+class LogRole(StrEnum):
+    JOB = "job"
+    TRAIN = "train"
+    SERVE = "serve"
+    SERVERS = "servers"
+
+
+@app.command()
+def run(
+    run: RunFile,
+    overrides: Overrides = None,
+    executor: Annotated[
+        Executor, typer.Option("--executor", help="local: the training node is this machine.")
+    ] = Executor.SLURM,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the scripts; submit, write and ask nothing.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the output folder.")] = False,
+) -> None:
+    """Submit a run to Slurm through NeMo-Run: the first nodes train, the others serve vLLM.
+
+    [dim]tepo launch examples/llama3.3-70b/run.yaml --dry-run[/]
+
+    [dim]tepo launch examples/llama3.3-70b/run.yaml cluster.partition=h100 cluster.account=rl[/]
+    """
+    from tepo_megatron.cli import user_errors
+    from tepo_megatron.launch import nemo
+    from tepo_megatron.launch.plan import check_plan, make_plan
+
+    with user_errors():
+        config = _load(run, [*(overrides or ()), *(["train.resume=true"] if resume else [])])
+        plan = make_plan(config)
+        if dry_run:
+            _show_plan(plan)
+        check_plan(plan)
+        nemo.require_nemo_run()
+        others = config.cluster.train_nodes + config.cluster.rollout_nodes - 1
+        if executor is Executor.LOCAL and others and not dry_run:
+            raise ValueError(
+                f"--executor local has one node, but the run wants {others} more (cluster.train_nodes, cluster.rollout_nodes); "
+                "set them to 1 and 0, or use --dry-run"
+            )
+        scripts, code = nemo.write_scripts(config), 0
+        if dry_run:
+            _show(scripts, executor)
+        elif executor is Executor.LOCAL:
+            code = _run_here(config, scripts.roles)
+        else:
+            _submit(config, scripts.roles)
+    raise typer.Exit(code)
+
+
+@app.command()
+def status(run: RunFile, overrides: Overrides = None) -> None:
+    """Print what Slurm says of the newest job of the run's output folder.
+
+    [dim]tepo launch status OUT/resolved.yaml[/]
+    """
+    from tepo_megatron.cli import user_errors
+    from tepo_megatron.launch import nemo, state
+
+    with user_errors():
+        config = _load(run, overrides or ())
+        nemo.require_nemo_run()
+        tunnel = nemo.connect(config.cluster)
+        job = state.recall(config, tunnel).job
+        typer.echo(f"job {job}: {state.status(job, tunnel)}")
+
+
+@app.command()
+def logs(
+    run: RunFile,
+    overrides: Overrides = None,
+    role: Annotated[
+        LogRole, typer.Option("--role", help="Whose: of the batch script, trainer's nodes, servers' nodes, vLLM.")
+    ] = (LogRole.TRAIN),
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Only this rank of the trainer.")] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many, from the end.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on printing, until Ctrl-C.")] = False,
+) -> None:
+    """Print the ends of the logs of the newest job.
+
+    [dim]tepo launch logs OUT/resolved.yaml --rank 3[/]
+    """
+    from tepo_megatron.cli import user_errors
+    from tepo_megatron.launch import nemo, state
+
+    with user_errors():
+        config = _load(run, overrides or ())
+        nemo.require_nemo_run()
+        tunnel = nemo.connect(config.cluster)
+        state.tail(tunnel, state.log_pattern(config, state.recall(config, tunnel), role, rank), lines, follow=follow)
+
+
+@app.command()
+def cancel(run: RunFile, overrides: Overrides = None) -> None:
+    """Cancel the newest job of the run's output folder; what it saved stays, for --resume."""
+    from tepo_megatron.cli import user_errors
+    from tepo_megatron.launch import nemo, state
+
+    with user_errors():
+        config = _load(run, overrides or ())
+        nemo.require_nemo_run()
+        tunnel = nemo.connect(config.cluster)
+        job = state.recall(config, tunnel).job
+        state.cancel(job, tunnel)
+        typer.echo(f"cancelled job {job}")
+
+
+def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
+    """The run as the nodes will read it."""
+    from tepo_megatron.config.load import load_run
+    from tepo_megatron.launch.job import on_nodes
+
+    return on_nodes(load_run(path, overrides))
+
+
+def _show_plan(plan: Plan) -> None:
+    from rich.console import Console
+
+    from tepo_megatron.launch.plan.report import plan_notes, plan_tables
+
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
+    for table in plan_tables(plan):
+        console.print(table)
+    for line in plan_notes(plan):
+        typer.echo(line)
+    typer.echo()
+
+
+def _show(scripts: Scripts, executor: Executor) -> None:
+    texts = {"sbatch": scripts.sbatch} if executor is Executor.SLURM else {}
+    for name, text in {**texts, **scripts.roles}.items():
+        typer.echo(f"===== {name} {'=' * (120 - len(name))}\n{text.strip()}\n")
+
+
+def _submit(config: RunConfig, scripts: dict[str, str]) -> None:
+    from tepo_megatron.launch import nemo, state
+    from tepo_megatron.launch.checks import check_cluster
+    from tepo_megatron.launch.record import submission
+
+    tunnel = nemo.connect(config.cluster)
+    check_cluster(config, tunnel)
+    if config.train.save_every == 0:
+        typer.echo("warning: train.save_every = 0: a job that is preempted begins anew; set it to a number of steps", err=True)
+    state.deliver(config, tunnel, scripts, submission(sys.argv))
+    job = nemo.submit(config)
+    state.remember(config, tunnel, job)
+    typer.echo(f"submitted job {job}; see: tepo launch status|logs|cancel {config.output}/resolved.yaml")
+
+
+def _run_here(config: RunConfig, scripts: dict[str, str]) -> int:
+    from tepo_megatron.launch import nemo, state
+    from tepo_megatron.launch.checks import check_cluster
+    from tepo_megatron.launch.record import submission
+
+    tunnel = nemo.connect(config.cluster)
+    check_cluster(config, tunnel)
+    state.deliver(config, tunnel, scripts, submission(sys.argv))
+    return nemo.run_here(config)

@@ -1,0 +1,114 @@
+"""What runs on the nodes of a job: the configuration as they read it, and one shell script for each role.
+
+Nothing here knows how a job is submitted; ``tepo_megatron.launch.nemo`` does.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from tepo_megatron.config import RunConfig
+
+BUILTIN = "builtin:"
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True)
+class Role:
+    """A run of consecutive nodes that do the same; one task a node, which runs ``script``."""
+
+    name: str
+    first_node: int
+    nodes: int
+    script: str
+    container: str | None
+
+
+def roles(config: RunConfig) -> list[Role]:
+    """The trainer's nodes, and behind them the servers' if there are any. ``config`` is one that :func:`on_nodes` returned."""
+    cluster = config.cluster
+    train = Role("train", 0, cluster.train_nodes, train_script(config), cluster.container)
+    if not cluster.rollout_nodes:
+        return [train]
+    container = cluster.rollout_container or cluster.container
+    return [train, Role("serve", cluster.train_nodes, cluster.rollout_nodes, serve_script(config), container)]
+
+
+def on_nodes(config: RunConfig) -> RunConfig:
+    """The configuration as the nodes read it: absolute paths, and external servers where nodes are set aside for them.
+
+    Raises ValueError for a relative path where the job is submitted through ssh, and for a space in the output's path.
+    """
+    output = Path(_absolute("output", str(config.output), config))
+    if len(str(output).split()) != 1:
+        raise ValueError(
+            f"output = {str(output)!r} has a space in it, which log paths of Slurm cannot have; choose another folder"
+        )
+    server = config.rollout.server
+    if config.cluster.rollout_nodes:
+        server = server.model_copy(update={"placement": "external", "registry": output / "servers"})
+    model = config.model.model_copy(update={"path": _absolute("model.path", config.model.path, config)})
+    data = {name: _absolute(f"data.{name}", getattr(config.data, name), config) for name in ("train", "heldout")}
+    return config.model_copy(
+        update={
+            "output": output,
+            "model": model,
+            "data": config.data.model_copy(update=data),
+            "rollout": config.rollout.model_copy(update={"server": server}),
+        }
+    )
+
+
+def ranks_per_node(config: RunConfig) -> int:
+    """Trainer ranks on each training node."""
+    return config.engine.parallel.world_size // config.cluster.train_nodes
+
+
+def uses_gpus(config: RunConfig) -> bool:
+    """Whether the nodes are asked for GPUs."""
+    return config.engine.platform != "cpu"
+
+
+def mounts(config: RunConfig) -> list[str]:
+    """The folders that a container of the job sees, as source:target."""
+    paths = [str(config.output), config.model.path, config.data.train, config.data.heldout]
+    folders = {
+        path if path == str(config.output) or path == config.model.path else str(PurePosixPath(path).parent) for path in paths
+    }
+    own = sorted(f"{folder}:{folder}" for folder in folders if not folder.startswith((BUILTIN, ".")))
+    return list(dict.fromkeys([*own, *config.cluster.mounts]))
+
+
+def train_script(config: RunConfig) -> str:
+    """What every training node runs; its argument is the address of the first."""
+    needed = "transformer-engine" if uses_gpus(config) else ""
+    cluster = config.cluster
+    text = _fill("train.sh", config, python=cluster.python, nodes=cluster.train_nodes, ranks=ranks_per_node(config))
+    return text.replace(" @needed@", f" {needed}".rstrip())
+
+
+def serve_script(config: RunConfig) -> str:
+    """What every node for rollouts runs."""
+    python = config.cluster.rollout_python or config.cluster.python
+    return _fill("serve.sh", config, python=python, nodes=config.cluster.rollout_nodes)
+
+
+def _fill(template: str, config: RunConfig, **values: str | int) -> str:
+    """The template with ``@name@`` replaced by the quoted value."""
+    text = (TEMPLATES / template).read_text()
+    given = {"output": str(config.output), "interface": config.rollout.server.interface or "", **values}
+    for name, value in given.items():
+        text = text.replace(f"@{name}@", shlex.quote(str(value)))
+    return text.replace("@setup@\n", "".join(f"{line}\n" for line in config.cluster.setup))
+
+
+def _absolute(field: str, path: str, config: RunConfig) -> str:
+    if path.startswith((BUILTIN, "/")):
+        return path
+    if config.cluster.ssh is not None:
+        raise ValueError(
+            f"{field} = {path!r} is relative, but with cluster.ssh it lies on another machine; write the whole path"
+        )
+    return str(Path(path).expanduser().absolute())

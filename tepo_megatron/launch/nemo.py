@@ -1,0 +1,184 @@
+"""Submits a job through NeMo-Run; the only importer of it.
+
+On Slurm a job is one allocation with one ``srun`` for each role. When either ends, the job ends with its exit code.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tepo_megatron.config import ClusterConfig, RunConfig
+from tepo_megatron.launch.job import Role, mounts, roles, uses_gpus
+
+if TYPE_CHECKING:
+    from nemo_run import SlurmExecutor
+    from nemo_run.core.tunnel.client import Tunnel
+
+TITLE = "tepo"
+POLL_S = 5
+"""How often the batch script looks whether a role has ended."""
+
+
+@dataclass(frozen=True)
+class Scripts:
+    """What Slurm gets (``sbatch``; empty for a run without it) and what each role runs, by file name below OUT/launch."""
+
+    sbatch: str
+    roles: dict[str, str]
+
+
+def require_nemo_run() -> None:
+    """Raises ValueError where NeMo-Run is not installed."""
+    try:
+        import nemo_run  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"tepo launch needs NeMo-Run, and its import failed ({error}); bash scripts/setup_launch.sh makes .venv-launch, an "
+            "environment that has it: .venv-launch/bin/tepo launch …"
+        ) from error
+
+
+def connect(cluster: ClusterConfig) -> Tunnel:
+    """Where commands of the cluster run: this machine, or the login node behind ssh."""
+    return _tunnel(cluster, job_dir="")
+
+
+def write_scripts(config: RunConfig) -> Scripts:
+    """The texts of the job, without writing anything that stays, connecting anywhere, or asking Slurm."""
+    with tempfile.TemporaryDirectory(prefix="tepo-launch-") as folder, _experiment(config, Path(folder)) as experiment:
+        experiment.dryrun(log=False, delete_exp_dir=False)
+        (sbatch,) = Path(folder).rglob("*_sbatch.sh")
+        return Scripts(sbatch.read_text(), {f"{role.name}.sh": role.script for role in roles(config)})
+
+
+def submit(config: RunConfig) -> str:
+    """Submit the job to Slurm; returns its number. Raises RuntimeError with Slurm's words where it refuses."""
+    from invoke.exceptions import UnexpectedExit
+
+    local = config.cluster.ssh is None
+    folder = config.output / "launch" / "nemo" if local else Path(tempfile.mkdtemp(prefix="tepo-launch-"))
+    try:
+        with _experiment(config, folder) as experiment:
+            experiment.run(detach=True)
+            return str(experiment.jobs[0].handle).rpartition("/")[2]
+    except UnexpectedExit as error:
+        said = " ".join(error.result.stderr.split()) or f"exit code {error.result.exited}"
+        raise RuntimeError(
+            f"Slurm refused the job ({said}); see cluster.partition, cluster.account, cluster.time_limit and cluster.sbatch"
+        ) from error
+    finally:
+        if not local:
+            shutil.rmtree(folder)
+
+
+def run_here(config: RunConfig) -> int:
+    """Run the trainer's script on this machine through NeMo-Run's local executor, and wait for it; returns its exit code."""
+    import nemo_run
+    from torchx.specs.api import AppState
+
+    script = nemo_run.Script(path=str(config.output / "launch" / "train.sh"), args=["127.0.0.1"])
+    folder = str(config.output / "launch" / "nemo")
+    with nemo_run.Experiment(TITLE, executor=nemo_run.LocalExecutor(), base_dir=folder, **_QUIET) as experiment:
+        experiment.add(script, name="train", tail_logs=True)
+        experiment.run()
+    return 0 if experiment.jobs[0].state == AppState.SUCCEEDED else 1
+
+
+_QUIET: dict[str, Any] = {
+    "log_level": "ERROR",
+    "clean_mode": True,
+    "enable_goodbye_message": False,
+    "skip_status_at_exit": True,
+    "serialize_metadata_for_scripts": False,
+}
+
+
+def _experiment(config: RunConfig, folder: Path) -> Any:
+    """An experiment that holds the job. Entered, because NeMo-Run adds tasks only inside its context."""
+    from contextlib import contextmanager
+
+    import nemo_run
+
+    @contextmanager
+    def entered() -> Any:
+        every = roles(config)
+        with nemo_run.Experiment(TITLE, base_dir=str(folder), **_QUIET) as experiment:
+            launch = config.output / "launch"
+            experiment.add(
+                [nemo_run.Script(path=str(launch / f"{role.name}.sh"), args=_arguments(role)) for role in every],
+                executor=[_executor(config, role) for role in every],
+                name="job",
+            )
+            yield experiment
+
+    return entered()
+
+
+def _arguments(role: Role) -> list[str]:
+    return ["$head_node_ip"] if role.name == "train" else []
+
+
+def _executor(config: RunConfig, role: Role) -> SlurmExecutor:
+    """The allocation, which NeMo-Run takes from the first role, and this role's share of it."""
+    import nemo_run
+
+    from tepo_megatron.launch.slurm_logs import JobLogs
+
+    cluster = config.cluster
+    placed = [f"--relative={role.first_node}", f"--nodes={role.nodes}", f"--ntasks={role.nodes}", "--ntasks-per-node=1"]
+    executor = nemo_run.SlurmExecutor(
+        account=cluster.account,
+        partition=cluster.partition,
+        job_name_prefix=f"{TITLE}-",
+        time=cluster.time_limit,
+        nodes=cluster.train_nodes + cluster.rollout_nodes,
+        ntasks_per_node=1,
+        gpus_per_node=cluster.gpus_per_node if uses_gpus(config) else None,
+        exclusive=True,
+        mem="0",
+        container_image=role.container,
+        container_mounts=mounts(config) if role.container else [],
+        srun_args=[*placed, *(["--no-container-mount-home"] if role.container else [])],
+        additional_parameters=_sbatch_options(cluster),
+        job_details=JobLogs(job_name=_job_name(config), folder=str(config.output / "logs"), role=role.name),
+        tunnel=_tunnel(cluster, job_dir=str(config.output / "launch" / "nemo" / "experiments")),
+        packager=nemo_run.Packager(),
+        setup_lines=_head_address(config.rollout.server.interface),
+        wait_time_for_group_job=0,
+        monitor_group_job_wait_time=POLL_S,
+        poll_estimated_start_time=False,
+    )
+    return executor
+
+
+def _head_address(interface: str | None) -> str:
+    """Shell that sets the address of the first node, where the batch script runs, to that of the inner network."""
+    if interface is None:
+        return "head_node_ip=${head_node_ip%% *}"
+    return f"head_node_ip=$(ip -4 -o addr show dev {interface} | awk '{{ split($4, part, \"/\"); print part[1]; exit }}')"
+
+
+def _sbatch_options(cluster: ClusterConfig) -> dict[str, Any]:
+    """``name=value``, or ``name`` alone for a switch."""
+    split = [option.partition("=") for option in cluster.sbatch]
+    return {name.lstrip("-"): value if equals else True for name, equals, value in split}
+
+
+def _job_name(config: RunConfig) -> str:
+    """The run's folder: names of runs are sentences."""
+    return f"{TITLE}-{config.output.name}"
+
+
+def _tunnel(cluster: ClusterConfig, job_dir: str) -> Tunnel:
+    import nemo_run
+
+    if cluster.ssh is None:
+        return nemo_run.LocalTunnel(job_dir=job_dir)
+    user, _, place = cluster.ssh.partition("@")
+    host, _, port = place.partition(":")
+    identity = str(cluster.ssh_identity) if cluster.ssh_identity else None
+    return nemo_run.SSHTunnel(host=host, user=user, port=int(port) if port else None, identity=identity, job_dir=job_dir)

@@ -1,0 +1,152 @@
+"""Bytes on one training rank, from the run's configuration alone. Formulas and their sources: docs/plan.md.
+
+T tokens of a micro-batch on this rank, h hidden, f MLP size, q and k the widths of all query and all key heads, t
+tensor-parallel size, b bytes per element, s = t under sequence parallelism and 1 without. Positions are rotated, and gate and
+up multiplied, without fused kernels, as ``engine/model.py`` asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from tepo_megatron.bridge.architecture import ModelSpec
+from tepo_megatron.config import RunConfig
+from tepo_megatron.launch.plan.shapes import stage_parameters, vocabulary_parameters
+
+GIB = 2**30
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+SCORE_WORKSPACE = {"cuda": 128 * 2**20, "cpu": 768 * 2**10}
+"""What ``vocab_parallel`` sweeps through the logits with, whatever their size."""
+
+CUDA_CONTEXT = 2 * GIB
+"""CUDA's context, NCCL's channels and cuBLAS' workspaces: an assumption."""
+
+USABLE = 0.9
+"""The part of a GPU's memory that a plan may fill; the rest is for the allocator's gaps and for what is not reckoned."""
+
+BATCH_BYTES_PER_TOKEN = 29
+"""Tokens, labels, mask, sampler's and old log-probs, old entropy of the step's batch, which every rank holds."""
+
+
+_NORM_COPIES = {"cuda": 2, "cpu": 3}
+"""A norm keeps its input and its output; torch's on CPU also the input normalised."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes at the peak of an optimizer step on a rank of one pipeline stage."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    reference: float
+    activations: float
+    logits: float
+    transient: float
+    """Gathered inputs, gradients of activations and of the largest weight while one layer or the head goes backward."""
+
+    communication: float
+    """What pipeline stages hand over, and the batch."""
+
+    context: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.terms.values())
+
+    @property
+    def terms(self) -> dict[str, float]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def platform_of(config: RunConfig) -> str:
+    """``auto`` is planned for a GPU."""
+    return "cpu" if config.engine.platform == "cpu" else "cuda"
+
+
+def needs_reference(config: RunConfig) -> bool:
+    """Whether a term of the objective is against a frozen copy of the first weights."""
+    objective = config.objective
+    return any(term is not None and term.against == "reference" for term in (objective.kl_mask, objective.kl, objective.kl_cov))
+
+
+def micro_batch_tokens(config: RunConfig, longest: int) -> int:
+    """T: the bound, or the longest sequence where that is longer, over the context-parallel ranks."""
+    return -(-max(config.engine.micro_batch_tokens, longest) // config.engine.parallel.cp)
+
+
+def layer_activations(spec: ModelSpec, config: RunConfig) -> Mapping[str, float]:
+    """Bytes per token that one layer keeps for its backward pass without recomputation, by what is kept."""
+    parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
+    t, s = parallel.tp, parallel.tp if parallel.sequence_parallel else 1
+    q, k = spec.num_heads * spec.head_dim / t, spec.num_kv_heads * spec.head_dim / t
+    residual, mlp = spec.hidden_size / s, spec.ffn_size / t
+    recomputed = config.engine.recompute == "selective"
+    as_rows = platform_of(config) == "cpu" and not recomputed  # engine/attention_cpu.py
+    return {
+        "norms": b * residual * 2 * _NORM_COPIES[platform_of(config)],
+        # fused qkv, and rotated q and k; as rows: q, k and v, with k and v repeated for every query head
+        "attention inputs": b * 3 * q if as_rows else b * (q + 2 * k + q + k),
+        "attention output": b * q * (2 if as_rows else 1),
+        "log-sum-exp": 0 if recomputed else 4 * spec.num_heads / t,
+        "rotation": b * 4 * spec.head_dim,
+        "gate and up": b * 2 * mlp,
+        "activated gate, offset up, product": b * 3 * mlp,
+    }
+
+
+def rank_memory(spec: ModelSpec, config: RunConfig, stage: int, *, longest: int, step_tokens: float) -> RankMemory:
+    """The peak on a rank of pipeline stage ``stage``, for sequences of up to ``longest`` tokens and ``step_tokens`` a step."""
+    parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
+    count, on_gpu = stage_parameters(spec, parallel, stage), platform_of(config) == "cuda"
+    tokens = micro_batch_tokens(config, longest)
+    micro_batches = -(-step_tokens / config.train.minibatches / parallel.dp / (tokens * parallel.cp) // 1)
+    in_flight = layers_in_flight(spec, config, stage, micro_batches)
+    logits, transient = _head_or_layer(spec, config, stage, tokens)
+    boundary = tokens * b * spec.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
+    handed_over = boundary * (min(parallel.pp - stage, micro_batches) + 1) if parallel.pp > 1 else 0
+    shards = parallel.dp * parallel.cp if config.optimizer.distributed else 1
+    return RankMemory(
+        weights=b * count,
+        gradients=4 * count,
+        optimizer=(8 if config.model.dtype == "float32" else 12) * count / shards,
+        reference=b * count if needs_reference(config) else 0,
+        activations=_activations(spec, config, stage, tokens, in_flight, boundary),
+        logits=logits,
+        transient=transient,
+        communication=handed_over + step_tokens * BATCH_BYTES_PER_TOKEN * (1 + 2 / config.train.minibatches),
+        context=CUDA_CONTEXT if on_gpu else 0,
+    )
+
+
+def layers_in_flight(spec: ModelSpec, config: RunConfig, stage: int, micro_batches: float) -> float:
+    """Layers' worth of activations alive at once on a stage under (interleaved) 1F1B."""
+    parallel = config.engine.parallel
+    per_chunk = spec.num_layers / (parallel.pp * parallel.vpp)
+    behind = parallel.pp - stage - 1
+    chunks = behind + 1 if parallel.vpp == 1 else 2 * behind + (parallel.vpp - 1) * parallel.pp + 1
+    return per_chunk * min(chunks, micro_batches * parallel.vpp)
+
+
+def _activations(spec: ModelSpec, config: RunConfig, stage: int, tokens: int, in_flight: float, boundary: float) -> float:
+    """``boundary``: bytes of one tensor between layers."""
+    final_norm = boundary * _NORM_COPIES[platform_of(config)] if stage == config.engine.parallel.pp - 1 else 0
+    layer = tokens * sum(layer_activations(spec, config).values())
+    if config.engine.recompute == "full":
+        return in_flight * boundary + layer + final_norm
+    return in_flight * layer + final_norm
+
+
+def _head_or_layer(spec: ModelSpec, config: RunConfig, stage: int, tokens: int) -> tuple[float, float]:
+    """(logits, transient) of the moment that needs more: the head's backward pass, or that of an MLP."""
+    parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
+    hidden, mlp = spec.hidden_size, spec.ffn_size / parallel.tp
+    gathered = b * tokens * hidden
+    layer = gathered + b * tokens * 3 * mlp + b * hidden * 2 * mlp
+    if stage < parallel.pp - 1:
+        return 0, layer
+    head = vocabulary_parameters(spec, parallel.tp)
+    logits = b * tokens * head / hidden + SCORE_WORKSPACE[platform_of(config)]
+    at_head = gathered * (2 if parallel.sequence_parallel else 1) + b * head
+    return (logits, at_head) if logits + at_head > layer else (0, layer)

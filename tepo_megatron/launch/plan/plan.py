@@ -1,0 +1,188 @@
+"""All parts of a plan, and what to change where one does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tepo_megatron.bridge.architecture import ModelSpec
+from tepo_megatron.config import RunConfig
+from tepo_megatron.launch.plan.memory import GIB, USABLE, RankMemory, micro_batch_tokens, platform_of, rank_memory
+from tepo_megatron.launch.plan.placement import check_placement
+from tepo_megatron.launch.plan.rollout import ServerMemory, Sync, check_server, server_memory, weight_sync
+from tepo_megatron.launch.plan.shapes import model_parameters, resolve_spec, stage_parameters
+from tepo_megatron.launch.plan.time import Lengths, StepTime, step_time
+
+DEFAULT_PROMPT_TOKENS = 512
+"""The longest prompt where ``data.max_prompt_tokens`` does not bound it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will need. ``stages``: the memory of a rank of each pipeline stage; ``problems``: why it cannot run so."""
+
+    config: RunConfig
+    spec: ModelSpec
+    parameters: int
+    stage_parameters: tuple[int, ...]
+    lengths: Lengths
+    stages: tuple[RankMemory, ...]
+    server: ServerMemory
+    sync: Sync | None
+    """None where rollouts are replayed, without servers."""
+
+    time: StepTime
+    assumptions: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def worst(self) -> RankMemory:
+        return max(self.stages, key=lambda memory: memory.total)
+
+
+def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Plan:
+    """Reckons a run; ``prompt_tokens`` and ``response_tokens`` are mean lengths (default: half of the longest).
+
+    Raises ValueError for a run that cannot be laid out at all: nodes that the parallel sizes do not divide, a model that they
+    do not divide, a model whose shape is not known. What can be laid out but does not fit is in ``Plan.problems``.
+    """
+    check_placement(config)
+    spec, substitute = resolve_spec(config.model.path)
+    parallel = config.engine.parallel
+    spec.check_parallel(tp=parallel.tp, pp=parallel.pp)
+    if spec.num_layers % (parallel.pp * parallel.vpp):
+        raise ValueError(
+            f"engine.parallel.pp × vpp = {parallel.pp} × {parallel.vpp} does not divide the model's {spec.num_layers} layers; "
+            "change vpp"
+        )
+    lengths = _lengths(config, prompt_tokens, response_tokens)
+    stages = _stages(spec, config, lengths)
+    sync = weight_sync(spec, config) if config.rollout.replay is None else None
+    server = server_memory(spec, config, longest=lengths.longest, mean=lengths.mean)
+    return Plan(
+        config=config,
+        spec=spec,
+        parameters=model_parameters(spec),
+        stage_parameters=tuple(stage_parameters(spec, parallel, stage) for stage in range(parallel.pp)),
+        lengths=lengths,
+        stages=stages,
+        server=server,
+        sync=sync,
+        time=step_time(spec, config, lengths, server, sync),
+        assumptions=tuple(_assumptions(config, lengths, substitute)),
+        problems=tuple(_problems(spec, config, lengths, stages, server)),
+    )
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises ValueError with the plan's problems, if it has any."""
+    if plan.problems:
+        raise ValueError("the run does not fit: " + "; ".join(plan.problems))
+
+
+def _lengths(config: RunConfig, prompt: float | None, response: float | None) -> Lengths:
+    longest_prompt = config.data.max_prompt_tokens or DEFAULT_PROMPT_TOKENS
+    longest_response = config.rollout.sampling.max_new_tokens
+    longest = longest_prompt + longest_response
+    prompt = longest_prompt / 2 if prompt is None else prompt
+    response = longest_response / 2 if response is None else response
+    for option, value, most in (("--prompt-tokens", prompt, longest_prompt), ("--response-tokens", response, longest_response)):
+        if not 0 < value <= most:
+            raise ValueError(f"{option} = {value:g} must lie above 0 and not above the longest, {most}")
+    bound = config.rollout.server.max_model_len
+    if bound is not None and bound < longest:
+        raise ValueError(
+            f"rollout.server.max_model_len = {bound} is less than the longest prompt and response, {longest_prompt} + "
+            f"{longest_response}; raise it to {longest}, or lower data.max_prompt_tokens or rollout.sampling.max_new_tokens"
+        )
+    return Lengths(prompt, response, longest, longest_response)
+
+
+def _stages(spec: ModelSpec, config: RunConfig, lengths: Lengths) -> tuple[RankMemory, ...]:
+    tokens = config.rollout.prompts_per_step * config.rollout.samples_per_prompt * lengths.mean
+    stages = range(config.engine.parallel.pp)
+    return tuple(rank_memory(spec, config, stage, longest=lengths.longest, step_tokens=tokens) for stage in stages)
+
+
+def _problems(
+    spec: ModelSpec, config: RunConfig, lengths: Lengths, stages: tuple[RankMemory, ...], server: ServerMemory
+) -> Iterator[str]:
+    usable = config.cluster.gpu_memory_gib * GIB * USABLE
+    if platform_of(config) == "cuda":
+        worst = max(stages, key=lambda memory: memory.total)
+        if worst.total > usable:
+            largest = max(worst.terms, key=lambda name: worst.terms[name])
+            yield (
+                f"a training rank needs {worst.total / GIB:.1f} GiB, {(worst.total - usable) / GIB:.1f} GiB more than the "
+                f"{usable / GIB:.1f} GiB usable of cluster.gpu_memory_gib = {config.cluster.gpu_memory_gib:g}; the largest "
+                f"term is {largest} with {worst.terms[largest] / GIB:.1f} GiB. {_mend(spec, config, lengths, usable)}"
+            )
+    if config.rollout.replay is None and (problem := check_server(config, server, lengths.longest)):
+        yield problem
+
+
+def _mend(spec: ModelSpec, config: RunConfig, lengths: Lengths, usable: float) -> str:
+    """The single changes on the same GPUs after which it fits, with what is then needed."""
+    fitting = []
+    for text, changed in _changes(spec, config, lengths):
+        needed = max(memory.total for memory in _stages(spec, changed, lengths))
+        if needed <= usable:
+            fitting.append(f"{text} ({needed / GIB:.1f} GiB)")
+    if fitting:
+        return f"It fits with {' or with '.join(fitting)}"
+    return "No single change on these GPUs makes it fit; use more nodes with a larger engine.parallel.pp, or larger GPUs"
+
+
+def _changes(spec: ModelSpec, config: RunConfig, lengths: Lengths) -> Iterator[tuple[str, RunConfig]]:
+    parallel = config.engine.parallel
+    if not config.optimizer.distributed and parallel.dp * parallel.cp > 1:
+        yield "optimizer.distributed = true", _with(config, "optimizer", distributed=True)
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        yield "engine.parallel.sequence_parallel = true", _with_parallel(config, sequence_parallel=True)
+    smaller = max(config.engine.micro_batch_tokens // 2, lengths.longest)
+    if smaller < config.engine.micro_batch_tokens:
+        yield f"engine.micro_batch_tokens = {smaller}", _with(config, "engine", micro_batch_tokens=smaller)
+    if config.engine.recompute != "full":
+        yield "engine.recompute = full", _with(config, "engine", recompute="full")
+    if parallel.dp % 2:
+        return
+    for name, size in (("tp", parallel.tp), ("pp", parallel.pp)):
+        changed = _with_parallel(config, **{name: 2 * size, "dp": parallel.dp // 2})
+        if _can_be_laid_out(spec, changed):
+            yield f"engine.parallel.{name} = {2 * size} and dp = {parallel.dp // 2}", changed
+
+
+def _can_be_laid_out(spec: ModelSpec, config: RunConfig) -> bool:
+    parallel = config.engine.parallel
+    try:
+        check_placement(config)
+        spec.check_parallel(tp=parallel.tp, pp=parallel.pp)
+    except ValueError:
+        return False
+    return spec.num_layers % (parallel.pp * parallel.vpp) == 0
+
+
+def _with(config: RunConfig, section: str, **values: Any) -> RunConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
+def _with_parallel(config: RunConfig, **values: Any) -> RunConfig:
+    return _with(config, "engine", parallel=config.engine.parallel.model_copy(update=values))
+
+
+def _assumptions(config: RunConfig, lengths: Lengths, substitute: str | None) -> Iterator[str]:
+    cluster = config.cluster
+    if substitute:
+        yield substitute
+    if config.data.max_prompt_tokens is None:
+        yield f"data.max_prompt_tokens is not set; prompts are taken to have at most {DEFAULT_PROMPT_TOKENS} tokens"
+    yield f"prompts of {lengths.prompt:g} and responses of {lengths.response:g} tokens on average"
+    yield f"micro-batches of {micro_batch_tokens(config, lengths.longest)} tokens per rank; {USABLE:.0%} of a GPU is usable"
+    yield f"GPU: {cluster.gpu_tflops:g} TFLOP/s, {cluster.gpu_memory_gib:g} GiB at {cluster.gpu_memory_gb_per_s:g} GB/s"
+    yield f"MFU {cluster.train_mfu:.0%} in training outside the pipeline's bubble, {cluster.score_mfu:.0%} without gradient"
+    yield f"decoding reads memory at {cluster.decode_bandwidth:.0%} of its peak; one sequence of every wave is the longest"
+    yield (
+        f"links at {cluster.link_efficiency:.0%} of {cluster.network_gb_per_s:g} GB/s between nodes and "
+        f"{cluster.nvlink_gb_per_s:g} GB/s within; rewards, data and start-up take no time"
+    )

@@ -1,0 +1,108 @@
+"""The servers' side: what a vLLM worker holds, how many sequences run at once, what a weight sync moves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from tepo_megatron.bridge.architecture import ModelSpec
+from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, pipeline_stages
+from tepo_megatron.bridge.plan import reshard_plan
+from tepo_megatron.config import RunConfig
+from tepo_megatron.launch.plan.memory import ELEMENT_BYTES, GIB, platform_of
+from tepo_megatron.launch.plan.shapes import model_parameters
+
+VLLM_WORKSPACE = 3 * GIB
+"""Activations of the largest prefill and CUDA graphs of one worker: an assumption."""
+
+
+@dataclass(frozen=True)
+class ServerMemory:
+    """Bytes on one worker of one server, and what its KV cache holds; ``capacity`` in tokens, the others in sequences."""
+
+    weights: float
+    workspace: float
+    kv_cache: float
+    kv_bytes_per_token: float
+    capacity: float
+    concurrency_longest: float
+    """Sequences of the longest length that fit at once."""
+
+    concurrency_mean: float
+    """Sequences of the mean length that run at once: no more than fit, ``max_num_seqs``, or a server's share of a step."""
+
+
+@dataclass(frozen=True)
+class Sync:
+    """One weight sync from shard to shard, as the bridge's planner lays it out; bytes."""
+
+    moves: int
+    bytes_total: int
+    """Over the links: every server's shards once."""
+
+    bytes_sent_most: int
+    """By the training rank that sends most."""
+
+    bytes_received_most: int
+    """By the worker that receives most."""
+
+    seconds: float
+    """Lower bound: the busier side's most loaded link, and nothing else."""
+
+
+def server_bytes(config: RunConfig) -> int:
+    """Bytes per weight in the servers."""
+    dtype = config.rollout.server.dtype
+    return ELEMENT_BYTES[config.model.dtype if dtype == "auto" else dtype]
+
+
+def server_memory(spec: ModelSpec, config: RunConfig, *, longest: int, mean: float) -> ServerMemory:
+    """For sequences (prompt and response) of at most ``longest`` and on average ``mean`` tokens."""
+    server, b = config.rollout.server, server_bytes(config)
+    weights = b * model_parameters(spec) / server.tp
+    if platform_of(config) == "cuda":
+        workspace: float = VLLM_WORKSPACE
+        kv_cache = server.gpu_memory_utilization * config.cluster.gpu_memory_gib * GIB - weights - workspace
+    else:
+        workspace, kv_cache = 0.0, float(server.cpu_kv_cache_gib * GIB)
+    per_token = 2 * spec.num_layers * max(1.0, spec.num_kv_heads / server.tp) * spec.head_dim * b
+    capacity = max(0.0, kv_cache / per_token)
+    share = config.rollout.prompts_per_step * config.rollout.samples_per_prompt / server.count
+    return ServerMemory(
+        weights=weights,
+        workspace=workspace,
+        kv_cache=kv_cache,
+        kv_bytes_per_token=per_token,
+        capacity=capacity,
+        concurrency_longest=capacity // longest,
+        concurrency_mean=min(capacity / mean, server.max_num_seqs, share),
+    )
+
+
+def check_server(config: RunConfig, memory: ServerMemory, longest: int) -> str | None:
+    """A sentence if a worker has no room for even one sequence of the longest length."""
+    if memory.capacity >= longest:
+        return None
+    server = config.rollout.server
+    missing = longest * memory.kv_bytes_per_token - memory.kv_cache
+    return (
+        f"a vLLM worker with rollout.server.tp = {server.tp} has {memory.kv_cache / GIB:.1f} GiB for its KV cache after "
+        f"{memory.weights / GIB:.1f} GiB of weights, which is {missing / GIB:.1f} GiB too little for one sequence of {longest} "
+        f"tokens; raise rollout.server.tp to {2 * server.tp}, or rollout.server.gpu_memory_utilization"
+    )
+
+
+def weight_sync(spec: ModelSpec, config: RunConfig) -> Sync:
+    """Of a run with servers. Seconds of work for a 70B model. Raises ValueError for a split that vLLM could not make."""
+    cluster, parallel, server = config.cluster, config.engine.parallel, config.rollout.server
+    stages = pipeline_stages(spec.num_layers, parallel.pp, chunks=parallel.vpp)
+    trainer = MegatronParallel(parallel.tp, parallel.pp, parallel.dp * parallel.cp, stages, platform_of(config) == "cuda")
+    plan = reshard_plan(spec, trainer, VllmParallel(tp=server.tp, replicas=server.count))
+    sent, received = Counter[int](), Counter[int]()
+    for (source, destination), size in plan.bytes_between(server_bytes(config)).items():
+        sent[source] += size
+        received[destination] += size
+    most_sent, most_received = max(sent.values()), max(received.values())
+    link = cluster.network_gb_per_s if cluster.rollout_nodes else cluster.nvlink_gb_per_s
+    seconds = max(most_sent, most_received) / (link * 1e9 * cluster.link_efficiency)
+    return Sync(len(plan.moves), sent.total(), most_sent, most_received, seconds)

@@ -1,0 +1,118 @@
+"""The model's shape and its parameters per rank. Sizes in elements; h hidden, t tensor-parallel size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path, PurePath
+from types import MappingProxyType
+from typing import Any
+
+from tepo_megatron.bridge.architecture import ModelSpec, model_spec, read_model_spec
+from tepo_megatron.config import ParallelConfig
+
+_QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "vocab_size": 152064,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+}
+KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "Llama-3.3-70B-Instruct": _LLAMA,
+        "Qwen2.5-72B": _QWEN,
+        "Qwen2.5-7B": {
+            **_QWEN,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "rms_norm_eps": 1e-6,
+        },
+    }
+)
+"""What the published ``config.json`` of these models says, by the name of their folder: for plans where the folder is not."""
+
+
+def resolve_spec(source: str) -> tuple[ModelSpec, str | None]:
+    """The shape of ``model.path``, and the assumption behind it if it is not the folder's own ``config.json``.
+
+    Raises ValueError for a folder that is not on this machine and whose last name is no known model's.
+    """
+    if source.startswith("builtin:"):
+        return read_model_spec(
+            Path(str(files("tepo_megatron.data").joinpath("builtin", source.removeprefix("builtin:"))))
+        ), None
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return read_model_spec(folder), None
+    name = PurePath(source).name
+    if name not in KNOWN_MODELS:
+        raise ValueError(
+            f"model.path = {source} is not on this machine, and the shape of {name!r} is not known here; give the folder "
+            f"(its config.json is enough for a plan), or a path that ends in one of {', '.join(KNOWN_MODELS)}"
+        )
+    spec = model_spec(KNOWN_MODELS[name], f"known model {name}")
+    return spec, f"model.path = {source} is not on this machine; shapes are those published for {name}"
+
+
+def layer_parameters(spec: ModelSpec, tp: int) -> int:
+    """Of one decoder layer on one of ``tp`` ranks: q, k, v (and their biases), output, gate, up, down; norms are whole."""
+    qkv_rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim // tp
+    attention = qkv_rows * (spec.hidden_size + spec.qkv_bias) + spec.hidden_size * spec.num_heads * spec.head_dim // tp
+    mlp = 3 * spec.hidden_size * spec.ffn_size // tp
+    norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
+    return attention + mlp + norms
+
+
+def vocabulary_parameters(spec: ModelSpec, tp: int) -> int:
+    """Of the embedding, or of the head, on one of ``tp`` ranks: rows padded as Megatron does."""
+    return spec.padded_vocab_size(tp) // tp * spec.hidden_size
+
+
+def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
+    """Of a rank of pipeline stage ``stage`` (from 0), stages being even."""
+    count = spec.num_layers // parallel.pp * layer_parameters(spec, parallel.tp)
+    first, last = stage == 0, stage == parallel.pp - 1
+    if first:
+        count += vocabulary_parameters(spec, parallel.tp)
+    if last:
+        count += spec.hidden_size
+        if not (first and spec.tied_embeddings):  # tied: the last of several stages has a copy of the embedding
+            count += vocabulary_parameters(spec, parallel.tp)
+    return count
+
+
+def model_parameters(spec: ModelSpec) -> int:
+    """Of the whole model as published, without padding."""
+    vocabulary = spec.vocab_size * spec.hidden_size
+    layers = spec.num_layers * layer_parameters(spec, 1)
+    return layers + spec.hidden_size + vocabulary * (1 if spec.tied_embeddings else 2)

@@ -1,0 +1,71 @@
+"""What a job was made of, written beside its results: git state and command where it was submitted, versions where it runs.
+
+``python -m tepo_megatron.launch.record FILE [DISTRIBUTION...]`` writes the latter, on the first training node, and fails where
+one of the distributions is not installed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_SLURM = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_JOB_NODELIST", "SLURM_JOB_PARTITION", "SLURM_JOB_ACCOUNT")
+
+
+def submission(command: list[str]) -> dict[str, Any]:
+    """When and by which command the job was submitted, and the state of the checkout that this package lies in."""
+    return {"submitted": _now(), "command": command, "git": git_state(Path(__file__).parent), "launcher": environment()}
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """Commit and uncommitted changes of the checkout around ``folder``; empty where there is none, or no git."""
+    try:
+        return {
+            "commit": _git(folder, "rev-parse", "HEAD").strip(),
+            "status": _git(folder, "status", "--porcelain", "--untracked-files=normal").splitlines(),
+            "diff": _git(folder, "diff", "HEAD"),
+        }
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+
+
+def environment() -> dict[str, Any]:
+    """This machine, its interpreter, and the version of every installed distribution."""
+    packages = {found.metadata["Name"]: found.version for found in metadata.distributions()}
+    return {
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "python": f"{platform.python_version()}, {sys.executable}",
+        "packages": dict(sorted(packages.items())),
+    }
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _main(path: str, *needed: str) -> None:
+    here = environment()
+    slurm = {name.lower(): os.environ[name] for name in _SLURM if name in os.environ}
+    Path(path).write_text(json.dumps({"started": _now(), **slurm, **here}, indent=2) + "\n")
+    known = {name.lower().replace("_", "-") for name in here["packages"]}
+    if missing := [name for name in needed if name not in known]:
+        raise SystemExit(
+            f"error: {', '.join(missing)} is not installed in {sys.executable} on {here['host']}; training on GPUs needs it: "
+            "give cluster.container an image built from docker/trainer.Dockerfile, or cluster.python an environment that has it"
+        )
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

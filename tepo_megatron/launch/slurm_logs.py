@@ -1,0 +1,23 @@
+"""Where Slurm writes: below the run's own output folder, named after the job and the role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_run.core.execution.slurm import SlurmJobDetails
+
+
+@dataclass(kw_only=True)
+class JobLogs(SlurmJobDetails):  # type: ignore[misc]  # NeMo-Run's types are not followed
+    """``slurm-JOB.out`` of the batch script, and ``ROLE-JOB.RESTART-nodeN.log`` of each node of a role."""
+
+    role: str = ""
+
+    @property
+    def stdout(self) -> Path:
+        return Path(self.folder) / "slurm-%j.out"
+
+    @property
+    def srun_stdout(self) -> Path:
+        return Path(self.folder) / f"{self.role}-%j.${{SLURM_RESTART_COUNT:-0}}-node%n.log"

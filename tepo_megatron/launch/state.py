@@ -1,0 +1,99 @@
+"""A job after its submission: what is known of it, what Slurm says of it, where its logs are."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.load import dump_resolved
+from tepo_megatron.launch.job import ranks_per_node
+
+if TYPE_CHECKING:
+    from nemo_run.core.tunnel.client import Tunnel
+
+_QUERIES = (
+    "squeue --noheader --jobs={job} --format=%T",
+    "scontrol --oneliner show job {job} | grep -o 'JobState=[A-Z_]*' | cut -d= -f2",
+    "sacct --noheader --allocations --parsable2 --jobs={job} --format=State",
+)
+"""From the one that knows running jobs best to the one that remembers longest; not every cluster has the last."""
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """The newest job of an output folder."""
+
+    job: str
+    ranks_per_node: int
+
+
+def deliver(config: RunConfig, tunnel: Tunnel, scripts: dict[str, str], submission: dict[str, Any]) -> None:
+    """Write ``launch/run.yaml``, the scripts and ``launch/submission.json`` to the output folder, and ``resolved.yaml``."""
+    texts = {f"launch/{name}": text for name, text in scripts.items()}
+    texts["launch/run.yaml"] = texts["resolved.yaml"] = dump_resolved(config)
+    texts["launch/submission.json"] = json.dumps(submission, indent=2) + "\n"
+    tunnel.run(
+        f"mkdir -p {' '.join(shlex.quote(str(config.output / name)) for name in ('launch', 'logs', 'servers'))}", hide=True
+    )
+    for name, text in texts.items():
+        _put(tunnel, config.output / name, text)
+
+
+def remember(config: RunConfig, tunnel: Tunnel, job: str) -> None:
+    """Note the job's number in ``launch/job.json``."""
+    _put(tunnel, config.output / "launch" / "job.json", json.dumps(asdict(Submitted(job, ranks_per_node(config)))) + "\n")
+
+
+def recall(config: RunConfig, tunnel: Tunnel) -> Submitted:
+    """The newest job of the output folder. Raises ValueError if none was submitted."""
+    path = config.output / "launch" / "job.json"
+    found = tunnel.run(f"cat {shlex.quote(str(path))}", hide=True, warn=True)
+    if not found.ok:
+        raise ValueError(f"no job was submitted for output {config.output} ({path} is not there); start one with 'tepo launch'")
+    return Submitted(**json.loads(found.stdout))
+
+
+def status(job: str, tunnel: Tunnel) -> str:
+    """Slurm's word for the job's state, such as RUNNING; UNKNOWN when Slurm has forgotten it."""
+    for query in _QUERIES:
+        answer = tunnel.run(query.format(job=job), hide=True, warn=True)
+        if answer.ok and answer.stdout.strip():
+            return str(answer.stdout.split()[0])
+    return "UNKNOWN"
+
+
+def cancel(job: str, tunnel: Tunnel) -> None:
+    """Raises RuntimeError with Slurm's words where it refuses."""
+    answer = tunnel.run(f"scancel {shlex.quote(job)}", hide=True, warn=True)
+    if not answer.ok:
+        raise RuntimeError(f"Slurm did not cancel job {job}: {' '.join(answer.stderr.split())}")
+
+
+def log_pattern(config: RunConfig, submitted: Submitted, role: str, rank: int | None) -> str:
+    """The logs of a role, or of one rank of the trainer, as a shell pattern."""
+    logs, job = config.output / "logs", submitted.job
+    if rank is not None:
+        node, local = divmod(rank, submitted.ranks_per_node)
+        return f"{logs}/ranks/{job}.*/node-{node}/*/attempt_*/{local}/std*.log"
+    patterns = {"job": f"slurm-{job}.out", "train": f"train-{job}.*-node*.log", "serve": f"serve-{job}.*-node*.log"}
+    return f"{logs}/{patterns.get(role, 'server-*.log')}"
+
+
+def tail(tunnel: Tunnel, pattern: str, lines: int, *, follow: bool) -> None:
+    """Print the ends of the files; with ``follow``, until interrupted. Raises ValueError if there is none yet."""
+    files = tunnel.run(f"ls -d {pattern} 2>/dev/null", hide=True, warn=True).stdout.split()
+    if not files:
+        raise ValueError(f"there is no {pattern} yet; see 'tepo launch status'")
+    tunnel.run(f"tail -v -n {lines} {'-F ' if follow else ''}{' '.join(map(shlex.quote, files))}", hide=False, warn=True)
+
+
+def _put(tunnel: Tunnel, path: Path, text: str) -> None:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="tepo-launch-") as file:
+        file.write(text)
+        file.flush()
+        tunnel.put(file.name, str(path))

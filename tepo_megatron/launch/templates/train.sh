@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Runs once on each training node; $1 is the address of the first. Written by: tepo launch
+set -euo pipefail
+out=@output@
+python=@python@
+interface=@interface@
+nodes=@nodes@
+job=${SLURM_JOB_ID:-local}.${SLURM_RESTART_COUNT:-0}
+node=${SLURM_NODEID:-0}
+@setup@
+if [[ $node == 0 ]]; then
+  "$python" -m tepo_megatron.launch.record "$out/launch/$job.json" @needed@
+fi
+# A job that Slurm has started again goes on from the newest checkpoint, or begins anew where there is none.
+again=()
+if [[ ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
+  if compgen -G "$out/checkpoints/step_*[0-9]/state.json" >/dev/null; then
+    again=(train.resume=true)
+  elif [[ $node == 0 && -e $out/metrics.jsonl ]]; then
+    mv "$out/metrics.jsonl" "$out/metrics.before-$job.jsonl"
+  fi
+fi
+if [[ -z $interface && $1 == 127.* && $nodes != 1 ]]; then
+  echo "error: the first node's name stands for its loopback address $1; set rollout.server.interface" >&2
+  exit 1
+fi
+if [[ -n $interface ]]; then
+  export GLOO_SOCKET_IFNAME=$interface NCCL_SOCKET_IFNAME=$interface
+fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# shellcheck disable=SC2016  # torchrun fills it in
+export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
+mkdir -p "$out/logs/ranks/$job/node-$node"
+exec "$python" -m torch.distributed.run \
+  --nnodes "$nodes" --nproc-per-node @ranks@ --node-rank "$node" \
+  --master-addr "$1" --master-port "$((20000 + ${SLURM_JOB_ID:-0} % 20000))" \
+  --rdzv-id "$job" --tee 3 --log-dir "$out/logs/ranks/$job/node-$node" \
+  -m tepo_megatron train "$out/launch/run.yaml" "rollout.server.registry=$out/servers/$job" "${again[@]}"

@@ -1,0 +1,148 @@
+"""``tepo reshard plan``: what a weight sync moves over which links, from the plan that the sync would follow."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tepo_megatron.bridge.cost import Cluster, LinkTraffic, traffic
+from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, pipeline_stages
+from tepo_megatron.bridge.plan import reshard_plan
+from tepo_megatron.bridge.plan_json import plan_to_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tepo_megatron.types import ReshardPlan
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:  # keeps `plan` a sub-command while it is the only one
+    """Weights from Megatron's shards to vLLM's."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a plan comes to. Sizes in bytes.
+
+    ``imbalance``: the most that a source rank sends over the mean of all. ``seconds``: the time of the slowest kind of link.
+    """
+
+    sources: int
+    destinations: int
+    moves: int
+    digest: str
+    built_in_seconds: float
+    received_by_each: int
+    imbalance: float
+    links: list[LinkTraffic]
+    seconds: float
+
+
+@app.command("plan")
+def plan_command(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder with config.json (no weights needed), or a known name.")
+    ],
+    tp: Annotated[int, typer.Option(min=1, help="The trainer's tensor-parallel size.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Its pipeline stages.")] = 1,
+    vpp: Annotated[int, typer.Option(min=1, help="Model chunks per stage (interleaved pipeline).")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Its data-parallel copies.")] = 1,
+    first_layers: Annotated[int | None, typer.Option(min=0, help="Layers of the first stage, if not as the others'.")] = None,
+    last_layers: Annotated[int | None, typer.Option(min=0, help="The same of the last stage.")] = None,
+    servers: Annotated[int, typer.Option(min=1, help="vLLM servers, each with a whole model.")] = 1,
+    server_tp: Annotated[int, typer.Option(min=1, help="A server's tensor-parallel size.")] = 1,
+    server_pp: Annotated[int, typer.Option(min=1, help="Its pipeline stages.")] = 1,
+    itemsize: Annotated[int, typer.Option(min=1, help="Bytes of a weight on the wire: 2 for bf16.")] = 2,
+    shared: Annotated[bool, typer.Option("--shared", help="The servers run on the trainer's GPUs.")] = False,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
+    nvlink: Annotated[float, typer.Option(min=1e-3, help="10⁹ bytes/s within a node, per GPU and direction.")] = 450.0,
+    network: Annotated[float, typer.Option(min=1e-3, help="The same between nodes; 50 is 400 Gbit/s.")] = 50.0,
+    efficiency: Annotated[float, typer.Option(min=1e-3, max=1, help="Which part of these rates is reached.")] = 0.7,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan itself, as JSON.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print for tools.")] = False,
+) -> None:
+    """Print what a weight sync puts on the links, and the time that it takes at least.
+
+    [dim]tepo reshard plan Llama-3.3-70B-Instruct --tp 8 --pp 4 --vpp 5 --servers 4 --server-tp 8[/]
+    """
+    from tepo_megatron.cli import user_errors
+    from tepo_megatron.launch.plan.shapes import resolve_spec
+
+    with user_errors():
+        spec, assumption = resolve_spec(model)
+        stages = pipeline_stages(spec.num_layers, pp, chunks=vpp, first=first_layers, last=last_layers)
+        cluster = Cluster(gpus_per_node, nvlink * efficiency, network * efficiency, shared)
+        source, destination = MegatronParallel(tp, pp, dp, stages), VllmParallel(server_tp, server_pp, servers)
+        started = time.perf_counter()
+        plan = reshard_plan(spec, source, destination, cluster.local(source.world_size, destination.world_size))
+        built = time.perf_counter() - started
+    summary = summarize(plan, itemsize, cluster, built_in_seconds=built)
+    if save is not None:
+        save.write_text(plan_to_json(plan) + "\n")
+    if as_json:
+        typer.echo(json.dumps(asdict(summary)))
+        return
+    _print(summary)
+    if assumption:
+        typer.echo(assumption)
+
+
+def summarize(plan: ReshardPlan, itemsize: int, cluster: Cluster, *, built_in_seconds: float) -> Summary:
+    """Counts what a plan moves, with ``itemsize`` bytes an element."""
+    received, sent = Counter[int](), Counter[int]()
+    for move in plan.moves:
+        received[move.destination] += move.numel * itemsize
+        sent[move.source] += 0 if plan.is_local(move) else move.numel * itemsize
+    links = traffic(plan, itemsize, cluster)
+    return Summary(
+        sources=plan.num_sources,
+        destinations=plan.num_destinations,
+        moves=len(plan.moves),
+        digest=plan.digest,
+        built_in_seconds=built_in_seconds,
+        received_by_each=max(received.values()),
+        imbalance=max(sent.values()) * plan.num_sources / max(sent.total(), 1),
+        links=links,
+        seconds=max(link.seconds for link in links),
+    )
+
+
+LINKS = {"device": "within a GPU", "nvlink": "within a node", "network": "between nodes"}
+
+
+def _print(summary: Summary) -> None:
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
+    console.print(_table(summary))
+    console.print(
+        f"{summary.sources} trainer ranks to {summary.destinations} workers of servers: {summary.moves:,} moves, "
+        f"made and proved complete in {summary.built_in_seconds:.1f} s. Plan {summary.digest[:12]}.\n"
+        f"A worker gets up to {summary.received_by_each / 1e9:.2f} GB. The busiest trainer rank sends "
+        f"{summary.imbalance:.2f} times the mean. At least {summary.seconds:.2f} s: all GPUs at once, both directions, "
+        "no latency.",
+        highlight=False,
+    )
+
+
+def _table(summary: Summary) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(("link", "pairs", "GB in all", "GB sent by one GPU", "GB received by one GPU", "seconds")):
+        table.add_column(name, justify="right" if number else "left")
+    for link in summary.links:
+        sizes = [f"{size / 1e9:,.2f}" for size in (link.total, link.busiest_sender, link.busiest_receiver)]
+        table.add_row(LINKS[link.link], str(link.pairs), *sizes, f"{link.seconds:.3f}")
+    return table

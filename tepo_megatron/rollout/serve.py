@@ -1,0 +1,106 @@
+"""What ``tepo serve`` does on a node for rollouts: starts the node's servers, registers them, and replaces those that fail."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from pathlib import Path
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.rollout.registry import Registration, is_retired, register, shared_key, with_own_address
+from tepo_megatron.rollout.server import Server, bind_cores
+
+POLL_S = 1.0
+
+
+class Node:
+    """The servers of node ``node`` of ``nodes``: an equal share of ``rollout.server.count``.
+
+    A context manager: entering starts the servers and registers each when it answers, leaving ends them. A server's weights are
+    those of the model's folder; the trainer sends others.
+    """
+
+    def __init__(self, config: RunConfig, *, model_dir: Path, node: int, nodes: int) -> None:
+        """Raises ValueError where servers cannot be spread over the nodes, or this node has no address on their network."""
+        server = config.rollout.server
+        share = _share(server, node, nodes)
+        assert server.registry is not None
+        self._folder, self._first = server.registry, share.start
+        own = with_own_address(server)
+        cores = [own.cpu_threads] * len(share) if own.cpu_threads != "auto" else bind_cores(len(share), own.tp)
+        key = shared_key(server.registry)
+        self._servers = [
+            Server(
+                own,
+                model_dir=model_dir,
+                dtype=config.model.dtype if own.dtype == "auto" else own.dtype,
+                cores=cores[place],
+                key=key,
+                log=config.output / "logs" / f"server-{index}.log",
+                seed=config.seed + index,
+                gpus=range(place * own.tp, (place + 1) * own.tp),
+            )
+            for place, index in enumerate(share)
+        ]
+        self._lives = [""] * len(self._servers)
+        self._restarts = 0
+        self._max_restarts = server.max_restarts * len(self._servers)
+
+    def __enter__(self) -> Node:
+        try:
+            self._start(list(range(len(self._servers))))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        for server in self._servers:
+            server.stop()
+
+    def watch(self) -> None:
+        """Replace servers that died and those that the trainer gave up, until interrupted.
+
+        Raises RuntimeError with the end of a log when that is needed more often than ``rollout.server.max_restarts`` times the
+        servers of this node, or a server does not come up.
+        """
+        while True:
+            gone = [place for place in range(len(self._servers)) if self._is_gone(place)]
+            if gone:
+                self._restarts += len(gone)
+                if self._restarts > self._max_restarts:
+                    logs = "\n".join(self._servers[place].log_end() for place in gone)
+                    raise RuntimeError(f"the servers of this node died {self._restarts} times; none is started again.\n{logs}")
+                self._start(gone)
+            time.sleep(POLL_S)
+
+    def _is_gone(self, place: int) -> bool:
+        return not self._servers[place].alive or is_retired(self._folder, self._first + place, self._lives[place])
+
+    def _start(self, places: list[int]) -> None:
+        for place in places:
+            self._servers[place].stop()
+        taken = {server.port for server in self._servers if server.alive}
+        for place in places:
+            self._servers[place].start(taken)
+            taken.add(self._servers[place].port)
+        for place in places:
+            server, self._lives[place] = self._servers[place], secrets.token_hex(8)
+            server.wait_ready()
+            register(self._folder, self._first + place, Registration(server.url, self._lives[place]))
+
+
+def _share(config: ServerConfig, node: int, nodes: int) -> range:
+    """The numbers of the servers of this node."""
+    if config.placement != "external":
+        raise ValueError(
+            "tepo serve needs rollout.server.placement = external and rollout.server.registry, a folder that it shares with "
+            "the trainer; with placement = local, 'tepo train' starts the servers itself"
+        )
+    if not 0 <= node < nodes:
+        raise ValueError(f"node {node} is not one of {nodes} nodes; number them from 0")
+    if config.count % nodes:
+        raise ValueError(f"rollout.server.count = {config.count} servers cannot be spread over {nodes} nodes; give a multiple")
+    size = config.count // nodes
+    return range(node * size, (node + 1) * size)

@@ -1,0 +1,44 @@
+"""The formula for parameters against Megatron's own models of every (tp, pp) rank, for the recipes that ship."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tepo_megatron.config.load import load_run
+from tepo_megatron.launch.plan import check_exact, make_plan
+from tepo_megatron.launch.plan.plan import Plan
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def recipe(name: str) -> Plan:
+    return make_plan(load_run(EXAMPLES / name / "run.yaml"))
+
+
+@pytest.mark.parametrize("name", ["llama3.3-70b", "qwen2.5-72b", "qwen2.5-7b"])
+def test_megatron_builds_as_many_parameters_as_the_formula_says(name: str) -> None:
+    plan = recipe(name)
+    parallel = plan.config.engine.parallel
+    counts = check_exact(plan)
+    assert [len(row) for row in counts] == [parallel.tp] * parallel.pp
+    assert [set(row) for row in counts] == [{expected} for expected in plan.stage_parameters]
+
+
+def test_a_count_that_differs_names_the_rank_and_both_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replace(recipe("qwen2.5-7b"), stage_parameters=(10,))
+    answer = subprocess.CompletedProcess([], 0, stdout=json.dumps([[10, 11]]), stderr="")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    with pytest.raises(RuntimeError, match=r"11 parameters on tp rank 1 of pipeline stage 0, but the formula .* 10"):
+        check_exact(plan)
+
+
+def test_a_place_without_megatron_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="Traceback\nModuleNotFoundError: No module named 'torch'\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(RuntimeError, match=r"No module named 'torch'.*trainer's environment"):
+        check_exact(recipe("qwen2.5-7b"))

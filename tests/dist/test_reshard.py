@@ -1,0 +1,137 @@
+"""Shards from trainer ranks to workers over real gloo connections: every byte what the layouts say, also after a failure."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import run_dist
+from torch import Tensor
+
+from tepo_megatron.bench.reshard import Setting, run
+from tepo_megatron.bench.reshard_ranks import plan_of
+from tepo_megatron.bridge import move, transport
+from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_ranks, tensor_shapes, vllm_ranks
+from tepo_megatron.bridge.plan import reshard_plan
+from tepo_megatron.bridge.sender import ShardSender, decode_order, order_key
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "bridge"))
+from reshard_models import numbered_model, parameters, small_spec
+
+HOST, TIMEOUT_S = "127.0.0.1", 60.0
+LEAVES = 2
+"""The update in which the last worker leaves instead of receiving."""
+
+
+def values(layouts: Any, model: dict[str, Tensor], rank: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: tensor.to(dtype) for name, tensor in parameters(layouts, model)[rank].items()}
+
+
+def trainer(rank: int, case: Any, sender: ShardSender, number: int) -> str:
+    """One update on a trainer rank; what went wrong."""
+    if rank:
+        dist.broadcast(torch.zeros(1, dtype=torch.int64), src=0)
+        sender.follow()
+        return ""
+    port = torch.tensor([sender.open(HOST) if number in (0, LEAVES + 1) else 0])
+    dist.broadcast(port, src=0)
+    sender.announce()
+    try:
+        sender.join()
+        sender.send()
+    except RuntimeError as error:
+        sender.close()
+        sender.conclude(arrived=False)
+        return str(error)
+    sender.conclude(arrived=True)
+    return ""
+
+
+def worker(rank: int, world: int, group: Any, params: dict[str, Tensor], number: int) -> tuple[Any, str]:
+    """One update on a worker; the group for the next, and what went wrong."""
+    port = torch.zeros(1, dtype=torch.int64)
+    dist.broadcast(port, src=0)
+    try:
+        if int(port):
+            store = transport.connect(HOST, int(port), TIMEOUT_S)
+            order = decode_order(store.get(order_key(rank)))
+            group = (transport.TransferGroup(store, HOST, rank, world, TIMEOUT_S), order)
+        if number == LEAVES and rank == world - 1:
+            raise RuntimeError("leaves")
+        move.receive(group[0], group[1][0], params, group[1][1])
+    except RuntimeError as error:
+        group[0].close()
+        return None, str(error)
+    return group, ""
+
+
+def updates(rank: int, world: int, source: MegatronParallel, destination: VllmParallel, dtypes: tuple[str, str]) -> Any:
+    """Four updates with other values each; per update what went wrong on this rank and whether it has what it should."""
+    spec = small_spec(tied_embeddings=source.pp == 2)
+    trained, served = (getattr(torch, name) for name in dtypes)
+    plan = reshard_plan(spec, source, destination)
+    models = [{name: tensor + 1000 * at for name, tensor in numbered_model(tensor_shapes(spec)).items()} for at in range(4)]
+    is_trainer = rank < plan.num_sources
+    trainers = dist.new_group(list(range(plan.num_sources)))
+
+    def told(value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=trainers)
+        return box[0]
+
+    seen = []
+    params: dict[str, Tensor] = {}
+    sender: Any = None
+    group: Any = None
+    for number, model in enumerate(models):
+        if is_trainer:
+            params.update(values(megatron_ranks(spec, source), model, rank, trained))
+            sender = sender or ShardSender(plan, params, rank=rank, dtype=served, told=told, timeout_s=TIMEOUT_S)
+            seen.append((trainer(rank, plan, sender, number), True))
+        else:
+            layouts, at = vllm_ranks(spec, destination), rank - plan.num_sources
+            expected = {k: v.to(trained).to(served) for k, v in values(layouts, model, at, torch.float64).items()}
+            params = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+            group, error = worker(rank, world, group, params, number)
+            seen.append((error, all(torch.equal(params[name], expected[name]) for name in expected)))
+    if sender is not None:
+        sender.close()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "dtypes"),
+    [
+        (MegatronParallel(), VllmParallel(), ("bfloat16", "float32")),
+        (MegatronParallel(pp=2), VllmParallel(replicas=2), ("float32", "float32")),
+        (MegatronParallel(tp=2), VllmParallel(tp=2), ("float32", "bfloat16")),
+    ],
+    ids=["1to1", "pp2to2x1", "tp2totp2"],
+)
+def test_updates_arrive_fail_everywhere_when_a_worker_leaves_and_arrive_again(
+    source: MegatronParallel, destination: VllmParallel, dtypes: tuple[str, str]
+) -> None:
+    world = source.world_size + destination.world_size
+    ranks = run_dist(world, updates, source, destination, dtypes)
+    for number in range(4):
+        errors = [seen[number][0] for seen in ranks]
+        if number == LEAVES:
+            assert errors[-1] == "leaves"
+            assert "failed" in errors[0]
+            assert f"to rank {world - 1}" in errors[0] or source.world_size > 1
+        else:
+            assert errors == [""] * world
+            assert all(seen[number][1] for seen in ranks)
+
+
+def test_the_benchmark_counts_the_fewest_bytes_and_brings_the_same_weights_every_way() -> None:
+    """``run`` itself compares what the ways bring."""
+    setting = Setting(tp=1, pp=1, server_tp=1, servers=2, layers=1, dtype="bfloat16")
+    rows = {row.method: row for row in run(setting, repeats=1)}
+    least = sum(plan_of(setting).bytes_between(2).values())
+    assert rows["shard to shard"].wire_bytes == rows["raw point-to-point copy"].wire_bytes == least
+    assert rows["gather and broadcast"].wire_bytes == least  # one trainer rank has nothing to gather

@@ -1,0 +1,115 @@
+"""`tepo launch` on a real Slurm of two nodes: one trains with torchrun, the other serves vLLM."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slurm
+
+RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
+STEPS = 4
+SMALL = [
+    *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "train.minibatches=1", "evaluate.every=0"),
+    *("engine.platform=cpu", "rollout.server.interface=lo", "rollout.server.max_num_seqs=16"),
+    *("cluster.train_nodes=1", "cluster.rollout_nodes=1", "cluster.gpus_per_node=2"),
+    *("cluster.partition=test", "cluster.time_limit=00:10:00", f"cluster.python={sys.executable}"),
+]
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+def launch(cluster: Any, tepo: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return cluster.run(tepo, "launch", str(RUN), f"output={out}", *SMALL, *options, timeout=120)
+
+
+def submitted(cluster: Any, tepo: str, out: Path, *options: str) -> str:
+    done = launch(cluster, tepo, out, *options)
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = re.search(r"submitted job (\d+)", done.stdout)
+    assert found, done.stdout
+    return found[1]
+
+
+def state(cluster: Any, job: str) -> str:
+    shown = cluster.run("scontrol", "--oneliner", "show", "job", job).stdout
+    return shown.partition("JobState=")[2].split()[0]
+
+
+def wait_for(cluster: Any, job: str, out: Path, enough: Any) -> None:
+    deadline = time.monotonic() + 300
+    while not enough(now := state(cluster, job)):
+        assert time.monotonic() < deadline, f"{now}\n{evidence(out)}"
+        time.sleep(0.5)
+
+
+def evidence(out: Path) -> str:
+    return "\n".join(
+        f"--- {log}\n{log.read_text(errors='replace')[-3000:]}" for log in sorted(out.glob("logs/*")) if log.is_file()
+    )
+
+
+def steps(out: Path) -> list[int]:
+    path = out / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_two_nodes_train_together_and_leave_what_the_docs_say(cluster: Any, tepo: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    job = submitted(cluster, tepo, out, f"train.steps={STEPS}")
+    wait_for(cluster, job, out, lambda now: now in ENDED)
+    assert state(cluster, job) == "COMPLETED", evidence(out)
+    assert "ExitCode=0:0" in cluster.run("scontrol", "show", "job", job).stdout
+    assert cluster.run(tepo, "launch", "status", str(out / "resolved.yaml")).stdout == f"job {job}: COMPLETED\n"
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    # The servers sampled with the weights of the step before: had a sync not arrived, log-probs would differ by 1e-3 and more.
+    assert [row["weights_version"] for row in rows[1:]] == list(range(STEPS))
+    assert max(abs(row["mismatch/kl"]) for row in rows[1:]) < 1e-6
+    assert max(abs(row["grad_norm"]) for row in rows[1:]) > 0
+
+    logs = out / "logs"
+    for name in (f"slurm-{job}.out", f"train-{job}.0-node0.log", f"serve-{job}.0-node0.log", "server-0.log"):
+        assert (logs / name).stat().st_size > 0, name
+    for rank in (0, 1):
+        assert list((logs / "ranks" / f"{job}.0" / "node-0").glob(f"*/attempt_0/{rank}/stdout.log"))
+    shown = cluster.run(tepo, "launch", "logs", str(out / "resolved.yaml"), "--rank", "0", "--lines", "100")
+    assert f"step {STEPS}/{STEPS}" in shown.stdout, shown.stdout + shown.stderr
+    assert json.loads((out / "launch" / f"{job}.0.json").read_text())["slurm_job_nodelist"] == "n[1-2]"
+    assert "commit" in json.loads((out / "launch" / "submission.json").read_text())["git"]
+
+    key = out / "servers" / f"{job}.0" / "key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    texts = [path.read_bytes() for path in out.rglob("*") if path.is_file() and path != key]
+    assert not any(key.read_bytes() in text for text in texts)
+
+
+def test_a_cancelled_job_goes_on_with_resume(cluster: Any, tepo: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    job = submitted(cluster, tepo, out, "train.steps=1000", "train.save_every=1")
+    wait_for(cluster, job, out, lambda now: len(list(out.glob("checkpoints/step_*/state.json"))) >= 2 or now in ENDED)
+    done = cluster.run(tepo, "launch", "cancel", str(out / "resolved.yaml"))
+    assert done.returncode == 0, done.stderr
+    wait_for(cluster, job, out, lambda now: now in ENDED)
+    assert state(cluster, job) == "CANCELLED", evidence(out)
+    reached = max(int(path.parent.name.removeprefix("step_")) for path in out.glob("checkpoints/step_*/state.json"))
+
+    job = submitted(cluster, tepo, out, "--resume", f"train.steps={reached + 2}", "train.save_every=1")
+    wait_for(cluster, job, out, lambda now: now in ENDED)
+    assert state(cluster, job) == "COMPLETED", evidence(out)
+    assert steps(out) == list(range(reached + 3))
+    assert f"resumed from {out}/checkpoints/step_{reached:06d}" in evidence(out)
+
+
+def test_what_slurm_refuses_is_one_sentence(cluster: Any, tepo: str, tmp_path: Path) -> None:
+    done = launch(cluster, tepo, tmp_path / "out", "train.save_every=1", "cluster.partition=nowhere")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: Slurm refused the job (sbatch: error: invalid partition specified: nowhere")
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert not (tmp_path / "out" / "launch" / "job.json").exists()

@@ -1,0 +1,82 @@
+"""config.json: every known family is read, and what would be computed wrongly is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from tepo_megatron.bridge.architecture import KNOWN_ARCHITECTURES, model_spec
+from tepo_megatron.bridge.layouts import tensor_shapes
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 2,
+    "vocab_size": 17,
+}
+CONFIGS = {
+    "LlamaForCausalLM": LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]),
+    "MistralForCausalLM": MistralConfig(**SIZES, architectures=["MistralForCausalLM"], sliding_window=None),
+    "Qwen2ForCausalLM": Qwen2Config(**SIZES, architectures=["Qwen2ForCausalLM"]),
+    "Qwen3ForCausalLM": Qwen3Config(**SIZES, architectures=["Qwen3ForCausalLM"], head_dim=6),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("architecture", KNOWN_ARCHITECTURES)
+def test_tensors_are_those_of_transformers(architecture: str, tied: bool) -> None:
+    config = AutoConfig.for_model(**(CONFIGS[architecture].to_dict() | {"tie_word_embeddings": tied}))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    expected = {name: tuple(param.shape) for name, param in model.named_parameters()}  # a tied head occurs once
+    assert tensor_shapes(model_spec(config.to_dict(), "config")) == expected
+
+
+@pytest.mark.parametrize("architecture", KNOWN_ARCHITECTURES)
+def test_a_silent_config_means_what_transformers_takes_it_for(architecture: str) -> None:
+    """Only what cannot be left out is given; published folders of old do leave out the rest."""
+    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+    raw = {name: SIZES[name] for name in needed} | {
+        "architectures": [architecture],
+        "num_attention_heads": 32,
+        "hidden_size": 64,
+    }
+    if architecture == "MistralForCausalLM":
+        raw["sliding_window"] = None
+    spec, config = model_spec(raw, "config"), type(CONFIGS[architecture])(**raw)
+    assert spec.num_kv_heads == config.num_key_value_heads
+    assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    assert spec.norm_eps == config.rms_norm_eps
+    assert spec.tied_embeddings == config.tie_word_embeddings
+    assert spec.rope_theta == config.rope_parameters["rope_theta"]
+
+
+def test_every_known_family_is_tested() -> None:
+    assert set(CONFIGS) == set(KNOWN_ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "message"),
+    [
+        ("MixtralForCausalLM", {}, r"MixtralForCausalLM is not known; known: LlamaForCausalLM, MistralForCausalLM, Qwen2"),
+        ("Qwen3MoeForCausalLM", {}, r"Qwen3MoeForCausalLM is not known; known: .*Qwen3ForCausalLM"),
+        ("MistralForCausalLM", {"sliding_window": 4096}, r"sliding_window = 4096 is not supported yet \(only None\)"),
+        ("MistralForCausalLM", {}, r"sliding_window = 4096 is not supported"),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True}, r"use_sliding_window = True is not supported"),
+        ("Qwen2ForCausalLM", {"head_dim": 8}, r"head_dim = 8 .* hidden_size / num_attention_heads = 4"),
+        ("Qwen3ForCausalLM", {"attention_bias": True}, r"attention_bias = True is not supported"),
+        ("Qwen3ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types has sliding_attention"),
+        ("LlamaForCausalLM", {"mlp_bias": True}, r"mlp_bias = True is not supported"),
+        ("LlamaForCausalLM", {"num_key_value_heads": 4}, r"num_key_value_heads = 4 does not divide num_attention_heads = 6"),
+        ("LlamaForCausalLM", {"vocab_size": "many"}, r"vocab_size = 'many' is no positive whole number"),
+        ("LlamaForCausalLM", {"num_hidden_layers": 0}, r"num_hidden_layers = 0 is no positive whole number"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(architecture: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model_spec({**SIZES, "architectures": [architecture], **change}, "config.json")

@@ -1,0 +1,217 @@
+"""Moving: whatever the two layouts, the destination's parameters become what the plan promises, and damage is noticed."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tepo_megatron.bridge import messages, move
+from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_ranks, tensor_shapes, vllm_ranks
+from tepo_megatron.bridge.messages import End, destination_ends, message_bytes, queues, source_ends, wire_dtype
+from tepo_megatron.bridge.plan import reshard_plan
+from tepo_megatron.bridge.sender import decode_order, encode_order
+from tepo_megatron.bridge.verify import RUN_BYTES, Tally, digest
+from tepo_megatron.types import Box, Region, ReshardPlan
+
+sys.path.insert(0, str(Path(__file__).parent))
+from reshard_models import Case, cases, numbered_model, parameters, small_spec
+from thread_transport import Mailbox
+
+Params = dict[str, Tensor]
+
+
+def carry_out(
+    plan: ReshardPlan,
+    sources: Sequence[Params],
+    destinations: Sequence[Params],
+    *,
+    limit: int,
+    boxes: Sequence[Mailbox] | None = None,
+) -> list[list[str]]:
+    """All ranks as threads; returns what each destination reported complete, in order."""
+    wire = wire_dtype(next(iter(sources[0].values())).dtype, next(iter(destinations[0].values())).dtype)
+    world = plan.num_sources + plan.num_destinations
+    boxes = boxes or mailboxes(world)
+    completed: list[list[str]] = [[] for _ in destinations]
+
+    def give(rank: int) -> None:
+        outgoing = queues(source_ends(plan, rank), itemsize=wire.itemsize, limit=limit)
+        move.send(boxes[rank], outgoing, sources[rank], wire)
+
+    def take(rank: int) -> None:
+        incoming, dtype = decode_order(encode_order(destination_ends(plan, rank), wire, limit))
+        move.receive(boxes[plan.num_sources + rank], incoming, destinations[rank], dtype, completed[rank].append)
+
+    with ThreadPoolExecutor(world) as pool:
+        work = [pool.submit(give, rank) for rank in range(plan.num_sources)]
+        work += [pool.submit(take, rank) for rank in range(plan.num_destinations)]
+        for request in work:
+            request.result()
+    return completed
+
+
+def mailboxes(world: int) -> list[Mailbox]:
+    letters: dict[tuple[int, int, int], Tensor] = {}
+    arrived = threading.Condition()
+    return [Mailbox(rank, letters, arrived) for rank in range(world)]
+
+
+def setting(case: Case) -> tuple[ReshardPlan, list[Params], list[Params]]:
+    """A plan, the sources' parameters and those that the destinations must end up with."""
+    plan = reshard_plan(case.spec, case.source, case.destination)
+    model = numbered_model(tensor_shapes(case.spec))
+    sources = parameters(megatron_ranks(case.spec, case.source), model)
+    return plan, sources, parameters(vllm_ranks(case.spec, case.destination), model)
+
+
+def blank(params: Params, dtype: torch.dtype | None = None) -> Params:
+    return {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in params.items()}
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases(), limit=st.sampled_from([64, 1000, 2**20]), alone=st.sampled_from([1, 100, 2**18]))
+def test_every_destination_becomes_what_the_plan_promises(case: Case, limit: int, alone: int) -> None:
+    plan, sources, expected = setting(case)
+    found = [blank(params) for params in expected]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "ALONE_BYTES", alone)
+        completed = carry_out(plan, sources, found, limit=limit)
+    for wanted, got, names in zip(expected, found, completed, strict=True):
+        assert sorted(names) == sorted(name for name in wanted if wanted[name].any())  # a vocabulary shard may be padding
+        assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "wire"),
+    [
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.float16, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float32, torch.float32),
+    ],
+)
+def test_the_smaller_dtype_travels(source: torch.dtype, destination: torch.dtype, wire: torch.dtype) -> None:
+    assert wire_dtype(source, destination) == wire
+    plan, sources, expected = setting(Case(small_spec(), MegatronParallel(2, 2), VllmParallel(2), {}))
+    sources = [{name: tensor.sin().to(source) for name, tensor in params.items()} for params in sources]
+    found = [blank(params, destination) for params in expected]
+    boxes = mailboxes(plan.num_sources + plan.num_destinations)
+    carry_out(plan, sources, found, limit=4096, boxes=boxes)
+    for rank, got in enumerate(found):
+        for piece in plan.receives(rank):
+            given = piece.source_region.view(sources[piece.source][piece.source_param])
+            assert torch.equal(piece.destination_region.view(got[piece.destination_param]), given.to(destination))
+
+
+class Damaging(Mailbox):
+    """Flips one bit of the ``at``-th byte that this rank receives of weights."""
+
+    at, seen = 0, 0
+
+    def finish(self, peer: int, number: int) -> None:
+        landing = self.landing.get((peer, number))
+        super().finish(peer, number)
+        if landing is not None and landing.dtype == torch.float32:
+            raw = landing.view(torch.uint8)
+            if self.seen <= self.at < self.seen + raw.numel():
+                raw[self.at - self.seen] ^= 1 << self.at % 8
+            self.seen += raw.numel()
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), case=cases(), limit=st.sampled_from([64, 2**20]))
+def test_one_flipped_bit_is_noticed_and_its_tensor_ranks_and_digests_are_named(
+    data: st.DataObject, case: Case, limit: int
+) -> None:
+    plan, sources, expected = setting(case)
+    sources = [{name: tensor.float() for name, tensor in params.items()} for params in sources]
+    boxes = mailboxes(plan.num_sources + plan.num_destinations)
+    victim = data.draw(st.integers(0, plan.num_destinations - 1), label="destination rank")
+    size = sum(piece.numel * 4 for piece in plan.receives(victim))
+    old = boxes[plan.num_sources + victim]
+    bad = boxes[plan.num_sources + victim] = Damaging(old.rank, old.letters, old.arrived)
+    bad.at = data.draw(st.integers(0, size - 1), label="byte")
+    found = [blank(params, torch.float32) for params in expected]
+    with pytest.raises(RuntimeError, match=r"1 tensors did not arrive as they were sent") as caught:
+        carry_out(plan, sources, found, limit=limit, boxes=boxes)
+    named = re.search(r"'(\S+)' \(sent ([0-9a-f]{16}), arrived ([0-9a-f]{16})\) from rank (\d+)", str(caught.value))
+    assert named is not None
+    assert named[2] != named[3]
+    wrong = [name for name, wanted in expected[victim].items() if not torch.equal(wanted.float(), found[victim][name])]
+    assert wrong == [named[1]]
+    assert any(piece.source == int(named[4]) for piece in plan.receives(victim) if piece.destination_param == named[1])
+
+
+ends = st.builds(
+    lambda peer, rows, inner, count, gap: End(
+        peer, "p", "p", Region(Box((0, *[0] * len(inner)), (rows, *inner)), count, rows + gap if count > 1 else 0)
+    ),
+    st.integers(0, 2), st.integers(1, 9), st.lists(st.integers(1, 5), max_size=2), st.integers(1, 5), st.integers(0, 3),
+)  # fmt: skip
+
+
+@given(st.lists(ends, max_size=6), st.integers(2, 300))
+def test_messages_are_bounded_and_cover_every_element_once(given_ends: list[End], limit: int) -> None:
+    found = queues(given_ends, itemsize=2, limit=limit)
+    for peer in {end.peer for end in given_ends}:
+        for message in found[peer]:
+            rows = {row for piece in message for row in [piece.numel // (piece.rows[1] - piece.rows[0])]}
+            assert sum(piece.numel for piece in message) * 2 <= limit or (len(message) == 1 and rows)
+            if sum(piece.numel for piece in message) * 2 > limit:
+                assert message[0].rows[1] - message[0].rows[0] == 1
+    for number, end in enumerate(given_ends):
+        rows = (end.region.count - 1) * end.region.step + end.region.box.stop[0]
+        param = torch.zeros(rows, *end.region.box.stop[1:])
+        for piece in (piece for message in found[end.peer] for piece in message if piece.end is given_ends[number]):
+            piece.view(param).add_(1)
+        assert param.sum() == end.region.numel
+        assert param.max() == 1
+
+
+def test_all_peers_together_stay_within_the_staging_memory() -> None:
+    plan = reshard_plan(small_spec(num_layers=8), MegatronParallel(2, 4, 2), VllmParallel(4, 1, 3))
+    peers = max(len({p.source for p in plan.receives(rank)}) for rank in range(plan.num_destinations))
+    peers = max(peers, *(len({p.destination for p in plan.sends(rank)}) for rank in range(plan.num_sources)))
+    assert message_bytes(plan) * messages.WINDOW * peers <= messages.STAGING_BYTES
+
+
+# -- digests
+
+
+@given(
+    size=st.one_of(st.integers(1, 100), st.integers(RUN_BYTES - 9, RUN_BYTES + 9), st.just(3 * RUN_BYTES + 5)), data=st.data()
+)
+def test_a_digest_depends_on_every_bit_and_on_the_size(size: int, data: st.DataObject) -> None:
+    raw = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    before = digest(raw)
+    assert before == digest(raw.clone())
+    assert before == digest(torch.cat([raw.new_ones(3), raw])[3:])  # wherever it lies in memory
+    at = data.draw(st.integers(0, size - 1))
+    changed = raw.clone()
+    changed[at] ^= 1 << data.draw(st.integers(0, 7))
+    assert digest(changed) != before
+    assert digest(torch.cat([raw, raw.new_zeros(1)])) != before
+
+
+def test_a_digest_depends_on_the_order_of_runs() -> None:
+    raw = torch.randint(-(2**62), 2**62, (4, RUN_BYTES // 8), generator=torch.Generator().manual_seed(0))
+    assert digest(raw[[1, 0, 2, 3]]) != digest(raw)
+
+
+def test_a_tally_depends_on_which_piece_came_first() -> None:
+    first, second = Tally(["a"]), Tally(["a"])
+    for one, other in ((3, 5), (5, 3)):
+        first.add("a", one)
+        second.add("a", other)
+    assert first.differences(second.as_tensor())
+    assert not first.differences(first.as_tensor())

@@ -1,0 +1,106 @@
+"""The doctor on what clusters trip over: versions, disks, ports, servers; and on the machine that submits."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from tepo_megatron import doctor_checks, doctor_run
+from tepo_megatron.cli import app
+from tepo_megatron.config.load import load_run
+from tepo_megatron.doctor import diagnose, is_fit
+from tepo_megatron.doctor_checks import CHECKS, LAUNCH_CHECKS, Check
+from tepo_megatron.doctor_run import run_checks
+from tepo_megatron.rollout.registry import Registration, register
+
+
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The installed distributions, without requirements of their own."""
+    known: dict[str, str] = {}
+
+    def version(name: str) -> str:
+        if name not in known:
+            raise PackageNotFoundError(name)
+        return known[name]
+
+    monkeypatch.setattr(doctor_checks.metadata, "version", version)
+    monkeypatch.setattr(doctor_checks.metadata, "requires", lambda name: [])
+    return known
+
+
+def found(name: str, checks: tuple[Callable[[], Check], ...] = CHECKS) -> Check:
+    (check,) = [each for each in diagnose([check for check in checks if check.__name__ != "_torch"]) if each.name == name]
+    return check
+
+
+@pytest.mark.parametrize(("version", "status"), [("0.9.2", "fail"), ("0.31.9", "fail"), ("0.32.0", "ok"), ("0.33.0", "fail")])
+def test_vllm_of_another_line_is_named(versions: dict[str, str], version: str, status: str) -> None:
+    versions["vllm"] = version
+    check = found("vLLM")
+    assert check.status == status
+    assert version in check.detail
+    assert status == "ok" or ("<0.33" in check.advice and check.needed)
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_missing_transformer_engine_is_a_fault_only_beside_a_gpu(
+    versions: dict[str, str], monkeypatch: pytest.MonkeyPatch, gpu: bool
+) -> None:
+    monkeypatch.setattr(doctor_checks, "has_gpu", lambda: gpu)
+    check = found("transformer-engine")
+    assert (check.status, check.needed) == (("fail", True) if gpu else ("missing", False))
+    assert not gpu or "docker/trainer.Dockerfile" in check.advice
+
+
+def test_a_full_disk_is_named_with_what_the_checkpoints_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    with (tmp_path / "model" / "model.safetensors").open("wb") as file:
+        file.truncate(2**30)  # sparse: 1 GiB of weights that take no disk
+    config = load_run(None, [f"model.path={tmp_path}/model", f"output={tmp_path}/not/yet", "train.keep_checkpoints=3"])
+    monkeypatch.setattr(doctor_run.shutil, "disk_usage", lambda path: SimpleNamespace(free=23 * 2**30))
+    (check,) = diagnose(run_checks(config))
+    assert (check.name, check.status, check.needed) == ("output", "fail", True)
+    assert "24.0 GiB" in check.advice
+    monkeypatch.setattr(doctor_run.shutil, "disk_usage", lambda path: SimpleNamespace(free=24 * 2**30))
+    assert is_fit(diagnose(run_checks(config)))
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        check = diagnose(run_checks(load_run(None, [f"rollout.server.port={port}"])))[-1]
+        assert check.status == "warn"
+        assert f"127.0.0.1:{port} is taken" in check.detail
+        assert "rollout.server.port" in check.advice
+    assert diagnose(run_checks(load_run(None, [f"rollout.server.port={port}"])))[-1].status == "ok"
+
+
+def test_external_servers_are_looked_for(tmp_path: Path) -> None:
+    config = load_run(
+        None, ["rollout.server.placement=external", f"rollout.server.registry={tmp_path}", "rollout.server.count=2"]
+    )
+    register(tmp_path, 1, Registration("http://127.0.0.1:9", "life"))
+    checks = {check.name: check for check in diagnose(run_checks(config))}
+    assert (checks["server 0"].status, checks["server 1"].status) == ("missing", "fail")
+    assert "http://127.0.0.1:9" in checks["server 1"].detail
+
+
+@pytest.mark.parametrize(("installed", "fit"), [({}, False), ({"nemo-run": "0.11.1"}, True)])
+def test_launching_needs_nemo_run_and_nothing_of_the_trainer(
+    versions: dict[str, str], monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], fit: bool
+) -> None:
+    versions.update(installed)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert is_fit(diagnose(LAUNCH_CHECKS)) == fit
+    result = CliRunner().invoke(app, ["doctor", "--launch"])
+    assert result.exit_code == (0 if fit else 1)
+    assert ("Launching has all that it needs." in result.output) == fit
+    assert "no sbatch here" in result.output

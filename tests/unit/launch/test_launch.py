@@ -1,0 +1,237 @@
+"""What a job is made of: scripts that do what they say, the configuration that nodes read, and what is refused before."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.load import dump_resolved, load_run
+from tepo_megatron.launch import state
+from tepo_megatron.launch.checks import check_cluster
+from tepo_megatron.launch.job import mounts, on_nodes, ranks_per_node, roles, train_script
+from tepo_megatron.launch.record import git_state
+
+ROOT = Path(__file__).parents[3]
+CLUSTER = ["engine.platform=cpu", "engine.parallel.tp=2", "cluster.gpus_per_node=2", "cluster.rollout_nodes=1"]
+
+
+def job(*overrides: str) -> RunConfig:
+    return on_nodes(load_run(None, [*CLUSTER, *overrides]))
+
+
+class Shell:
+    """A tunnel to this machine, without NeMo-Run."""
+
+    def __init__(self) -> None:
+        self.commands: list[str] = []
+
+    def run(self, command: str, **_options: Any) -> Any:
+        self.commands.append(command)
+        done = subprocess.run(command, shell=True, capture_output=True, text=True)
+        return SimpleNamespace(ok=done.returncode == 0, stdout=done.stdout, stderr=done.stderr)
+
+    def put(self, source: str, target: str) -> None:
+        Path(target).write_bytes(Path(source).read_bytes())
+
+
+def run_train_script(folder: Path, config: RunConfig, **environment: str) -> list[str]:
+    """The arguments of torchrun, which a python that only writes them down gets in place of the real one."""
+    fake = folder / "python"
+    fake.write_text('#!/usr/bin/env bash\nif [[ $2 == torch.distributed.run ]]; then printf "%s\\n" "$@"; fi\n')
+    fake.chmod(0o755)
+    script = folder / "train.sh"
+    script.write_text(
+        train_script(config.model_copy(update={"cluster": config.cluster.model_copy(update={"python": str(fake)})}))
+    )
+    done = subprocess.run(
+        ["bash", str(script), "10.0.0.7"],
+        env={"PATH": "/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+def option(arguments: list[str], name: str) -> str:
+    return arguments[arguments.index(name) + 1]
+
+
+def test_torchrun_gets_the_nodes_place_and_the_first_nodes_address(tmp_path: Path) -> None:
+    config = job(f"output={tmp_path}", "cluster.train_nodes=2", "engine.parallel.dp=2")
+    got = run_train_script(tmp_path, config, SLURM_JOB_ID="20123", SLURM_NODEID="1")
+    assert (option(got, "--nnodes"), option(got, "--nproc-per-node"), option(got, "--node-rank")) == ("2", "2", "1")
+    assert (option(got, "--master-addr"), option(got, "--master-port")) == ("10.0.0.7", "20123")
+    assert got[got.index("train") + 1] == f"{tmp_path}/launch/run.yaml"
+    assert f"rollout.server.registry={tmp_path}/servers/20123.0" in got
+    assert "train.resume=true" not in got
+    assert Path(option(got, "--log-dir")).is_dir()
+
+
+def test_nodes_do_not_wait_for_each_other_at_a_loopback_address(tmp_path: Path) -> None:
+    config = job(f"output={tmp_path}", "cluster.train_nodes=2", "engine.parallel.dp=2")
+    script = train_script(config.model_copy(update={"cluster": config.cluster.model_copy(update={"python": "true"})}))
+    done = subprocess.run(["bash", "-c", script, "train.sh", "127.0.1.1"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "set rollout.server.interface" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("saved", "restarts", "resumes"),
+    [("step_000002", "1", True), ("step_000002", "0", False), ("step_000002.partial", "1", False), (None, "1", False)],
+)
+def test_a_job_that_was_started_again_resumes_if_it_can(
+    tmp_path: Path, saved: str | None, restarts: str, resumes: bool
+) -> None:
+    config = job(f"output={tmp_path}")
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    if saved is not None:
+        (tmp_path / "checkpoints" / saved).mkdir(parents=True)
+        (tmp_path / "checkpoints" / saved / "state.json").write_text("{}")
+    got = run_train_script(tmp_path, config, SLURM_JOB_ID="7", SLURM_RESTART_COUNT=restarts)
+    assert ("train.resume=true" in got) == resumes
+    begins_anew = restarts == "1" and not resumes
+    assert (tmp_path / "metrics.jsonl").exists() != begins_anew
+    assert (tmp_path / "metrics.before-7.1.jsonl").exists() == begins_anew
+
+
+def test_values_reach_the_shell_as_they_are(tmp_path: Path) -> None:
+    config = job(f"output={tmp_path}", "rollout.server.interface=ib0; touch evil", "cluster.setup=['export SET_UP=yes']")
+    run_train_script(tmp_path, config)
+    assert not (tmp_path / "evil").exists()
+    assert "export SET_UP=yes\n" in train_script(config)
+
+
+def test_the_nodes_read_absolute_paths_and_external_servers() -> None:
+    config = job("output=out/x", "data.train=d/train.jsonl", "model.path=builtin:tiny")
+    assert config.output == Path.cwd() / "out" / "x"
+    assert config.data.train == str(Path.cwd() / "d" / "train.jsonl")
+    assert config.model.path == "builtin:tiny"
+    assert config.rollout.server.placement == "external"
+    assert config.rollout.server.registry == config.output / "servers"
+    assert job("cluster.rollout_nodes=0").rollout.server.placement == "local"
+    assert mounts(config) == [f"{Path.cwd()}/d:{Path.cwd()}/d", f"{config.output}:{config.output}"]
+
+
+def test_what_the_nodes_read_is_the_same_run_when_read_back(tmp_path: Path) -> None:
+    config = job("output=/shared/out", "name='a: b, # c'")
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_resolved(config))
+    assert load_run(file) == config
+
+
+def test_roles_follow_each_other_over_the_nodes() -> None:
+    config = job("cluster.train_nodes=3", "engine.parallel.dp=3", "cluster.rollout_nodes=2", "cluster.container=a", "output=/o")
+    assert [(role.name, role.first_node, role.nodes, role.container) for role in roles(config)] == [
+        ("train", 0, 3, "a"),
+        ("serve", 3, 2, "a"),
+    ]
+    assert ranks_per_node(config) == 2
+    assert "--nodes 2 " in roles(config)[1].script
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster.ssh=me@login", "output=out/x"], "output = 'out/x' is relative, but with cluster.ssh"),
+        (["output=/shared/my out"], "has a space in it"),
+    ],
+)
+def test_paths_that_nodes_could_not_use_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        job(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.path=/nowhere"], "model.path = /nowhere has no config.json on this machine"),
+        (["data.train=/nowhere.jsonl"], "data.train = /nowhere.jsonl does not exist"),
+        (["cluster.container=/images/none.sqsh"], "the container image /images/none.sqsh does not exist"),
+        (["train.resume=true"], "has no finished checkpoint"),
+        (["output={used}"], "already holds a run"),
+    ],
+)
+def test_what_the_cluster_lacks_is_one_sentence(overrides: list[str], message: str, tmp_path: Path) -> None:
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "metrics.jsonl").touch()
+    config = job(f"output={tmp_path}/new", *(override.format(used=used) for override in overrides))
+    with pytest.raises(ValueError, match=message) as caught:
+        check_cluster(config, Shell())  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
+def test_an_image_without_transformer_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "unsquashfs").write_text("#!/bin/sh\ncat $2\n")
+    (tmp_path / "unsquashfs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    image = tmp_path / "trainer.sqsh"
+    config = job("engine.platform=cuda", f"cluster.container={image}", f"output={tmp_path}/out")
+    image.write_text("squashfs-root/lib/torch/__init__.py\n")
+    with pytest.raises(ValueError, match=r"has no Transformer Engine"):
+        check_cluster(config, Shell())  # type: ignore[arg-type]
+    image.write_text("squashfs-root/lib/transformer_engine/__init__.py\n")
+    check_cluster(config, Shell())  # type: ignore[arg-type]
+
+
+def test_delivered_files_and_the_jobs_number_are_found_again(tmp_path: Path) -> None:
+    config, shell = job(f"output={tmp_path}/out"), Shell()
+    with pytest.raises(ValueError, match="no job was submitted"):
+        state.recall(config, shell)  # type: ignore[arg-type]
+    state.deliver(config, shell, {"train.sh": "true\n"}, {"git": {}})  # type: ignore[arg-type]
+    state.remember(config, shell, "42")  # type: ignore[arg-type]
+    assert state.recall(config, shell) == state.Submitted("42", 2)  # type: ignore[arg-type]
+    assert (tmp_path / "out" / "launch" / "train.sh").read_text() == "true\n"
+    assert load_run(tmp_path / "out" / "launch" / "run.yaml") == load_run(tmp_path / "out" / "resolved.yaml") == config
+    assert state.log_pattern(config, state.Submitted("42", 8), "train", 19).endswith("ranks/42.*/node-2/*/attempt_*/3/std*.log")
+
+
+def test_the_git_state_names_commit_and_changes(tmp_path: Path) -> None:
+    assert git_state(tmp_path) == {}
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "file").write_text("one\n")
+    for arguments in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *arguments], check=True)
+    (tmp_path / "file").write_text("two\n")
+    found = git_state(tmp_path)
+    assert len(found["commit"]) == 40
+    assert found["status"] == [" M file"]
+    assert "+two" in found["diff"]
+
+
+def test_a_gpu_job_without_transformer_engine_ends_with_one_sentence(tmp_path: Path) -> None:
+    script = [sys.executable, "-m", "tepo_megatron.launch.record", str(tmp_path / "job.json")]
+    assert subprocess.run(script, check=True).returncode == 0
+    assert "torch" in json.loads((tmp_path / "job.json").read_text())["packages"]
+    done = subprocess.run([*script, "no-such-distribution"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: no-such-distribution is not installed in ")
+
+
+def test_launching_without_nemo_run_is_one_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tepo_megatron", "launch", str(ROOT / "examples" / "tiny" / "run.yaml"), "--dry-run"]
+    blocked = tmp_path / "nemo_run.py"
+    blocked.write_text("raise ImportError('not here')\n")
+    done = subprocess.run(
+        [*command, *CLUSTER],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: tepo launch needs NeMo-Run")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_launch_imports_no_torch() -> None:
+    modules = "tepo_megatron.launch.commands, tepo_megatron.launch.plan, tepo_megatron.launch.nemo"
+    subprocess.run([sys.executable, "-c", f"import {modules}, sys; assert 'torch' not in sys.modules"], check=True)

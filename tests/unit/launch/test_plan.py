@@ -1,0 +1,187 @@
+"""A plan as a whole: the recipes fit, what does not fit is mended as the plan says, and the command says so."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from tepo_megatron.cli import app
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.load import load_run
+from tepo_megatron.launch.plan import make_plan
+from tepo_megatron.launch.plan.memory import layers_in_flight, rank_memory
+from tepo_megatron.launch.plan.plan import Plan
+from tepo_megatron.launch.plan.shapes import resolve_spec
+from tepo_megatron.launch.plan.time import forward_flops
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+LLAMA, QWEN = str(EXAMPLES / "llama3.3-70b/run.yaml"), str(EXAMPLES / "qwen2.5-7b/run.yaml")
+RECIPES = ("llama3.3-70b", "qwen2.5-72b", "qwen2.5-7b")
+GIB = 2**30
+
+
+def plan(path: str, *overrides: str) -> Plan:
+    return make_plan(load_run(Path(path), overrides))
+
+
+def test_planning_needs_no_torch() -> None:
+    script = f"""
+import sys
+sys.modules["torch"] = None
+import tepo_megatron.launch
+from tepo_megatron.config.load import load_run
+from tepo_megatron.launch.plan import make_plan
+from tepo_megatron.launch.plan.report import plan_json, plan_tables
+found = make_plan(load_run({QWEN!r}))
+assert plan_json(found) and list(plan_tables(found))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_recipes_fit_and_state_their_assumption(name: str) -> None:
+    found = plan(str(EXAMPLES / name / "run.yaml"))
+    assert found.problems == ()
+    assert any("not on this machine" in text for text in found.assumptions)
+    assert found.worst.total < 0.9 * 79 * GIB
+
+
+def test_the_table_of_the_docs_is_what_the_plans_say() -> None:
+    rows = {}
+    for line in (EXAMPLES.parent / "docs" / "plan.md").read_text().splitlines():
+        head, *cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
+        rows.setdefault(head, cells)
+    plans = [plan(str(EXAMPLES / name / "run.yaml")) for name in RECIPES]
+    assert rows["total"] == [f"{found.worst.total / GIB:.1f}" for found in plans]
+    assert rows["activations"] == [f"{found.worst.activations / GIB:.1f}" for found in plans]
+    counts = [f"{max(found.stage_parameters):,}".replace(",", " ") for found in plans]
+    assert rows["largest count on a rank, formula = Megatron"] == counts
+    assert rows["KV cache of a worker, GiB"] == [f"{found.server.kv_cache / GIB:.1f}" for found in plans]
+    assert rows["its lower bound, s"] == [f"{found.sync.seconds:.2f}" for found in plans]
+
+
+def test_a_recipe_that_does_not_fit_is_mended_by_each_change_that_it_names() -> None:
+    broken = ["engine.micro_batch_tokens=16384", "rollout.replay=recorded"]
+    (problem,) = plan(LLAMA, *broken).problems
+    changes = re.findall(r"with ((?:engine|optimizer)\S+ = \S+)(?: and dp = (\d+))? \(([\d.]+) GiB\)", problem)
+    assert len(changes) >= 2
+    for change, dp, needed in changes:
+        given_dp = [f"engine.parallel.dp={dp}"] if dp else []
+        mended = plan(LLAMA, *broken, change.replace(" ", ""), *given_dp)
+        assert mended.problems == ()
+        assert f"{mended.worst.total / GIB:.1f}" == needed
+
+
+def test_a_server_without_room_says_how_much_is_missing() -> None:
+    (problem,) = plan(LLAMA, "rollout.server.tp=2").problems
+    missing = re.search(
+        r"which is ([\d.]+) GiB too little for one sequence of 5120 tokens; raise rollout.server.tp to 4", problem
+    )
+    weights, cache_of_one = 70_553_706_496 * 2 / 2, 5120 * 2 * 80 * 4 * 128 * 2
+    assert float(missing[1]) == pytest.approx((weights + 3 * GIB + cache_of_one) / GIB - 0.85 * 79, abs=0.06)
+
+
+def test_keys_and_values_of_a_token_are_320_kib_in_llama_70b() -> None:
+    assert plan(LLAMA).server.kv_bytes_per_token * 4 == 327_680
+
+
+def test_a_sync_moves_every_server_s_shards_once() -> None:
+    """8 servers: the model in bfloat16, and its 161 norms of 8192 once more for each further worker of the four."""
+    found = plan(LLAMA).sync
+    assert found.bytes_total == 8 * 2 * (70_553_706_496 + 3 * 161 * 8192)
+    assert found.bytes_received_most * 32 == found.bytes_total
+    assert found.bytes_total / 64 <= found.bytes_sent_most < 1.1 * found.bytes_total / 64
+    assert found.seconds == pytest.approx(found.bytes_received_most / (0.7 * 50e9))
+
+
+def test_seconds_of_a_step_by_hand() -> None:
+    time = plan(LLAMA).time
+    token = 2 * (70_553_706_496 - 128_256 * 8192) + 2 * 80 * 8192 * 2560
+    assert time.train == pytest.approx(3 * token * 1024 * 2560 / (64 * 989e12 * 0.4) * (1 + 3 / (1024 * 2560 / 4 / 2 / 8192)))
+    weights, cache = 4096 * 70_553_706_496 * 2 / 4, 128 * 2048 * (512 + 1024) * 81_920  # one wave of 128 sequences
+    decoding, prompts = (weights + cache) / (3350e9 * 0.5), 128 * 512 * token / (32 * 989e12 * 0.45)
+    assert time.generation == pytest.approx(decoding + prompts)
+    assert time.seconds == pytest.approx(time.generation + time.score + time.train + time.exchange + time.sync)
+    replayed = plan(LLAMA, "rollout.replay=recorded")
+    assert (replayed.time.generation, replayed.time.sync, replayed.sync) == (0, 0, None)
+
+
+@given(pp=st.sampled_from([2, 4, 8]), vpp=st.sampled_from([1, 2, 5]))
+@settings(deadline=None)
+def test_interleaving_keeps_as_many_activations_as_its_inventors_say(pp: int, vpp: int) -> None:
+    """The first stage keeps L · (1 + (p − 1) / (p v)) layers' worth if interleaved, L if not (Korthikanti et al., 2022)."""
+    spec, _ = resolve_spec("Llama-3.3-70B-Instruct")
+    config = RunConfig.model_validate({"engine": {"parallel": {"pp": pp, "vpp": vpp}}})
+    expected = 80 * (1 + (pp - 1) / (pp * vpp)) if vpp > 1 else 80
+    assert layers_in_flight(spec, config, 0, micro_batches=1000) == pytest.approx(expected)
+    assert layers_in_flight(spec, config, 0, micro_batches=1) == pytest.approx(80 / pp)
+
+
+def test_full_recomputation_and_splits_shrink_what_they_are_for() -> None:
+    spec, _ = resolve_spec("Llama-3.3-70B-Instruct")
+
+    def memory(*overrides: str) -> dict[str, float]:
+        config = load_run(Path(LLAMA), overrides)
+        return rank_memory(spec, config, 3, longest=5120, step_tokens=2.6e6).terms
+
+    base = memory()
+    full = memory("engine.recompute=full")
+    assert full["activations"] < 0.2 * base["activations"]
+    assert {**full, "activations": 0} == {**base, "activations": 0}
+    halved = memory("engine.parallel.tp=4", "engine.parallel.dp=4", "engine.parallel.sequence_parallel=true")
+    # half the tensor-parallel ranks: twice of all but the norms, whose 41 vectors of 8192 are whole on every rank
+    assert halved["weights"] == 2 * base["weights"] - 2 * 41 * 8192
+    assert halved["optimizer"] == pytest.approx(base["optimizer"], rel=1e-3)  # twice the parameters over twice the replicas
+
+
+def test_flops_of_a_token_are_those_that_torch_counts() -> None:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    spec, _ = resolve_spec("builtin:tiny")
+    tokens = 48
+    shape = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, tie_word_embeddings=False, attn_implementation="eager"))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, tokens, dtype=torch.int64), use_cache=False)
+    uncausal = 2 * 4 * 128 * tokens * tokens  # eager attention also multiplies what the mask hides: as much again
+    rotations = next(count for op, count in counter.get_flop_counts()["Global"].items() if "bmm" in str(op)) - 2 * uncausal
+    matrices = model.num_parameters() - 64 * 128 - 9 * 128  # neither embedding nor norms multiply matrices
+    norms = 2 * 9 * 128 * tokens  # forward_flops counts norms' weights as if they did: 0.2 % here, 1e-5 at 70B
+    assert counter.get_total_flops() == 2 * matrices * tokens + 2 * uncausal + rotations
+    assert forward_flops(spec, tokens) * tokens == counter.get_total_flops() - uncausal - rotations + norms
+
+
+def test_mean_lengths_must_lie_within_the_longest() -> None:
+    with pytest.raises(ValueError, match=r"--response-tokens = 5000 must lie above 0 and not above the longest, 4096"):
+        make_plan(load_run(Path(LLAMA)), response_tokens=5000)
+    with pytest.raises(ValueError, match=r"max_model_len = 4096 is less than .* 1024 \+ 4096; raise it to 5120"):
+        plan(LLAMA, "rollout.server.max_model_len=4096")
+
+
+def test_the_command_prints_tables_or_json_and_fails_with_the_sentence() -> None:
+    runner = CliRunner()
+    shown = runner.invoke(app, ["plan", QWEN])
+    assert shown.exit_code == 0, shown.output
+    assert "7,615,616,512 parameters" in shown.stdout
+    as_json = json.loads(runner.invoke(app, ["plan", QWEN, "--json"]).stdout)
+    assert as_json["parameters_per_rank"] == [3_807_910_400]
+    assert sum(as_json["memory_per_rank"][0].values()) == 2 * as_json["memory_per_rank"][0]["total"]
+    refused = runner.invoke(app, ["plan", QWEN, "cluster.gpu_memory_gib=40"])
+    assert refused.exit_code == 1
+    assert "Memory of a training rank" in refused.stdout
+    assert "error: the run does not fit: a training rank needs" in refused.stderr
+    impossible = runner.invoke(app, ["plan", LLAMA, "cluster.train_nodes=7"])
+    assert (impossible.exit_code, impossible.stdout) == (1, "")
+    assert "which tp × pp × cp = 8 × 4 × 1 = 32 does not divide; use 4 or 8 nodes" in impossible.stderr

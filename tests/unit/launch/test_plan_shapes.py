@@ -1,0 +1,73 @@
+"""Parameters per rank, from the formula, against published counts and against the bridge's layouts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tepo_megatron.bridge.architecture import ModelSpec
+from tepo_megatron.bridge.layouts import MegatronParallel, megatron_ranks
+from tepo_megatron.config import ParallelConfig
+from tepo_megatron.launch.plan.shapes import model_parameters, resolve_spec, stage_parameters
+
+PUBLISHED = {"Llama-3.3-70B-Instruct": 70_553_706_496, "Qwen2.5-72B": 72_706_203_648, "Qwen2.5-7B": 7_615_616_512}
+"""Elements of all tensors of the published safetensors."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_known_models_have_as_many_parameters_as_published(name: str) -> None:
+    spec, assumption = resolve_spec(f"/nowhere/{name}")
+    assert model_parameters(spec) == PUBLISHED[name]
+    assert assumption is not None
+    assert name in assumption
+
+
+def test_a_folder_on_this_machine_is_read_and_an_unknown_one_refused(tmp_path: Path) -> None:
+    spec, assumption = resolve_spec("builtin:tiny")
+    assert (model_parameters(spec), assumption) == (607_360, None)
+    with pytest.raises(ValueError, match=r"'Llama-9' is not known here.*config.json is enough"):
+        resolve_spec(str(tmp_path / "Llama-9"))
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[ModelSpec, ParallelConfig]:
+    tp, pp = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
+    kv_heads = tp * draw(st.integers(1, 2))
+    spec = ModelSpec(
+        architecture="LlamaForCausalLM",
+        num_layers=pp * draw(st.integers(1, 3)),
+        hidden_size=draw(st.integers(1, 9)),
+        num_heads=kv_heads * draw(st.integers(1, 3)),
+        num_kv_heads=kv_heads,
+        head_dim=draw(st.integers(1, 4)),
+        ffn_size=tp * draw(st.integers(1, 5)),
+        vocab_size=draw(st.integers(tp, 23)),
+        tied_embeddings=draw(st.booleans()),
+        norm_eps=1e-5,
+        rope_theta=1e4,
+        rope_scaling=None,
+        max_positions=16,
+        qkv_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+    )
+    return spec, ParallelConfig(tp=tp, pp=pp)
+
+
+@given(models())
+@settings(max_examples=60, deadline=None)
+def test_a_rank_holds_what_the_bridge_lays_out_and_the_padding_of_its_vocabulary(
+    case: tuple[ModelSpec, ParallelConfig],
+) -> None:
+    spec, parallel = case
+    layouts = megatron_ranks(spec, MegatronParallel(tp=parallel.tp, pp=parallel.pp))
+    padding = (-spec.vocab_size) % parallel.tp * spec.hidden_size  # over the ranks of a stage, for each of embedding and head
+    for stage in range(parallel.pp):
+        ranks = layouts[stage * parallel.tp : (stage + 1) * parallel.tp]
+        held = [sum(math.prod(shard.at.shape) for shard in layout.shards) for layout in ranks]
+        first, last = stage == 0, stage == parallel.pp - 1
+        matrices = int(first) + int(last and not (first and spec.tied_embeddings))
+        assert stage_parameters(spec, parallel, stage) * parallel.tp == sum(held) + matrices * padding
