@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from tepo_megatron.doctor import doctor_command
 from tepo_megatron.folders import export_command, import_command
 
 if TYPE_CHECKING:
@@ -189,35 +190,6 @@ def plan(
 
 
 @app.command()
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="For tools.")] = False,
-    launch: Annotated[bool, typer.Option("--launch", help="Only what submitting jobs needs.")] = False,
-    run: Annotated[Path | None, typer.Option("--run", metavar="RUN.yaml", help="Also disk, port and servers of a run.")] = None,
-) -> None:
-    """Look at this machine and environment: what is there, what is missing, what it would enable.
-
-    Exit code 1 if something that a run on CPU (or on this machine's GPU) needs is missing or broken.
-
-    [dim]tepo doctor --run examples/tiny/run.yaml[/]
-    """
-    from tepo_megatron.doctor import diagnose, doctor_json, doctor_table, is_fit
-    from tepo_megatron.doctor_checks import CHECKS, LAUNCH_CHECKS, has_gpu
-
-    wanted = list(LAUNCH_CHECKS if launch else CHECKS)
-    if run is not None:
-        from tepo_megatron.doctor_run import run_checks
-
-        with user_errors():
-            wanted += run_checks(_load(run, ()))
-    checks = diagnose(wanted)
-    if as_json:
-        typer.echo(doctor_json(checks))
-    else:
-        _print(doctor_table(checks, "Launching" if launch else "A run on GPU" if has_gpu() else "A run on CPU"))
-    raise typer.Exit(0 if is_fit(checks) else 1)
-
-
-@app.command()
 def plot(
     outputs: Annotated[list[Path], typer.Argument(metavar="OUT", help="Output folders of runs, or their metrics.jsonl.")],
     png: Annotated[Path | None, typer.Option("--png", help="Where to; default: OUT/curves.png or comparison.png.")] = None,
@@ -283,7 +255,6 @@ def _load(run: Path | None, overrides: Sequence[str]) -> RunConfig:
 
 def _lazy(name: str, target: str, text: str, default: str | None = None) -> None:
     """Mounts the Typer app ``module:attribute`` as ``tepo <name>``; its module is imported when ``tepo <name>`` is.
-
     ``default`` is the command that is meant where the first word names none.
     """
 
@@ -308,6 +279,7 @@ def _lazy(name: str, target: str, text: str, default: str | None = None) -> None
     app.add_typer(group, name=name)
 
 
+app.command("doctor")(doctor_command)
 _lazy("objective", "tepo_megatron.objective.table:app", "Objectives: what there is to choose from.")
 _lazy("launch", "tepo_megatron.launch.commands:app", "Run on a cluster: tepo launch RUN.yaml.", default="run")
 _lazy("reshard", "tepo_megatron.reshard:app", "Weights from Megatron's shards to vLLM's: tepo reshard plan.")

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
 
+import typer
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tepo_megatron.doctor_checks import CHECKS, Check
+from tepo_megatron.doctor_checks import CHECKS, LAUNCH_CHECKS, Check, has_gpu
 
 _COLOURS = {"ok": "green", "warn": "yellow", "missing": "dim", "fail": "red"}
 
@@ -51,3 +56,33 @@ def doctor_table(checks: Sequence[Check], purpose: str = "A run on CPU") -> Tabl
         status = f"[{_COLOURS[check.status]}]{check.status}[/]"
         table.add_row(check.name, status, escape(check.detail), escape(check.advice))
     return table
+
+
+def doctor_command(
+    as_json: Annotated[bool, typer.Option("--json", help="For tools.")] = False,
+    launch: Annotated[bool, typer.Option("--launch", help="Only what submitting jobs needs.")] = False,
+    run: Annotated[Path | None, typer.Option("--run", metavar="RUN.yaml", help="Also disk, port and servers of a run.")] = None,
+) -> None:
+    """Look at this machine and environment: what is there, what is missing, what it would enable.
+
+    Exit code 1 if something that a run on CPU (or on this machine's GPU) needs is missing or broken.
+
+    [dim]tepo doctor --run examples/tiny/run.yaml[/]
+    """
+    wanted = list(LAUNCH_CHECKS if launch else CHECKS)
+    if run is not None:
+        from tepo_megatron.cli import user_errors
+        from tepo_megatron.config.load import load_run
+        from tepo_megatron.doctor_run import run_checks
+
+        with user_errors():
+            wanted += run_checks(load_run(run))
+    checks = diagnose(wanted)
+    if as_json:
+        typer.echo(doctor_json(checks))
+    else:
+        purpose = "Launching" if launch else "A run on GPU" if has_gpu() else "A run on CPU"
+        # In a pipe there is no width to fit into: cells are better whole than cut.
+        console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
+        console.print(doctor_table(checks, purpose))
+    raise typer.Exit(0 if is_fit(checks) else 1)

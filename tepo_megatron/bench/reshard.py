@@ -30,6 +30,8 @@ class Measurement:
     peak_source: int | None
     """The most that a trainer rank needed beyond its shards, in bytes; None where the system does not tell."""
     peak_destination: int | None
+    digest_seconds: float
+    """Processor time that the busiest rank spends on digests (the least of the repeats)."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,10 @@ def run(setting: Setting, repeats: int) -> list[Measurement]:
     return [Measurement(**row) for row in json.loads(inbox.get())]
 
 
-_COLUMNS = ("method", "seconds", "× gather", "× raw", "MB on the wire", "MB into the busiest rank", "peak MB, trainer / server")
+_COLUMNS = (
+    *("method", "seconds", "× gather", "× raw", "MB on the wire", "MB into the busiest rank"),
+    *("peak MB, trainer / server", "of it digests, s"),
+)
 
 
 def _cells(row: Measurement, rows: Sequence[Measurement]) -> tuple[str, ...]:
@@ -116,6 +121,7 @@ def _cells(row: Measurement, rows: Sequence[Measurement]) -> tuple[str, ...]:
         f"{row.wire_bytes / 1e6:.1f}",
         f"{row.largest_link / 1e6:.1f}",
         " / ".join(peaks),
+        f"{row.digest_seconds:.3f}" if row.digest_seconds else "–",
     )
 
 

@@ -73,6 +73,8 @@ class Rank:
     own: ShardLayout
     copies: int
     """Servers that each get a whole model."""
+    digest_seconds: float = 0.0
+    """Processor time."""
 
     @property
     def is_source(self) -> bool:
@@ -88,6 +90,19 @@ class Rank:
             move.send(self.pairs, self.queues, self.params, self.dtype)
         else:
             move.receive(self.pairs, self.queues, self.params, self.dtype)
+
+    def reshard_timed(self) -> None:
+        """The same, and ``digest_seconds`` says what the digests took of it."""
+        self.digest_seconds = 0.0
+
+        def timed(data: Tensor) -> int:
+            began = time.thread_time()
+            found = verify.digest(data)
+            self.digest_seconds += time.thread_time() - began
+            return found
+
+        with mock.patch.object(move, "digest", timed):
+            self.reshard()
 
     def reshard_unverified(self) -> None:
         """The same without reading the bytes once more for digests."""
@@ -185,12 +200,12 @@ def worker(rank: int, setting: Setting, port: int, repeats: int, inbox: Any) -> 
     with torch.no_grad():
         own = make_rank(setting, rank)
         methods: dict[str, Callable[[], None]] = {
-            "shard to shard": own.reshard,
+            "shard to shard": own.reshard_timed,
             "shard to shard, no digests": own.reshard_unverified,
             "raw point-to-point copy": own.raw_copy,
             "gather and broadcast": own.gather_and_broadcast,
         }
-        rows = []
+        rows, digesting = [], list[float]()
         outcomes: list[int] = []
         seconds: dict[str, list[float]] = {name: [] for name in methods}
         peaks: dict[str, list[int]] = {name: [] for name in methods}
@@ -198,6 +213,8 @@ def worker(rank: int, setting: Setting, port: int, repeats: int, inbox: Any) -> 
             for name, work in methods.items():
                 with _peak(peaks[name]):
                     seconds[name].append(_slowest(work))
+                if name == "shard to shard":
+                    digesting.append(own.digest_seconds)
                 if not own.is_source and name != "raw point-to-point copy":
                     outcomes.append(hash(tuple(verify.digest(tensor) for tensor in own.params.values())))
                     for tensor in own.params.values():
@@ -205,7 +222,8 @@ def worker(rank: int, setting: Setting, port: int, repeats: int, inbox: Any) -> 
         if len(set(outcomes)) > 1:
             raise RuntimeError(f"rank {rank} got different weights by different ways; the measurement is void")
         for name in methods:
-            rows.append(_row(own, name, min(seconds[name]), max(peaks[name], default=None)))
+            digest_s = _greatest(min(digesting)) if name == "shard to shard" else 0.0
+            rows.append(_row(own, name, min(seconds[name]), max(peaks[name], default=None)) | {"digest_seconds": digest_s})
     if rank == 0:
         inbox.put(json.dumps(rows))
     dist.barrier()
@@ -233,9 +251,14 @@ def _slowest(work: Callable[[], None]) -> float:
     dist.barrier()
     began = time.perf_counter()
     work()
-    taken = torch.tensor(time.perf_counter() - began)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
+    return _greatest(time.perf_counter() - began)
+
+
+def _greatest(value: float) -> float:
+    """Of all ranks'."""
+    found = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from tepo_megatron.config import RunConfig
 
@@ -49,14 +50,19 @@ def on_nodes(config: RunConfig) -> RunConfig:
     server = config.rollout.server
     if config.cluster.rollout_nodes:
         server = server.model_copy(update={"placement": "external", "registry": output / "servers"})
-    model = config.model.model_copy(update={"path": _absolute("model.path", config.model.path, config)})
+    model: dict[str, str | Path] = {"path": _absolute("model.path", config.model.path, config)}
+    if config.model.shards is not None:
+        model["shards"] = Path(_absolute("model.shards", str(config.model.shards), config))
+    rollout: dict[str, Any] = {"server": server}
+    if config.rollout.replay is not None:
+        rollout["replay"] = Path(_absolute("rollout.replay", str(config.rollout.replay), config))
     data = {name: _absolute(f"data.{name}", getattr(config.data, name), config) for name in ("train", "heldout")}
     return config.model_copy(
         update={
             "output": output,
-            "model": model,
+            "model": config.model.model_copy(update=model),
             "data": config.data.model_copy(update=data),
-            "rollout": config.rollout.model_copy(update={"server": server}),
+            "rollout": config.rollout.model_copy(update=rollout),
         }
     )
 
@@ -73,11 +79,10 @@ def uses_gpus(config: RunConfig) -> bool:
 
 def mounts(config: RunConfig) -> list[str]:
     """The folders that a container of the job sees, as source:target."""
-    paths = [str(config.output), config.model.path, config.data.train, config.data.heldout]
-    folders = {
-        path if path == str(config.output) or path == config.model.path else str(PurePosixPath(path).parent) for path in paths
-    }
-    own = sorted(f"{folder}:{folder}" for folder in folders if not folder.startswith((BUILTIN, ".")))
+    folders = {str(config.output), config.model.path}
+    folders |= {str(folder) for folder in (config.model.shards, config.rollout.replay) if folder is not None}
+    folders |= {file if file.startswith(BUILTIN) else str(PurePosixPath(file).parent) for file in _data_files(config)}
+    own = sorted(f"{folder}:{folder}" for folder in folders if not folder.startswith(BUILTIN))
     return list(dict.fromkeys([*own, *config.cluster.mounts]))
 
 
@@ -102,6 +107,10 @@ def _fill(template: str, config: RunConfig, **values: str | int) -> str:
     for name, value in given.items():
         text = text.replace(f"@{name}@", shlex.quote(str(value)))
     return text.replace("@setup@\n", "".join(f"{line}\n" for line in config.cluster.setup))
+
+
+def _data_files(config: RunConfig) -> tuple[str, str]:
+    return config.data.train, config.data.heldout
 
 
 def _absolute(field: str, path: str, config: RunConfig) -> str:

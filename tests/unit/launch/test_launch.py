@@ -118,6 +118,7 @@ def test_the_nodes_read_absolute_paths_and_external_servers() -> None:
     assert config.rollout.server.registry == config.output / "servers"
     assert job("cluster.rollout_nodes=0").rollout.server.placement == "local"
     assert mounts(config) == [f"{Path.cwd()}/d:{Path.cwd()}/d", f"{config.output}:{config.output}"]
+    assert "/a/shards:/a/shards" in mounts(job("model.path=/a/model", "model.shards=/a/shards", "output=/o"))
 
 
 def test_what_the_nodes_read_is_the_same_run_when_read_back(tmp_path: Path) -> None:
