@@ -34,6 +34,9 @@ class Driver(Protocol):
     def attempt(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
         """The result of ``work``, and whether a server died under it, was revived, and now has stale weights."""
 
+    def ready(self) -> None:
+        """Returns when the servers answer."""
+
     def collect(self, step: int) -> list[Rollout] | None: ...
     def publish(self, step: int, engine: Engine) -> bool:
         """Hands the engine's weights over; whether a server died under it, was revived, and has stale weights."""
@@ -52,6 +55,9 @@ class Follower:
 
     def attempt(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
         return None, False
+
+    def ready(self) -> None:
+        return None
 
     def collect(self, step: int) -> None:
         return None
@@ -117,6 +123,11 @@ class RootDriver:
             assert self.fleet is not None
             self.fleet.revive()
             return None, True
+
+    def ready(self) -> None:
+        if self._starting is not None:
+            self.output.progress.phase("servers")  # no phase of the stopwatch: it is no part of a step
+            self._starting.result()
 
     # -- rollouts --------------------------------------------------------------------------------------------------------
 
@@ -186,10 +197,6 @@ class RootDriver:
 
     def _fleet(self) -> Fleet:
         assert self.fleet is not None, "a replayed run has no servers"
-        if self._starting is not None:
-            self.output.message("waiting for the rollout servers")
-            self._starting.result()
-            self._starting = None
         return self.fleet
 
     # -- evaluation and logs ---------------------------------------------------------------------------------------------

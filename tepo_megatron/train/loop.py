@@ -28,6 +28,7 @@ class Loop:
 
     def run(self) -> None:
         """Every rank calls."""
+        self.driver.ready()
         self.publish()
         if self.step == 0:
             self.evaluate()

@@ -33,6 +33,9 @@ COMMANDS = [
     ("config", "schema"),
     ("doctor",),
     ("plot",),
+    ("plan",),
+    ("import",),
+    ("export",),
 ]
 
 

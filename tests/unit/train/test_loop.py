@@ -64,6 +64,9 @@ class Recorder:
         result = work()
         return (None, True) if result == "died" else (result, False)
 
+    def ready(self) -> None:
+        self.calls.append("ready")
+
     def collect(self, step: int) -> Any:
         return "died" if self._dies(f"collect {step}") else rollouts(6)
 
@@ -100,7 +103,7 @@ STEP = ["score", "update 3", "update 3"]
 
 
 def test_the_order_of_a_run() -> None:
-    first = ["publish 0", "evaluate 0", "log 0"]
+    first = ["ready", "publish 0", "evaluate 0", "log 0"]
     one = ["collect 0", *STEP, "publish 1", "log 1", "save 1"]
     two = ["collect 1", *STEP, "publish 2", "evaluate 2", "log 2", "save 2"]
     assert run(2) == first + one + two
