@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import describe, is_ours, wants_traceback
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells give it."""
+
+_REPORTED = "_tepo_reported"
+"""Attribute of an error that was said already."""
 
 _FAILURE_FILE = "TEPO_FAILURE_FILE"
 """Environment: where the first rank that fails writes its sentence; set by ``launch``."""
@@ -81,6 +84,17 @@ def run_rank(config: RunConfig, work: Callable[[RunConfig], None]) -> int:
         _report(error)
         return 1
     return 0
+
+
+def report_before_leaving(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    """For an ``ExitStack``, pushed last: says what this rank fails of while its peers are still there.
+
+    Once it has let go of them they fail too, of a closed connection, and would be the first to say so.
+    """
+    del kind, trace
+    interrupted = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    if isinstance(error, Exception) and not interrupted:
+        _report(error)
 
 
 def run_until_interrupted(config: RunConfig, work: Callable[[RunConfig], None]) -> int:
@@ -165,6 +179,9 @@ def _show_cursor() -> None:
 
 def _report(error: Exception) -> None:
     """Says what this rank failed of: to ``launch`` if it listens and no rank was first, else to standard error."""
+    if getattr(error, _REPORTED, False):
+        return
+    setattr(error, _REPORTED, True)
     sentence = describe(error) if is_ours(error) else f"rank {os.environ['RANK']}: {describe(error)}"
     first = _claim(sentence)
     if wants_traceback() or (first and not is_ours(error)):

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from tepo_megatron.bridge.transport import Manifest
-from tepo_megatron.rollout.server import MODEL_NAME
+from tepo_megatron.rollout.server import IDLE_CONNECTION_S, MODEL_NAME
 from tepo_megatron.types import WeightsVersion
 
 
@@ -42,7 +42,7 @@ class Client:
             base_url=url,
             headers={"Authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0)),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_CONNECTION_S),
             trust_env=False,  # a proxy of the environment has no business with the key
         )
 

@@ -22,6 +22,10 @@ MODEL_NAME = "policy"
 
 STOP_TIMEOUT_S = 10.0
 HEALTH_TIMEOUT_S = 30.0
+IDLE_CONNECTION_S = 30.0
+"""After so long a client gives an unused connection up. The server, which by vLLM's default would do so after 5 s, about
+the length of a step, waits four times as long: a connection that one side closes while the other takes it up is an error.
+"""
 """A server on a busy machine may be slow to answer; one that is gone refuses at once."""
 
 LOG_LINES = 20
@@ -173,6 +177,7 @@ class Server:
             "DO_NOT_TRACK": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_HOST_IP": self.config.host,
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(round(4 * IDLE_CONNECTION_S)),
             "PYTHONUNBUFFERED": "1",
         }
         if on_gpu and self._gpus:

@@ -9,6 +9,7 @@ import warnings
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.engine.checkpoint_folder import newest
+from tepo_megatron.torchrun import report_before_leaving
 from tepo_megatron.train.driver import Driver, Follower, RootDriver
 from tepo_megatron.train.inputs import check_model, read_inputs
 from tepo_megatron.train.loop import Loop
@@ -42,6 +43,7 @@ def train(config: RunConfig) -> None:
 
         engine = Engine(config, model_dir)
         stack.callback(engine.close)
+        stack.push(report_before_leaving)
         loop = Loop(config, engine, driver)
         if config.train.resume:
             _resume(loop, driver, output)

@@ -1,10 +1,13 @@
 """A real vLLM server on the CPU, with ``transformers`` as the oracle for tokens and log-probs."""
 
+import http.client
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -263,3 +266,14 @@ def test_a_model_folder_without_a_model_is_reported_with_the_end_of_the_log(tmp_
     assert "config.json" in str(caught.value)
     with pytest.raises(RuntimeError, match="start the fleet"):
         greedy(broken)
+
+
+def test_a_connection_that_idled_for_a_step_is_still_there(fleet: Fleet, first_weights: torch.nn.Module) -> None:
+    """vLLM's default closes it after 5 s, and a client that takes it up at that moment gets an error instead of an answer."""
+    address = urlsplit(fleet.urls[0])
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
+    for pause in (0, 7):
+        time.sleep(pause)
+        connection.request("GET", "/health")
+        assert connection.getresponse().read() == b""
+    connection.close()

@@ -17,14 +17,28 @@ from tepo_megatron.train.plots import _series
 
 RANK = """
 import os, sys, time
+from contextlib import ExitStack
 from pathlib import Path
 from tepo_megatron.config.load import load_run
-from tepo_megatron.torchrun import run_rank
+from tepo_megatron.torchrun import report_before_leaving, run_rank
 
 what, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
 
+def leave():
+    (folder / "left0").touch()
+    time.sleep(1)
+
 def work(config):
     (folder / f"started{rank}").write_text(str(os.getpid()))
+    if what == "leaving" and rank == "1":
+        while not (folder / "left0").exists():
+            time.sleep(0.05)
+        {}["the peer is gone"]
+    if what == "leaving":
+        with ExitStack() as stack:
+            stack.callback(leave)
+            stack.push(report_before_leaving)
+            load_run(None, ["train.steps=0"])
     if what == "ok":
         return
     try:
@@ -96,6 +110,13 @@ def test_a_bug_has_its_traceback_once(start) -> None:
     assert parent.returncode == 1
     assert err.count("Traceback") == 1
     assert err.endswith("error: rank 1: KeyError: 'missing'\n")
+
+
+def test_the_cause_is_told_and_not_what_it_did_to_the_other_ranks(start) -> None:
+    """Rank 1 fails of what rank 0 does on its way out, and ends first."""
+    _, err = (parent := start("leaving")).communicate(timeout=120)
+    assert parent.returncode == 1
+    assert err == "error: overrides: 1 problem in the configuration\n  train.steps: got 0; allowed: an integer > 0\n"
 
 
 def test_a_rank_that_was_killed_is_told(start) -> None:
