@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tepo_megatron.doctor_checks import CHECKS, LAUNCH_CHECKS, Check, has_gpu
+from tepo_megatron.doctor_nodes import node_checks, node_names
 
 _COLOURS = {"ok": "green", "warn": "yellow", "missing": "dim", "fail": "red"}
 
@@ -62,22 +63,27 @@ def doctor_command(
     as_json: Annotated[bool, typer.Option("--json", help="For tools.")] = False,
     launch: Annotated[bool, typer.Option("--launch", help="Only what submitting jobs needs.")] = False,
     run: Annotated[Path | None, typer.Option("--run", metavar="RUN.yaml", help="Also disk, port and servers of a run.")] = None,
+    nodes: Annotated[
+        str | None, typer.Option("--nodes", metavar="N1,N2", help="Also whether nodes answer, and their clocks.")
+    ] = None,
 ) -> None:
     """Look at this machine and environment: what is there, what is missing, what it would enable.
 
-    Exit code 1 if something that a run on CPU (or on this machine's GPU) needs is missing or broken.
+    Exit code 1 if something that a run on CPU (or on this machine's GPU) needs is missing or broken, or a node does not answer.
 
     [dim]tepo doctor --run examples/tiny/run.yaml[/]
     """
-    wanted = list(LAUNCH_CHECKS if launch else CHECKS)
-    if run is not None:
-        from tepo_megatron.cli import user_errors
-        from tepo_megatron.config.load import load_run
-        from tepo_megatron.doctor_run import run_checks
+    from tepo_megatron.cli import user_errors
 
-        with user_errors():
+    wanted = list(LAUNCH_CHECKS if launch else CHECKS)
+    with user_errors():
+        names = node_names(nodes) if nodes is not None else []
+        if run is not None:
+            from tepo_megatron.config.load import load_run
+            from tepo_megatron.doctor_run import run_checks
+
             wanted += run_checks(load_run(run))
-    checks = diagnose(wanted)
+    checks = diagnose(wanted) + (node_checks(names) if names else [])
     if as_json:
         typer.echo(doctor_json(checks))
     else:

@@ -6,9 +6,9 @@ import shutil
 import socket
 from collections.abc import Callable
 from functools import partial
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from urllib.parse import urlsplit
+
+import httpx
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.doctor_checks import Check
@@ -24,7 +24,12 @@ def run_checks(config: RunConfig) -> list[Callable[[], Check]]:
     checks: list[Callable[[], Check]] = [partial(_output_disk, config)]
     server = config.rollout.server
     if server.placement == "external":
-        checks += [partial(_external_server, config, index) for index in range(server.count)]
+        anyone = server.registry is not None and any(server.registry.glob("server-*.json"))
+        checks += (
+            [partial(_external_server, config, index) for index in range(server.count)]
+            if anyone
+            else [partial(_no_server, config)]
+        )
     elif server.port:
         checks.append(partial(_server_port, config))
     for number, check in enumerate(checks):
@@ -60,21 +65,24 @@ def _server_port(config: RunConfig) -> Check:
     return Check("server port", "ok", f"{host}:{port} is free")
 
 
+def _no_server(config: RunConfig) -> Check:
+    """Said once where not one of the external servers has registered."""
+    detail = f"no server is registered in {config.rollout.server.registry}"
+    return Check("servers", "missing", detail, "start 'tepo serve' on their nodes, with this registry", needed=True)
+
+
 def _external_server(config: RunConfig, index: int) -> Check:
-    """Whether a server that ``tepo serve`` has registered can be reached from here."""
+    """Whether a server that ``tepo serve`` has registered can be reached from here, and how fast it answers."""
     name, registry = f"server {index}", config.rollout.server.registry
     found = registered(registry, index) if registry is not None else None
     if found is None:
         return Check(name, "missing", f"not registered in {registry}", "start 'tepo serve' on its node", needed=True)
-    place = urlsplit(found.url)
-    connection = HTTPConnection(place.hostname or "", place.port, timeout=5)
     try:
-        connection.request("GET", "/health")
-        status = connection.getresponse().status
-    except (OSError, HTTPException) as error:
+        # No proxy of the environment: servers are on the inner network.
+        response = httpx.get(f"{found.url}/health", timeout=5, trust_env=False)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         return Check(name, "fail", f"{found.url}: {error}", "is its node up, and no firewall between?", needed=True)
-    finally:
-        connection.close()
-    if status != 200:
-        return Check(name, "fail", f"{found.url} answers with status {status}", "see its log in OUT/logs", needed=True)
-    return Check(name, "ok", f"{found.url} answers", needed=True)
+    if response.status_code != 200:
+        detail = f"{found.url} answers with status {response.status_code}"
+        return Check(name, "fail", detail, "see its log in OUT/logs", needed=True)
+    return Check(name, "ok", f"{found.url} answers in {1000 * response.elapsed.total_seconds():.0f} ms", needed=True)

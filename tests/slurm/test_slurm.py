@@ -113,3 +113,16 @@ def test_what_slurm_refuses_is_one_sentence(cluster: Any, tepo: str, tmp_path: P
     assert done.stderr.startswith("error: Slurm refused the job (sbatch: error: invalid partition specified: nowhere")
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert not (tmp_path / "out" / "launch" / "job.json").exists()
+
+
+def test_the_doctor_reads_the_clocks_of_an_allocation(cluster: Any, tepo: str) -> None:
+    """Both nodes have this machine's clock; n9 is none of them."""
+    doctor = (tepo, "doctor", "--launch", "--json", "--nodes")
+    for nodes, code in (("n1,n2", 0), ("n1,n9", 1)):
+        done = cluster.run("salloc", "--nodes=2", "--time=1", *doctor, nodes)
+        assert done.returncode == code, done.stdout + done.stderr
+        found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+        assert found["node n1"]["status"] == "ok", found
+    assert found["node n9"]["status"] == "fail"
+    assert "n9" in found["node n9"]["advice"]
+    assert "srun: error: " in found["node n9"]["detail"]

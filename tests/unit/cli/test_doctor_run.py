@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,6 +94,36 @@ def test_external_servers_are_looked_for(tmp_path: Path) -> None:
     checks = {check.name: check for check in diagnose(run_checks(config))}
     assert (checks["server 0"].status, checks["server 1"].status) == ("missing", "fail")
     assert "http://127.0.0.1:9" in checks["server 1"].detail
+
+
+@pytest.mark.parametrize("folder", ["", "not/yet"])
+def test_a_registry_without_servers_is_one_sentence(tmp_path: Path, folder: str) -> None:
+    place = f"rollout.server.registry={tmp_path / folder}"
+    config = load_run(None, ["rollout.server.placement=external", place, "rollout.server.count=3"])
+    _, check = diagnose(run_checks(config))
+    assert (check.status, check.needed) == ("missing", True)
+    assert check.detail == f"no server is registered in {tmp_path / folder}"
+
+
+@pytest.mark.parametrize(("status", "found"), [(200, "ok"), (503, "fail")])
+def test_a_server_that_answers_is_told_with_its_latency(tmp_path: Path, status: int, found: str) -> None:
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing into the tests' output."""
+
+    config = load_run(None, ["rollout.server.placement=external", f"rollout.server.registry={tmp_path}"])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        register(tmp_path, 0, Registration(url, "life"))
+        check = diagnose(run_checks(config))[-1]
+        server.shutdown()
+    assert check.status == found
+    assert re.fullmatch(rf"{url} answers (in \d+ ms|with status 503)", check.detail)
 
 
 @pytest.mark.parametrize(("installed", "fit"), [({}, False), ({"nemo-run": "0.11.1"}, True)])

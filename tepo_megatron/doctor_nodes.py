@@ -1,0 +1,124 @@
+"""What ``tepo doctor --nodes n1,n2`` looks at: whether each node answers, and how far its clock is from this machine's."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from tepo_megatron.doctor_checks import Check
+
+_ASKS = 3
+_SKEW_S = 1.0
+_NAME = re.compile(r"\w[\w.@-]*")
+_TIME = re.compile(r"\d+\.\d+")
+
+
+@dataclass(frozen=True)
+class Offset:
+    """A node's clock less this machine's, in seconds; the true value lies within ``uncertainty`` of ``seconds``."""
+
+    seconds: float
+    uncertainty: float
+
+
+def node_names(text: str) -> list[str]:
+    """The names in ``n1,n2``, each once. Raises ValueError where one is not a name, such as a host list of Slurm."""
+    names = list(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
+    if not names or not all(_NAME.fullmatch(name) for name in names):
+        raise ValueError(
+            f"--nodes = {text!r} is not a list of nodes such as n1,n2; 'scontrol show hostnames' writes out Slurm's n[1-2]"
+        )
+    return names
+
+
+def node_checks(nodes: Sequence[str], timeout_s: float = 5.0) -> list[Check]:
+    """One check for each node, all asked side by side.
+
+    A node is asked for its time by ``srun`` inside an allocation of Slurm (``SLURM_JOB_ID`` is set), else by ``ssh``; it needs
+    ``date`` of GNU and nothing of ours. ``timeout_s`` is for one answer.
+    """
+    with ThreadPoolExecutor(max_workers=min(32, len(nodes))) as pool:
+        return list(pool.map(lambda node: _check(node, timeout_s), nodes))
+
+
+def _check(node: str, timeout_s: float) -> Check:
+    command = _command(node, timeout_s)
+    try:
+        offset = min((_offset(command, timeout_s) for _ in range(_ASKS)), key=lambda each: each.uncertainty)
+    except (OSError, RuntimeError) as error:
+        return Check(f"node {node}", "fail", f"unreachable: {error}", _mend(node), needed=True)
+    side = "ahead of" if offset.seconds > 0 else "behind"
+    detail = f"reachable; clock {abs(offset.seconds):.3f} s {side} this machine's, ± {offset.uncertainty:.3f} s"
+    if abs(offset.seconds) - offset.uncertainty > _SKEW_S:
+        advice = (
+            "log lines and times of files fall out of order, Slurm's munge and torchrun's elastic rendezvous turn nodes away "
+            "as late: keep clocks by NTP ('chronyc tracking' on the node tells whether chrony does)"
+        )
+        return Check(f"node {node}", "warn", detail, advice, needed=True)
+    return Check(f"node {node}", "ok", detail, needed=True)
+
+
+def _command(node: str, timeout_s: float) -> list[str]:
+    """Prints the node's time in seconds since 1970."""
+    if _in_allocation():
+        reach = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
+    else:
+        # A connection left open for later ones would keep our pipes open, too.
+        options = ("BatchMode=yes", f"ConnectTimeout={max(1, round(timeout_s))}", "ControlMaster=no")
+        reach = ["ssh", *(word for option in options for word in ("-o", option)), node]
+    return [*reach, "date", "+%s.%N"]
+
+
+def _mend(node: str) -> str:
+    if _in_allocation():
+        return f"is it one of this job's nodes ($SLURM_JOB_NODELIST), and up? 'scontrol show node {node}' tells"
+    return f"'ssh -o BatchMode=yes {node} date' must work without a question, or run the doctor inside an allocation of Slurm"
+
+
+def _in_allocation() -> bool:
+    return "SLURM_JOB_ID" in os.environ
+
+
+def _offset(command: Sequence[str], timeout_s: float) -> Offset:
+    """The node read its clock between start and end of the command: at its middle, give or take half of it (as in NTP)."""
+    start = time.time()
+    answer = _output(command, timeout_s)
+    end = time.time()
+    # What a node's shell prints by itself comes first.
+    last = (answer.splitlines() or [""])[-1].strip()
+    if not _TIME.fullmatch(last):
+        raise RuntimeError(f"it answers {last!r} instead of its time")
+    return Offset(float(last) - (start + end) / 2, (end - start) / 2)
+
+
+def _output(command: Sequence[str], timeout_s: float) -> str:
+    """What the command prints. Raises RuntimeError with its last word where it fails, hangs or is not installed."""
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except FileNotFoundError as error:
+        raise RuntimeError(f"{command[0]} is not installed here") from error
+    with process:
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            # All of its group: a child such as a ProxyCommand would live on.
+            os.killpg(process.pid, signal.SIGKILL)
+            raise RuntimeError(f"no answer to {command[0]} within {timeout_s:g} s") from error
+    if process.returncode:
+        said = errors.strip().splitlines()
+        raise RuntimeError(said[-1].strip() if said else f"{command[0]} ended with exit code {process.returncode}")
+    return output
