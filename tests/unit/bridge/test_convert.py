@@ -131,5 +131,5 @@ def test_no_more_than_a_bucket_is_held(tmp_path: Path) -> None:
     peaks = json.loads(done.stdout)
     assert peaks["bytes"] > 120e6
     assert peaks["all"] > 0.9 * peaks["bytes"], "the measure does not see a whole model"
-    assert peaks["import"] < 24e6
-    assert peaks["export"] < 24e6
+    assert peaks["import"] < 32e6, "less than the largest tensor"
+    assert peaks["export"] < 32e6, "less than the largest tensor"

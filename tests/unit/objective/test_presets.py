@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from objective_batches import assert_same, make_batch, masks, whole
 
@@ -154,6 +154,11 @@ def test_hand_computed_metrics():
     assert {name: value.item() for name, value in output.extrema.items()} == pytest.approx({"ratio/min": 0.7, "ratio/max": 1.3})
 
 
+def not_at_a_bound(dense, *bounds):
+    """No covariance so near to a bound that the oracle's rounding decides on which side it is."""
+    return all(((dense.cov - bound).abs()[dense.m.bool()] > 1e-9).all() for bound in bounds)
+
+
 @given(masks(min_sequences=3), st.integers(0, 99))
 def test_clip_cov_takes_the_gradient_of_some_candidates_and_nothing_else(rows, seed):
     region = {"cov_low": 0.0, "fraction": 0.3}
@@ -164,6 +169,7 @@ def test_clip_cov_takes_the_gradient_of_some_candidates_and_nothing_else(rows, s
     plain_loss, (plain_gradient, _), *_ = whole(plain, batch, scores)
     torch.testing.assert_close(loss, plain_loss)
     dense = _Dense(batch, scores, clip_cov.advantages(batch))
+    assume(not_at_a_bound(dense, 0.0, 5.0))
     candidates = (dense.cov >= 0) & (dense.cov <= 5) & dense.m.bool()
     drawn = metrics["mask/fraction"][0].item()
     assert drawn == min(candidates.sum().item(), max(int(0.3 * batch.loss_mask_T.sum()), 1))
@@ -184,5 +190,6 @@ def test_first_update_after_a_rollout(rows, seed):
     assert_same(tepo, markov)
     predicted = build_objective(ObjectiveConfig(kl_mask={"falling": "covariance"}))
     dense = _Dense(batch, scores, predicted.advantages(batch))
+    assume(not_at_a_bound(dense, 0.0))
     expected = (dense.m.bool() & (dense.A > 0) & (dense.cov > 0)).sum()
     assert whole(predicted, batch, scores)[2]["mask/fraction"][0] == expected
