@@ -72,9 +72,10 @@ def _gone(pid: int, within_s: float) -> bool:
     while time.monotonic() < end:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            threads = len(list(Path(f"/proc/{pid}/task").iterdir()))
         except FileNotFoundError:
             return True
-        if state == "Z":
+        if state == "Z" and threads == 1:  # the last thread closes the files
             return True
         time.sleep(0.02)
     return False
