@@ -70,12 +70,17 @@ def save(
 def _boxes(
     optimizer: MegatronOptimizer, params: dict[str, torch.nn.Parameter], layout: ShardLayout
 ) -> Iterator[tuple[str, Tensor]]:
-    by_param: dict[str, list[Shard]] = {}
-    for shard in layout.shards:
-        by_param.setdefault(shard.param, []).append(shard)
+    by_param = _shards_by_param(layout)
     for name, state, tensor in optimizer_state.collect(optimizer, params):
         for shard in by_param[name]:
             yield box_key(state, shard.tensor, shard.box), tensor[shard.at.slices].clone()
+
+
+def _shards_by_param(layout: ShardLayout) -> dict[str, list[Shard]]:
+    by_param: dict[str, list[Shard]] = {}
+    for shard in layout.shards:
+        by_param.setdefault(shard.param, []).append(shard)
+    return by_param
 
 
 def load(
@@ -90,9 +95,7 @@ def load(
     except (FileNotFoundError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder} is not a finished checkpoint: {error}") from None
     stored = {kind: open_boxes(folder, kind) for kind in optimizer_state.STATES}
-    by_param: dict[str, list[Shard]] = {}
-    for shard in layout.shards:
-        by_param.setdefault(shard.param, []).append(shard)
+    by_param = _shards_by_param(layout)
     for name, param in params.items():
         values = {}
         for kind in optimizer_state.STATES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class Forward:
         with self.platform.megatron():
             return get_forward_backward_func()(
                 forward_step_func=lambda data, module: self._step(next(data), module, loss),
-                data_iterator=_numbered(padded),
+                data_iterator=enumerate(padded),
                 model=[model],
                 num_microbatches=len(padded),
                 seq_length=sizes[0],
@@ -92,7 +92,3 @@ class Forward:
             mask_T=micro.loss_mask_T,
             inplace_backward=True,
         )
-
-
-def _numbered(batches: Sequence[Batch]) -> Iterator[tuple[int, Batch]]:
-    return iter(list(enumerate(batches)))

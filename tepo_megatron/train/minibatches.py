@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from hashlib import blake2b
 
 import torch
 
@@ -22,6 +23,4 @@ def minibatches(batch: Batch, count: int, *, seed: int, step: int) -> Iterator[B
 
 def derive_seed(seed: int, step: int, purpose: str) -> int:
     """A 31-bit seed of its own for each use and step, so that a resumed run draws what the first one would have drawn."""
-    from hashlib import blake2b
-
     return int.from_bytes(blake2b(f"{seed}/{step}/{purpose}".encode(), digest_size=4).digest()) & 0x7FFFFFFF
