@@ -1,0 +1,155 @@
+"""``tepo bench gpu``: everything that only a GPU can show, in one go, with one report. ``scripts/gpu_check.sh`` calls it."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from tepo_megatron.bench.gpu_parts import PARTS, Part
+
+NO_GPU = 3
+"""Exit status where there is no GPU, so that nothing was checked."""
+
+TAIL = 2000
+"""Characters of a failed part's output that the report keeps."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one part. ``reason``: why it was not run, or the end of what it printed before it failed."""
+
+    name: str
+    what: str
+    state: Literal["passed", "failed", "not run"]
+    seconds: float = 0.0
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    memory_gib: float
+
+
+def gpu(
+    only: Annotated[str, typer.Option("--only", help="Parts, separated by commas; default: all.")] = "",
+    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("benchmarks/results"),
+) -> None:
+    """Tests, kernels, FP8 training steps and a weight sync on this machine's GPU; parts whose packages are missing are reported
+    as not run. Ends with status 0 if all that ran passed, 1 if a part failed, 3 without a GPU.
+
+    Writes <output>/<gpu>/<date>.json and .md. Run it in the root of the repository.
+
+    [dim]bash scripts/gpu_check.sh[/]
+
+    [dim]tepo bench gpu --only tests,kernels[/]
+    """
+    parts = select(only)
+    found = find_gpu()
+    if isinstance(found, str):
+        typer.echo(f"gpu check: {found}; nothing was checked", err=True)
+        raise typer.Exit(NO_GPU)
+    outcomes = [run_part(part, found, say=lambda line: typer.echo(line, err=True)) for part in parts]
+    report(outcomes, found, output)
+    raise typer.Exit(int(any(outcome.state == "failed" for outcome in outcomes)))
+
+
+def select(only: str) -> list[Part]:
+    """The parts with these names. Raises ValueError for a name that is none."""
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    known = [part.name for part in PARTS]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"--only {', '.join(unknown)}: no such part; known: {', '.join(known)}")
+    return [part for part in PARTS if not names or part.name in names]
+
+
+def find_gpu() -> Gpu | str:
+    """The first GPU that torch can use, or why there is none."""
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA; install one with it (docs/gpu.md)"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no GPU (nvidia-smi tells more)"
+    properties = torch.cuda.get_device_properties(0)
+    return Gpu(properties.name, properties.total_memory / 2**30)
+
+
+def obstacle(part: Part, gpu: Gpu) -> str:
+    """Why a part cannot run here, or nothing."""
+    missing = [name for name in part.packages if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} not installed (docs/gpu.md)"
+    if part.memory_gib > gpu.memory_gib:
+        return f"needs about {part.memory_gib:.0f} GiB, this GPU has {gpu.memory_gib:.0f}"
+    return ""
+
+
+def run_part(part: Part, gpu: Gpu, *, say: Say) -> Outcome:
+    """Runs one part in a process of its own, with a time limit; whatever goes wrong in it is its outcome."""
+    if reason := obstacle(part, gpu):
+        say(f"{part.name}: not run, {reason}")
+        return Outcome(part.name, part.what, "not run", reason=reason)
+    say(f"{part.name}: {part.what} …")
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.monotonic()
+        printed, reason = _run([argument.replace("{out}", folder) for argument in part.command], part.limit_s)
+        seconds = time.monotonic() - start
+        figures: Mapping[str, Any] = {}
+        if not reason:
+            try:
+                figures = part.figures(Path(folder), printed)
+            except (ValueError, KeyError, OSError) as error:
+                reason = f"its results cannot be read: {error!r}"
+    state: Literal["passed", "failed"] = "failed" if reason else "passed"
+    say(f"{part.name}: {state} after {seconds:.0f} s")
+    return Outcome(part.name, part.what, state, seconds, figures, reason and f"{reason}\n{printed[-TAIL:]}".strip())
+
+
+def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
+    """What ``python -m command`` printed, and what went wrong, if anything did."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s
+        )
+    except subprocess.TimeoutExpired as error:
+        printed = error.stdout or b""
+        return printed.decode(errors="replace") if isinstance(printed, bytes) else printed, f"not done after {limit_s} s"
+    return done.stdout, f"ended with status {done.returncode}" if done.returncode else ""
+
+
+COLUMNS = ("part", "state", "seconds", "figures, or why not")
+
+
+def report(outcomes: Sequence[Outcome], gpu: Gpu, output: Path) -> None:
+    """Prints one table, and writes it with all numbers to ``<output>/<gpu>/<date>.{json,md}``."""
+    from tepo_megatron.bench.report import markdown, print_table, write_report
+
+    rows = [_cells(outcome) for outcome in outcomes]
+    print_table(COLUMNS, rows)
+    folder = output / re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
+    record = {"gpu": asdict(gpu), "parts": [asdict(outcome) for outcome in outcomes]}
+    paths = write_report(folder, date, record, markdown(COLUMNS, rows), note=f"{gpu.name}, {gpu.memory_gib:.0f} GiB")
+    typer.echo(f"wrote {' and '.join(str(path) for path in paths)}")
+
+
+def _cells(outcome: Outcome) -> tuple[str, ...]:
+    shown = outcome.reason.splitlines()[0] if outcome.reason else json.dumps(outcome.figures, ensure_ascii=False)
+    seconds = "–" if outcome.state == "not run" else f"{outcome.seconds:.0f}"
+    return (outcome.name, outcome.state, seconds, shown.replace("|", "/"))

@@ -1,0 +1,107 @@
+"""What ``tepo bench gpu`` runs: each part a command of its own, the packages that it needs, and the figures to read from it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Figures = Callable[[Path, str], Mapping[str, Any]]
+"""Folder of the part's results and what it printed → the figures of the report. Raises ValueError if they are not there."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """``command`` follows ``python -m``; ``{out}`` in it is the part's folder. ``packages``: modules, without which it is not
+    run. ``memory_gib``: what one GPU must have.
+    """
+
+    name: str
+    what: str
+    command: tuple[str, ...]
+    figures: Figures
+    packages: tuple[str, ...] = ()
+    memory_gib: float = 0
+    limit_s: int = 600
+
+
+def pytest_figures(_: Path, printed: str) -> Mapping[str, Any]:
+    """The counts of pytest's last line. A run without a passed test shows nothing, and is an error."""
+    counts = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|error|errors|skipped)\b", printed)}
+    if not counts.get("passed"):
+        raise ValueError(f"no test passed: {counts or 'pytest printed no counts'}")
+    return counts
+
+
+def _read(folder: Path, pattern: str) -> dict[str, Any]:
+    found = sorted(folder.glob(pattern))
+    if not found:
+        raise ValueError(f"it wrote no {pattern}")
+    record: dict[str, Any] = json.loads(found[-1].read_text())
+    return record
+
+
+def score_figures(folder: Path, _: str) -> Mapping[str, Any]:
+    """The rows of ``tepo bench scores``."""
+    return {"rows": _read(folder, "scores-cuda*.json")["results"]}
+
+
+def step_figures(folder: Path, _: str) -> Mapping[str, Any]:
+    """Of every recipe: time, memory, and the largest difference of the mean log-prob from the first recipe's."""
+    from tepo_megatron.bench.step import Measurement
+
+    results = [Measurement(**row) for row in _read(folder, "step-*-cuda.json")["results"]]
+    return {
+        row.recipe: {
+            "s / step": round(row.seconds, 4),
+            "× first": round(row.seconds / results[0].seconds, 3),
+            "peak GiB": round(row.peak_bytes / 2**30, 2),
+            "nats from first": row.drift(results[0]),
+        }
+        for row in results
+    }
+
+
+def run_figures(folder: Path, _: str) -> Mapping[str, Any]:
+    """Of the last step of a run: how long the weights took, and how far server and trainer differ."""
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    wanted = ("time/step", "time/sync", "canary/max_logprob_gap", "mismatch/kl", "memory/peak_gib")
+    return {"steps": len(rows) - 1} | {name: rows[-1][name] for name in wanted if name in rows[-1]}
+
+
+def _steps(size: str, recipes: str, memory_gib: float) -> Part:
+    command = ("tepo_megatron", "bench", "step", "--size", size, "--recipes", recipes, "--steps", "50", "--output", "{out}")
+    what = f"50 optimizer steps of a {size.upper()} Llama, bf16 beside FP8"
+    return Part(f"step {size}", what, command, step_figures, ("transformer_engine",), memory_gib, limit_s=900)
+
+
+_TINY_ON_GPU = (
+    *("engine.platform=cuda", "engine.parallel.tp=1", "engine.parallel.sequence_parallel=false", "model.dtype=bfloat16"),
+    *("train.steps=3", "evaluate.every=0", "rollout.server.placement=colocated"),
+)
+
+PARTS = (
+    Part("tests", "pytest -m gpu", ("pytest", "-m", "gpu", "-q", "tests/gpu"), pytest_figures, ("pytest", "hypothesis")),
+    Part(
+        "kernels",
+        "log-prob and entropy, bytes moved over the bandwidth of a copy",
+        (
+            *("tepo_megatron", "bench", "scores", "--device", "cuda", "--tp", "1", "--dtype", "bf16", "--tokens", "8192"),
+            *("--vocab", "16032,32064,64128,128256", "--output", "{out}"),
+        ),
+        score_figures,
+        ("triton",),
+    ),
+    _steps("1b", "none,tensorwise,delayed,blockwise", memory_gib=40),
+    _steps("8b", "none,blockwise", memory_gib=160),
+    Part(
+        "sync",
+        "three steps of TEPO with a server on the same GPU: weights handed over, checked by digests and canary",
+        ("tepo_megatron", "train", "examples/tiny/run.yaml", "output={out}/run", *_TINY_ON_GPU),
+        run_figures,
+        ("vllm", "transformer_engine"),
+    ),
+)

@@ -1,0 +1,117 @@
+"""The runner of the checks that need a GPU: what it says without one, and that nothing which did not run counts as passed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tepo_megatron.bench.app import app
+from tepo_megatron.bench.gpu import Gpu, find_gpu, report, run_part, select
+from tepo_megatron.bench.gpu_parts import PARTS, Part, pytest_figures, step_figures
+
+ROOT = Path(__file__).parents[3]
+H200 = Gpu("NVIDIA H200", 139.8)
+
+
+def part(*command: str, figures: Any = lambda folder, printed: {"printed": printed.strip()}, **changes: Any) -> Part:
+    return Part("a part", "what it does", command, figures, **changes)
+
+
+def run(what: Part) -> Any:
+    return run_part(what, H200, say=lambda line: None)
+
+
+def without_gpu(tmp_path: Path) -> dict[str, str]:
+    """An environment in which nvidia-smi, if there is one, is not found."""
+    for tool in ("bash", "dirname", "grep"):
+        (tmp_path / tool).symlink_to(next(path for path in map(Path, ("/bin", "/usr/bin")) if (path / tool).exists()) / tool)
+    return {**os.environ, "PATH": str(tmp_path)}
+
+
+def test_without_a_gpu_the_script_ends_with_a_sentence_and_status_3(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "gpu_check.sh")], capture_output=True, text=True, env=without_gpu(tmp_path)
+    )
+    assert done.returncode == 3
+    assert done.stdout == ""
+    assert done.stderr == "gpu check: this machine has no NVIDIA GPU (nvidia-smi lists none); nothing was checked\n"
+
+
+@pytest.mark.skipif(not isinstance(find_gpu(), str), reason="this machine has a GPU")
+def test_so_does_the_command(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["gpu", "--output", str(tmp_path)])
+    assert done.exit_code == 3
+    assert "nothing was checked" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_part_that_ends_well_passes_with_its_figures() -> None:
+    outcome = run(part("base64", "-t"))  # its self-test prints three lines
+    assert outcome.state == "passed"
+    assert "Aladdin" in outcome.figures["printed"]
+
+
+def test_output_folder_is_the_part_s_own() -> None:
+    def figures(folder: Path, _: str) -> Mapping[str, Any]:
+        return {"size": (folder / "archive.zip").stat().st_size}
+
+    outcome = run(part("zipfile", "-c", "{out}/archive.zip", __file__, figures=figures))
+    assert outcome.figures["size"] > 100
+
+
+def test_a_part_that_fails_is_failed_and_says_how() -> None:
+    outcome = run(part("json.tool", "/nonexistent"))
+    assert outcome.state == "failed"
+    assert outcome.reason.startswith("ended with status")
+    assert "/nonexistent" in outcome.reason
+
+
+def test_a_part_without_results_is_failed() -> None:
+    outcome = run(part("base64", "-t", figures=step_figures))
+    assert outcome.state == "failed"
+    assert "wrote no step-*-cuda.json" in outcome.reason
+
+
+def test_a_part_that_hangs_is_failed() -> None:
+    outcome = run(part("timeit", "-n1", "-r1", "import time; time.sleep(60)", limit_s=1))
+    assert (outcome.state, outcome.reason) == ("failed", "not done after 1 s")
+
+
+def test_what_cannot_run_here_is_not_run() -> None:
+    missing = run(part("base64", "-t", packages=("json", "no_such_package")))
+    assert (missing.state, missing.reason) == ("not run", "no_such_package not installed (docs/gpu.md)")
+    large = run(part("base64", "-t", memory_gib=160))
+    assert (large.state, large.reason) == ("not run", "needs about 160 GiB, this GPU has 140")
+
+
+def test_a_run_of_skipped_tests_shows_nothing() -> None:
+    assert pytest_figures(Path(), "....\n3 passed, 1 skipped in 2.00s") == {"passed": 3, "skipped": 1}
+    with pytest.raises(ValueError, match="no test passed"):
+        pytest_figures(Path(), "5 skipped in 0.10s")
+    with pytest.raises(ValueError, match="no counts"):
+        pytest_figures(Path(), "Segmentation fault")
+
+
+def test_the_report_tells_what_was_not_run(tmp_path: Path) -> None:
+    outcomes = [run(part("base64", "-t")), run(part("base64", packages=("no_such_package",)))]
+    report(outcomes, H200, tmp_path)
+    (written,) = (tmp_path / "nvidia-h200").glob("*.json")
+    record = json.loads(written.read_text())
+    assert [entry["state"] for entry in record["parts"]] == ["passed", "not run"]
+    assert record["gpu"] == {"name": "NVIDIA H200", "memory_gib": 139.8}
+    lines = written.with_suffix(".md").read_text().splitlines()
+    assert lines[-1] == "| a part | not run | – | no_such_package not installed (docs/gpu.md) |"
+
+
+def test_parts_are_chosen_by_name() -> None:
+    assert [part.name for part in select("tests, kernels")] == ["tests", "kernels"]
+    assert select("") == list(PARTS)
+    with pytest.raises(ValueError, match="--only kernel: no such part; known: tests, kernels"):
+        select("kernel")
