@@ -45,8 +45,17 @@ def _read(folder: Path, pattern: str) -> dict[str, Any]:
 
 
 def score_figures(folder: Path, _: str) -> Mapping[str, Any]:
-    """The rows of ``tepo bench scores``."""
-    return {"rows": _read(folder, "scores-cuda*.json")["results"]}
+    """Of Triton's rows, by shape: bandwidth forward and backward over a copy's, and memory beyond the logits over theirs."""
+    from tepo_megatron.bench.scores import Measurement
+
+    figures = {}
+    for row in (Measurement(**row) for row in _read(folder, "scores-cuda*.json")["results"]):
+        if "triton" in row.method.lower() and row.copy_gbps:
+            of_a_copy = [round(gbps / row.copy_gbps, 2) for gbps in row.gbps]
+            figures[f"V {row.vocab}, {row.method}"] = {"of a copy": of_a_copy, "peak extra": round(row.peak_extra, 3)}
+    if not figures:
+        raise ValueError("it measured no Triton kernels")
+    return figures
 
 
 def step_figures(folder: Path, _: str) -> Mapping[str, Any]:
@@ -88,10 +97,7 @@ PARTS = (
     Part(
         "kernels",
         "log-prob and entropy, bytes moved over the bandwidth of a copy",
-        (
-            *("tepo_megatron", "bench", "scores", "--device", "cuda", "--tp", "1", "--dtype", "bf16", "--tokens", "8192"),
-            *("--vocab", "16032,32064,64128,128256", "--output", "{out}"),
-        ),
+        ("tepo_megatron", "bench", "scores", "--device", "cuda", "--output", "{out}"),
         score_figures,
         ("triton",),
     ),

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from tepo_megatron.bench.machine import describe_machine
+from tepo_megatron.bench.report import markdown, print_table, write_report
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ def reshard(
     """
     setting = Setting(tp, pp, server_tp, servers, layers, dtype)
     results = run(setting, repeats)
-    print_table(results)
+    print_table(_COLUMNS, [_cells(row, results) for row in results])
     paths = write_results(results, output, setting, repeats)
     typer.echo(f"wrote {' and '.join(str(path) for path in paths)}")
 
@@ -125,41 +121,9 @@ def _cells(row: Measurement, rows: Sequence[Measurement]) -> tuple[str, ...]:
     )
 
 
-def print_table(results: Sequence[Measurement]) -> None:
-    """The measurements, for a terminal."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for number, name in enumerate(_COLUMNS):
-        table.add_column(name, justify="right" if number else "left")
-    for row in results:
-        table.add_row(*_cells(row, results))
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120).print(table)
-
-
-def markdown(results: Sequence[Measurement]) -> str:
-    """The measurements as a Markdown table."""
-    lines = ["| " + " | ".join(_COLUMNS) + " |", "|" + "---|" * len(_COLUMNS)]
-    lines += ["| " + " | ".join(_cells(row, results)) + " |" for row in results]
-    return "\n".join(lines) + "\n"
-
-
 def write_results(results: Sequence[Measurement], folder: Path, setting: Setting, repeats: int) -> tuple[Path, Path]:
     """``reshard-<split>.json`` and ``.md`` with date, machine and versions."""
-    folder.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(),
-        "versions": {name: version(name) for name in ("torch", "tepo-megatron")} | {"python": platform.python_version()},
-        "setting": asdict(setting),
-        "repeats": repeats,
-        "results": [asdict(row) for row in results],
-    }
-    stem = folder / f"reshard-tp{setting.tp}pp{setting.pp}-to-{setting.servers}xtp{setting.server_tp}-{setting.dtype}"
-    paths = stem.with_suffix(".json"), stem.with_suffix(".md")
-    paths[0].write_text(json.dumps(record, indent=1) + "\n")
-    head = f"{record['date']} · {record['machine']} · {record['versions']} · best of {repeats}\n\n"
-    paths[1].write_text(head + markdown(results))
-    return paths
+    record = {"setting": asdict(setting), "repeats": repeats, "results": [asdict(row) for row in results]}
+    stem = f"reshard-tp{setting.tp}pp{setting.pp}-to-{setting.servers}xtp{setting.server_tp}-{setting.dtype}"
+    table = markdown(_COLUMNS, [_cells(row, results) for row in results])
+    return write_report(folder, stem, record, table, note=f"best of {repeats}")

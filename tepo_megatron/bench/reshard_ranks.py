@@ -16,11 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.bench.reshard import Setting
-from tepo_megatron.bridge import messages, move, transport, verify
+from tepo_megatron.bridge import broadcast, messages, move, verify
 from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.bridge.gather import gather_to_root, sources
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_ranks, vllm_ranks
 from tepo_megatron.bridge.plan import reshard_plan
+from tepo_megatron.bridge.transport import connect, listen
+from tepo_megatron.bridge.transports.gloo import GlooGroup
 from tepo_megatron.types import ReshardPlan, ShardLayout
 
 HOST, TIMEOUT_S = "127.0.0.1", 120.0
@@ -66,9 +68,9 @@ class Rank:
     """Of the sources."""
     params: Params
     queues: messages.Queues
-    pairs: transport.TransferGroup
+    pairs: GlooGroup
     """All ranks."""
-    star: transport.TransferGroup | None
+    star: GlooGroup | None
     """The trainer's rank 0 and the destinations; None on the trainer's other ranks."""
     own: ShardLayout
     copies: int
@@ -95,7 +97,7 @@ class Rank:
         """The same, and ``digest_seconds`` says what the digests took of it."""
         self.digest_seconds = 0.0
 
-        def timed(data: Tensor) -> int:
+        def timed(data: Tensor) -> Tensor:
             began = time.thread_time()
             found = verify.digest(data)
             self.digest_seconds += time.thread_time() - began
@@ -106,7 +108,7 @@ class Rank:
 
     def reshard_unverified(self) -> None:
         """The same without reading the bytes once more for digests."""
-        with mock.patch.object(move, "digest", return_value=0):
+        with mock.patch.object(move, "digest", return_value=torch.zeros((), dtype=torch.int64)):
             self.reshard()
 
     def gather_and_broadcast(self) -> None:
@@ -119,13 +121,13 @@ class Rank:
                 for _ in stream:
                     continue
             else:
-                transport.send(self.star, manifest, (tensor for _, tensor in stream if tensor is not None))
+                broadcast.send(self.star, manifest, (tensor for _, tensor in stream if tensor is not None))
             return
         assert self.star is not None
         wanted: dict[str, list[Any]] = {}
         for shard in self.own.shards:
             wanted.setdefault(shard.tensor, []).append(shard)
-        for name, tensor in transport.receive(self.star, manifest):
+        for name, tensor in broadcast.receive(self.star, manifest):
             for shard in wanted.get(name, ()):
                 self.params[shard.param][shard.at.slices] = tensor[shard.box.slices]
 
@@ -216,7 +218,7 @@ def worker(rank: int, setting: Setting, port: int, repeats: int, inbox: Any) -> 
                 if name == "shard to shard":
                     digesting.append(own.digest_seconds)
                 if not own.is_source and name != "raw point-to-point copy":
-                    outcomes.append(hash(tuple(verify.digest(tensor) for tensor in own.params.values())))
+                    outcomes.append(hash(tuple(int(verify.digest(tensor)) for tensor in own.params.values())))
                     for tensor in own.params.values():
                         tensor.zero_()
         if len(set(outcomes)) > 1:
@@ -278,13 +280,13 @@ def _kib(status: Path, key: str) -> int:
     return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(key))
 
 
-def _group(members: list[int], rank: int) -> transport.TransferGroup | None:
+def _group(members: list[int], rank: int) -> GlooGroup | None:
     """A transfer group of some of the ranks, None on the others. All ranks call: the first member tells them the port."""
     port, store = torch.zeros(1, dtype=torch.int64), None
     if rank == members[0]:
-        store, port[0] = transport.listen(HOST)
+        store, port[0] = listen(HOST)
     dist.broadcast(port, src=members[0])
     if rank not in members:
         return None
-    store = store or transport.connect(HOST, int(port), TIMEOUT_S)
-    return transport.TransferGroup(store, HOST, members.index(rank), len(members), TIMEOUT_S)
+    store = store or connect(HOST, int(port), TIMEOUT_S)
+    return GlooGroup(store, HOST, members.index(rank), len(members), TIMEOUT_S)

@@ -1,7 +1,8 @@
-"""The implementations of the two sweeps over a shard of logits, behind one name."""
+"""The implementations of the two passes over a shard of logits, behind one name."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Literal, Protocol
 
 import torch
@@ -9,39 +10,73 @@ from torch import Tensor
 
 from tepo_megatron.vocab_parallel import native, sweep
 from tepo_megatron.vocab_parallel.combine import RowScores
-from tepo_megatron.vocab_parallel.shard import LocalLabels
+from tepo_megatron.vocab_parallel.row_sweeps import RowSweeps
+from tepo_megatron.vocab_parallel.shard import Scoring
 
-BackendName = Literal["torch", "cpp"]
+BackendName = Literal["auto", "torch", "cpp", "triton"]
+
+_IN_TORCH, _IN_CPP = RowSweeps(sweep), RowSweeps(native)
 
 
 class Backend(Protocol):
-    """What `sweep` does in torch; its functions say what is read and written."""
+    """One shard [T, Vp], with its padding columns and the rows that are not scored. No collective."""
 
-    def forward(self, logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_R4: Tensor) -> None: ...
+    def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_R4: Tensor) -> None:
+        """Fill in the packed statistics of the scored rows, contiguous [R, 4], see `combine`. fp32 (fp64 for fp64 logits)."""
 
-    def backward(
+    def gradient(
         self,
-        logits_TV: Tensor,
-        rows_R: Tensor | None,
-        temperature: float,
+        logits_TVp: Tensor,
+        scoring: Scoring,
         scores: RowScores,
-        labels: LocalLabels,
-        grad_logprob_R: Tensor,
-        grad_entropy_R: Tensor | None,
-        out_TV: Tensor,
-    ) -> None: ...
+        grad_logprob_T: Tensor | None,
+        grad_entropy_T: Tensor | None,
+        out_TVp: Tensor,
+    ) -> None:
+        """Write the logits' gradient to all of ``out_TVp``, zeros for padding and masked rows included.
+
+        ``out_TVp`` may be the logits themselves. Of the two gradients of the tokens' scores [T] one may be None.
+        """
 
 
 def get_backend(name: BackendName, device: torch.device) -> Backend:
-    """``torch`` works everywhere; ``cpp`` is for logits on CPU and needs a C++ compiler on its first use.
+    """The backend of that name for logits on ``device``.
+
+    ``torch`` works everywhere. ``cpp`` is for logits on CPU and needs a C++ compiler on its first use. ``triton`` is for GPUs
+    (and for CPU in Triton's interpreter, which is for tests). ``auto`` is ``triton`` on a GPU where Triton is installed (CUDA
+    builds of torch for Linux bring it), and ``torch`` otherwise.
 
     Raises:
-        ValueError: the name is unknown, or the backend is not for this device.
+        ValueError: the name is unknown, or the backend is not for this device or not installed.
     """
+    if name == "auto":
+        name = "triton" if device.type == "cuda" and _has_triton() else "torch"
     if name == "torch":
-        return sweep
+        return _IN_TORCH
+    if name == "triton":
+        return _in_triton(device)
     if name != "cpp":
-        raise ValueError(f"backend = {name!r} is unknown; known: torch, cpp")
+        raise ValueError(f"backend = {name!r} is unknown; known: auto, torch, cpp, triton")
     if device.type != "cpu":
-        raise ValueError(f"backend = 'cpp' is for logits on CPU, these are on {device}; use backend = 'torch'")
-    return native
+        raise ValueError(f"backend = 'cpp' is for logits on CPU, these are on {device}; use backend = 'auto'")
+    return _IN_CPP
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _in_triton(device: torch.device) -> Backend:
+    if not _has_triton():
+        raise ValueError(
+            "backend = 'triton', but triton is not installed; install it (pip install triton==3.7.1, 690 MB), or use "
+            "backend = 'torch'"
+        )
+    from tepo_megatron.vocab_parallel import triton_sweep
+
+    if device.type != "cuda" and not triton_sweep.INTERPRETED:
+        raise ValueError(
+            f"backend = 'triton' is for logits on a GPU, these are on {device}; use backend = 'auto', or for a test start the "
+            "process with TRITON_INTERPRET=1"
+        )
+    return triton_sweep

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from tepo_megatron.vocab_parallel.collectives import all_gather
@@ -20,6 +21,8 @@ EMPTY_MAX = -1e30
 
 
 class RowScores(NamedTuple):
+    """Contiguous [R] each."""
+
     logprob_R: Tensor
     entropy_R: Tensor
     max_R: Tensor
@@ -37,16 +40,21 @@ def combine(stats_R4: Tensor, rows_R: Tensor | None, temperature: float, tp_grou
     stats_pR4 = stats_R4.unsqueeze(0)
     if tp_group is not None and stats_R4.numel():
         stats_pR4 = all_gather(stats_R4, tp_group).view(-1, *stats_R4.shape)
+    max_R, sum_R, weighted_R, label_R = merge(stats_pR4, temperature).unbind(-1)
+    _check_finite(sum_R, stats_pR4[..., 1], rows_R)
+    log_sum_R = sum_R.log()
+    logprob_R = (label_R - max_R) / temperature - log_sum_R
+    return RowScores(logprob_R, log_sum_R - weighted_R / sum_R, max_R.contiguous(), log_sum_R)
+
+
+def merge(stats_pR4: Tensor, temperature: float) -> Tensor:
+    """The packed statistics [R, 4] of rows that p disjoint sets of columns make up, from those of the sets."""
     max_pR, sum_pR, weighted_pR, label_pR = stats_pR4.unbind(-1)
     max_R = max_pR.amax(0)
     shift_pR = (max_pR - max_R) / temperature
     scale_pR = shift_pR.exp()
-    sum_R = (scale_pR * sum_pR).sum(0)
-    _check_finite(sum_R, sum_pR, rows_R)
-    mean_R = (scale_pR * (weighted_pR + shift_pR * sum_pR)).sum(0) / sum_R
-    log_sum_R = sum_R.log()
-    logprob_R = (label_pR.sum(0) - max_R) / temperature - log_sum_R
-    return RowScores(logprob_R, log_sum_R - mean_R, max_R, log_sum_R)
+    weighted_R = (scale_pR * (weighted_pR + shift_pR * sum_pR)).sum(0)
+    return torch.stack([max_R, (scale_pR * sum_pR).sum(0), weighted_R, label_pR.sum(0)], -1)
 
 
 def _check_finite(sum_R: Tensor, sum_pR: Tensor, rows_R: Tensor | None) -> None:

@@ -15,8 +15,7 @@ from tepo_megatron.types import TokenScores
 from tepo_megatron.vocab_parallel.backend import Backend, BackendName, get_backend
 from tepo_megatron.vocab_parallel.collectives import all_gather, reduce_scatter
 from tepo_megatron.vocab_parallel.combine import RowScores, combine
-from tepo_megatron.vocab_parallel.scores import of_rows, shard_statistics, to_tokens, write_gradient
-from tepo_megatron.vocab_parallel.shard import LocalLabels, Scoring, plan_scoring
+from tepo_megatron.vocab_parallel.shard import LocalLabels, Scoring, of_rows, plan_scoring, to_tokens
 from tepo_megatron.vocab_parallel.sweep import compute_dtype
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def fused_linear_logprob_and_entropy(
     vocab_size: int | None = None,
     mask_T: Tensor | None = None,
     sequence_parallel: bool = False,
-    backend: BackendName = "torch",
+    backend: BackendName = "auto",
 ) -> TokenScores:
     """`logprob_and_entropy` of ``hidden @ weightᵀ`` without ever holding the logits.
 
@@ -87,10 +86,10 @@ class _FusedLinear(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight_VpH: Tensor, scoring: Scoring, backend: Backend, gather_group: ProcessGroup | None
     ) -> tuple[Tensor, Tensor]:
         hidden_RH = of_rows(_gather(hidden, gather_group), scoring)
-        stats_R4 = hidden.new_zeros(hidden_RH.shape[0], 4, dtype=compute_dtype(hidden.dtype))
+        stats_R4 = hidden.new_empty(scoring.count, 4, dtype=compute_dtype(hidden.dtype))
         for at, chunk, logits_cVp in _chunks(hidden_RH, weight_VpH, scoring):
             torch.mm(hidden_RH[at], weight_VpH.t(), out=logits_cVp)
-            stats_R4[at] = shard_statistics(logits_cVp, chunk, backend)
+            backend.statistics(logits_cVp, chunk, stats_R4[at])
         rows = combine(stats_R4, scoring.rows_R, scoring.temperature, scoring.tp_group)
         ctx.scoring, ctx.backend, ctx.gather_group = scoring, backend, gather_group
         ctx.set_materialize_grads(False)
@@ -114,10 +113,9 @@ class _FusedLinear(torch.autograd.Function):
         grad_weight_VpH = torch.zeros_like(weight_VpH, dtype=compute_dtype(weight_VpH.dtype))
         for at, chunk, logits_cVp in _chunks(hidden_RH, weight_VpH, scoring):
             torch.mm(hidden_RH[at], weight_VpH.t(), out=logits_cVp)
-            write_gradient(
+            ctx.backend.gradient(
                 logits_cVp,
                 chunk,
-                ctx.backend,
                 RowScores(*(value_R[at] for value_R in rows)),
                 None if grad_logprob_R is None else grad_logprob_R[at],
                 None if grad_entropy_R is None else grad_entropy_R[at],

@@ -10,8 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from tepo_megatron.types import TokenScores
 from tepo_megatron.vocab_parallel.backend import Backend, BackendName, get_backend
-from tepo_megatron.vocab_parallel.combine import EMPTY_MAX, RowScores, combine
-from tepo_megatron.vocab_parallel.shard import Scoring, plan_scoring
+from tepo_megatron.vocab_parallel.combine import RowScores, combine
+from tepo_megatron.vocab_parallel.shard import Scoring, plan_scoring, to_tokens
 from tepo_megatron.vocab_parallel.sweep import compute_dtype
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def logprob_and_entropy(
     vocab_size: int | None = None,
     mask_T: Tensor | None = None,
     inplace_backward: bool = False,
-    backend: BackendName = "torch",
+    backend: BackendName = "auto",
 ) -> TokenScores:
     """Log-probability of each label and entropy of the whole distribution, softmax(logits / temperature).
 
@@ -43,7 +43,8 @@ def logprob_and_entropy(
         vocab_size: the true size V; columns from it on are padding, excluded whatever they hold. Default: no padding.
         mask_T: bool [T]; tokens outside are not read, score 0, and get gradient 0.
         inplace_backward: write the gradient over the logits' storage. For logits that nothing else reads after the loss.
-        backend: ``torch``, or ``cpp`` for logits on CPU: several times faster, compiled on first use.
+        backend: ``torch``; ``cpp`` for logits on CPU, several times faster, compiled on first use; ``triton`` for logits on a
+            GPU; ``auto``: ``triton`` on a GPU where Triton is installed, else ``torch``.
 
     Returns:
         fp32 [T] each (fp64 for fp64 logits), natural logarithm, differentiable (once) in the logits.
@@ -74,7 +75,8 @@ def logprob_and_entropy(
 class _LogprobAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TVp: Tensor, scoring: Scoring, backend: Backend, inplace: bool) -> tuple[Tensor, Tensor]:
-        stats_R4 = shard_statistics(logits_TVp, scoring, backend)
+        stats_R4 = logits_TVp.new_empty(scoring.count, 4, dtype=compute_dtype(logits_TVp.dtype))
+        backend.statistics(logits_TVp, scoring, stats_R4)
         rows = combine(stats_R4, scoring.rows_R, scoring.temperature, scoring.tp_group)
         ctx.scoring, ctx.backend, ctx.inplace = scoring, backend, inplace
         ctx.set_materialize_grads(False)
@@ -91,62 +93,5 @@ class _LogprobAndEntropy(torch.autograd.Function):
             return None, None, None, None
         # detach() shares the version counter: whoever else saved the logits for a backward is told that they are gone
         out_TVp = logits_TVp.detach() if ctx.inplace else torch.empty_like(logits_TVp)
-        write_gradient(logits_TVp, ctx.scoring, ctx.backend, RowScores(*saved), grad_logprob_T, grad_entropy_T, out_TVp)
+        ctx.backend.gradient(logits_TVp, ctx.scoring, RowScores(*saved), grad_logprob_T, grad_entropy_T, out_TVp)
         return out_TVp, None, None, None
-
-
-def shard_statistics(logits_TVp: Tensor, scoring: Scoring, backend: Backend) -> Tensor:
-    """This shard's packed statistics [R, 4] of the scored rows, see `combine`. No collective."""
-    rows_R, labels = scoring.rows_R, scoring.labels
-    stats_R4 = logits_TVp.new_zeros(labels.column_R.numel(), 4, dtype=compute_dtype(logits_TVp.dtype))
-    if not scoring.columns:
-        stats_R4[:, 0] = EMPTY_MAX
-        return stats_R4
-    backend.forward(logits_TVp[:, : scoring.columns], rows_R, scoring.temperature, stats_R4)
-    row_R = torch.arange(labels.column_R.numel(), device=logits_TVp.device) if rows_R is None else rows_R
-    label_logit_R = logits_TVp[row_R, labels.column_R].to(stats_R4.dtype)
-    stats_R4[:, 3] = torch.where(labels.inside_R, label_logit_R, 0.0)
-    return stats_R4
-
-
-def write_gradient(
-    logits_TVp: Tensor,
-    scoring: Scoring,
-    backend: Backend,
-    scores: RowScores,
-    grad_logprob_T: Tensor | None,
-    grad_entropy_T: Tensor | None,
-    out_TVp: Tensor,
-) -> None:
-    """Write the gradient of this shard's logits, zeros for padding and masked rows included, to ``out_TVp``. No collective."""
-    rows_R, columns = scoring.rows_R, scoring.columns
-    if rows_R is not None:
-        masked_T = torch.ones(scoring.tokens, dtype=torch.bool, device=out_TVp.device).index_fill_(0, rows_R, False)
-        out_TVp[masked_T] = 0
-    out_TVp[:, columns:] = 0
-    if not columns:
-        return
-    grad_logprob_R = torch.zeros_like(scores.logprob_R) if grad_logprob_T is None else of_rows(grad_logprob_T, scoring)
-    grad_entropy_R = None if grad_entropy_T is None else of_rows(grad_entropy_T, scoring)
-    backend.backward(
-        logits_TVp[:, :columns],
-        rows_R,
-        scoring.temperature,
-        scores,
-        scoring.labels,
-        grad_logprob_R,
-        grad_entropy_R,
-        out_TVp[:, :columns],
-    )
-
-
-def to_tokens(values_R: Tensor, scoring: Scoring) -> Tensor:
-    """The scored rows' values at their tokens [T], 0 elsewhere."""
-    if scoring.rows_R is None:
-        return values_R
-    return values_R.new_zeros(scoring.tokens).index_copy(0, scoring.rows_R, values_R)
-
-
-def of_rows(values_T: Tensor, scoring: Scoring) -> Tensor:
-    """The tokens' values at the scored rows [R]."""
-    return values_T if scoring.rows_R is None else values_T[scoring.rows_R]

@@ -39,6 +39,11 @@ class Scoring:
     """Scored rows, int64; None for all."""
     labels: LocalLabels
 
+    @property
+    def count(self) -> int:
+        """R."""
+        return self.labels.column_R.numel()
+
 
 def plan_scoring(
     labels_T: Tensor,
@@ -95,3 +100,15 @@ def _check_labels(labels_R: Tensor, rows_R: Tensor | None, vocab_size: int) -> N
             f"the label of token {token} is {int(labels_R[first])}, outside [0, {vocab_size}); leave tokens without a label "
             "out of mask_T, and check that tokenizer and model agree on the vocabulary"
         )
+
+
+def to_tokens(values_R: Tensor, scoring: Scoring) -> Tensor:
+    """The scored rows' values at their tokens [T], 0 elsewhere."""
+    if scoring.rows_R is None:
+        return values_R
+    return values_R.new_zeros(scoring.tokens).index_copy(0, scoring.rows_R, values_R)
+
+
+def of_rows(values_T: Tensor, scoring: Scoring) -> Tensor:
+    """The tokens' values at the scored rows [R]."""
+    return values_T if scoring.rows_R is None else values_T[scoring.rows_R]

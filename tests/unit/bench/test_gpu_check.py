@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tepo_megatron.bench.app import app
 from tepo_megatron.bench.gpu import Gpu, find_gpu, report, run_part, select
-from tepo_megatron.bench.gpu_parts import PARTS, Part, pytest_figures, step_figures
+from tepo_megatron.bench.gpu_parts import PARTS, Part, pytest_figures, score_figures, step_figures
 
 ROOT = Path(__file__).parents[3]
 H200 = Gpu("NVIDIA H200", 139.8)
@@ -115,3 +115,14 @@ def test_parts_are_chosen_by_name() -> None:
     assert select("") == list(PARTS)
     with pytest.raises(ValueError, match="--only kernel: no such part; known: tests, kernels"):
         select("kernel")
+
+
+def test_kernels_are_judged_by_a_copy_s_bandwidth(tmp_path: Path) -> None:
+    row = {"tokens": 8192, "vocab": 16032, "dtype": "bf16", "peak_extra": 0.004, "forward_collectives": 0}
+    row |= {"backward_collectives": 0, "shard_bytes": 4e9, "copy_gbps": 4000.0, "forward_ms": 1.25, "backward_ms": 2.5}
+    other = {**row, "method": "dense torch", "copy_gbps": 4000.0}
+    (tmp_path / "scores-cuda-tp1.json").write_text(json.dumps({"results": [{**row, "method": "triton"}, other]}))
+    assert score_figures(tmp_path, "") == {"V 16032, triton": {"of a copy": [0.8, 0.8], "peak extra": 0.004}}
+    (tmp_path / "scores-cuda-tp1.json").write_text(json.dumps({"results": [other]}))
+    with pytest.raises(ValueError, match="no Triton kernels"):
+        score_figures(tmp_path, "")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from score_cases import cases, compare, loss
 
 from tepo_megatron.vocab_parallel import fused_linear_logprob_and_entropy, logprob_and_entropy
 from tepo_megatron.vocab_parallel.dense import dense_logprob_and_entropy
@@ -14,49 +15,16 @@ from tepo_megatron.vocab_parallel.dense import dense_logprob_and_entropy
 BACKENDS = ["torch", *(["cpp"] if shutil.which(os.environ.get("CXX", "c++")) else [])]
 
 
-def _loss(scores, weights):
-    return (weights[0] * scores.logprob + weights[1] * scores.entropy).sum()
-
-
-@st.composite
-def cases(draw):
-    """Logits [T, V] with some −inf, labels, and all options; also T = 0 and one-column vocabularies."""
-    tokens, width = draw(st.integers(0, 9)), draw(st.integers(1, 40))
-    vocab = draw(st.integers(1, width))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
-    logits = draw(st.sampled_from([0.1, 3.0, 30.0])) * torch.randn(tokens, width, generator=generator, dtype=torch.float64)
-    logits += draw(st.sampled_from([0.0, 1000.0, -1000.0]))
-    excluded = torch.rand(tokens, width, generator=generator) < draw(st.sampled_from([0.0, 0.5]))
-    labels = torch.randint(0, vocab, (tokens,), generator=generator)
-    excluded[torch.arange(tokens), labels] = False
-    logits[excluded] = -torch.inf
-    mask = torch.rand(tokens, generator=generator) < 0.6 if draw(st.booleans()) else None
-    options = {"temperature": draw(st.sampled_from([0.3, 1.0, 2.0])), "vocab_size": vocab, "mask_T": mask}
-    return logits, labels, options, torch.randn(2, tokens, generator=generator, dtype=torch.float64)
-
-
 @given(cases(), st.booleans())
 def test_matches_the_dense_oracle(case, inplace):
-    _compare(*case, inplace, "torch", torch.float64, 1e-9)
+    compare(*case, inplace=inplace, backend="torch", tolerance=1e-9)
 
 
 @pytest.mark.skipif("cpp" not in BACKENDS, reason="no C++ compiler")
 @given(cases(), st.booleans())
 def test_cpp_matches_the_dense_oracle(case, inplace):
-    _compare(*case, inplace, "cpp", torch.float32, 2e-5)
-
-
-def _compare(logits, labels, options, weights, inplace, backend, dtype, tolerance):
-    logits = logits.to(dtype)
-    leaf, dense = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    scores = logprob_and_entropy(leaf.view_as(leaf), labels, inplace_backward=inplace, backend=backend, **options)
-    oracle = dense_logprob_and_entropy(dense, labels, **options)
-    close = {"rtol": tolerance, "atol": tolerance, "check_dtype": False}
-    torch.testing.assert_close(scores.logprob, oracle.logprob, **close)
-    torch.testing.assert_close(scores.entropy, oracle.entropy, **close)
-    _loss(scores, weights).backward()
-    _loss(oracle, weights).backward()
-    torch.testing.assert_close(leaf.grad, dense.grad, **close)
+    logits, *rest = case
+    compare(logits.float(), *rest, inplace=inplace, backend="cpp", tolerance=2e-5)
 
 
 @given(cases())
@@ -70,8 +38,8 @@ def test_fused_linear_matches_the_dense_oracle(case):
     oracle = dense_logprob_and_entropy(hidden @ head.t(), labels, **options)
     torch.testing.assert_close(scores.logprob, oracle.logprob, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(scores.entropy, oracle.entropy, rtol=1e-9, atol=1e-9)
-    own = torch.autograd.grad(_loss(scores, weights), (hidden, head))
-    expected = torch.autograd.grad(_loss(oracle, weights), (hidden, head))
+    own = torch.autograd.grad(loss(scores, weights), (hidden, head))
+    expected = torch.autograd.grad(loss(oracle, weights), (hidden, head))
     torch.testing.assert_close(own, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -139,7 +107,7 @@ def test_only_one_output_may_be_used():
         labels, weights = torch.tensor([0, 1, 2]), torch.ones(2, 3)
         weights[unused] = 0
         getattr(logprob_and_entropy(leaf, labels), used).sum().backward()
-        _loss(dense_logprob_and_entropy(dense, labels), weights).backward()
+        loss(dense_logprob_and_entropy(dense, labels), weights).backward()
         torch.testing.assert_close(leaf.grad, dense.grad, rtol=1e-5, atol=1e-6)
 
 
@@ -188,7 +156,7 @@ def test_peak_memory(dtype, inplace, bound, backend):
         ({"logits_TVp": torch.zeros(3, 1, 5)}, r"\(3, 1, 5\)"),
         ({"logits_TVp": torch.tensor([[0.0], [torch.nan], [0.0]]).expand(3, 5)}, "tensor-parallel rank 0, first at token 1"),
         ({"logits_TVp": torch.full((3, 5), -torch.inf)}, "every logit of token 0 is −inf"),
-        ({"backend": "magic"}, "backend = 'magic' is unknown; known: torch, cpp"),
+        ({"backend": "magic"}, "backend = 'magic' is unknown; known: auto, torch, cpp, triton"),
     ],
 )
 def test_bad_input(changes, message):

@@ -1,0 +1,145 @@
+"""The two passes over a shard of logits on a GPU: how `triton_kernels` are launched.
+
+The logits are read once forward, read and written once backward. No atomics and no tuning at run time: the same input gives the
+same bits. Axes: T rows of logits, R scored ones, Vp columns of this shard, J parts of a row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from tepo_megatron.vocab_parallel import sweep, triton_kernels
+from tepo_megatron.vocab_parallel.combine import RowScores, merge
+from tepo_megatron.vocab_parallel.row_sweeps import RowSweeps
+from tepo_megatron.vocab_parallel.shard import Scoring
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether Triton's interpreter runs the kernels, on CPU: TRITON_INTERPRET=1 when this module was imported."""
+
+_LOG2_E = math.log2(math.e)
+_VECTOR_BYTES = 16
+_ELEMENTS = 16
+"""Of a tile, per thread: two vectors in bf16. The forward then needs 32 registers, so a processor holds all its threads."""
+_WIDE = 32768
+"""Columns from which on a row is worth 8 warps; below, a row's fixed cost is shared by 4."""
+_WARPS_PER_PROCESSOR = 64
+_in_torch = RowSweeps(sweep)  # for fp64 logits
+
+
+class _Grid(NamedTuple):
+    """How rows are cut into programs, and a program's columns into tiles."""
+
+    parts: int
+    """Programs of a row, J."""
+    span: int
+    """Columns of a part, a multiple of a tile's."""
+    threads: int
+    vector: int
+    """Elements that a thread loads at once."""
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {
+            "VECTORS": _ELEMENTS // self.vector,
+            "THREADS": self.threads,
+            "VECTOR": self.vector,
+            "num_warps": max(1, self.threads // 32),
+        }
+
+
+def statistics(logits_TVp: Tensor, scoring: Scoring, stats_R4: Tensor) -> None:
+    """As `Backend.statistics`, in one launch (rows in several parts take a few small ones more); fp64 is left to `sweep`."""
+    if logits_TVp.dtype == torch.float64:
+        return _in_torch.statistics(logits_TVp, scoring, stats_R4)
+    if not scoring.count:
+        return
+    grid = _cut(logits_TVp, scoring.count, scoring.columns)
+    parts_JR4 = stats_R4[None] if grid.parts == 1 else stats_R4.new_empty(grid.parts, scoring.count, 4)
+    with _on_device_of(logits_TVp):
+        triton_kernels.statistics_kernel[(scoring.count, grid.parts)](
+            logits_TVp,
+            *logits_TVp.stride(),
+            scoring.rows_R,
+            scoring.labels.column_R,
+            scoring.labels.inside_R,
+            parts_JR4,
+            scoring.columns,
+            logits_TVp.shape[1],
+            grid.span,
+            _LOG2_E / scoring.temperature,
+            **grid.constants,
+        )
+    if grid.parts > 1:
+        stats_R4.copy_(merge(parts_JR4, scoring.temperature))
+
+
+def gradient(
+    logits_TVp: Tensor,
+    scoring: Scoring,
+    scores: RowScores,
+    grad_logprob_T: Tensor | None,
+    grad_entropy_T: Tensor | None,
+    out_TVp: Tensor,
+) -> None:
+    """As `Backend.gradient`, zeros of masked rows and padding in the same pass; fp64 is left to `sweep`."""
+    if logits_TVp.dtype == torch.float64:
+        return _in_torch.gradient(logits_TVp, scoring, scores, grad_logprob_T, grad_entropy_T, out_TVp)
+    if not scoring.count:
+        out_TVp.zero_()
+        return
+    grid = _cut(logits_TVp, scoring.tokens, logits_TVp.shape[1])
+    with _on_device_of(logits_TVp):
+        triton_kernels.gradient_kernel[(scoring.tokens, grid.parts)](
+            logits_TVp,
+            *logits_TVp.stride(),
+            out_TVp,
+            *out_TVp.stride(),
+            _numbers(scoring),
+            scoring.labels.column_R,
+            scoring.labels.inside_R,
+            scores.max_R,
+            scores.log_sum_R,
+            scores.entropy_R,
+            None if grad_logprob_T is None else grad_logprob_T.contiguous(),
+            None if grad_entropy_T is None else grad_entropy_T.contiguous(),
+            scoring.columns,
+            logits_TVp.shape[1],
+            grid.span,
+            _LOG2_E / scoring.temperature,
+            1 / scoring.temperature,
+            **grid.constants,
+        )
+
+
+def _numbers(scoring: Scoring) -> Tensor | None:
+    """int32 [T]: which of the scored rows a token has, −1 for none; None if all tokens are scored."""
+    rows_R = scoring.rows_R
+    if rows_R is None:
+        return None
+    numbers_T = rows_R.new_full((scoring.tokens,), -1, dtype=torch.int32)
+    return numbers_T.index_copy_(0, rows_R, torch.arange(scoring.count, dtype=torch.int32, device=rows_R.device))
+
+
+def _cut(logits_TVp: Tensor, rows: int, columns: int) -> _Grid:
+    """A program per row, or several where the device would otherwise stand idle. Depends on shape, dtype and device alone."""
+    if logits_TVp.is_cuda:
+        threads = 128 if columns < _WIDE else 256
+        processors = torch.cuda.get_device_properties(logits_TVp.device).multi_processor_count
+        programs = processors * _WARPS_PER_PROCESSOR * 32 // threads
+    else:  # the interpreter, where a few columns are to make several tiles, and a few rows several parts
+        threads, programs = 8, 8
+    tile = threads * _ELEMENTS
+    tiles = max(1, -(-columns // tile))
+    per_part = -(-tiles // min(max(1, programs // rows), tiles))
+    return _Grid(-(-tiles // per_part), per_part * tile, threads, _VECTOR_BYTES // logits_TVp.element_size())
+
+
+def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on torch's current device."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
