@@ -56,6 +56,18 @@ Message = tuple[Piece, ...]
 Queues = dict[int, list[Message]]
 
 
+def numel_of(message: Message) -> int:
+    """Elements of a message."""
+    return sum(piece.numel for piece in message)
+
+
+def largest_bytes(queue: Iterable[Message], itemsize: int) -> int:
+    """The most that one message of a queue takes, or the digests (64 bits per tensor) that follow it."""
+    messages = list(queue)
+    names = {piece.end.name for message in messages for piece in message}
+    return max(8 * len(names), *(numel_of(message) * itemsize for message in messages))
+
+
 def source_ends(plan: ReshardPlan, source: int) -> list[End]:
     """What trainer rank ``source`` sends. In the transfer group the destinations' ranks follow the sources'."""
     return [

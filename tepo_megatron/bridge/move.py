@@ -2,7 +2,7 @@
 
 Each pair of ranks has its own queue of messages, which both derive from the same moves, so only weights cross the wire. All
 ranks go through their queues in rounds (message 0 of every peer, message 1, …), two messages ahead. The unfinished message of
-the lowest round has both its ranks at it: nobody waits in a circle.
+the lowest round has both its ranks at it: nobody waits in a circle. Last comes a round of digests.
 """
 
 from __future__ import annotations
@@ -10,29 +10,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from tepo_megatron.bridge.messages import WINDOW, Message, Piece, Queues
+from tepo_megatron.bridge.messages import WINDOW, Message, Piece, Queues, numel_of
+from tepo_megatron.bridge.transport import Transport
 from tepo_megatron.bridge.verify import Tally, digest
 
 NAMED = 8
 """How many damaged tensors an error names."""
 
-
-class Transport(Protocol):
-    """Point-to-point messages. A message is known by the other rank and its number; both ends must give the same size."""
-
-    def send(self, data: Tensor, peer: int, number: int) -> None:
-        """Starts to send a contiguous tensor, which must not change until :meth:`finish`."""
-
-    def receive(self, data: Tensor, peer: int, number: int) -> None:
-        """Starts to fill a contiguous tensor."""
-
-    def finish(self, peer: int, number: int) -> None:
-        """Waits for a message. Raises RuntimeError if it fails or takes longer than the transport's time-out."""
+Doing = Literal["sending", "receiving"]
 
 
 def send(transport: Transport, outgoing: Queues, params: Mapping[str, Tensor], wire: torch.dtype) -> None:
@@ -41,23 +31,18 @@ def send(transport: Transport, outgoing: Queues, params: Mapping[str, Tensor], w
     Raises RuntimeError naming the tensors and the peer when a message fails or times out.
     """
     tallies = {peer: _tally(queue) for peer, queue in outgoing.items()}
-    known: dict[tuple[object, ...], int] = {}
-    staging = _Staging(outgoing, wire)
+    known: dict[tuple[object, ...], Tensor] = {}
+    staging = _Staging(transport, outgoing, wire)
     for number in range(_rounds(outgoing) + WINDOW):
-        for peer, queue in outgoing.items():
-            if 0 <= number - WINDOW < len(queue):
-                with _naming("sending", peer, queue, number - WINDOW):
-                    transport.finish(peer, number - WINDOW)
-            if number < len(queue):
-                message = queue[number]
-                data = _pack(message, params, staging, peer, number)
-                with _naming("sending", peer, queue, number):
-                    transport.send(data, peer, number)
-                _count(tallies[peer], message, data, known)
-    digests = {peer: tally.as_tensor() for peer, tally in tallies.items()}
-    for peer, queue in outgoing.items():
-        with _naming("sending", peer, queue, len(queue)):
-            transport.send(digests[peer], peer, len(queue))
+        for peer, queue in _at(outgoing, number - WINDOW):
+            with _naming("sending", peer, queue, number - WINDOW):
+                transport.finish(peer, number - WINDOW)
+        packed = {peer: _pack(queue[number], params, staging, peer, number) for peer, queue in _at(outgoing, number)}
+        _start("sending", transport, outgoing, packed, number)
+        for peer, data in packed.items():
+            _count(tallies[peer], outgoing[peer][number], data, known)
+    digests = {peer: tally.as_tensor().to(transport.device(peer)) for peer, tally in tallies.items()}
+    _start("sending", transport, outgoing, digests)
     for peer, queue in outgoing.items():
         with _naming("sending", peer, queue, len(queue)):
             transport.finish(peer, len(queue))
@@ -80,34 +65,30 @@ def receive(
     for queue in incoming.values():
         for piece in (piece for message in queue for piece in message):
             missing[piece.end.name] += piece.numel
-    staging = _Staging(incoming, wire)
-    arriving: dict[tuple[int, int], Tensor] = {}
+    staging = _Staging(transport, incoming, wire)
+    arriving: dict[int, dict[int, Tensor]] = {}
     for number in range(-WINDOW, _rounds(incoming)):
-        for peer, queue in incoming.items():
-            if 0 <= number < len(queue):
-                with _naming("receiving", peer, queue, number):
-                    transport.finish(peer, number)
-                data = arriving.pop((peer, number))
-                _count(tallies[peer], queue[number], data)
-                for name in _unpack(queue[number], data, params, missing):
-                    complete(name)
-            if (ahead := number + WINDOW) < len(queue):
-                data = arriving[peer, ahead] = _landing(queue[ahead], params, staging, peer, ahead)
-                with _naming("receiving", peer, queue, ahead):
-                    transport.receive(data, peer, ahead)
+        for peer, queue in _at(incoming, number):
+            with _naming("receiving", peer, queue, number):
+                transport.finish(peer, number)
+            data = arriving[number].pop(peer)
+            _count(tallies[peer], queue[number], data)
+            for name in _unpack(queue[number], data, params, missing):
+                complete(name)
+        ahead = number + WINDOW
+        arriving[ahead] = {peer: _landing(queue[ahead], params, staging, peer, ahead) for peer, queue in _at(incoming, ahead)}
+        _start("receiving", transport, incoming, arriving[ahead], ahead)
     _compare(transport, incoming, tallies)
 
 
 def _compare(transport: Transport, incoming: Queues, tallies: Mapping[int, Tally]) -> None:
-    sent = {peer: torch.zeros_like(tally.as_tensor()) for peer, tally in tallies.items()}
-    for peer, queue in incoming.items():
-        with _naming("receiving", peer, queue, len(queue)):
-            transport.receive(sent[peer], peer, len(queue))
+    sent = {peer: torch.zeros(len(tally), dtype=torch.int64, device=transport.device(peer)) for peer, tally in tallies.items()}
+    _start("receiving", transport, incoming, sent)
     wrong = []
     for peer, queue in incoming.items():
         with _naming("receiving", peer, queue, len(queue)):
             transport.finish(peer, len(queue))
-        wrong += [f"{what} from rank {peer}" for what in tallies[peer].differences(sent[peer])]
+        wrong += [f"{what} from rank {peer}" for what in tallies[peer].differences(sent[peer].cpu())]
     if wrong:
         named = "; ".join(wrong[:NAMED]) + (f"; and {len(wrong) - NAMED} more" if len(wrong) > NAMED else "")
         raise RuntimeError(
@@ -120,11 +101,30 @@ def _rounds(exchanged: Queues) -> int:
     return max((len(queue) for queue in exchanged.values()), default=0)
 
 
+def _at(exchanged: Queues, number: int) -> Iterator[tuple[int, list[Message]]]:
+    """The peers with which there is a message ``number``, and their queues."""
+    return ((peer, queue) for peer, queue in exchanged.items() if 0 <= number < len(queue))
+
+
+def _start(
+    doing: Doing, transport: Transport, exchanged: Queues, data: Mapping[int, Tensor], number: int | None = None
+) -> None:
+    """Starts one round, ``data`` by peer: its messages ``number``, or the digests that follow the last one."""
+    if not data:
+        return
+    with transport.together():
+        for peer, tensor in data.items():
+            queue = exchanged[peer]
+            at = len(queue) if number is None else number
+            with _naming(doing, peer, queue, at):
+                (transport.send if doing == "sending" else transport.receive)(tensor, peer, at)
+
+
 def _tally(queue: Sequence[Message]) -> Tally:
     return Tally(piece.end.name for message in queue for piece in message)
 
 
-def _count(tally: Tally, message: Message, data: Tensor, known: dict[tuple[object, ...], int] | None = None) -> None:
+def _count(tally: Tally, message: Message, data: Tensor, known: dict[tuple[object, ...], Tensor] | None = None) -> None:
     """Adds the message's digests; ``known`` remembers those of pieces that go to several peers."""
     for piece, part in _parts(message, data):
         key = (piece.end.param, piece.end.region, piece.counts, piece.rows)
@@ -139,24 +139,25 @@ def _parts(message: Message, data: Tensor) -> Iterator[tuple[Piece, Tensor]]:
 
 
 class _Staging:
-    """Buffers for messages that cannot travel from or into a parameter directly, made when first used."""
+    """Buffers for messages that cannot travel from or into a parameter directly, made when first used, where they must lie."""
 
-    def __init__(self, exchanged: Queues, wire: torch.dtype) -> None:
+    def __init__(self, transport: Transport, exchanged: Queues, wire: torch.dtype) -> None:
         self.wire = wire
-        self._largest = {peer: max(map(_numel, queue)) for peer, queue in exchanged.items()}
+        self.devices = {peer: transport.device(peer) for peer in exchanged}
+        self._largest = {peer: max(map(numel_of, queue)) for peer, queue in exchanged.items()}
         self._buffers: dict[tuple[int, int], Tensor] = {}
 
     def buffer(self, peer: int, number: int, numel: int) -> Tensor:
         slot = (peer, number % WINDOW)
         if slot not in self._buffers:
-            self._buffers[slot] = torch.empty(self._largest[peer], dtype=self.wire)
+            self._buffers[slot] = torch.empty(self._largest[peer], dtype=self.wire, device=self.devices[peer])
         return self._buffers[slot][:numel]
 
 
 def _pack(message: Message, params: Mapping[str, Tensor], staging: _Staging, peer: int, number: int) -> Tensor:
-    if (data := _direct(message, params, staging.wire)) is not None:
+    if (data := _direct(message, params, staging.wire, staging.devices[peer])) is not None:
         return data
-    data = staging.buffer(peer, number, _numel(message))
+    data = staging.buffer(peer, number, numel_of(message))
     for piece, part in _parts(message, data):
         view = piece.view(params[piece.end.param].detach())
         part.view(view.shape).copy_(view)
@@ -164,36 +165,32 @@ def _pack(message: Message, params: Mapping[str, Tensor], staging: _Staging, pee
 
 
 def _landing(message: Message, params: Mapping[str, Tensor], staging: _Staging, peer: int, number: int) -> Tensor:
-    data = _direct(message, params, staging.wire)
-    return staging.buffer(peer, number, _numel(message)) if data is None else data
+    data = _direct(message, params, staging.wire, staging.devices[peer])
+    return staging.buffer(peer, number, numel_of(message)) if data is None else data
 
 
 def _unpack(message: Message, data: Tensor, params: Mapping[str, Tensor], missing: Counter[str]) -> Iterator[str]:
     """Writes what was not received in place; yields the parameters that are complete."""
     for piece, part in _parts(message, data):
         view = piece.view(params[piece.end.param].detach())
-        if view.data_ptr() != part.data_ptr():
+        if (view.device, view.data_ptr()) != (part.device, part.data_ptr()):
             view.copy_(part.view(view.shape))
         missing[piece.end.name] -= piece.numel
         if not missing[piece.end.name]:
             yield piece.end.name
 
 
-def _direct(message: Message, params: Mapping[str, Tensor], wire: torch.dtype) -> Tensor | None:
-    """The message's bytes within the parameter itself, if it is one contiguous piece on the CPU in the wire's dtype."""
+def _direct(message: Message, params: Mapping[str, Tensor], wire: torch.dtype, device: torch.device) -> Tensor | None:
+    """The message's bytes within the parameter itself, if it is one contiguous piece in the wire's dtype, and lies there."""
     if len(message) > 1:
         return None
     view = message[0].view(params[message[0].end.param].detach())
-    fits = view.is_contiguous() and view.dtype == wire and view.device.type == "cpu"
+    fits = view.is_contiguous() and view.dtype == wire and view.device == device
     return view.view(-1) if fits else None
 
 
-def _numel(message: Message) -> int:
-    return sum(piece.numel for piece in message)
-
-
 @contextmanager
-def _naming(doing: Literal["sending", "receiving"], peer: int, queue: Sequence[Message], number: int) -> Iterator[None]:
+def _naming(doing: Doing, peer: int, queue: Sequence[Message], number: int) -> Iterator[None]:
     """Says in an error of the transport which tensors it was about."""
     try:
         yield

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tepo_megatron.bridge import transport
-from tepo_megatron.bridge.messages import End, Queues, destination_ends, message_bytes, queues, source_ends, wire_dtype
+from tepo_megatron.bridge.messages import (
+    End,
+    Queues,
+    destination_ends,
+    largest_bytes,
+    message_bytes,
+    queues,
+    source_ends,
+    wire_dtype,
+)
 from tepo_megatron.bridge.move import send
+from tepo_megatron.bridge.transport import Group, Kind, connect, give_up, listen, own_address
+from tepo_megatron.bridge.transports import Member, join
 from tepo_megatron.types import Box, Region, ReshardPlan
 
 
@@ -21,7 +31,7 @@ class ShardSender:
 
     ``dtype`` is that of the servers' weights. ``told(value)`` gives rank 0's value to every rank, all of which call. In each
     update rank 0 calls ``open`` (the first time, and after a failure), ``announce``, ``join``, ``send`` and ``conclude``, in
-    this order, and the others ``follow``.
+    this order, and the others ``follow``. ``device`` is the one that ``params`` are on, ``transport`` how they travel.
     """
 
     def __init__(
@@ -33,23 +43,32 @@ class ShardSender:
         dtype: torch.dtype,
         told: Callable[[Any], Any],
         timeout_s: float,
+        device: torch.device | None = None,
+        transport: Kind = "gloo",
     ) -> None:
         self.num_sources, self.world_size = plan.num_sources, plan.num_sources + plan.num_destinations
         self._plan, self._params, self._rank, self._told, self._timeout_s = plan, params, rank, told, timeout_s
         self._wire = wire_dtype(next(iter(params.values())).dtype, dtype)
         self._limit = message_bytes(plan)
         self._outgoing = queues(source_ends(plan, rank), itemsize=self._wire.itemsize, limit=self._limit)
+        self._device, self._transport = device or torch.device("cpu"), transport
         self._meeting: list[Any] | None = None
         self._store: TCPStore | None = None
-        self._group: transport.TransferGroup | None = None
+        self._group: Group | None = None
         self._announced = False
 
     def open(self, host: str) -> int:
         """Rank 0: opens a meeting place on a free port of ``host``, where every worker finds its orders; returns the port."""
         self.close()
-        self._store, port = transport.listen(host)
+        self._store, port = listen(host)
         for destination in range(self._plan.num_destinations):
-            order = encode_order(destination_ends(self._plan, destination), self._wire, self._limit)
+            order = encode_order(
+                destination_ends(self._plan, destination),
+                self._wire,
+                self._limit,
+                transport=self._transport,
+                near=self._plan.local.get(destination),
+            )
             self._store.set(order_key(self.num_sources + destination), order)
         self._meeting = [host, port]
         return port
@@ -64,13 +83,22 @@ class ShardSender:
         if self._group is None:
             assert self._meeting is not None
             host, port = self._meeting
-            store = self._store or transport.connect(host, port, self._timeout_s)
-            address = transport.own_address(host, port)
-            self._group = transport.TransferGroup(store, address, self._rank, self.world_size, self._timeout_s)
+            store = self._store or connect(host, port, self._timeout_s)
+            address = own_address(host, port)
+            member = Member(self._rank, self.world_size, self._device, address, gives=self._gives())
+            self._group = join(self._transport, store, member, self._timeout_s)
 
-    def send(self) -> None:
-        """Sends this rank's part of every tensor, with digests. Raises RuntimeError naming tensors and peer."""
+    def _gives(self) -> dict[int, int]:
+        near = [self.num_sources + to for to, source in self._plan.local.items() if source == self._rank]
+        return {peer: largest_bytes(self._outgoing[peer], self._wire.itemsize) for peer in near if peer in self._outgoing}
+
+    def send(self, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Sends this rank's part of every tensor, with digests. Raises RuntimeError naming tensors and peer.
+
+        ``cancelled`` is asked where a dead receiver could not be noticed otherwise.
+        """
         assert self._group is not None
+        self._group.cancelled = cancelled
         with torch.no_grad():
             send(self._group, self._outgoing, self._params, self._wire)
 
@@ -104,9 +132,11 @@ class ShardSender:
             raise RuntimeError(f"trainer rank {self._rank} did not send its weights: {failure}") from failure
 
     def close(self) -> None:
-        """Leaves the group; pending messages of the others fail."""
+        """Leaves the group; pending messages of the others fail, and those who are still coming need not wait for it."""
         if self._group is not None:
             self._group.close()
+        elif self._store is not None:
+            give_up(self._store)
         self._group = self._meeting = self._store = None
 
 
@@ -115,20 +145,35 @@ def order_key(rank: int) -> str:
     return f"order/{rank}"
 
 
-def encode_order(ends: list[End], wire: torch.dtype, limit: int) -> str:
+class Order(NamedTuple):
+    """What a worker receives: messages by sender, their dtype, how they come, and the sender on its own GPU if there is one."""
+
+    incoming: Queues
+    wire: torch.dtype
+    transport: Kind
+    near: int | None
+
+    @property
+    def takes(self) -> tuple[int, ...]:
+        """Senders on the same GPU."""
+        return () if self.near not in self.incoming else (self.near,)
+
+
+def encode_order(ends: list[End], wire: torch.dtype, limit: int, *, transport: Kind = "gloo", near: int | None = None) -> str:
     """What a worker must know to receive: dtype on the wire, size of a message in bytes, and its ends of the moves."""
     moves = [
         [end.peer, end.param, end.region.box.start, end.region.box.stop, end.region.count, end.region.step] for end in ends
     ]
-    return json.dumps({"dtype": str(wire).removeprefix("torch."), "limit": limit, "moves": moves})
+    dtype = str(wire).removeprefix("torch.")
+    return json.dumps({"dtype": dtype, "limit": limit, "transport": transport, "near": near, "moves": moves})
 
 
-def decode_order(text: str | bytes) -> tuple[Queues, torch.dtype]:
-    """What the order says, as two arguments of ``bridge.move.receive``."""
+def decode_order(text: str | bytes) -> Order:
+    """What :func:`encode_order` wrote."""
     raw = json.loads(text)
     wire: torch.dtype = getattr(torch, raw["dtype"])
     ends = [
         End(peer, param, param, Region(Box(tuple(start), tuple(stop)), count, step))
         for peer, param, start, stop, count, step in raw["moves"]
     ]
-    return queues(ends, itemsize=wire.itemsize, limit=raw["limit"]), wire
+    return Order(queues(ends, itemsize=wire.itemsize, limit=raw["limit"]), wire, raw["transport"], raw["near"])

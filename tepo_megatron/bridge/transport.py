@@ -1,83 +1,63 @@
-"""The gloo group of trainer and rollout workers, apart from torch's default one: point-to-point messages and broadcasts.
+"""What a way of sending weights must offer, and where the members of one group meet: the trainer's ranks, then the workers.
 
-Both sides import this module, so it knows neither Megatron nor vLLM. The trainer's ranks come first, the workers of all servers
-follow. Shards travel point to point (``bridge.move``). :func:`send` and :func:`receive` are the plain way beside it: full
-tensors from rank 0 to everybody, in buckets that both sides derive from the same manifest.
+Both sides import this module, so it knows neither Megatron nor vLLM. The ways themselves are in ``bridge.transports``.
 """
 
 from __future__ import annotations
 
-import math
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 BACKEND = "tepo_gloo"
-"""The name under which the plugin registers the receiving engine with vLLM."""
+"""The name under which the plugin registers the receiving engine with vLLM, whichever transport it then uses."""
 
-BUCKET_BYTES = 64 * 2**20
-ALIGNMENT = 16
-"""Every tensor starts at a multiple of this in its bucket: no less than the item size of any dtype."""
+Kind = Literal["gloo", "nccl", "ipc"]
+"""Over sockets through the memory of the hosts; from GPU to GPU; within a GPU that both sides share, and gloo beside it."""
 
-POLL_S = 1e-4
+ROLL_CALL_POLL_S = 0.02
 
-CLOSE_GRACE_S = 2.0
-"""How long leaving a group is waited for: an interpreter that ends in the middle of it aborts the process."""
-
-Manifest = Sequence[tuple[str, Sequence[int], str]]
-"""What is going to be sent, in order: (name, shape, name of the torch dtype such as ``"float32"``)."""
+_HERE, _LEFT = "here", "left"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A tensor of the manifest and where it starts in its bucket, in bytes."""
+class Transport(Protocol):
+    """Point-to-point messages. A message is known by the other rank and its number; both ends must give the same size.
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def view(self, bucket: Tensor) -> Tensor:
-        """The tensor within a uint8 bucket, without a copy."""
-        return bucket[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
-
-
-def buckets(manifest: Manifest, limit: int = BUCKET_BYTES) -> list[list[Entry]]:
-    """Split a manifest into runs that share one message of at most ``limit`` bytes; a larger tensor gets its own.
-
-    Raises ValueError for a dtype that torch does not have, and for a name that occurs twice.
+    What a rank starts within one :meth:`together` is a round. Between two ranks, messages are started in the same order on
+    both sides, round by round.
     """
-    runs: list[list[Entry]] = []
-    end, names = 0, set[str]()
-    for name, shape, dtype_name in manifest:
-        dtype = getattr(torch, dtype_name, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(
-                f"tensor {name!r} of the weights manifest has the unknown dtype {dtype_name!r}; use a torch dtype name"
-            )
-        if name in names:
-            raise ValueError(f"tensor {name!r} occurs twice in the weights manifest; every name may be sent once")
-        names.add(name)
-        offset = -(-end // ALIGNMENT) * ALIGNMENT
-        size = math.prod(shape) * dtype.itemsize
-        if not runs or offset + size > limit:
-            runs.append([])
-            offset = 0
-        runs[-1].append(Entry(name, tuple(shape), dtype, offset))
-        end = offset + size
-    return runs
+
+    def device(self, peer: int) -> torch.device:
+        """Where the tensors of messages from and to ``peer`` must lie."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """The messages started within travel at once; none may be started outside, and at least one must be."""
+
+    def send(self, data: Tensor, peer: int, number: int) -> None:
+        """Starts to send a contiguous tensor, which must not change until :meth:`finish`."""
+
+    def receive(self, data: Tensor, peer: int, number: int) -> None:
+        """Starts to fill a contiguous tensor."""
+
+    def finish(self, peer: int, number: int) -> None:
+        """Waits for a message. Raises RuntimeError if it fails or takes longer than the transport's time-out."""
+
+
+class Group(Transport, Protocol):
+    """A transport between the members of one group."""
+
+    cancelled: Callable[[], bool]
+    """Asked while a message is waited for, where a wait could not end otherwise: true lets it fail."""
+
+    def close(self) -> None:
+        """Leaves; what the others wait for fails."""
 
 
 def listen(host: str) -> tuple[TCPStore, int]:
@@ -101,100 +81,65 @@ def own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-class TransferGroup:
-    """The trainer's ranks and all workers that receive its weights. Making it returns when all members have come.
+def give_up(store: TCPStore) -> None:
+    """Tells all members of the group that meets at ``store``, also those that are still coming, that one is gone."""
+    with suppress(RuntimeError):  # the store has gone with rank 0, so they know
+        store.set(_LEFT, "1")
 
-    ``host`` names the interface whose address this member offers to the others. Every operation is bounded by ``timeout_s``
-    seconds. Raises RuntimeError if the others do not come in that time. It is a ``bridge.move.Transport``.
+
+class Meeting:
+    """Whether all members of a group have come, and whether one has left: told through the group's own store.
+
+    Entering a group of gloo or NCCL cannot be interrupted, so it begins when all members are known to be there. A member that
+    fails before or afterwards says so here, and nobody waits for it until the time-out.
     """
 
-    def __init__(self, store: TCPStore, host: str, rank: int, world_size: int, timeout_s: float) -> None:
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # a constructor without them would not take a host
-        options._timeout = timedelta(seconds=timeout_s)
-        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-        self._group: Any = ProcessGroupGloo(store, rank, world_size, options)
-        self._pending: dict[tuple[int, int], Any] = {}
+    def __init__(self, store: TCPStore, world_size: int, timeout_s: float) -> None:
+        self.store = store
+        self._world_size, self._timeout_s = world_size, timeout_s
 
-    def send(self, data: Tensor, peer: int, number: int) -> None:
-        """Start to send a contiguous CPU tensor to ``peer``; it must not change until :meth:`finish`."""
-        self._pending[peer, number] = self._group.send([data], peer, number)
+    @contextmanager
+    def entering(self) -> Iterator[None]:
+        """Runs the block, which enters the group, when all members have come; what fails here fails for all of them.
 
-    def receive(self, data: Tensor, peer: int, number: int) -> None:
-        """Start to fill a contiguous CPU tensor with the message ``number`` of ``peer``."""
-        self._pending[peer, number] = self._group.recv([data], peer, number)
-
-    def finish(self, peer: int, number: int) -> None:
-        """Wait for a message. Raises RuntimeError if it takes longer than the time-out, or the peer has left."""
-        self._pending.pop((peer, number)).wait()
-
-    def broadcast(self, tensor: Tensor, cancelled: Callable[[], bool]) -> None:
-        """Fill ``tensor`` with rank 0's on every rank. Raises RuntimeError on failure, time-out and when ``cancelled()``."""
-        work = self._group.broadcast(tensor, 0)
-        while not work.is_completed():  # a wait() could not be interrupted: gloo cannot abort
-            if cancelled():
-                raise RuntimeError("a receiver failed")
-            time.sleep(POLL_S)
-        work.wait()
-
-    def close(self) -> None:
-        """Leave the group; the other members' pending operations fail.
-
-        Destroying a gloo group waits for its own pending operations, up to their time-out, so a thread does it. They go first:
-        each of them holds the connections open.
+        Raises RuntimeError when a member has left, or does not come in time.
         """
-        keep, self._group, self._pending = [*self._pending.values(), self._group], None, {}
-        closing = threading.Thread(target=keep.clear, name="close-transfer-group", daemon=True)
-        closing.start()
-        closing.join(CLOSE_GRACE_S)
+        try:
+            self._call_roll()
+            yield
+        except BaseException:
+            self.leave()
+            raise
 
-
-def send(
-    group: TransferGroup,
-    manifest: Manifest,
-    tensors: Iterable[Tensor],
-    *,
-    cancelled: Callable[[], bool] = lambda: False,
-    limit: int = BUCKET_BYTES,
-) -> None:
-    """Broadcast ``tensors``, which must be those of the manifest in its order, from rank 0; blocks until they are sent.
-
-    ``cancelled`` is asked while a message waits for its receivers. Raises ValueError where a tensor does not match the
-    manifest, RuntimeError naming the tensors of the message when the broadcast fails, times out or is cancelled.
-    """
-    stream = iter(tensors)
-    for run in buckets(manifest, limit):
-        bucket = torch.empty(run[-1].offset + run[-1].nbytes, dtype=torch.uint8)
-        for entry in run:
-            tensor = next(stream, None)
-            if tensor is None:
-                raise ValueError(f"the weights end before tensor {entry.name!r}, which the manifest announces")
-            if tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
-                raise ValueError(
-                    f"tensor {entry.name!r} is {tensor.dtype} {tuple(tensor.shape)}, but the manifest announces "
-                    f"{entry.dtype} {entry.shape}"
+    def _call_roll(self) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        present = self.store.add(_HERE, 1)
+        while present < self._world_size:
+            if self.broken():
+                raise RuntimeError("a member of the weight-transfer group gave up before all had come")
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{present} of {self._world_size} members of the weight-transfer group came within {self._timeout_s:g} s "
+                    "(rollout.server.transfer_timeout_s)"
                 )
-            entry.view(bucket).copy_(tensor.detach())
-        _broadcast(group, run, bucket, cancelled)
-    if next(stream, None) is not None:
-        raise ValueError(f"there are more tensors than the {len(manifest)} that the manifest announces")
+            time.sleep(ROLL_CALL_POLL_S)
+            present = self._present()
 
+    def broken(self) -> bool:
+        """Whether a member has left, or rank 0, which keeps the store, is gone."""
+        try:
+            return bool(self.store.check([_LEFT]))
+        except RuntimeError:
+            return True
 
-def receive(group: TransferGroup, manifest: Manifest, *, limit: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor on the CPU) as they arrive from rank 0, in the order of the manifest.
+    def leave(self) -> None:
+        """Tells the others that this member is gone."""
+        give_up(self.store)
 
-    The tensors of one message share memory that nothing else uses. Raises RuntimeError naming the tensors of the message when
-    the broadcast fails or times out.
-    """
-    for run in buckets(manifest, limit):
-        bucket = torch.empty(run[-1].offset + run[-1].nbytes, dtype=torch.uint8)
-        _broadcast(group, run, bucket, lambda: False)
-        for entry in run:
-            yield entry.name, entry.view(bucket)
-
-
-def _broadcast(group: TransferGroup, run: list[Entry], bucket: Tensor, cancelled: Callable[[], bool]) -> None:
-    try:
-        group.broadcast(bucket, cancelled)
-    except RuntimeError as error:
-        what = f"tensor {run[0].name!r}" if len(run) == 1 else f"tensors {run[0].name!r} to {run[-1].name!r}"
-        raise RuntimeError(f"the transfer of {what} failed: {error}") from error
+    def _present(self) -> int:
+        try:
+            return int(self.store.add(_HERE, 0))
+        except RuntimeError:
+            raise RuntimeError(
+                "the trainer's rank 0 gave up before all members of the weight-transfer group had come"
+            ) from None

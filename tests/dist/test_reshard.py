@@ -14,10 +14,12 @@ from torch import Tensor
 
 from tepo_megatron.bench.reshard import Setting, run
 from tepo_megatron.bench.reshard_ranks import plan_of
-from tepo_megatron.bridge import move, transport
+from tepo_megatron.bridge import move
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_ranks, tensor_shapes, vllm_ranks
 from tepo_megatron.bridge.plan import reshard_plan
 from tepo_megatron.bridge.sender import ShardSender, decode_order, order_key
+from tepo_megatron.bridge.transport import connect
+from tepo_megatron.bridge.transports.gloo import GlooGroup
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "bridge"))
 from reshard_models import numbered_model, parameters, small_spec
@@ -57,12 +59,12 @@ def worker(rank: int, world: int, group: Any, params: dict[str, Tensor], number:
     dist.broadcast(port, src=0)
     try:
         if int(port):
-            store = transport.connect(HOST, int(port), TIMEOUT_S)
+            store = connect(HOST, int(port), TIMEOUT_S)
             order = decode_order(store.get(order_key(rank)))
-            group = (transport.TransferGroup(store, HOST, rank, world, TIMEOUT_S), order)
+            group = (GlooGroup(store, HOST, rank, world, TIMEOUT_S), order)
         if number == LEAVES and rank == world - 1:
             raise RuntimeError("leaves")
-        move.receive(group[0], group[1][0], params, group[1][1])
+        move.receive(group[0], group[1].incoming, params, group[1].wire)
     except RuntimeError as error:
         group[0].close()
         return None, str(error)

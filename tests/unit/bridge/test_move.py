@@ -4,78 +4,24 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from tepo_megatron.bridge import messages, move
-from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_ranks, tensor_shapes, vllm_ranks
-from tepo_megatron.bridge.messages import End, destination_ends, message_bytes, queues, source_ends, wire_dtype
+from tepo_megatron.bridge import messages
+from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel
+from tepo_megatron.bridge.messages import End, message_bytes, queues, wire_dtype
 from tepo_megatron.bridge.plan import reshard_plan
-from tepo_megatron.bridge.sender import decode_order, encode_order
 from tepo_megatron.bridge.verify import RUN_BYTES, Tally, digest
-from tepo_megatron.types import Box, Region, ReshardPlan
+from tepo_megatron.types import Box, Region
 
 sys.path.insert(0, str(Path(__file__).parent))
-from reshard_models import Case, cases, numbered_model, parameters, small_spec
+from reshard_models import Case, cases, small_spec
 from thread_transport import Mailbox
-
-Params = dict[str, Tensor]
-
-
-def carry_out(
-    plan: ReshardPlan,
-    sources: Sequence[Params],
-    destinations: Sequence[Params],
-    *,
-    limit: int,
-    boxes: Sequence[Mailbox] | None = None,
-) -> list[list[str]]:
-    """All ranks as threads; returns what each destination reported complete, in order."""
-    wire = wire_dtype(next(iter(sources[0].values())).dtype, next(iter(destinations[0].values())).dtype)
-    world = plan.num_sources + plan.num_destinations
-    boxes = boxes or mailboxes(world)
-    completed: list[list[str]] = [[] for _ in destinations]
-
-    def give(rank: int) -> None:
-        outgoing = queues(source_ends(plan, rank), itemsize=wire.itemsize, limit=limit)
-        move.send(boxes[rank], outgoing, sources[rank], wire)
-
-    def take(rank: int) -> None:
-        incoming, dtype = decode_order(encode_order(destination_ends(plan, rank), wire, limit))
-        move.receive(boxes[plan.num_sources + rank], incoming, destinations[rank], dtype, completed[rank].append)
-
-    with ThreadPoolExecutor(world) as pool:
-        work = [pool.submit(give, rank) for rank in range(plan.num_sources)]
-        work += [pool.submit(take, rank) for rank in range(plan.num_destinations)]
-        for request in work:
-            request.result()
-    return completed
-
-
-def mailboxes(world: int) -> list[Mailbox]:
-    letters: dict[tuple[int, int, int], Tensor] = {}
-    arrived = threading.Condition()
-    return [Mailbox(rank, letters, arrived) for rank in range(world)]
-
-
-def setting(case: Case) -> tuple[ReshardPlan, list[Params], list[Params]]:
-    """A plan, the sources' parameters and those that the destinations must end up with."""
-    plan = reshard_plan(case.spec, case.source, case.destination)
-    model = numbered_model(tensor_shapes(case.spec))
-    sources = parameters(megatron_ranks(case.spec, case.source), model)
-    return plan, sources, parameters(vllm_ranks(case.spec, case.destination), model)
-
-
-def blank(params: Params, dtype: torch.dtype | None = None) -> Params:
-    return {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in params.items()}
+from transfers import blank, carry_out, mailboxes, setting
 
 
 @settings(max_examples=40, deadline=None)
@@ -211,7 +157,7 @@ def test_a_digest_depends_on_the_order_of_runs() -> None:
 def test_a_tally_depends_on_which_piece_came_first() -> None:
     first, second = Tally(["a"]), Tally(["a"])
     for one, other in ((3, 5), (5, 3)):
-        first.add("a", one)
-        second.add("a", other)
+        first.add("a", torch.tensor(one))
+        second.add("a", torch.tensor(other))
     assert first.differences(second.as_tensor())
     assert not first.differences(first.as_tensor())

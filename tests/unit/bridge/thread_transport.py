@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -14,6 +18,12 @@ class Mailbox:
         self.rank, self.letters, self.arrived = rank, letters, arrived
         self.landing: dict[tuple[int, int], Tensor] = {}
         self.largest = 0
+
+    def device(self, peer: int) -> torch.device:
+        return torch.device("cpu")
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
         self.largest = max(self.largest, data.nbytes)
@@ -37,3 +47,23 @@ class Mailbox:
         assert letter.shape == landing.shape
         assert letter.dtype == landing.dtype
         landing.copy_(letter)
+
+    def close(self) -> None: ...
+
+    # what gloo offers beside, for a transport that stands on it
+
+    def start_send(self, data: Tensor, peer: int, number: int) -> Work:
+        self.send(data, peer, number)
+        return Work(lambda: None)
+
+    def start_receive(self, data: Tensor, peer: int, number: int) -> Work:
+        def wait() -> None:
+            self.receive(data, peer, number)
+            self.finish(peer, number)
+
+        return Work(wait)
+
+
+@dataclass
+class Work:
+    wait: Callable[[], None]

@@ -1,0 +1,147 @@
+"""The trainer's memory on GPUs that it shares with rollout servers: it leaves for the host, and comes back as it was.
+
+What leaves are whole storages, so that all views of them stay what they are: parameters in Megatron's parameter buffer, shards
+of the distributed optimizer, a tied head. While a storage is away its size is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from torch import Tensor
+
+Occupied = Literal["everything", "weights", "nothing"]
+
+_PARTS: dict[Occupied, frozenset[str]] = {
+    "everything": frozenset({"weights", "optimizer", "gradients"}),
+    "weights": frozenset({"weights"}),
+    "nothing": frozenset(),
+}
+
+
+class Parking:
+    """Storages of one device that are away together, their bytes in host memory (pinned where the device is a GPU).
+
+    Host memory is kept for the next time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._away: list[tuple[Tensor, Tensor]] = []
+        self._spare: dict[int, list[Tensor]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """How much is away."""
+        return sum(kept.nbytes for _, kept in self._away)
+
+    def leave(self, tensors: Iterable[Tensor]) -> None:
+        """Copies the storages of ``tensors`` to the host and frees them; each once, whatever looks at it."""
+        assert not self._away, "they have left already"
+        for storage in _storages(tensors, self._device).values():
+            raw = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            self._away.append((raw, self._host_memory(raw.numel()).copy_(raw, non_blocking=True)))
+        self._settle()
+        for raw, _ in self._away:
+            raw.untyped_storage().resize_(0)
+
+    def come_back(self) -> None:
+        """Gives every storage its memory and its bytes back."""
+        for raw, kept in self._away:
+            raw.untyped_storage().resize_(kept.numel())
+            raw.copy_(kept, non_blocking=True)
+        self._settle()
+        for _, kept in self._away:
+            self._spare.setdefault(kept.numel(), []).append(kept)
+        self._away = []
+
+    def _host_memory(self, size: int) -> Tensor:
+        spare = self._spare.get(size)
+        return spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class Residence:
+    """Which of weights, optimizer state and gradients is on the device. Every rank has one and calls it in step.
+
+    ``models`` are those whose parameters are needed for scoring and sending; ``meet`` returns when all ranks have called it.
+    Gradients are not kept: they are zero between updates. The optimizer's state is its fp32 masters and moments; masters that
+    are the parameters themselves count as weights.
+    """
+
+    def __init__(
+        self,
+        models: Iterable[torch.nn.Module],
+        ddp: DistributedDataParallel,
+        optimizer: MegatronOptimizer,
+        device: torch.device,
+        meet: Callable[[], None],
+    ) -> None:
+        self._models, self._ddp, self._optimizer, self._device, self._meet = list(models), ddp, optimizer, device, meet
+        self._weights, self._state = Parking(device), Parking(device)
+        self._here = _PARTS["everything"]
+        self.most_offloaded = 0
+        """Bytes, of all times."""
+
+    def occupy(self, what: Occupied) -> None:
+        """Brings ``what`` onto the device and takes everything else away.
+
+        Nothing comes before all ranks have called, since rank 0 sends the servers to sleep first; and when this returns, all
+        ranks have made the room that they should.
+        """
+        coming, leaving = _PARTS[what] - self._here, self._here - _PARTS[what]
+        self._here = _PARTS[what]
+        if "gradients" in leaving:
+            self._ddp.offload_grad_buffers(synchronize=self._on_gpu, empty_cache=False)
+        if "optimizer" in leaving:
+            weights = _storages(self._parameters(), self._device)
+            self._state.leave(tensor for tensor in _state(self._optimizer) if _identity(tensor) not in weights)
+        if "weights" in leaving:
+            self._weights.leave(self._parameters())
+        self.most_offloaded = max(self.most_offloaded, self._weights.nbytes + self._state.nbytes)
+        if leaving and self._on_gpu:
+            torch.cuda.empty_cache()
+        if coming or leaving:
+            self._meet()
+        if "weights" in coming:
+            self._weights.come_back()
+        if "optimizer" in coming:
+            self._state.come_back()
+        if "gradients" in coming:
+            self._ddp.restore_grad_buffers(synchronize=self._on_gpu)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (param.detach() for model in self._models for param in model.parameters())
+
+
+def _state(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """Masters and moments, of every optimizer in a chain."""
+    if isinstance(optimizer, ChainedOptimizer):
+        for inner in optimizer.chained_optimizers:
+            yield from _state(inner)
+        return
+    for group in optimizer.optimizer.param_groups:
+        yield from (param.detach() for param in group["params"])
+    for state in optimizer.optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _storages(tensors: Iterable[Tensor], device: torch.device) -> dict[int, torch.UntypedStorage]:
+    """Their storages on the device, by identity; empty ones have nothing to leave behind."""
+    found = {_identity(tensor): tensor.untyped_storage() for tensor in tensors if tensor.device == device}
+    return {identity: storage for identity, storage in found.items() if storage.nbytes()}
+
+
+def _identity(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,106 @@
+"""The trainer leaves the device between its steps and comes back: nothing is left there meanwhile, and training is bit for
+bit the same as if it had stayed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from launch import run_dist
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.data.builtin import resolve_model_path
+from tepo_megatron.types import Rollout, WeightsVersion
+
+STEPS = 2
+Outcome = dict[str, str]
+
+
+def rollouts(step: int) -> list[Rollout]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(3, 60, (4, 6), generator=generator).tolist()
+    return [
+        Rollout(f"p{at // 2}", at // 2, (1, 5), tuple(ids), (-2.0,) * 6, "stop", WeightsVersion(step), reward=float(at % 2))
+        for at, ids in enumerate(tokens)
+    ]
+
+
+def train(config: RunConfig, model_dir: Path, *, moves: bool) -> Outcome:
+    """Updates on a fresh engine; with ``moves`` its memory leaves as the loop has it leave."""
+    from megatron.core import parallel_state
+
+    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.engine.offload import _identity, _state
+    from tepo_megatron.engine.optimizer_state import collect
+
+    engine = Engine(config, model_dir)
+
+    def check(*, weights: bool, rest: bool) -> None:
+        """What has memory. Masters that are parameters go with them."""
+        params = {_identity(param) for param in engine.params.values()}
+        assert {bool(param.untyped_storage().nbytes()) for param in engine.params.values()} == {weights}
+        assert {bool(buffer.grad_data.untyped_storage().nbytes()) for buffer in engine.ddp.buffers} == {rest}
+        state = [tensor for tensor in _state(engine.optimizer) if _identity(tensor) not in params]
+        assert {bool(tensor.untyped_storage().nbytes()) for tensor in state} <= {rest}
+
+    def occupy(what: Any) -> None:
+        if moves:
+            engine.occupy(what)
+            check(weights=what != "nothing", rest=what == "everything")
+
+    digests = []
+    for step in range(STEPS):
+        occupy("nothing")
+        occupy("weights")
+        digest = engine.version(step).digest
+        occupy("nothing")
+        occupy("everything")
+        assert engine.version(step).digest == digest
+        batch = engine.score(engine.share(rollouts(step) if engine.ranks.rank == 0 else None))
+        engine.update(batch)
+        digests.append(engine.version(step).digest)
+    assert len(set(digests)) == STEPS
+    if moves:
+        assert engine.residence is not None
+        assert engine.residence.most_offloaded > 0
+    state = {f"{name} {kind}": name_of(value) for name, kind, value in collect(engine.optimizer, engine.params)}
+    weights = {name: name_of(param.detach()) for name, param in engine.params.items()}
+    parallel_state.destroy_model_parallel()
+    return {**state, **weights}
+
+
+def name_of(tensor: torch.Tensor) -> str:
+    """All its bits."""
+    return hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def both_ways(rank: int, world: int, cases: list[dict[str, Any]]) -> list[tuple[Outcome, Outcome]]:
+    warnings.filterwarnings("ignore")
+    model_dir = resolve_model_path("builtin:tiny")
+    os.environ["WORLD_SIZE"] = str(world)
+    made = []
+    for case in cases:
+        config = RunConfig.model_validate(case)
+        made.append((train(config, model_dir, moves=False), train(config, model_dir, moves=True)))
+    return made
+
+
+def case(dtype: str, dp: int, *, distributed: bool) -> dict[str, Any]:
+    return {
+        "model": {"dtype": dtype},
+        "engine": {"platform": "cpu", "parallel": {"dp": dp}},
+        "optimizer": {"lr": 1e-2, "distributed": distributed},
+        "rollout": {"server": {"placement": "colocated"}},
+    }
+
+
+def test_training_with_and_without_leaving_is_the_same_bit_for_bit() -> None:
+    cases = [case(dtype, 2, distributed=distributed) for dtype in ("float32", "bfloat16") for distributed in (False, True)]
+    for rank in run_dist(2, both_ways, cases):
+        for given, (stayed, moved) in zip(cases, rank, strict=True):
+            assert moved == stayed, given

@@ -1,0 +1,114 @@
+"""Weights between two processes through CUDA IPC on one GPU, and through NCCL where there are two; memory that leaves a GPU."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tepo_megatron.bridge import move
+from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_ranks, tensor_shapes, vllm_ranks
+from tepo_megatron.bridge.plan import reshard_plan
+from tepo_megatron.bridge.sender import ShardSender, decode_order, order_key
+from tepo_megatron.bridge.transport import Kind, connect
+from tepo_megatron.bridge.transports import Member, join
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "bridge"))
+from launch import run_dist
+from reshard_models import numbered_model, parameters, small_spec
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
+
+HOST, TIMEOUT_S = "127.0.0.1", 60.0
+UPDATES = 3
+SPEC = small_spec(hidden_size=192, ffn_size=512, vocab_size=1000)  # messages of many sizes, some of them direct
+SOURCES, DESTINATIONS = megatron_ranks(SPEC, MegatronParallel()), vllm_ranks(SPEC, VllmParallel())
+MODEL = numbered_model(tensor_shapes(SPEC))
+
+KINDS = [
+    pytest.param("ipc", id="ipc"),
+    pytest.param(
+        "nccl", id="nccl", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank")
+    ),
+]
+
+
+def sends(kind: Kind, device: torch.device, dies: bool) -> Any:
+    plan = reshard_plan(SPEC, MegatronParallel(), VllmParallel(), {0: 0} if kind == "ipc" else None)
+    params = {name: tensor.float().to(device) for name, tensor in parameters(SOURCES, MODEL)[0].items()}
+    sender = ShardSender(
+        plan, params, rank=0, dtype=torch.float32, told=lambda value: value, timeout_s=TIMEOUT_S, device=device, transport=kind
+    )
+    dist.broadcast(torch.tensor([sender.open(HOST)]), src=0)
+    sender.join()
+    for _ in range(UPDATES):
+        sender.send()
+        for tensor in params.values():
+            tensor *= 2
+    failed_after = -1.0
+    if dies:
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"sending|NCCL could not start"):
+            sender.send()
+        failed_after = time.monotonic() - began
+    sender.close()
+    return failed_after
+
+
+def receives(kind: Kind, device: torch.device, dies: bool) -> Any:
+    port = torch.zeros(1, dtype=torch.int64)
+    dist.broadcast(port, src=0)
+    store = connect(HOST, int(port), TIMEOUT_S)
+    order = decode_order(store.get(order_key(1)))
+    group = join(kind, store, Member(1, 2, device, HOST, takes=order.takes), TIMEOUT_S)
+    right = []
+    for update in range(UPDATES):
+        expected = {name: tensor.float() * 2**update for name, tensor in parameters(DESTINATIONS, MODEL)[0].items()}
+        found = {name: torch.zeros(tensor.shape, device=device) for name, tensor in expected.items()}
+        move.receive(group, order.incoming, found, order.wire)
+        right.append(all(torch.equal(found[name].cpu(), expected[name]) for name in found))
+    if dies:
+        time.sleep(1)
+    group.close()
+    return right
+
+
+def work(rank: int, world: int, kind: Kind, dies: bool) -> Any:
+    device = torch.device("cuda", rank if kind == "nccl" else 0)
+    torch.cuda.set_device(device)
+    return (receives if rank else sends)(kind, device, dies)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_value_arrives_update_after_update(kind: Kind) -> None:
+    _, right = run_dist(2, work, kind, False)
+    assert right == [True] * UPDATES
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_that_leaves_ends_the_sending_long_before_the_time_out(kind: Kind) -> None:
+    failed_after, right = run_dist(2, work, kind, True)
+    assert right == [True] * UPDATES
+    assert 0 <= failed_after < TIMEOUT_S / 2
+
+
+def test_what_leaves_a_gpu_frees_its_memory_and_comes_back() -> None:
+    from tepo_megatron.engine.offload import Parking
+
+    device = torch.device("cuda", 0)
+    whole = torch.randn(2**24, device=device)
+    views, alone = [whole[: 2**20].view(1024, 1024), whole[2**20 :]], torch.randn(1000, device=device)
+    before, used = [tensor.cpu() for tensor in (*views, alone)], torch.cuda.memory_allocated()
+    parking = Parking(device)
+    for _ in range(2):
+        parking.leave([*views, alone])
+        assert parking.nbytes >= whole.nbytes + alone.nbytes
+        assert torch.cuda.memory_allocated() <= used - whole.nbytes
+        parking.come_back()
+        assert all(torch.equal(tensor.cpu(), value) for tensor, value in zip((*views, alone), before, strict=True))

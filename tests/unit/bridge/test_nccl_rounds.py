@@ -1,0 +1,155 @@
+"""NCCL transport over a stand-in for NCCL: no plan can deadlock it, no buffer is touched too early, no dead rank hangs it.
+
+NCCL itself: tests/gpu.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tepo_megatron.bridge import messages
+from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel
+from tepo_megatron.bridge.transports import nccl
+from tepo_megatron.bridge.transports.nccl import NcclGroup
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fake_nccl import Fabric, FakeProcessGroup
+from reshard_models import Case, cases, small_spec
+from transfers import blank, carry_out, setting
+
+CPU = torch.device("cpu")
+
+
+class Rollcall:
+    """In place of the store: whether somebody has left."""
+
+    def __init__(self) -> None:
+        self.left = threading.Event()
+
+    def broken(self) -> bool:
+        return self.left.is_set()
+
+    def leave(self) -> None:
+        self.left.set()
+
+
+def groups(world: int, fabric: Fabric, *, timeout_s: float = 60.0) -> list[NcclGroup]:
+    meeting = Rollcall()
+    return [
+        NcclGroup(FakeProcessGroup(fabric, rank), lambda: None, meeting, CPU, timeout_s)  # type: ignore[arg-type]
+        for rank in range(world)
+    ]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    case=cases(), limit=st.sampled_from([64, 1000, 2**20]), alone=st.sampled_from([1, 100, 2**18]), seed=st.integers(0, 2**16)
+)
+def test_whatever_the_plan_all_rounds_end_and_bring_what_they_should(case: Case, limit: int, alone: int, seed: int) -> None:
+    plan, sources, expected = setting(case)
+    found = [blank(params) for params in expected]
+    boxes = groups(plan.num_sources + plan.num_destinations, Fabric(seed))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "ALONE_BYTES", alone)
+        carry_out(plan, sources, found, limit=limit, boxes=boxes)
+    for wanted, got in zip(expected, found, strict=True):
+        assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+
+
+def test_the_stand_in_hangs_where_nccl_would() -> None:
+    """Two ranks that send to each other before they receive: apart it is a circle, in one group call it is not."""
+    for together in (False, True):
+        fabric, calls = Fabric(), []
+        for rank in (0, 1):
+            group = FakeProcessGroup(fabric, rank)
+            group._start_coalescing(CPU)
+            group.send([torch.full((2,), rank)], 1 - rank, 0)
+            if not together:
+                calls.append(group._end_coalescing(CPU))
+                group._start_coalescing(CPU)
+            group.recv([torch.zeros(2, dtype=torch.int64)], 1 - rank, 0)
+            calls.append(group._end_coalescing(CPU))
+        ended = [any(call.is_completed() for _ in range(100)) for call in calls]
+        assert ended == [together] * len(calls)
+
+
+@pytest.mark.parametrize("cause", ["time-out", "another rank leaves", "cancelled"])
+def test_a_dead_worker_ends_the_sending_of_all_ranks(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "LOOK_ROUND_S", 0.01)
+    plan, sources, expected = setting(Case(small_spec(), MegatronParallel(2, 1), VllmParallel(2), {}))
+    fabric = Fabric()
+    fabric.dead.add(3)
+    boxes = groups(4, fabric, timeout_s=0.5 if cause == "time-out" else 60.0)
+    if cause == "cancelled":
+        boxes[0].cancelled = lambda: True
+    elif cause != "time-out":
+        threading.Timer(0.2, boxes[1].close).start()
+    found = [blank(params) for params in expected]
+
+    def leave_when_failing(rank: int) -> None:  # as a worker and a trainer rank do
+        group = boxes[rank]
+        finish = group.finish
+
+        def finish_or_leave(peer: int, number: int) -> None:
+            try:
+                finish(peer, number)
+            except RuntimeError:
+                group.close()
+                raise
+
+        group.finish = finish_or_leave  # type: ignore[method-assign]
+
+    for rank in range(4):
+        leave_when_failing(rank)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"sending '.*' to rank \d failed: (NCCL did not finish|another member|a receiver)"):
+        carry_out(plan, sources, found, limit=64, boxes=boxes)
+    assert time.monotonic() - began < 30  # and all threads have ended, far from the 60 s
+
+
+def test_a_failure_within_a_round_closes_the_group_call() -> None:
+    """NCCL counts open group calls by thread: the trainer's own communication comes next in this one."""
+    fabric = Fabric()
+    group = groups(2, fabric)[0]
+
+    def fail() -> None:
+        with group.together():
+            group.send(torch.zeros(1), 1, 0)
+            raise ValueError("unpacked")
+
+    with pytest.raises(ValueError, match="unpacked"):
+        fail()
+    assert group._group.call is None
+    with pytest.raises(AssertionError, match="within together"):
+        group.send(torch.zeros(1), 1, 1)
+
+
+def test_only_the_group_itself_is_made_with_errors_left_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    with nccl._errors_are_ours():
+        assert nccl.os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in nccl.os.environ
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    with pytest.raises(OSError, match="no GPU"), nccl._errors_are_ours():
+        raise OSError("no GPU")
+    assert nccl.os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+
+
+def test_connecting_is_given_up_when_a_member_leaves_or_is_late() -> None:
+    never, meeting = threading.Event(), Rollcall()
+    with pytest.raises(RuntimeError, match=r"within 0.1 s"):
+        nccl._within(0.1, lambda: never.wait(60) and None, meeting)  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="refused"):
+        nccl._within(60, lambda: (_ for _ in ()).throw(OSError("refused")), meeting)  # type: ignore[arg-type]
+    meeting.leave()
+    with pytest.raises(RuntimeError, match="a member left while NCCL connected"):
+        nccl._within(60, lambda: never.wait(60) and None, meeting)  # type: ignore[arg-type]
+    never.set()
