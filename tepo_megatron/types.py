@@ -28,7 +28,7 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class WeightsVersion:
-    """Which weights: the optimizer-side step after which they were taken, and a digest of their bytes (hex, may be empty)."""
+    """Which weights: the step after which they were taken, and their ``bridge.fingerprint`` in hex, or empty if not known."""
 
     step: int
     digest: str = ""

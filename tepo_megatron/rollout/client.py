@@ -8,9 +8,12 @@ from typing import Any
 
 import httpx
 
-from tepo_megatron.bridge.transport import Manifest
+from tepo_megatron.bridge.broadcast import Manifest
 from tepo_megatron.rollout.server import IDLE_CONNECTION_S, MODEL_NAME
 from tepo_megatron.types import WeightsVersion
+
+SLEEPS = frozenset({"weights", "kv_cache"})
+"""What a server gives up when it sleeps, under vLLM's names."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,12 @@ class Client:
     """Requests to one server; may be used from several threads.
 
     Every method raises RuntimeError, with the address and what the server said, when the server cannot be reached, takes longer
-    than ``timeout_s`` seconds, or answers with an error.
+    than ``timeout_s`` seconds, or answers with an error. ``asleep`` is what the server has given up of the GPU.
     """
 
     def __init__(self, url: str, key: str, timeout_s: float) -> None:
         self.url = url
+        self.asleep: frozenset[str] = frozenset()
         self._timeout_s = timeout_s
         self._http = httpx.Client(
             base_url=url,
@@ -62,6 +66,7 @@ class Client:
         version: WeightsVersion,
     ) -> list[list[Response]]:
         """``n`` continuations of each prompt of token ids, all under one seed; ``version`` is stamped on them."""
+        self._check_awake()
         body = {
             "model": MODEL_NAME,
             "prompt": [list(prompt) for prompt in prompts],
@@ -83,6 +88,26 @@ class Client:
             raise RuntimeError(f"{self.url} returned {len(responses)} responses to {len(prompts)} prompts with n = {n}")
         return [responses[first : first + n] for first in range(0, len(responses), n)]
 
+    def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
+        """The natural-log probability of every token of ``prompt`` but the first, as the model has it: under temperature 1."""
+        self._check_awake()
+        body = {
+            "model": MODEL_NAME,
+            "prompt": [list(prompt)],
+            "max_tokens": 1,
+            "prompt_logprobs": 0,  # only those of the prompt's own tokens; vLLM applies no temperature to them
+            "return_token_ids": True,
+        }
+        reply = self._post("/v1/completions", body)
+        try:
+            scored = reply["choices"][0]["prompt_logprobs"][1:]
+            found = [float(scores[str(token)]["logprob"]) for token, scores in zip(prompt[1:], scored, strict=True)]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise RuntimeError(
+                f"{self.url} answered /v1/completions with something else than the log-probs of the prompt: {error!r}"
+            ) from error
+        return found
+
     def pause(self) -> None:
         """Hold requests where they are."""
         self._post("/pause?mode=keep")
@@ -90,6 +115,21 @@ class Client:
     def resume(self) -> None:
         """Let the held requests go on."""
         self._post("/resume")
+
+    def sleep(self) -> None:
+        """Give the GPU up: requests end, cache and weights are dropped, new ones must come before the next sample.
+
+        That is vLLM's level 2. Level 1 would keep a copy of the weights on the host, only for the next update to replace it.
+        """
+        self._post("/sleep?level=2")
+        self.asleep = SLEEPS
+
+    def wake(self, *tags: str) -> None:
+        """Take memory back for ``tags`` (``weights``, ``kv_cache``); requests are served again when there is all of it."""
+        tags = tuple(tag for tag in tags if tag in self.asleep)
+        if tags:
+            self._post("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
+            self.asleep -= set(tags)
 
     def reset_prefix_cache(self) -> None:
         """Forget cached keys and values, which belong to older weights."""
@@ -126,6 +166,13 @@ class Client:
     def finish_update(self, version: WeightsVersion) -> None:
         """Let the model take the weights into use, and the server remember their version."""
         self._post("/finish_weight_update", {"weight_version": f"{version.step}:{version.digest}"})
+
+    def _check_awake(self) -> None:
+        if self.asleep:
+            raise RuntimeError(
+                f"{self.url} is asleep: its {' and '.join(sorted(self.asleep))} are not on the GPU, and a request would wait "
+                "for ever; hand the weights over and wake it first"
+            )
 
     def _response(self, choice: dict[str, Any], version: WeightsVersion) -> Response:
         ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
 from torch import Tensor
 
+from tepo_megatron.bridge.broadcast import Manifest
 from tepo_megatron.bridge.sender import ShardSender
-from tepo_megatron.bridge.transport import Manifest
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rollout.client import Client, Response
-from tepo_megatron.rollout.external import ExternalServer, external_servers
+from tepo_megatron.rollout.external import ExternalServer
 from tepo_megatron.rollout.requests import prompt_seed, split_prompts
-from tepo_megatron.rollout.server import Server, bind_cores
+from tepo_megatron.rollout.server import Server, at_once
+from tepo_megatron.rollout.servers import make_servers
 from tepo_megatron.rollout.sync import BroadcastSync, ShardSync, WeightSync
 from tepo_megatron.types import WeightsVersion
 
@@ -32,8 +32,10 @@ class ServerDied(RuntimeError):  # noqa: N818
 class Fleet:
     """``config.count`` vLLM servers of one model. Used by one process, the trainer's rank 0, from one thread.
 
-    They are processes of this machine, or with ``config.placement = "external"`` those that ``tepo serve`` runs: then starting
-    waits for them, stopping leaves them, and reviving has their nodes replace them.
+    They are processes of this machine, on GPUs from ``first_gpu`` on; or with ``config.placement = "external"`` those that
+    ``tepo serve`` runs: then starting waits for them, stopping leaves them, and reviving has their nodes replace them. With
+    ``"colocated"`` they share the trainer's GPUs: they sleep after starting, reviving and :meth:`sleep`, and after an update
+    until :meth:`wake`.
 
     ``dtype`` is that of the weights unless the config has its own; ``stop_token_ids`` end a response, and are its last id when
     they do; ``log_dir`` gets a ``server-N.log`` of each; the weights in ``model_dir`` are version 0. A context manager:
@@ -49,26 +51,14 @@ class Fleet:
         stop_token_ids: Sequence[int],
         log_dir: Path,
         seed: int = 0,
+        first_gpu: int = 0,
     ) -> None:
         self._stop_token_ids = tuple(stop_token_ids)
-        self._servers: list[Server] | list[ExternalServer]
-        if config.placement == "external":
-            config, self._key, self._servers = external_servers(config, log_dir)
-        else:
-            self._key = secrets.token_urlsafe(32)
-            self._servers = [
-                Server(
-                    config,
-                    model_dir=model_dir,
-                    dtype=dtype if config.dtype == "auto" else config.dtype,
-                    cores=cores,
-                    key=self._key,
-                    log=log_dir / f"server-{index}.log",
-                    seed=seed + index,
-                )
-                for index, cores in enumerate(_cores(config))
-            ]
+        config, self._key, self._servers = make_servers(
+            config, model_dir=model_dir, dtype=dtype, log_dir=log_dir, seed=seed, first_gpu=first_gpu
+        )
         self._config = config
+        self._sleeps = config.placement == "colocated"
         self._clients: list[Client] = []
         self._sync: WeightSync | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -94,7 +84,7 @@ class Fleet:
         after stopping all, if one does not come up.
         """
         self._start(self._servers)
-        self._version = WeightsVersion(0)
+        self._version = None if self._sleeps else WeightsVersion(0)
 
     def stop(self) -> None:
         """End all processes of all servers, within seconds, for good; does nothing if there are none."""
@@ -104,13 +94,11 @@ class Fleet:
 
     def _end(self) -> None:
         self._version = None
-        if self._sync is not None:
-            self._sync.close()
-            self._sync = None
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None
-        _each(self._servers, lambda server: server.stop())
+        self._close_sync()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+        at_once(self._servers, lambda server: server.stop())
         for client in self._clients:
             client.close()
         self._clients = []
@@ -186,6 +174,30 @@ class Fleet:
             raise
         return groups
 
+    def prompt_logprobs(self, prompt: Sequence[int]) -> dict[str, list[float]]:
+        """Address → log-probs of the tokens of a prompt but the first, under temperature 1. Raises as :meth:`generate`."""
+        found: dict[str, list[float]] = {}
+        self._on_all(lambda client: found.update({client.url: client.prompt_logprobs(prompt)}))
+        return found
+
+    def sleep(self) -> None:
+        """Colocated servers give the trainer's GPUs up, with their weights; others do nothing. ServerDied as ever."""
+        if self._sleeps:
+            self._version = None
+            self._on_all(Client.sleep)
+
+    def wake(self) -> None:
+        """After an update: colocated servers take memory for their caches, and sample again; others do nothing."""
+        if self._sleeps:
+            self._on_all(lambda client: client.wake("kv_cache"))
+
+    def _on_all(self, request: Callable[[Client], None]) -> None:
+        try:
+            at_once(self._clients, request)
+        except RuntimeError as error:
+            self._raise_if_dead(error)
+            raise
+
     def update_weights(self, version: WeightsVersion, manifest: Manifest, tensors: Iterable[Tensor]) -> None:
         """Put full tensors into all servers, from this process; ``version`` is stamped on every later response.
 
@@ -218,10 +230,9 @@ class Fleet:
         if not self._clients:
             raise RuntimeError("the fleet is not started; call start() first")
         if not isinstance(self._sync, way):
-            if self._sync is not None:
-                self._sync.close()
-            config = self._config
-            self._sync = way(self._clients, host=config.host, tp=config.tp, timeout_s=config.transfer_timeout_s)
+            self._close_sync()
+            host, timeout_s = self._config.host, self._config.transfer_timeout_s
+            self._sync = way(self._clients, host=host, tp=self._config.tp, timeout_s=timeout_s, asleep=self._sleeps)
         self._version = None
         try:
             push(self._sync)
@@ -234,8 +245,13 @@ class Fleet:
             if self._version is None:
                 self._end()
 
+    def _close_sync(self) -> None:
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
+
     def revive(self) -> bool:
-        """Start the servers that are gone again; True if there were any: the caller must then call update_weights().
+        """Start the servers that are gone again; True if there were any: the weights must then be handed over again.
 
         Raises RuntimeError when that would be more than ``config.max_restarts`` in this run, or a server does not come up.
         """
@@ -248,9 +264,7 @@ class Fleet:
             allowed = self._config.max_restarts
             raise RuntimeError(f"rollout servers died {self._restarts} times; rollout.server.max_restarts = {allowed}.\n{logs}")
         self._version = None
-        if self._sync is not None:
-            self._sync.close()
-            self._sync = None
+        self._close_sync()
         self._start(gone)
         return True
 
@@ -263,13 +277,15 @@ class Fleet:
                 for server in servers:
                     server.start(taken)
                     taken.add(server.port)
-            _each(servers, lambda server: server.wait_ready())
+            at_once(servers, lambda server: server.wait_ready())
+            for client in self._clients:
+                client.close()
+            self._clients = [Client(server.url, self._key, self._config.request_timeout_s) for server in self._servers]
+            if self._sleeps:
+                at_once(self._clients, Client.sleep)
         except BaseException:
             self._end()
             raise
-        for client in self._clients:
-            client.close()
-        self._clients = [Client(server.url, self._key, self._config.request_timeout_s) for server in self._servers]
         if self._pool is None:
             width = len(self._servers) * self._config.max_num_seqs  # what the servers run at once
             self._pool = ThreadPoolExecutor(width, thread_name_prefix="rollout")
@@ -279,21 +295,3 @@ class Fleet:
         if dead:
             logs = "\n".join(server.log_end() for server in dead)
             raise ServerDied(f"rollout server gone: {', '.join(server.url for server in dead)} ({cause}).\n{logs}") from cause
-
-
-def _cores(config: ServerConfig) -> list[str]:
-    """The cores of each server's workers: spread where the config says ``auto``, otherwise the config's for every server."""
-    if config.cpu_threads == "auto":
-        return bind_cores(config.count, config.tp)
-    return [config.cpu_threads] * config.count
-
-
-def _each(servers: Sequence[Server | ExternalServer], action: Callable[[Server | ExternalServer], None]) -> None:
-    """Do it to all servers at once; raises the first error when one fails, without waiting for the others."""
-    pool = ThreadPoolExecutor(len(servers), thread_name_prefix="server")
-    try:
-        requests = [pool.submit(action, server) for server in servers]
-        for request in wait(requests, return_when=FIRST_EXCEPTION).done:
-            request.result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rollout.registry import Registration, is_retired, register, shared_key, with_own_address
-from tepo_megatron.rollout.server import Server, bind_cores
+from tepo_megatron.rollout.server import Server, worker_cores
 
 POLL_S = 1.0
 
@@ -28,7 +28,7 @@ class Node:
         assert server.registry is not None
         self._folder, self._first = server.registry, share.start
         own = with_own_address(server)
-        cores = [own.cpu_threads] * len(share) if own.cpu_threads != "auto" else bind_cores(len(share), own.tp)
+        cores = worker_cores(own, len(share))
         key = shared_key(server.registry)
         self._servers = [
             Server(

@@ -9,13 +9,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from typing import TypeVar
 
 from tepo_megatron.bridge.transport import BACKEND
 from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.rollout.quantization import check_quantization
+
+T = TypeVar("T")
 
 MODEL_NAME = "policy"
 """What requests call the served model."""
@@ -55,6 +60,8 @@ class Server:
         seed: int = 0,
         gpus: Sequence[int] = (),
     ) -> None:
+        """Raises ValueError where this machine cannot serve the config's quantization."""
+        check_quantization(config.quantization)
         self.config = config
         self.log = log
         self.port = 0
@@ -159,9 +166,13 @@ class Server:
             "--logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from: under the temperature
             "--generation-config": "vllm",  # a top-p in the model's folder must not bend what is sampled
         }
+        if config.quantization != "none":
+            options["--quantization"] = config.quantization
         if config.max_model_len is not None:
             options["--max-model-len"] = config.max_model_len
         flags = ["--skip-tokenizer-init", "--disable-log-stats", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
+        if config.placement == "colocated":
+            flags.append("--enable-sleep-mode")
         if not on_gpu:
             # vLLM rewinds a seeded request's generator between the chunks of its prompt, which a CPU generator cannot do
             flags += ["--enforce-eager", "--no-enable-chunked-prefill"]
@@ -181,11 +192,12 @@ class Server:
             "PYTHONUNBUFFERED": "1",
         }
         if on_gpu and self._gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._gpus))
+            environment["CUDA_VISIBLE_DEVICES"] = visible_gpus(self._gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
         if not on_gpu:
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(self.config.cpu_kv_cache_gib)
             environment["VLLM_CPU_OMP_THREADS_BIND"] = self._cores
             environment["OMP_NUM_THREADS"] = "1"  # of the processes around the workers
+            environment["TORCHDYNAMO_DISABLE"] = "1"  # a few small functions, for whose compilation the first requests wait
         return environment
 
 
@@ -226,6 +238,38 @@ def bind_cores(servers: int, tp: int, available: Sequence[int] | None = None) ->
     step = max(1, len(cores) // workers)
     bound = [str(cores[worker * step % len(cores)]) for worker in range(workers)]
     return ["|".join(bound[first : first + tp]) for first in range(0, workers, tp)]
+
+
+def at_once(servers: Sequence[T], action: Callable[[T], None]) -> None:
+    """Do it to all servers at once; raises the first error when one fails, without waiting for the others."""
+    pool = ThreadPoolExecutor(len(servers), thread_name_prefix="server")
+    try:
+        requests = [pool.submit(action, server) for server in servers]
+        for request in wait(requests, return_when=FIRST_EXCEPTION).done:
+            request.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def worker_cores(config: ServerConfig, servers: int) -> list[str]:
+    """``VLLM_CPU_OMP_THREADS_BIND`` of each of a machine's servers: spread where the config says ``auto``, else as it says."""
+    return bind_cores(servers, config.tp) if config.cpu_threads == "auto" else [config.cpu_threads] * servers
+
+
+def visible_gpus(gpus: Sequence[int], own: str | None) -> str:
+    """``CUDA_VISIBLE_DEVICES`` of a server on the GPUs that this process, for which the variable is ``own``, numbers so.
+
+    Raises ValueError where it does not see so many.
+    """
+    if not own:
+        return ",".join(map(str, gpus))
+    names = own.split(",")
+    if max(gpus) >= len(names):
+        raise ValueError(
+            f"a rollout server should run on GPU {max(gpus)}, but CUDA_VISIBLE_DEVICES = {own} shows {len(names)}; show more, "
+            "or lower rollout.server.tp or count"
+        )
+    return ",".join(names[gpu] for gpu in gpus)
 
 
 def _resolve(host: str) -> tuple[int, int, int, str, tuple[str | int, ...]]:

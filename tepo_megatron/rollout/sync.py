@@ -1,5 +1,8 @@
 """Puts the trainer's weights into running servers: pause, transfer, finish, forget the prefix cache, resume.
 
+Servers that share the trainer's GPUs come asleep, which holds requests as a pause does. They get memory for weights only,
+and are left without a cache, until the trainer has made room for it.
+
 After a failure the servers' weights are undefined: they must be restarted, and a new sync made.
 """
 
@@ -12,9 +15,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from tepo_megatron.bridge import transport
+from tepo_megatron.bridge import broadcast
+from tepo_megatron.bridge.broadcast import Manifest
 from tepo_megatron.bridge.sender import ShardSender
-from tepo_megatron.bridge.transport import Manifest
+from tepo_megatron.bridge.transport import listen
+from tepo_megatron.bridge.transports.gloo import GlooGroup
 from tepo_megatron.rollout.client import Client
 from tepo_megatron.types import WeightsVersion
 
@@ -24,11 +29,13 @@ T = TypeVar("T")
 class WeightSync(ABC):
     """The servers' part of an update, whichever way the weights come. The transfer group is formed at the first update.
 
-    ``host`` is an address of this machine that the servers reach; ``tp`` the workers of each.
+    ``host`` is an address of this machine that the servers reach; ``tp`` the workers of each; ``asleep``: servers sleep
+    before every update.
     """
 
-    def __init__(self, clients: Sequence[Client], *, host: str, tp: int, timeout_s: float) -> None:
+    def __init__(self, clients: Sequence[Client], *, host: str, tp: int, timeout_s: float, asleep: bool = False) -> None:
         self._clients, self._host, self._tp, self._timeout_s = list(clients), host, tp, timeout_s
+        self._asleep = asleep
         self._pool = ThreadPoolExecutor(len(self._clients) + 1, thread_name_prefix="weight-sync")
 
     def close(self) -> None:
@@ -41,7 +48,7 @@ class WeightSync(ABC):
         """Close the connections to the workers, so that what they still wait for fails."""
 
     def _begin(self) -> None:
-        self._everywhere(Client.pause)
+        self._everywhere((lambda client: client.wake("weights")) if self._asleep else Client.pause)
         self._everywhere(Client.start_update)
 
     def _join(self, enter: Callable[[], T], port: int, *, first_worker: int, world_size: int, sharded: bool) -> T:
@@ -71,17 +78,21 @@ class WeightSync(ABC):
         receiving = [self._pool.submit(receive, client) for client in self._clients]
         try:
             send(lambda: any(_failed(request) for request in receiving))
+            wait(receiving, return_when=FIRST_EXCEPTION)
+            if causes := _causes(receiving):
+                raise RuntimeError(causes)
         except RuntimeError as error:
-            # This end only sees a connection close; which server failed, and at what, is in that server's answer.
+            # This end only sees a connection close; which server failed, and at what, is in that server's answer. Other servers
+            # may wait for a trainer rank that waits for the one that failed, until this one leaves.
             self._leave()
             wait(receiving, self._timeout_s)
             raise RuntimeError(_causes(receiving) or str(error)) from error
-        self._collect(receiving)
 
     def _finish(self, version: WeightsVersion) -> None:
         self._everywhere(lambda client: client.finish_update(version))
         self._everywhere(Client.reset_prefix_cache)
-        self._everywhere(Client.resume)
+        if not self._asleep:
+            self._everywhere(Client.resume)
 
     def _everywhere(self, request: Callable[[Client], None]) -> None:
         self._collect([self._pool.submit(request, client) for client in self._clients])
@@ -95,7 +106,7 @@ class WeightSync(ABC):
 class BroadcastSync(WeightSync):
     """Full tensors, from this process to all workers: the group is this process and the workers."""
 
-    _group: transport.TransferGroup | None = None
+    _group: GlooGroup | None = None
 
     def push(self, version: WeightsVersion, manifest: Manifest, tensors: Iterable[Tensor]) -> None:
         """Send all tensors of the manifest, in its order, and have every server use them from the next token on.
@@ -106,15 +117,15 @@ class BroadcastSync(WeightSync):
         self._begin()
         self._transfer(
             lambda client: client.receive_tensors(manifest),
-            lambda cancelled: transport.send(group, manifest, tensors, cancelled=cancelled),
+            lambda cancelled: broadcast.send(group, manifest, tensors, cancelled=cancelled),
         )
         self._finish(version)
 
-    def _form(self) -> transport.TransferGroup:
+    def _form(self) -> GlooGroup:
         world_size = 1 + self._tp * len(self._clients)
-        store, port = transport.listen(self._host)
+        store, port = listen(self._host)
         return self._join(
-            lambda: transport.TransferGroup(store, self._host, 0, world_size, self._timeout_s),
+            lambda: GlooGroup(store, self._host, 0, world_size, self._timeout_s),
             port,
             first_worker=1,
             world_size=world_size,
@@ -146,7 +157,7 @@ class ShardSync(WeightSync):
         else:
             sender.announce()
         self._begin()
-        self._transfer(Client.receive_shards, lambda _: sender.send())
+        self._transfer(Client.receive_shards, sender.send)
         self._finish(version)
 
     def _leave(self) -> None:

@@ -6,13 +6,16 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.data.prompts import encode_prompt
 from tepo_megatron.data.sampler import ProblemSampler
+from tepo_megatron.engine.placement import first_server_gpu, this_machine
 from tepo_megatron.evaluate.run import evaluate
 from tepo_megatron.reward.pool import RewardPool
+from tepo_megatron.rollout.canary import Canary, tolerance
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
 from tepo_megatron.train.inputs import Inputs
@@ -38,8 +41,19 @@ class Driver(Protocol):
         """Returns when the servers answer."""
 
     def collect(self, step: int) -> list[Rollout] | None: ...
-    def publish(self, step: int, engine: Engine) -> bool:
-        """Hands the engine's weights over; whether a server died under it, was revived, and has stale weights."""
+    def publish(self, version: WeightsVersion, engine: Engine) -> bool:
+        """Hands the engine's weights over; whether a server died under it."""
+
+    def wake(self, died: bool) -> bool:
+        """After ``publish``, which returned ``died``: has the servers sample again, the dead revived; whether some weights are
+        stale.
+        """
+
+    def rest(self) -> None:
+        """Has servers that share the trainer's GPUs sleep, until the next ``publish`` and ``wake``."""
+
+    def compare(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Holds the servers' log-probs of a prompt against the trainer's; RuntimeError where they are too far apart."""
 
     def evaluate(self, step: int) -> None: ...
     def log(self, step: int, row: Mapping[str, float]) -> None: ...
@@ -62,13 +76,22 @@ class Follower:
     def collect(self, step: int) -> None:
         return None
 
-    def publish(self, step: int, engine: Engine) -> bool:
+    def publish(self, version: WeightsVersion, engine: Engine) -> bool:
         if engine.config.rollout.replay is None:
             if engine.config.rollout.server.transfer == "reshard":
                 engine.sender.follow()
             else:
                 exhaust(engine.stream_weights())
         return False
+
+    def wake(self, died: bool) -> bool:
+        return False
+
+    def rest(self) -> None:
+        return None
+
+    def compare(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
+        return None
 
     def evaluate(self, step: int) -> None:
         return None
@@ -84,7 +107,7 @@ class Follower:
 
 
 class RootDriver:
-    """Rank 0's. Making it starts servers and verifiers, in the background."""
+    """Rank 0's. Making it starts servers and verifiers, in the background; servers on the trainer's GPUs wait for ``ready``."""
 
     def __init__(self, config: RunConfig, inputs: Inputs, output: Output) -> None:
         self.config = config
@@ -104,10 +127,14 @@ class RootDriver:
                 stop_token_ids=self.tokenizer.eos_ids,
                 log_dir=config.output / "logs",
                 seed=config.seed,
+                first_gpu=first_server_gpu(config, this_machine()),
             )
-            # The servers take tens of seconds to come up; the model is built meanwhile.
-            self._starting = ThreadPoolExecutor(1, "fleet").submit(self.fleet.start)
+            if config.rollout.server.placement != "colocated":
+                # The servers take tens of seconds to come up; the model is built meanwhile.
+                self._starting = ThreadPoolExecutor(1, "fleet").submit(self.fleet.start)
         self._drawn: tuple[int, list[Problem]] = (-1, [])
+        self._canary = Canary(tolerance(config))
+        self._compared: dict[str, float] = {}
         self._evaluation: dict[str, float] = {}
         self._failed_rewards = 0
 
@@ -125,9 +152,13 @@ class RootDriver:
             return None, True
 
     def ready(self) -> None:
+        if self.fleet is None:
+            return
+        self.output.progress.phase("servers")  # no phase of the stopwatch: it is no part of a step
         if self._starting is not None:
-            self.output.progress.phase("servers")  # no phase of the stopwatch: it is no part of a step
             self._starting.result()
+        else:
+            self.fleet.start()
 
     # -- rollouts --------------------------------------------------------------------------------------------------------
 
@@ -183,17 +214,37 @@ class RootDriver:
 
     # -- weights ---------------------------------------------------------------------------------------------------------
 
-    def publish(self, step: int, engine: Engine) -> bool:
+    def publish(self, version: WeightsVersion, engine: Engine) -> bool:
         if self.config.rollout.replay is not None:
             return False
-        version = WeightsVersion(step)
         if self.config.rollout.server.transfer == "reshard":
-            _, died = self.attempt(lambda: self._fleet().update_shards(version, engine.sender))
+            hand_over = partial(self._fleet().update_shards, version, engine.sender)
         else:
             manifest = [(meta.name, meta.shape, meta.dtype) for meta in engine.manifest]
             tensors = (tensor for _, tensor in engine.stream_weights() if tensor is not None)
-            _, died = self.attempt(lambda: self._fleet().update_weights(version, manifest, tensors))
-        return died
+            hand_over = partial(self._fleet().update_weights, version, manifest, tensors)
+        try:
+            hand_over()
+        except ServerDied as error:  # revived by ``wake``, when the trainer has made room on GPUs that they share
+            self.output.message(f"{error}; starting it again")
+            return True
+        return False
+
+    def wake(self, died: bool) -> bool:
+        if self.fleet is None:
+            return False
+        if died:
+            self.fleet.revive()
+            return True
+        return self.attempt(self.fleet.wake)[1]
+
+    def rest(self) -> None:
+        if self.fleet is not None:
+            self.attempt(self.fleet.sleep)
+
+    def compare(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
+        gap = self._canary.check(step, prompt, logprobs, self._fleet().prompt_logprobs(prompt))
+        self._compared = {"canary/max_logprob_gap": gap}
 
     def _fleet(self) -> Fleet:
         assert self.fleet is not None, "a replayed run has no servers"
@@ -222,11 +273,11 @@ class RootDriver:
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         split = self.watch.split()
-        figures = {"weights_version": float(max(step - 1, 0)), **row, **self._evaluation}
+        figures = {"weights_version": float(max(step - 1, 0)), **row, **self._evaluation, **self._compared}
         if "response_tokens" in row:
             figures["tokens/s"] = row["response_tokens"] / split["time/step"]
             figures["reward/failed"] = float(self._failed_rewards)
-        self._evaluation, self._failed_rewards = {}, 0
+        self._evaluation, self._compared, self._failed_rewards = {}, {}, 0
         self.output.write_row(step, {**figures, **split})
 
     def state(self) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from tepo_megatron.data.problems import load_problems
 from tepo_megatron.data.prompts import encode_prompt, usable_problems
 from tepo_megatron.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from tepo_megatron.engine.checkpoint_folder import newest
+from tepo_megatron.engine.placement import check_placement, this_machine
 from tepo_megatron.reward.verifiers import resolve_verifier
+from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.types import Problem
 
 
@@ -34,6 +36,7 @@ def check_model(config: RunConfig) -> Path:
     """
     model_dir = resolve_model_path(config.model.path)
     layout = config.engine.parallel
+    check_placement(config, this_machine())
     if config.train.resume:
         newest(config.output / "checkpoints")
     read_model_spec(model_dir).check_parallel(tp=layout.tp, pp=layout.pp)
@@ -46,7 +49,8 @@ def read_inputs(config: RunConfig, model_dir: Path) -> Inputs:
     """Tokenizer and problems, each checked against the model; no process is started and nothing is written.
 
     Raises ValueError for whatever the user can mend: an unknown verifier, a tokenizer of another model, a damaged data file, a
-    prompt that leaves no room for a response, replayed rollouts that are not there.
+    prompt that leaves no room for a response, replayed rollouts that are not there, a quantization that this machine's servers
+    cannot do.
     """
     tokenizer = load_tokenizer(model_dir)
     check_tokenizer(tokenizer, model_dir)
@@ -54,6 +58,8 @@ def read_inputs(config: RunConfig, model_dir: Path) -> Inputs:
     replay = config.rollout.replay
     if replay is not None and not replay.is_dir():
         raise ValueError(f"rollout.replay = {replay} is not a folder; give one that a run with rollout.record=true has written")
+    if replay is None and config.rollout.server.placement != "external":
+        check_quantization(config.rollout.server.quantization)
     train, train_out = usable_problems(load_problems(config.data.train), tokenizer, config.data)
     heldout: list[Problem] = []
     heldout_out = 0

@@ -1,7 +1,7 @@
 """A trainer at TP2 hands its weights to a real vLLM server and says what each side then computes: sync_world.py OUT.
 
-Writes OUT/report.json: per sync the server's greedy tokens, and the largest difference between the log-probs that it
-sampled with and the trainer's for the same tokens; and OUT/model-N, the weights of sync N.
+Writes OUT/report.json: per sync the server's greedy tokens, the largest difference between the log-probs that it sampled with
+and the trainer's for the same tokens, and what the canary says of it; and OUT/model-N, the weights of sync N.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.data.problems import load_problems
 from tepo_megatron.data.tokenizer import load_tokenizer
+from tepo_megatron.rollout.canary import Canary, canary_prompt, tolerance
 from tepo_megatron.rollout.fleet import Fleet
-from tepo_megatron.types import Rollout, WeightsVersion
+from tepo_megatron.types import Rollout
 
 TEMPERATURE = 0.8
 
@@ -40,6 +41,28 @@ def sample(fleet: Fleet, prompts: list[tuple[int, ...]], seed: int) -> list[Roll
         for group, responses in enumerate(groups)
         for at, response in enumerate(responses)
     ]
+
+
+def ask(canary: Canary, engine: Any, fleet: Fleet | None, step: int) -> float | str:
+    """The canary's largest difference, or what it stops the run with; every rank calls, rank 0 gets it."""
+    prompt = canary_prompt(engine.spec.vocab_size, engine.spec.max_positions)
+    logprobs = engine.prompt_logprobs(prompt)
+    if fleet is None:
+        return 0.0
+    try:
+        return canary.check(step, prompt, logprobs, fleet.prompt_logprobs(prompt))
+    except RuntimeError as error:
+        return str(error)
+
+
+def ask_with_a_permuted_tensor(engine: Any, fleet: Fleet | None) -> float | str:
+    """As it would be if one projection had come to the servers with its rows in another order."""
+    weight = engine.params["decoder.layers.0.self_attention.linear_proj.weight"].data
+    kept = weight.clone()
+    weight.copy_(kept.roll(1, 0))
+    said = ask(Canary(tolerance(engine.config)), engine, fleet, 2)
+    weight.copy_(kept)
+    return said
 
 
 def main() -> None:
@@ -70,13 +93,17 @@ def main() -> None:
             log_dir=out,
         )
         fleet.start()
+        urls = fleet.urls
     report: list[dict[str, Any]] = []
     try:
+        canary = Canary(tolerance(config))
         for sync in range(3):
+            version = engine.version(sync)
             if fleet is not None:
-                fleet.update_shards(WeightsVersion(sync), engine.sender)
+                fleet.update_shards(version, engine.sender)
             else:
                 engine.sender.follow()
+            canary_gap = ask(canary, engine, fleet, sync)
             engine.export(out / f"model-{sync}")
             rollouts = sample(fleet, prompts, seed=sync) if fleet is not None else None
             batch = engine.score(engine.share(rollouts))
@@ -88,16 +115,21 @@ def main() -> None:
                     {
                         "greedy": [list(group[0].response_ids) for group in greedy],
                         "version": greedy[0][0].weights_version.step,
+                        "digest": greedy[0][0].weights_version.digest,
+                        "canary": canary_gap,
                         "logprob_gap": float(gap.abs().max()),
                         "mismatch_kl": float((gap.exp() - gap - 1).mean()),
                     }
                 )
+            permuted = ask_with_a_permuted_tensor(engine, fleet) if sync == 2 else 0.0
             engine.update(batch)
+        stale = ask(canary, engine, fleet, 3)
     finally:
         if fleet is not None:
             fleet.stop()
     if engine.ranks.rank == 0:
-        (out / "report.json").write_text(json.dumps({"prompts": prompts, "eos": tokenizer.eos_ids, "syncs": report}))
+        wrong = {"permuted": permuted, "stale": stale, "urls": urls}
+        (out / "report.json").write_text(json.dumps({"prompts": prompts, "eos": tokenizer.eos_ids, "syncs": report, **wrong}))
     engine.close()
 
 

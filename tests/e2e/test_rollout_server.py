@@ -196,6 +196,31 @@ def test_new_weights_are_used_from_the_next_token_on_and_the_old_ones_come_back(
     assert sample(fleet, seed=7) == before  # to the last bit, stamped versions included
 
 
+def test_a_server_sleeps_and_wakes_around_an_update_as_on_shared_gpus(
+    fleet: Fleet, first_weights: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own order of sleep, partial waking and scheduling; on a CPU no memory goes or comes with it."""
+    monkeypatch.setattr(fleet, "_sleeps", True)
+    fleet._close_sync()
+    for seed in (3, 4):
+        other = random_model(seed)
+        fleet.sleep()
+        with pytest.raises(RuntimeError, match="do not have the current weights"):
+            greedy(fleet)
+        sync(fleet, other, WeightsVersion(seed))
+        assert httpx.get(fleet.urls[0] + "/is_sleeping", headers=authorised(fleet)).json() == {"is_sleeping": True}
+        with pytest.raises(RuntimeError, match="asleep: its kv_cache are not on the GPU"):
+            greedy(fleet)
+        fleet.wake()
+        assert httpx.get(fleet.urls[0] + "/is_sleeping", headers=authorised(fleet)).json() == {"is_sleeping": False}
+        assert greedy(fleet) == greedy_oracle(other)
+    fleet._close_sync()
+
+
+def authorised(fleet: Fleet) -> dict[str, str]:
+    return {"Authorization": f"Bearer {fleet._key}"}
+
+
 @pytest.mark.parametrize("key", [None, "wrong"])
 @pytest.mark.parametrize(
     ("method", "path"),

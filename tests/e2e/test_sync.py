@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
+from tepo_megatron.bridge.fingerprint import fingerprint
+from tepo_megatron.types import Box, Shard
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +59,26 @@ def test_each_sync_changed_what_the_server_says(world: tuple[Path, dict[str, Any
 def test_logprobs_of_server_and_trainer_agree_on_real_rollouts(world: tuple[Path, dict[str, Any]], sync: int) -> None:
     assert world[1]["syncs"][sync]["logprob_gap"] < 1e-4
     assert world[1]["syncs"][sync]["mismatch_kl"] < 1e-6
+
+
+def test_the_canary_passes_after_every_sync(world: tuple[Path, dict[str, Any]]) -> None:
+    assert all(sync["canary"] < 1e-4 for sync in world[1]["syncs"])
+
+
+@pytest.mark.parametrize("fault", ["stale", "permuted"])
+def test_the_canary_stops_at_old_weights_and_at_permuted_ones(world: tuple[Path, dict[str, Any]], fault: str) -> None:
+    """Stale: the trainer made one more step that the server was not told of."""
+    said = world[1][fault]
+    assert isinstance(said, str), said
+    assert f"{world[1]['urls'][0]} gives token" in said
+    assert "the trainer -" in said
+
+
+@pytest.mark.parametrize("sync", range(3))
+def test_responses_carry_the_digest_of_the_weights_that_gave_them(world: tuple[Path, dict[str, Any]], sync: int) -> None:
+    """A trainer at TP2 says the same as the file that it exports, whole tensors."""
+    tensors = load_file(world[0] / f"model-{sync}" / "model.safetensors")
+    boxes = {name: Box((0,) * tensor.ndim, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    whole = fingerprint([Shard(name, box, name, box) for name, box in boxes.items()], tensors)
+    assert world[1]["syncs"][sync]["digest"] == f"{whole:016x}"
+    assert len({each["digest"] for each in world[1]["syncs"]}) == 3

@@ -8,11 +8,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from tepo_megatron.bridge import move, transport
-from tepo_megatron.bridge.messages import Queues
-from tepo_megatron.bridge.sender import decode_order, order_key
+from tepo_megatron.bridge import broadcast, move
+from tepo_megatron.bridge.sender import Order, decode_order, order_key
+from tepo_megatron.bridge.transport import Group, connect, own_address
+from tepo_megatron.bridge.transports import Member, join
+from tepo_megatron.bridge.transports.gloo import GlooGroup
+from tepo_megatron.rollout.plugin.experts import pack_experts_again
 from tepo_megatron.rollout.plugin.shards import ShardLoader
 
 
@@ -47,24 +55,28 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
-    _group: transport.TransferGroup | None = None
+    _group: Group | None = None
     _loader: ShardLoader | None = None
-    _order: tuple[Queues, torch.dtype] | None = None
+    _order: Order | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Enter the trainer's group; one that was joined before is left. RuntimeError if the orders do not fit the model."""
         self.shutdown()
-        store = transport.connect(init_info.host, init_info.port, init_info.timeout_s)
+        store = connect(init_info.host, init_info.port, init_info.timeout_s)
         rank = init_info.rank_offset + self.parallel_config.rank
+        address = own_address(init_info.host, init_info.port)
         if init_info.sharded:
             self._order = decode_order(store.get(order_key(rank)))
-            self._loader = ShardLoader(self.model, self._order[0], quantization=self.model_config.quantization)
-        address = transport.own_address(init_info.host, init_info.port)
-        self._group = transport.TransferGroup(store, address, rank, init_info.world_size, init_info.timeout_s)
+            self._loader = ShardLoader(self.model, self._order.incoming)
+            member = Member(rank, init_info.world_size, self.device, address, takes=self._order.takes)
+            self._group = join(self._order.transport, store, member, init_info.timeout_s)
+        else:
+            self._group = GlooGroup(store, address, rank, init_info.world_size, init_info.timeout_s)
 
     def start_weight_update(self) -> None:
         """Prepare the model for new tensors, in the way that the group was entered for."""
         self._joined()
+        pack_experts_again(self.model)
         if self._loader is None:
             initialize_layerwise_reload(self.model)
         else:
@@ -76,6 +88,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         try:
             with torch.no_grad():
                 if self._loader is None:
+                    assert isinstance(group, GlooGroup)
                     self._receive_tensors(group, update_info)
                 else:
                     self._receive_shards(group, self._loader)
@@ -83,16 +96,16 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             self.shutdown()  # closes the connections, so that the trainer's end fails at once
             raise
 
-    def _joined(self) -> transport.TransferGroup:
+    def _joined(self) -> Group:
         if self._group is None:
             raise RuntimeError("this worker is in no weight-transfer group; call /init_weight_transfer_engine first")
         return self._group
 
-    def _receive_tensors(self, group: transport.TransferGroup, update_info: UpdateInfo) -> None:
+    def _receive_tensors(self, group: GlooGroup, update_info: UpdateInfo) -> None:
         current = ["the first tensor"]
 
         def stream() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in transport.receive(group, update_info.manifest):
+            for name, tensor in broadcast.receive(group, update_info.manifest):
                 current[0] = repr(name)
                 yield name, tensor
 
@@ -101,21 +114,39 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         except Exception as error:
             raise RuntimeError(f"the weight update failed at {current[0]}: {error}") from error
 
-    def _receive_shards(self, group: transport.TransferGroup, loader: ShardLoader) -> None:
+    def _receive_shards(self, group: Group, loader: ShardLoader) -> None:
         assert self._order is not None
-        incoming, wire = self._order
         try:
-            move.receive(group, incoming, loader, wire, loader.complete)
+            move.receive(group, self._order.incoming, loader, self._order.wire, loader.complete)
         except Exception as error:
             worker = self.parallel_config.rank
             raise RuntimeError(f"the weight update failed in worker {worker} of this server: {error}") from error
 
     def finish_weight_update(self) -> None:
         """Let every layer process its new weights."""
+        if self._loader is not None:
+            with torch.no_grad():
+                self._loader.finish()
         finalize_layerwise_reload(self.model, self.model_config)
+        if self._loader is None:
+            _process_tied_heads(self.model)
 
     def shutdown(self) -> None:
         """Leave the group."""
         if self._group is not None:
             self._group.close()
         self._group = self._loader = self._order = None
+
+
+def _process_tied_heads(model: torch.nn.Module) -> None:
+    """No full tensor bears the name of a head that shares the embedding's weight, so vLLM's reload leaves what the head made of
+    the old weight (on a CPU a packed copy, which it computes with) in use.
+    """
+    plain = [
+        module
+        for module in model.modules()
+        if isinstance(module, VocabParallelEmbedding) and isinstance(module.quant_method, UnquantizedEmbeddingMethod)
+    ]
+    for head in plain:
+        if isinstance(head, ParallelLMHead) and any(other is not head and other.weight is head.weight for other in plain):
+            head.quant_method.process_weights_after_loading(head)

@@ -113,3 +113,38 @@ def test_a_server_that_is_not_there_is_named() -> None:
     url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
     with pytest.raises(RuntimeError, match=rf"POST {url}/pause\?mode=keep: .*[Cc]onnect"):
         Client(url, KEY, 5.0).pause()
+
+
+def scored(prompt: list[int], logprobs: list[float]) -> bytes:
+    tokens = [None, *({str(token): {"logprob": value, "rank": 1}} for token, value in zip(prompt[1:], logprobs, strict=True))]
+    return json.dumps({"choices": [{"prompt_logprobs": tokens}]}).encode()
+
+
+def test_a_prompt_is_scored_without_its_first_token(serve: Serve) -> None:
+    seen: list[Any] = []
+
+    def answer(path: str, body: Any, headers: dict[str, str]) -> Reply:
+        seen.append((path, body))
+        return 200, scored([4, 9, 7], [-0.5, -2.25])
+
+    assert serve(answer).prompt_logprobs((4, 9, 7)) == [-0.5, -2.25]
+    (path, body) = seen[0]
+    assert path == "/v1/completions"
+    assert {"prompt": [[4, 9, 7]], "prompt_logprobs": 0, "max_tokens": 1}.items() <= body.items()
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"{}",
+        b'{"choices": []}',
+        b'{"choices": [{"prompt_logprobs": null}]}',
+        scored([4, 9], [-1.0]),
+        scored([4, 9, 8], [-1.0] * 2),
+    ],
+)
+def test_scores_of_another_prompt_are_no_answer(serve: Serve, reply: bytes) -> None:
+    client = serve(lambda path, body, headers: (200, reply))
+    with pytest.raises(RuntimeError, match="something else than the log-probs of the prompt") as caught:
+        client.prompt_logprobs((4, 9, 7))
+    assert client.url in str(caught.value)

@@ -1,36 +1,44 @@
 """Members of one transfer group as threads of this process, over real gloo connections."""
 
+import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.bridge import transport
-from tepo_megatron.bridge.transport import TransferGroup
+from tepo_megatron.bridge import broadcast, transport
+from tepo_megatron.bridge.plan import plan_moves
+from tepo_megatron.bridge.sender import ShardSender
+from tepo_megatron.bridge.transport import Kind
+from tepo_megatron.bridge.transports import Member, join
+from tepo_megatron.bridge.transports.gloo import GlooGroup
+from tepo_megatron.types import Box, Shard, ShardLayout
 
 HOST = "127.0.0.1"
 WORLD = 3
+WHOLE = Box((0, 0), (2, 2))
+LAYOUT = ShardLayout({"t": (2, 2)}, (Shard("t", WHOLE, "p", WHOLE),), {"p": (2, 2)})
 
 
-def make_group(world_size: int = WORLD, timeout_s: float = 20.0) -> list[TransferGroup]:
+def make_group(world_size: int = WORLD, timeout_s: float = 20.0) -> list[GlooGroup]:
     store, port = transport.listen(HOST)
 
-    def member(rank: int) -> TransferGroup:
-        return TransferGroup(
-            store if rank == 0 else transport.connect(HOST, port, timeout_s), HOST, rank, world_size, timeout_s
-        )
+    def member(rank: int) -> GlooGroup:
+        return GlooGroup(store if rank == 0 else transport.connect(HOST, port, timeout_s), HOST, rank, world_size, timeout_s)
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(member, range(world_size)))
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[list[TransferGroup]]:
+def group() -> Iterator[list[GlooGroup]]:
     members = make_group()
     yield members
     for member in members:
@@ -58,32 +66,32 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 @settings(max_examples=40, deadline=None)
 @given(specs=tensor_specs, limit=st.sampled_from([1, 16, 64, 2**20]), seed=st.integers(0, 2**31))
 def test_every_receiver_gets_every_tensor_bit_by_bit(
-    group: list[TransferGroup], specs: list[tuple[tuple[int, ...], str]], limit: int, seed: int
+    group: list[GlooGroup], specs: list[tuple[tuple[int, ...], str]], limit: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     manifest = [(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(specs)]
     sent = [random_tensor(shape, dtype, generator) for shape, dtype in specs]
     with ThreadPoolExecutor(WORLD) as pool:
-        receiving = [pool.submit(lambda m: list(transport.receive(m, manifest, limit=limit)), member) for member in group[1:]]
-        transport.send(group[0], manifest, iter(sent), limit=limit)
+        receiving = [pool.submit(lambda m: list(broadcast.receive(m, manifest, limit=limit)), member) for member in group[1:]]
+        broadcast.send(group[0], manifest, iter(sent), limit=limit)
         for request in receiving:
             received = request.result()
             assert [name for name, _ in received] == [name for name, _, _ in manifest]
             assert all(same_bits(a, b) for a, (_, b) in zip(sent, received, strict=True))
 
 
-def test_strided_tensors_that_need_gradients_are_sent_by_value(group: list[TransferGroup]) -> None:
+def test_strided_tensors_that_need_gradients_are_sent_by_value(group: list[GlooGroup]) -> None:
     weight = torch.arange(12.0).view(3, 4).requires_grad_()
     with ThreadPoolExecutor(WORLD) as pool:
-        receiving = [pool.submit(lambda m: dict(transport.receive(m, [("w", (4, 3), "float32")])), m) for m in group[1:]]
-        transport.send(group[0], [("w", (4, 3), "float32")], [weight.t()])
+        receiving = [pool.submit(lambda m: dict(broadcast.receive(m, [("w", (4, 3), "float32")])), m) for m in group[1:]]
+        broadcast.send(group[0], [("w", (4, 3), "float32")], [weight.t()])
         assert all(torch.equal(request.result()["w"], weight.detach().t()) for request in receiving)
 
 
 @given(specs=tensor_specs, limit=st.integers(1, 4096))
 def test_buckets_hold_the_manifest_in_order_within_the_limit(specs: list[tuple[tuple[int, ...], str]], limit: int) -> None:
     manifest = [(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(specs)]
-    runs = transport.buckets(manifest, limit)
+    runs = broadcast.buckets(manifest, limit)
     assert [entry.name for run in runs for entry in run] == [name for name, _, _ in manifest]
     for run in runs:
         assert len(run) == 1 or run[-1].offset + run[-1].nbytes <= limit
@@ -92,19 +100,19 @@ def test_buckets_hold_the_manifest_in_order_within_the_limit(specs: list[tuple[t
 
 
 def test_a_small_model_is_one_message() -> None:
-    assert len(transport.buckets([(f"t{i}", (256, 256), "float32") for i in range(40)])) == 1
+    assert len(broadcast.buckets([(f"t{i}", (256, 256), "float32") for i in range(40)])) == 1
 
 
 @pytest.mark.parametrize(
     ("manifest", "message"),
     [([("a", (2,), "float33")], "unknown dtype 'float33'"), ([("a", (2,), "int8"), ("a", (2,), "int8")], "'a' occurs twice")],
 )
-def test_a_bad_manifest_is_refused(manifest: transport.Manifest, message: str) -> None:
+def test_a_bad_manifest_is_refused(manifest: broadcast.Manifest, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        transport.buckets(manifest)
+        broadcast.buckets(manifest)
 
 
-def alone() -> TransferGroup:
+def alone() -> GlooGroup:
     return make_group(world_size=1)[0]
 
 
@@ -119,7 +127,7 @@ def alone() -> TransferGroup:
 )
 def test_tensors_that_do_not_match_the_manifest_are_refused(tensors: list[torch.Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        transport.send(alone(), [("a", (2,), "float32")], tensors)
+        broadcast.send(alone(), [("a", (2,), "float32")], tensors)
 
 
 BIG = [("big", (64 * 2**20,), "uint8")]  # more than the sockets buffer, so that the sender has to wait
@@ -130,7 +138,7 @@ def test_a_cancelled_send_returns_and_names_the_tensor() -> None:
     cancelled = threading.Event()
     threading.Timer(0.3, cancelled.set).start()
     with pytest.raises(RuntimeError, match=r"transfer of tensor 'big' failed: a receiver failed"):
-        transport.send(sender, BIG, [torch.zeros(64 * 2**20, dtype=torch.uint8)], cancelled=cancelled.is_set)
+        broadcast.send(sender, BIG, [torch.zeros(64 * 2**20, dtype=torch.uint8)], cancelled=cancelled.is_set)
     sender.close()
     receiver.close()
 
@@ -139,7 +147,7 @@ def test_a_receiver_that_leaves_ends_the_send() -> None:
     sender, receiver = make_group(2, timeout_s=120.0)
     threading.Timer(0.3, receiver.close).start()
     with pytest.raises(RuntimeError, match=r"transfer of tensor 'big' failed"):
-        transport.send(sender, BIG, [torch.zeros(64 * 2**20, dtype=torch.uint8)])
+        broadcast.send(sender, BIG, [torch.zeros(64 * 2**20, dtype=torch.uint8)])
     sender.close()
 
 
@@ -147,11 +155,59 @@ def test_a_sender_that_leaves_ends_the_receive() -> None:
     sender, receiver = make_group(2, timeout_s=120.0)
     threading.Timer(0.3, sender.close).start()
     with pytest.raises(RuntimeError, match=r"transfer of tensor 'big' failed"):
-        list(transport.receive(receiver, BIG))
+        list(broadcast.receive(receiver, BIG))
     receiver.close()
 
 
 def test_members_that_do_not_come_are_not_awaited_for_ever() -> None:
     store, _ = transport.listen(HOST)
     with pytest.raises(RuntimeError):
-        TransferGroup(store, HOST, 0, 2, 0.5)
+        GlooGroup(store, HOST, 0, 2, 0.5)
+
+
+def test_nobody_waits_for_members_when_one_has_given_up() -> None:
+    """A minute is what they would wait otherwise."""
+    store, port = transport.listen(HOST)
+    with ThreadPoolExecutor(2) as pool:
+        coming = [
+            pool.submit(lambda rank: GlooGroup(transport.connect(HOST, port, 60), HOST, rank, 3, 60.0), rank) for rank in (1, 2)
+        ]
+        transport.give_up(store)
+        for member in coming:
+            with pytest.raises(RuntimeError, match="gave up before all had come"):
+                member.result(20)
+
+
+def test_the_trainers_ranks_leave_a_meeting_to_which_a_server_does_not_come() -> None:
+    """The server has answered that it fails; the ranks are on their way into the group, and would wait for its workers."""
+    word: queue.Queue[Any] = queue.Queue()
+    plan = plan_moves(*[[layout] * 2 for layout in (LAYOUT, LAYOUT)])
+
+    def told(rank: int, value: Any) -> Any:
+        if rank:
+            return word.get(timeout=60)
+        word.put(value)
+        return value
+
+    options: dict[str, Any] = {"dtype": torch.float32, "timeout_s": 60.0}
+    root, other = (
+        ShardSender(plan, {"p": torch.zeros(2, 2)}, rank=rank, told=partial(told, rank), **options) for rank in (0, 1)
+    )
+    with ThreadPoolExecutor(2) as pool:
+        root.open(HOST)
+        root.announce()
+        following, joining = pool.submit(other.follow), pool.submit(root.join)
+        with pytest.raises(TimeoutError):
+            joining.result(0.5)
+        root.close()
+        root.conclude(arrived=False)
+        following.result(20)
+        with pytest.raises(RuntimeError, match="gave up"):
+            joining.result(20)
+
+
+@pytest.mark.parametrize("kind", ["nccl", "ipc"])
+def test_a_member_without_a_gpu_is_told_what_to_set(kind: Kind) -> None:
+    store, _ = transport.listen(HOST)
+    with pytest.raises(RuntimeError, match=rf"rank 1 .* runs on cpu, but rollout.server.transport = {kind} needs CUDA on both"):
+        join(kind, store, Member(1, 2, torch.device("cpu"), HOST), 1.0)

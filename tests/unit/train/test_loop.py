@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tepo_megatron.config import EvaluateConfig, RolloutConfig, RunConfig, TrainConfig
+from tepo_megatron.config.rollout import CanaryConfig
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.engine.step import UpdateResult
 from tepo_megatron.train.loop import Loop
@@ -25,11 +28,44 @@ def rollouts(count: int) -> list[Rollout]:
 
 
 class Recorder:
-    """Engine and driver at once; ``dies_at`` names calls under which a server dies, once each."""
+    """Engine and driver at once; ``dies_at`` names calls under which a server dies, once each.
 
-    def __init__(self, dies_at: tuple[str, ...] = ()) -> None:
+    It keeps count of who has the GPU, where they are shared: two of trainer, servers' weights and servers' caches at most, and
+    never the trainer's optimizer beside anything of a server.
+    """
+
+    def __init__(self, dies_at: tuple[str, ...] = (), *, shares_gpus: bool = False) -> None:
         self.calls: list[str] = []
         self.dies_at = list(dies_at)
+        self.shares_gpus = shares_gpus
+        self.trainer, self.servers = "everything", "absent"
+
+    def _check_gpus(self, *, trainer: str, servers: str) -> None:
+        if self.shares_gpus:
+            assert (self.trainer, self.servers) == (trainer, servers)
+
+    # memory
+    def occupy(self, what: str) -> None:
+        self.trainer = what
+        allowed = {
+            "everything": ("absent", "asleep"),
+            "weights": ("asleep",),
+            "nothing": ("absent", "asleep", "weights", "gone"),
+        }
+        assert not self.shares_gpus or self.servers in allowed[what]
+
+    def memory(self) -> dict[str, float]:
+        return {"memory/peak_gib": 1.0}
+
+    def rest(self) -> None:
+        assert self.servers == "awake"
+        self.servers = "asleep" if self.shares_gpus else "awake"
+
+    def wake(self, died: bool) -> bool:
+        self._check_gpus(trainer="nothing", servers="gone" if died else "weights")
+        dies = "wake" in self.dies_at and self._dies("wake")
+        self.servers = "asleep" if died or dies else "awake"  # a server that was revived sleeps
+        return died or dies
 
     def _dies(self, call: str) -> bool:
         self.calls.append(call)
@@ -46,14 +82,26 @@ class Recorder:
         return pack(given)
 
     def score(self, batch: Batch) -> Batch:
+        self._check_gpus(trainer="everything", servers="asleep")
         self.calls.append("score")
         return batch
+
+    spec = SimpleNamespace(vocab_size=50, max_positions=64)
+
+    def version(self, step: int) -> WeightsVersion:
+        return WeightsVersion(step, f"{step:016x}")
+
+    def prompt_logprobs(self, prompt: tuple[int, ...]) -> list[float]:
+        assert self.trainer == "weights"
+        assert len(prompt) == 32
+        return [-1.0] * 31
 
     def update(self, batch: Batch) -> UpdateResult:
         self.calls.append(f"update {batch.num_sequences}")
         return UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, sums={"entropy/mean": (3.0, 4.0)}, extrema={"ratio/max": 1.5})
 
     def save(self, folder: Any, *, step: int, state: dict[str, Any]) -> None:
+        self._check_gpus(trainer="everything", servers="asleep")
         self.calls.append(f"save {step}")
 
     # driver
@@ -61,18 +109,32 @@ class Recorder:
         return contextlib.nullcontext()
 
     def attempt(self, work: Callable[[], Any]) -> tuple[Any, bool]:
+        self._check_gpus(trainer="nothing", servers="awake")
         result = work()
-        return (None, True) if result == "died" else (result, False)
+        if result == "died":
+            self.servers = "asleep"
+            return None, True
+        return result, False
 
     def ready(self) -> None:
+        self._check_gpus(trainer="nothing", servers="absent")
+        self.servers = "asleep"
         self.calls.append("ready")
 
     def collect(self, step: int) -> Any:
         return "died" if self._dies(f"collect {step}") else rollouts(6)
 
-    def publish(self, step: int, engine: Any) -> bool:
+    def publish(self, version: WeightsVersion, engine: Any) -> bool:
         assert engine is self
-        return self._dies(f"publish {step}")
+        assert version == self.version(version.step)
+        self._check_gpus(trainer="weights", servers="asleep")
+        died = self._dies(f"publish {version.step}")
+        self.servers = "gone" if died else "weights"
+        return died
+
+    def compare(self, step: int, prompt: tuple[int, ...], logprobs: list[float]) -> Any:
+        assert len(logprobs) == len(prompt) - 1
+        return "died" if self._dies(f"compare {step}") else None
 
     def evaluate(self, step: int) -> Any:
         return "died" if self._dies(f"evaluate {step}") else None
@@ -83,18 +145,21 @@ class Recorder:
             assert row["reward/mean"] == 0.5
             assert row["entropy/mean"] == pytest.approx(0.75)
             assert row["ratio/max"] == 1.5
+            assert row["memory/peak_gib"] == 1.0
 
     def state(self) -> dict[str, Any]:
         return {}
 
 
-def run(steps: int, *, dies_at: tuple[str, ...] = (), every: int = 2) -> list[str]:
+def run(
+    steps: int, *, dies_at: tuple[str, ...] = (), every: int = 2, canary: int = 1, shares_gpus: bool = False, **rollout: Any
+) -> list[str]:
     config = RunConfig(
-        rollout=RolloutConfig(prompts_per_step=3, samples_per_prompt=2),
+        rollout=RolloutConfig(prompts_per_step=3, samples_per_prompt=2, canary=CanaryConfig(every=canary), **rollout),
         train=TrainConfig(steps=steps, minibatches=2, save_every=1),
         evaluate=EvaluateConfig(every=every),
     )
-    recorder = Recorder(dies_at)
+    recorder = Recorder(dies_at, shares_gpus=shares_gpus)
     Loop(config, recorder, recorder).run()  # type: ignore[arg-type]
     return recorder.calls
 
@@ -103,10 +168,27 @@ STEP = ["score", "update 3", "update 3"]
 
 
 def test_the_order_of_a_run() -> None:
-    first = ["ready", "publish 0", "evaluate 0", "log 0"]
-    one = ["collect 0", *STEP, "publish 1", "log 1", "save 1"]
-    two = ["collect 1", *STEP, "publish 2", "evaluate 2", "log 2", "save 2"]
+    first = ["ready", "publish 0", "compare 0", "evaluate 0", "log 0"]
+    one = ["collect 0", *STEP, "publish 1", "compare 1", "log 1", "save 1"]
+    two = ["collect 1", *STEP, "publish 2", "compare 2", "evaluate 2", "log 2", "save 2"]
     assert run(2) == first + one + two
+
+
+def test_on_shared_gpus_the_two_take_turns_and_the_servers_get_their_weights_again_after_a_checkpoint() -> None:
+    """Who may be there when is what the recorder asserts."""
+    first = ["ready", "publish 0", "compare 0", "evaluate 0", "log 0"]
+    one = ["collect 0", *STEP, "publish 1", "compare 1", "log 1", "save 1", "publish 1", "compare 1"]
+    two = ["collect 1", *STEP, "publish 2", "compare 2", "evaluate 2", "log 2", "save 2"]
+    assert run(2, shares_gpus=True) == first + one + two
+
+
+@pytest.mark.parametrize(("canary", "compared"), [(0, []), (1, [0, 1, 2, 3, 4]), (3, [0, 3])])
+def test_the_canary_is_asked_as_often_as_wanted(canary: int, compared: list[int]) -> None:
+    assert [int(call.split()[1]) for call in run(4, canary=canary) if call.startswith("compare")] == compared
+
+
+def test_a_replayed_run_has_no_servers_to_ask(tmp_path: Path) -> None:
+    assert not [call for call in run(2, replay=tmp_path) if call.startswith("compare")]
 
 
 def test_the_last_step_is_evaluated_and_saved_once() -> None:
@@ -118,14 +200,19 @@ def test_the_last_step_is_evaluated_and_saved_once() -> None:
 @pytest.mark.parametrize(
     ("dies_at", "expected"),
     [
-        (("collect 0",), ["collect 0", "publish 0", "collect 0"]),
-        (("evaluate 1",), ["evaluate 1", "publish 1", "evaluate 1"]),
-        (("publish 1",), ["publish 1", "publish 1"]),
-        (("collect 0", "publish 0"), ["collect 0", "publish 0", "collect 0"]),
+        (("collect 0",), ["collect 0", "publish 0", "compare 0", "collect 0"]),
+        (("evaluate 1",), ["evaluate 1", "publish 1", "compare 1", "evaluate 1"]),
+        (("publish 1",), ["publish 1", "publish 1", "compare 1"]),
+        (("compare 1",), ["publish 1", "compare 1", "publish 1", "compare 1", "evaluate 1"]),
+        (("collect 0", "publish 0"), ["collect 0", "publish 0", "compare 0", "collect 0"]),
+        (("wake",), ["publish 0", "wake", "publish 0", "compare 0"]),
     ],
 )
-def test_a_server_that_died_gets_the_weights_before_the_work_is_repeated(dies_at: tuple[str, ...], expected: list[str]) -> None:
-    calls = run(1, dies_at=dies_at, every=1)
+@pytest.mark.parametrize("shares_gpus", [False, True])
+def test_a_server_that_died_gets_the_weights_before_the_work_is_repeated(
+    dies_at: tuple[str, ...], expected: list[str], shares_gpus: bool
+) -> None:
+    calls = run(1, dies_at=dies_at, every=1, shares_gpus=shares_gpus)
     text = " | ".join(calls)
     assert " | ".join(expected) in text
     assert calls.count("log 1") == 1

@@ -1,0 +1,56 @@
+"""A name for weights: 64 bits that are the same however the model is split over ranks, for ``WeightsVersion.digest``.
+
+Not against somebody who forges weights. What travels is checked otherwise, see ``bridge.verify``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.types import Shard
+
+_CHUNK = 2**20
+"""Elements that are widened to 64 bits at once."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MIX = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)
+
+
+def fingerprint(shards: Iterable[Shard], params: Mapping[str, Tensor]) -> int:
+    """Of the parts of Hugging Face tensors that ``shards`` place in ``params``, in the dtype that they have there.
+
+    Each element's bits times an odd number that its tensor and place in it give, added up modulo 2^64. So any changed element
+    changes the result; and the results of parts that cover the model once add up to the fingerprint of the whole.
+    """
+    total = 0
+    for shard in shards:
+        part = params[shard.param].detach()[shard.at.slices]
+        total += _tensor_key(shard.tensor) * _weighted_sum(part, shard.box.start)
+    return total % 2**64
+
+
+def _weighted_sum(part: Tensor, start: Sequence[int]) -> int:
+    keys = [_keys(dim, first, part.shape[dim], part.device) for dim, first in enumerate(start)]
+    rows = max(1, _CHUNK // max(1, part[0].numel()))
+    total = 0
+    for chunk, row_keys in zip(part.split(rows), keys[0].split(rows), strict=True):
+        values = chunk.contiguous().view(_INTEGERS[part.element_size()]).long()
+        for inner in reversed(keys[1:]):
+            values = (values * inner).sum(-1)  # int64 wraps around: that is the modulus
+        total += int((values * row_keys).sum())
+    return total
+
+
+def _keys(dim: int, first: int, count: int, device: torch.device) -> Tensor:
+    """Odd numbers for ``count`` indices of a dimension from ``first`` on, without a pattern: int64 [count]."""
+    mixed = (torch.arange(first, first + count, device=device) + (dim << 40)) * _MIX[0]
+    mixed = (mixed ^ (mixed >> 31)) * _MIX[1]
+    return (mixed ^ (mixed >> 29)) | 1
+
+
+def _tensor_key(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) | 1

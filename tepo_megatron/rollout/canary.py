@@ -1,0 +1,84 @@
+"""The canary: one fixed prompt that the trainer and every server score after a sync.
+
+Digests show that the bytes arrived; this shows that the servers compute with them what the trainer does. Log-probs are natural
+logarithms under temperature 1, of every token of the prompt but the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+from tepo_megatron.config import RunConfig
+
+LENGTH = 32
+STALE_SHARE = 0.01
+"""A server is stale if its answer stays the same, to the bit, while the trainer's moves by this share of the tolerance."""
+
+_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.5}
+_QUANTISED_TOLERANCE = 2.0
+"""Nats. From 5 (FP8) to 300 times (float32) what was measured: docs/numerics.md."""
+
+
+def canary_prompt(vocab_size: int, limit: int) -> tuple[int, ...]:
+    """Token ids drawn evenly over the vocabulary by a fixed rule; ``limit``: tokens that a server takes at once.
+
+    Every rank can make it, without a tokenizer; it touches embeddings and head all over, so that rows in wrong places show; and
+    no token of it is likely, so that none of its log-probs is near 0, where differences vanish.
+    """
+    length = max(2, min(LENGTH, limit - 1))  # the server samples a token after it
+    digests = (hashlib.blake2b(f"canary {at}".encode(), digest_size=8).digest() for at in range(length))
+    return tuple(int.from_bytes(digest) % vocab_size for digest in digests)
+
+
+def tolerance(config: RunConfig) -> float:
+    """What the two sides may differ by, in nats: the run's, or the default for the coarser of their number formats."""
+    if config.rollout.canary.tolerance is not None:
+        return config.rollout.canary.tolerance
+    server = config.rollout.server
+    if server.quantization != "none" or config.engine.fp8.enabled:
+        return _QUANTISED_TOLERANCE
+    served = config.model.dtype if server.dtype == "auto" else server.dtype
+    return max(_TOLERANCES[config.model.dtype], _TOLERANCES[served])
+
+
+class Canary:
+    """Compares the two sides' log-probs, at most ``tolerance`` nats apart; remembers the last ones, by which old weights are
+    known.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        self._tolerance = tolerance
+        self._ours: Sequence[float] | None = None
+        self._theirs: Mapping[str, Sequence[float]] = {}
+
+    def check(self, step: int, prompt: Sequence[int], ours: Sequence[float], theirs: Mapping[str, Sequence[float]]) -> float:
+        """The largest difference, in nats, between the trainer's log-probs and any server's (by its address).
+
+        Raises RuntimeError that names every server which differs by more than the tolerance, with prompt, position and both
+        log-probs of its worst token, or which still gives its last answer although the trainer's has moved.
+        """
+        found = {url: _worst(ours, given) for url, given in theirs.items()}
+        wrong = [
+            f"{url} gives token {prompt[at + 1]} at position {at + 1} the log-prob {theirs[url][at]:.6g}, "
+            f"the trainer {ours[at]:.6g}"
+            for url, (gap, at) in found.items()
+            if not gap <= self._tolerance
+        ]
+        if not wrong and self._ours is not None and _worst(ours, self._ours)[0] > STALE_SHARE * self._tolerance:
+            stale = [url for url in theirs if self._theirs.get(url) == theirs[url]]
+            wrong = [f"{url} gives the same log-probs as with the weights before, to the last bit" for url in stale]
+        if wrong:
+            raise RuntimeError(
+                f"weights {step}: trainer and servers do not compute the same of the canary prompt {list(prompt)}: "
+                f"{'; '.join(wrong)} (rollout.canary.tolerance = {self._tolerance:g}). Either weights lie in the wrong place "
+                "there, or are old ones, or the two sides' models differ; samples of these servers would train nothing"
+            )
+        self._ours, self._theirs = ours, theirs
+        return max(gap for gap, _ in found.values())
+
+
+def _worst(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, int]:
+    """The largest difference and where it is; nan, from either side, is larger than any number."""
+    gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    return max(((gap, at) for at, gap in enumerate(gaps)), key=lambda found: (found[0] != found[0], found[0]))

@@ -1,0 +1,37 @@
+"""The servers of a run, as its config places them: processes of this machine, or stand-ins for those of other nodes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.rollout.external import ExternalServer, external_servers
+from tepo_megatron.rollout.server import Server, worker_cores
+
+
+def make_servers(
+    config: ServerConfig, *, model_dir: Path, dtype: str, log_dir: Path, seed: int, first_gpu: int
+) -> tuple[ServerConfig, str, Sequence[Server | ExternalServer]]:
+    """The config with the address at which they are reached, their key, and the servers, none of them started yet.
+
+    Those of this machine take ``config.tp`` GPUs each, from ``first_gpu`` on, where it has any.
+    """
+    if config.placement == "external":
+        return external_servers(config, log_dir)
+    key = secrets.token_urlsafe(32)
+    servers = [
+        Server(
+            config,
+            model_dir=model_dir,
+            dtype=dtype if config.dtype == "auto" else config.dtype,
+            cores=cores,
+            key=key,
+            log=log_dir / f"server-{index}.log",
+            seed=seed + index,
+            gpus=range(first_gpu + index * config.tp, first_gpu + (index + 1) * config.tp),
+        )
+        for index, cores in enumerate(worker_cores(config, config.count))
+    ]
+    return config, key, servers

@@ -1,0 +1,27 @@
+"""A real vLLM server in FP8 takes a float32 trainer's shards, quantises them itself, and says nearly what the trainer does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_shards_are_quantised_as_full_tensors_are_and_the_canary_passes(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("quantized_world.py")), str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = json.loads((tmp_path / "report.json").read_text())
+    # To the last bit: the same FP8 weights and the same scales, whoever took the tensors apart.
+    assert said["first_by_shards"] == said["first_from_disk"]
+    assert said["other_by_shards"] == said["other_by_tensors"]
+    moved = max(abs(a - b) for a, b in zip(said["first_from_disk"], said["other_by_shards"], strict=True))
+    assert moved > 2 * said["gap"]
+    assert 0.01 < said["gap"] < 1.0  # far above what float32 shows: it does compute in FP8
