@@ -57,6 +57,8 @@ def plan_command(
     pp: Annotated[int, typer.Option(min=1, help="Its pipeline stages.")] = 1,
     vpp: Annotated[int, typer.Option(min=1, help="Model chunks per stage (interleaved pipeline).")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Its data-parallel copies.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Its expert-parallel size.")] = 1,
+    etp: Annotated[int | None, typer.Option(min=1, help="Ranks that split each expert, if not tp.")] = None,
     first_layers: Annotated[int | None, typer.Option(min=0, help="Layers of the first stage, if not as the others'.")] = None,
     last_layers: Annotated[int | None, typer.Option(min=0, help="The same of the last stage.")] = None,
     servers: Annotated[int, typer.Option(min=1, help="vLLM servers, each with a whole model.")] = 1,
@@ -82,7 +84,8 @@ def plan_command(
         spec, assumption = resolve_spec(model)
         stages = pipeline_stages(spec.num_layers, pp, chunks=vpp, first=first_layers, last=last_layers)
         cluster = Cluster(gpus_per_node, nvlink * efficiency, network * efficiency, shared)
-        source, destination = MegatronParallel(tp, pp, dp, stages), VllmParallel(server_tp, server_pp, servers)
+        source = MegatronParallel(tp, pp, dp, stages, ep=ep, etp=etp)
+        destination = VllmParallel(server_tp, server_pp, servers)
         started = time.perf_counter()
         plan = reshard_plan(spec, source, destination, cluster.local(source.world_size, destination.world_size))
         built = time.perf_counter() - started

@@ -13,12 +13,14 @@ from typing import Any
 class Family:
     """What sets one architecture apart from the plain decoder (RMSNorm, RoPE, grouped queries, SwiGLU, no biases).
 
-    ``defaults`` is what ``config.json`` means where it is silent; ``only`` lists fields of which one value is supported, so
-    that no feature is silently ignored.
+    ``ffn_size`` names the field with the size of the MLP, or of each expert. ``defaults`` is what ``config.json`` means where
+    it is silent; ``only`` lists fields of which one value is supported, so that no feature is silently ignored.
     """
 
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: bool = False
+    ffn_size: str = "intermediate_size"
     defaults: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
 
@@ -38,6 +40,38 @@ FAMILIES: Mapping[str, Family] = {
         defaults={"num_key_value_heads": 32, "head_dim": 128},
         only={"attention_bias": False, "use_sliding_window": False, "dual_chunk_attention_config": None},
     ),
+    "MixtralForCausalLM": Family(
+        experts=True,
+        defaults={
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+        },
+        only={"sliding_window": None, "norm_topk_prob": True, "router_jitter_noise": 0.0, "output_router_logits": False},
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        qk_norm=True,
+        experts=True,
+        ffn_size="moe_intermediate_size",
+        defaults={
+            "num_key_value_heads": 4,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+            "moe_intermediate_size": 768,
+        },
+        only={
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "dual_chunk_attention_config": None,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "output_router_logits": False,
+        },
+    ),
 }
 
 KNOWN_ARCHITECTURES = tuple(FAMILIES)
@@ -51,11 +85,24 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """What stands in the place of every layer's MLP: ``count`` MLPs, of which a router chooses ``per_token`` for each token.
+
+    The router's softmax is over all experts; ``renormalize``: the probabilities of the chosen ones are made to sum to 1.
+    """
+
+    count: int
+    per_token: int
+    renormalize: bool
+
+
+@dataclass(frozen=True)
 class ModelSpec:
-    """The shape of a dense decoder, in Hugging Face's terms.
+    """The shape of a decoder, in Hugging Face's terms.
 
     ``qkv_bias``: the query, key and value projections (and no others) have biases. ``qk_norm``: queries and keys pass an
-    RMSNorm of ``head_dim`` weights, shared by the heads of a layer, before RoPE.
+    RMSNorm of ``head_dim`` weights, shared by the heads of a layer, before RoPE. ``experts``: None for a dense model;
+    ``ffn_size`` is the size of the MLP, or of each expert.
     """
 
     architecture: str
@@ -73,26 +120,47 @@ class ModelSpec:
     max_positions: int
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: Experts | None = None
 
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding and the head in Megatron: the next multiple of tp."""
         return -(-self.vocab_size // tp) * tp
 
-    def check_parallel(self, *, tp: int, pp: int) -> None:
-        """Raises ValueError where Megatron could not split this model so, with even stages."""
-        for name, size in (
-            ("attention heads", self.num_heads),
-            ("key/value heads", self.num_kv_heads),
-            ("MLP size", self.ffn_size),
-        ):
-            if size % tp:
+    def check_parallel(self, *, tp: int, pp: int, ep: int = 1, etp: int | None = None) -> None:
+        """Raises ValueError where Megatron could not split this model so, with even stages; ``etp`` defaults to ``tp``."""
+        splits = [("tp", tp, "attention heads", self.num_heads), ("tp", tp, "key/value heads", self.num_kv_heads)]
+        if self.experts is None:
+            if ep > 1 or etp is not None:
+                given = f"ep = {ep}" if ep > 1 else f"etp = {etp}"
+                raise ValueError(f"engine.parallel.{given} is for models with experts; unset it for {self.architecture}")
+            splits.append(("tp", tp, "MLP size", self.ffn_size))
+        else:
+            splits.append(("ep", ep, "experts", self.experts.count))
+            splits.append(("tp" if etp is None else "etp", etp or tp, "MLP size of an expert", self.ffn_size))
+        for field_name, parts, name, size in splits:
+            if size % parts:
                 raise ValueError(
-                    f"engine.parallel.tp = {tp} does not divide the model's {size} {name}; use a divisor of {size}"
+                    f"engine.parallel.{field_name} = {parts} does not divide the model's {size} {name}; use a divisor of {size}"
                 )
         if self.num_layers % pp:
             raise ValueError(
                 f"engine.parallel.pp = {pp} does not divide the model's {self.num_layers} layers; "
                 f"use a divisor of {self.num_layers}"
+            )
+
+    def check_training(self, *, tp: int, ep: int, etp: int | None, sequence_parallel: bool) -> None:
+        """Raises ValueError where Megatron could hold this model split so, but would not train it, or not right."""
+        if self.experts is None:
+            return
+        if tp > 1 and not sequence_parallel:
+            raise ValueError(
+                f"engine.parallel.tp = {tp} with experts needs sequence parallelism (Megatron routes each token on one rank "
+                "only); set engine.parallel.sequence_parallel = true"
+            )
+        if ep == 1 and etp not in (None, tp):
+            raise ValueError(
+                f"engine.parallel.etp = {etp} differs from tp = {tp}, which Megatron trains right only with ep > 1 (otherwise "
+                "it sums the experts' gradients over the dense weights' ranks); raise ep, or unset etp"
             )
 
 
@@ -130,7 +198,7 @@ def model_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
             num_heads=heads,
             num_kv_heads=_size({"num_key_value_heads": heads, **_said(raw)}, "num_key_value_heads", where),
             head_dim=_size({"head_dim": raw["hidden_size"] // heads, **_said(raw)}, "head_dim", where),
-            ffn_size=_size(raw, "intermediate_size", where),
+            ffn_size=_size(raw, family.ffn_size, where),
             vocab_size=_size(raw, "vocab_size", where),
             tied_embeddings=raw.get("tie_word_embeddings", False),
             norm_eps=raw.get("rms_norm_eps", 1e-6),
@@ -139,6 +207,7 @@ def model_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
             max_positions=raw.get("max_position_embeddings", 2048),
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
+            experts=_experts(raw, where) if family.experts else None,
         )
     except KeyError as error:
         raise ValueError(f"{where} lacks {error}; the model folder is damaged") from None
@@ -158,6 +227,22 @@ def _size(raw: Mapping[str, Any], key: str, where: str) -> int:
     return value
 
 
+def _experts(raw: Mapping[str, Any], where: str) -> Experts:
+    """Transformers 5 writes ``num_local_experts`` for every family; Qwen's own folders say ``num_experts``."""
+    count = _size(raw, "num_experts" if raw.get("num_experts") is not None else "num_local_experts", where)
+    per_token = _size(raw, "num_experts_per_tok", where)
+    if per_token > count:
+        raise ValueError(
+            f"{where}: num_experts_per_tok = {per_token} is more than its {count} experts; the model folder is damaged"
+        )
+    if per_token == 1 and raw["norm_topk_prob"]:
+        raise ValueError(
+            f"{where}: num_experts_per_tok = 1 is not supported with renormalised weights (the one expert's is always 1, so "
+            "that the router would never learn)"
+        )
+    return Experts(count, per_token, renormalize=bool(raw["norm_topk_prob"]))
+
+
 def _check_sizes(spec: ModelSpec, where: str) -> None:
     if spec.num_heads % spec.num_kv_heads:
         raise ValueError(
@@ -173,7 +258,7 @@ def _check_sizes(spec: ModelSpec, where: str) -> None:
 
 def _refuse_unsupported(raw: Mapping[str, Any], family: Family, where: str) -> None:
     for key, value in {"hidden_act": "silu", **family.only}.items():
-        if raw.get(key, value) != value:
+        if (raw.get(key, value) or None) != (value or None):  # null, false, 0 and an empty list all switch a feature off
             raise ValueError(f"{where}: {key} = {raw[key]!r} is not supported yet (only {value!r})")
     kinds = set(raw.get("layer_types") or ()) - {"full_attention"}
     if kinds:

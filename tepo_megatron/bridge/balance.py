@@ -31,15 +31,16 @@ def share_out(wanted: Mapping[tuple[int, ...], Sequence[Part]], loads: MutableMa
     """Divides parts among the ranks that hold them, so that all send as nearly the same number of elements as they can.
 
     ``wanted`` maps the owners to the parts that any of them can send; ``loads`` counts what each rank sends, and is added to.
-    The parts of the fewest owners go first and the others fill up. The owners take the parts in their order, one owner
-    after the other; a part is cut between two owners where the first is full. Parts that are ordered by receiver thus have few
-    senders per receiver, and the senders work at the same time. Parts that are negligible together, such as norms, which all
-    tensor-parallel ranks hold, go where something goes anyway.
+    The parts of the fewest owners go first, of as many owners the largest amount, and the others fill up. The owners take the
+    parts in their order, one owner after the other; a part is cut between two owners where the first is full. Parts that are
+    ordered by receiver thus have few senders per receiver, and the senders work at the same time. Parts that are negligible
+    together, such as norms, which all tensor-parallel ranks hold, go where something goes anyway.
     """
     routes: set[tuple[int, int]] = set()
-    for owners, parts in sorted(wanted.items(), key=lambda item: (len(item[0]), item[0])):
+    amounts = {owners: sum(part.rows * part.row_size for part in parts) for owners, parts in wanted.items()}
+    for owners, parts in sorted(wanted.items(), key=lambda item: (len(item[0]), -amounts[item[0]], item[0])):
         order = sorted(owners, key=lambda owner: (loads[owner], owner))
-        amount = sum(part.rows * part.row_size for part in parts)
+        amount = amounts[owners]
         level = _level([loads[owner] for owner in order], amount)
         if amount <= TOLERANCE * loads[order[-1]]:
             chosen = _beside(order, parts, routes)

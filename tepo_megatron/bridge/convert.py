@@ -17,7 +17,7 @@ import torch
 
 from tepo_megatron.bridge.architecture import ModelSpec, read_model_spec
 from tepo_megatron.bridge.files import SHARD_BYTES, copy_description, part_name, write_index
-from tepo_megatron.bridge.layouts import megatron_layout, tensor_shapes
+from tepo_megatron.bridge.layouts import MegatronParallel, megatron_layout, tensor_shapes
 from tepo_megatron.bridge.parts import BUCKET_BYTES, Part, Piece, pack
 from tepo_megatron.bridge.stored import DTYPES, SHARDS, WEIGHT, StoredWeights, box_key, open_weights
 from tepo_megatron.types import Box
@@ -110,7 +110,7 @@ def check_imported(shards: Path, model: Path) -> None:
 
 
 def _rank_parts(spec: ModelSpec, weights: StoredWeights, tp: int, pp: int, rank: int, shard_bytes: int) -> list[Part]:
-    layout = megatron_layout(spec, tp=tp, tp_rank=rank % tp, pp=pp, pp_rank=rank // tp)
+    layout = megatron_layout(spec, MegatronParallel(tp=tp, pp=pp), rank)
     pieces = []
     for shard in layout.shards:
         dtype = weights.boxes[shard.tensor][0].dtype

@@ -30,6 +30,11 @@ def sources(layouts: Sequence[ShardLayout]) -> dict[str, list[tuple[int, Shard]]
     return plan
 
 
+def written_by(plan: Mapping[str, list[tuple[int, Shard]]], rank: int) -> list[Shard]:
+    """What of a plan by :func:`sources` is this rank's; over all ranks every element of the model once."""
+    return [shard for pairs in plan.values() for owner, shard in pairs if owner == rank]
+
+
 def gather_to_root(
     plan: Mapping[str, list[tuple[int, Shard]]], shapes: Mapping[str, tuple[int, ...]], params: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor | None]]:

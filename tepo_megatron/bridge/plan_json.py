@@ -11,7 +11,7 @@ from typing import Any
 from tepo_megatron.types import Box, Move, Region, ReshardPlan
 
 FORMAT = "tepo-reshard-plan"
-VERSION = 1
+VERSION = 2
 """Of the file, and of the algorithm: two plans of one digest are equal, so a change of either makes it another version."""
 
 

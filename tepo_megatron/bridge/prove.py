@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from tepo_megatron.bridge.boxes import meeting_pairs
@@ -17,17 +17,17 @@ def prove(plan: ReshardPlan, sources: Sequence[ShardLayout], destinations: Seque
     Raises RuntimeError that names the tensor, parameter and ranks of the first part that would be written twice, never, in a
     place that is not its own, or from a place that holds something else.
     """
-    ours, theirs = _by_param(sources), _by_param(destinations)
+    ours, theirs = _by_place(sources), _by_place(destinations)
     written: dict[tuple[int, str], list[Box]] = defaultdict(list)
     for move in plan.moves:
         for source_box, destination_box in zip(_boxes(move.source_region), _boxes(move.destination_region), strict=True):
-            sent = _in_tensor(source_box, move.tensor, ours.get((move.source, move.source_param), ()))
-            wanted = _in_tensor(destination_box, move.tensor, theirs.get((move.destination, move.destination_param), ()))
+            sent = _in_tensor(source_box, move.tensor, ours.get((move.source, move.source_param), {}))
+            wanted = _in_tensor(destination_box, move.tensor, theirs.get((move.destination, move.destination_param), {}))
             if sent is None or sent != wanted:
                 raise RuntimeError(f"{_name(move)} takes {sent} to where {wanted} belongs; make the plan again")
             written[move.destination, move.destination_param].append(destination_box)
-    for (rank, param), shards in theirs.items():
-        problem = _fault(tuple(written[rank, param]), tuple(shard.at for shard in shards))
+    for (rank, param), tensors in theirs.items():
+        problem = _fault(tuple(written[rank, param]), tuple(shard.at for shards in tensors.values() for shard in shards))
         if problem:
             raise RuntimeError(f"the plan writes {problem} of {param} on destination rank {rank}; make the plan again")
 
@@ -41,11 +41,12 @@ def _fault(written: tuple[Box, ...], wanted: tuple[Box, ...]) -> str:
     return "" if found == whole else f"{found} of {whole} elements"
 
 
-def _by_param(layouts: Sequence[ShardLayout]) -> dict[tuple[int, str], list[Shard]]:
-    held: dict[tuple[int, str], list[Shard]] = defaultdict(list)
+def _by_place(layouts: Sequence[ShardLayout]) -> dict[tuple[int, str], dict[str, list[Shard]]]:
+    """(rank, parameter) → tensor → what of it lies there."""
+    held: dict[tuple[int, str], dict[str, list[Shard]]] = defaultdict(dict)
     for rank, layout in enumerate(layouts):
         for shard in layout.shards:
-            held[rank, shard.param].append(shard)
+            held[rank, shard.param].setdefault(shard.tensor, []).append(shard)
     return held
 
 
@@ -56,9 +57,9 @@ def _boxes(region: Region) -> Iterator[Box]:
         yield Box((first + shift, *start), (last + shift, *stop))
 
 
-def _in_tensor(box: Box, tensor: str, shards: Sequence[Shard]) -> Box | None:
-    """What a box of a parameter is of the tensor; None unless one shard of the tensor holds all of it."""
-    found = (_through(box, shard.at, shard.box) for shard in shards if shard.tensor == tensor)
+def _in_tensor(box: Box, tensor: str, held: Mapping[str, Sequence[Shard]]) -> Box | None:
+    """What a box of a parameter that holds these shards is of the tensor; None unless one shard of it holds all of the box."""
+    found = (_through(box, shard.at, shard.box) for shard in held.get(tensor, ()))
     return next((part for part in found if part is not None), None)
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tepo_megatron.config import ParallelConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.launch.plan import check_exact, make_plan
 from tepo_megatron.launch.plan.plan import Plan
+from tepo_megatron.launch.plan.shapes import resolve_spec, stage_parameters
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -27,6 +29,25 @@ def test_megatron_builds_as_many_parameters_as_the_formula_says(name: str) -> No
     counts = check_exact(plan)
     assert [len(row) for row in counts] == [parallel.tp] * parallel.pp
     assert [set(row) for row in counts] == [{expected} for expected in plan.stage_parameters]
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        ("Mixtral-8x7B-v0.1", {"tp": 2, "pp": 4, "dp": 2, "ep": 4, "etp": 1}),
+        ("Qwen3-30B-A3B", {"tp": 2, "pp": 8, "dp": 8, "ep": 8}),
+    ],
+)
+def test_with_experts_too(model: str, parallel: dict[str, int]) -> None:
+    config = load_run(EXAMPLES / "qwen2.5-7b" / "run.yaml")
+    split = ParallelConfig(**parallel, sequence_parallel=True)
+    spec = resolve_spec(model)[0]
+    stages = tuple(stage_parameters(spec, split, stage) for stage in range(split.pp))
+    engine = config.engine.model_copy(update={"parallel": split})
+    plan = replace(
+        recipe("qwen2.5-7b"), spec=spec, stage_parameters=stages, config=config.model_copy(update={"engine": engine})
+    )
+    assert check_exact(plan) == [[count] * split.tp for count in stages]
 
 
 def test_a_count_that_differs_names_the_rank_and_both_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,32 @@
-"""How Megatron-Core lays out a model over tensor- and pipeline-parallel ranks.
+"""How Megatron-Core lays out a model over tensor-, pipeline- and expert-parallel ranks.
 
 Megatron fuses: q, k and v interleave per key/value group (all queries of a group, its key, its value); gate and up are
-stacked inside each tensor-parallel shard; embedding and head are padded to a multiple of tp rows.
+stacked inside each tensor-parallel shard; embedding and head are padded to a multiple of tp rows. An expert-parallel rank holds
+every matrix of consecutive experts, or its expert-tensor-parallel part of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tepo_megatron.bridge.architecture import ModelSpec
-from tepo_megatron.bridge.layouts.shards import Run, lay_out
+from tepo_megatron.bridge.layouts.shards import Run, Split, lay_out
 from tepo_megatron.bridge.layouts.table import EMBEDDING, FINAL_NORM, HEAD, Entry, applies, layer_entries, tensor_shapes
 from tepo_megatron.types import ShardLayout
+
+
+class Place(NamedTuple):
+    """A rank's coordinates: in the groups of the dense weights and, last, in those of the experts'."""
+
+    tp_rank: int
+    dp_rank: int
+    pp_rank: int
+    etp_rank: int
+    ep_rank: int
+    expert_dp_rank: int
+
 
 Stages = Sequence[Sequence[range]]
 """For every pipeline stage the layers of each of its model chunks; one chunk unless the pipeline is interleaved (VPP)."""
@@ -22,7 +36,9 @@ Stages = Sequence[Sequence[range]]
 class MegatronParallel:
     """How the trainer splits the model. Global ranks are numbered tp innermost, then dp, pp outermost.
 
-    ``stages`` None means even stages without interleaving. ``fused_norms``: the layers are Transformer Engine's.
+    The same tp × dp ranks of a stage are numbered once more for the experts, as Megatron does: etp innermost, then ep, then the
+    copies. ``etp`` None means tp. ``stages`` None means even stages without interleaving. ``fused_norms``: the layers are
+    Transformer Engine's, experts included.
     """
 
     tp: int = 1
@@ -30,10 +46,39 @@ class MegatronParallel:
     dp: int = 1
     stages: tuple[tuple[range, ...], ...] | None = None
     fused_norms: bool = False
+    ep: int = 1
+    etp: int | None = None
 
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks over which each matrix of an expert is split."""
+        return self.tp if self.etp is None else self.etp
+
+    def place(self, rank: int) -> Place:
+        """Where a global rank stands in each of its groups."""
+        pp_rank, in_stage = divmod(rank, self.tp * self.dp)
+        expert_dp_rank, in_copy = divmod(in_stage, self.expert_tp * self.ep)
+        return Place(
+            tp_rank=in_stage % self.tp,
+            dp_rank=in_stage // self.tp,
+            pp_rank=pp_rank,
+            etp_rank=in_copy % self.expert_tp,
+            ep_rank=in_copy // self.expert_tp,
+            expert_dp_rank=expert_dp_rank,
+        )
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raises ValueError where Megatron could not split this model so, whatever its stages."""
+        spec.check_parallel(tp=self.tp, pp=1, ep=self.ep, etp=self.etp)
+        if self.tp * self.dp % (self.expert_tp * self.ep):
+            raise ValueError(
+                f"the experts' split, ep × etp = {self.ep} × {self.expert_tp}, does not divide the tp × dp = {self.tp} × "
+                f"{self.dp} ranks of a pipeline stage; change engine.parallel"
+            )
 
 
 def pipeline_stages(
@@ -70,57 +115,44 @@ def pipeline_stages(
 
 
 def megatron_layout(
-    spec: ModelSpec,
-    *,
-    tp: int,
-    tp_rank: int,
-    pp: int,
-    pp_rank: int,
-    fused_norms: bool = False,
-    stages: Stages | None = None,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    spec: ModelSpec, parallel: MegatronParallel, rank: int, *, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> ShardLayout:
-    """What the rank at (tp_rank, pp_rank) holds; stages are even unless given.
+    """What a global rank holds.
 
     With tied embeddings the last stage of a pipeline holds a second copy of the embedding, as Megatron does. In a stage of
     several chunks the parameters of chunk v are named ``model<v>.``…, as Megatron's checkpoints name them. ``shapes`` is
     ``tensor_shapes(spec)`` where the caller has it already.
     """
-    stages = stages or pipeline_stages(spec.num_layers, pp)
-    entries = list(_entries(spec, stages, pp_rank, fused_norms=fused_norms))
+    place, tp = parallel.place(rank), parallel.tp
+    dense, expert = Split(tp, place.tp_rank), Split(parallel.expert_tp, place.etp_rank)
+
+    def split(entry: Entry) -> Split:
+        return dense if entry.expert is None else expert
+
+    entries = list(_entries(spec, parallel, place))
     return lay_out(
         spec,
         shapes=tensor_shapes(spec) if shapes is None else shapes,
         placed=[(entry, entry.megatron) for entry in entries],
-        tp=tp,
-        runs=lambda entry, rows: _row_runs(entry, rows, spec, tp, tp_rank),
+        split=split,
+        runs=lambda entry, rows: _row_runs(entry, rows, spec, *split(entry)),
         vocab_rows=spec.padded_vocab_size(tp) // tp,
-        tp_rank=tp_rank,
     )
 
 
 def megatron_ranks(spec: ModelSpec, parallel: MegatronParallel) -> list[ShardLayout]:
     """The layout of every rank of the trainer. Raises ValueError where Megatron could not split the model so."""
-    spec.check_parallel(tp=parallel.tp, pp=1)
-    stages = parallel.stages or pipeline_stages(spec.num_layers, parallel.pp)
-    _check_stages(stages, spec, parallel.pp)
+    parallel.check(spec)
+    _check_stages(parallel.stages or pipeline_stages(spec.num_layers, parallel.pp), spec, parallel.pp)
     shapes = tensor_shapes(spec)
+    same: dict[tuple[int, ...], ShardLayout] = {}
     ranks: list[ShardLayout] = []
-    for pp_rank in range(parallel.pp):
-        replica = [
-            megatron_layout(
-                spec,
-                tp=parallel.tp,
-                tp_rank=tp_rank,
-                pp=parallel.pp,
-                pp_rank=pp_rank,
-                fused_norms=parallel.fused_norms,
-                stages=stages,
-                shapes=shapes,
-            )
-            for tp_rank in range(parallel.tp)
-        ]
-        ranks += replica * parallel.dp
+    for rank in range(parallel.world_size):
+        place = parallel.place(rank)
+        key = (place.pp_rank, place.tp_rank) + ((place.ep_rank, place.etp_rank) if spec.experts else ())
+        if key not in same:
+            same[key] = megatron_layout(spec, parallel, rank, shapes=shapes)
+        ranks.append(same[key])
     return ranks
 
 
@@ -133,9 +165,12 @@ def _check_stages(stages: Stages, spec: ModelSpec, pp: int) -> None:
         )
 
 
-def _entries(spec: ModelSpec, stages: Stages, pp_rank: int, *, fused_norms: bool) -> Iterator[Entry]:
-    """The tensors of one stage, with the names of Megatron's parameters."""
-    chunks = stages[pp_rank]
+def _entries(spec: ModelSpec, parallel: MegatronParallel, place: Place) -> Iterator[Entry]:
+    """The tensors of one rank, with the names of Megatron's parameters."""
+    stages = parallel.stages or pipeline_stages(spec.num_layers, parallel.pp)
+    chunks, pp_rank = stages[place.pp_rank], place.pp_rank
+    each = spec.experts.count // parallel.ep if spec.experts else 0
+    experts = range(place.ep_rank * each, (place.ep_rank + 1) * each)
     prefixes = [f"model{number}." for number in range(len(chunks))] if len(chunks) > 1 else [""]
 
     def named(entry: Entry, prefix: str) -> Entry:
@@ -145,7 +180,7 @@ def _entries(spec: ModelSpec, stages: Stages, pp_rank: int, *, fused_norms: bool
         yield named(EMBEDDING, prefixes[0])
     for prefix, chunk in zip(prefixes, chunks, strict=True):
         for local, layer in enumerate(chunk):
-            for entry in layer_entries(spec, layer, local, fused_norms=fused_norms):
+            for entry in layer_entries(spec, layer, local, fused_norms=parallel.fused_norms, experts=experts):
                 yield named(entry, prefix)
     if pp_rank == len(stages) - 1:
         yield named(FINAL_NORM, prefixes[-1])

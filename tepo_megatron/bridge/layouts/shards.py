@@ -18,27 +18,35 @@ class Run(NamedTuple):
     at: int
 
 
+class Split(NamedTuple):
+    """Over how many ranks a tensor is split, and which of them this one is."""
+
+    parts: int
+    rank: int
+
+
 def lay_out(
     spec: ModelSpec,
     *,
     shapes: Mapping[str, tuple[int, ...]],
     placed: Sequence[tuple[Entry, str]],
-    tp: int,
-    tp_rank: int,
+    split: Callable[[Entry], Split],
     runs: Callable[[Entry, int], Iterable[Run]],
     vocab_rows: int,
+    first_row: Callable[[Entry], int] = lambda _: 0,
 ) -> ShardLayout:
     """The layout of a rank that holds these (entry, parameter) pairs.
 
-    ``runs`` splits the rows of a tensor (by entry and number of rows); ``vocab_rows`` is the padded number of rows that this
-    rank has of embedding and head.
+    ``split`` says how a tensor's columns are divided, and ``runs`` its rows (by entry and number of rows); ``first_row`` is
+    where in its parameter a tensor begins. ``vocab_rows`` is the padded number of rows that this rank has of embedding and
+    head.
     """
     shards: list[Shard] = []
     params: dict[str, tuple[int, ...]] = {}
     for entry, param in placed:
         shape = shape_of(entry, spec)
         extent = (vocab_rows, *shape[1:]) if entry.placement == "vocab" else (0,) * len(shape)
-        for shard in _shards(entry, param, shape, tp, tp_rank, runs):
+        for shard in _shards(entry, param, shape, split(entry), runs, first_row(entry)):
             shards.append(shard)
             extent = tuple(max(a, b) for a, b in zip(extent, shard.at.stop, strict=True))
         # Several tensors may share a fused parameter.
@@ -47,17 +55,23 @@ def lay_out(
 
 
 def _shards(
-    entry: Entry, param: str, shape: tuple[int, ...], tp: int, rank: int, runs: Callable[[Entry, int], Iterable[Run]]
+    entry: Entry,
+    param: str,
+    shape: tuple[int, ...],
+    split: Split,
+    runs: Callable[[Entry, int], Iterable[Run]],
+    first: int,
 ) -> Iterable[Shard]:
     if entry.placement == "replicated":
         whole = Box((0,) * len(shape), shape)
         yield Shard(entry.tensor, whole, param, whole)
     elif entry.placement == "columns":
-        rows, width = shape[0], shape[1] // tp
-        yield Shard(entry.tensor, Box((0, rank * width), (rows, (rank + 1) * width)), param, Box((0, 0), (rows, width)))
+        rows, width = shape[0], shape[1] // split.parts
+        box = Box((0, split.rank * width), (rows, (split.rank + 1) * width))
+        yield Shard(entry.tensor, box, param, Box((first, 0), (first + rows, width)))
     else:
         inner, zeros = shape[1:], (0,) * (len(shape) - 1)
         for run in runs(entry, shape[0]):
             if run.start < run.stop:
-                box = Box((run.start, *zeros), (run.stop, *inner))
-                yield Shard(entry.tensor, box, param, Box((run.at, *zeros), (run.at + run.stop - run.start, *inner)))
+                box, at = Box((run.start, *zeros), (run.stop, *inner)), first + run.at
+                yield Shard(entry.tensor, box, param, Box((at, *zeros), (at + run.stop - run.start, *inner)))

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 from tepo_megatron.bridge.architecture import ModelSpec
 
 Placement = Literal["replicated", "columns", "vocab", "gate", "up", "query", "key", "value"]
 """How a tensor is split over tensor-parallel ranks, and which part of a fused parameter it is."""
 
-Dimension = Literal["hidden", "heads", "kv_heads", "head", "ffn", "vocab"]
+Dimension = Literal["hidden", "heads", "kv_heads", "head", "ffn", "experts", "vocab"]
 """``heads`` and ``kv_heads`` count rows of all (key/value) heads together, ``head`` those of one."""
 
-Feature = Literal["qkv_bias", "qk_norm", "untied_head"]
+Feature = Literal["qkv_bias", "qk_norm", "dense_mlp", "untied_head"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor, the parameter of either side that holds it, and how. ``feature``: only models with it have the tensor."""
+    """A tensor, the parameter of either side that holds it, and how.
+
+    ``feature``: only models with it have the tensor. ``expert``: the number of the expert that it is a weight of.
+    """
 
     tensor: str
     megatron: str
@@ -27,6 +31,7 @@ class Entry:
     placement: Placement
     shape: tuple[Dimension, ...]
     feature: Feature | None = None
+    expert: int | None = None
 
     def of_layer(self, layer: int, local: int) -> Entry:
         """This entry of layer ``layer``, which is the ``local``-th of its Megatron chunk."""
@@ -57,15 +62,31 @@ LAYER = (
           ("hidden", "heads")),
     Entry("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "replicated",
           ("hidden",)),
-    Entry("mlp.gate_proj.weight", "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", "gate", ("ffn", "hidden")),
-    Entry("mlp.up_proj.weight", "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", "up", ("ffn", "hidden")),
-    Entry("mlp.down_proj.weight", "mlp.linear_fc2.weight", "mlp.down_proj.weight", "columns", ("hidden", "ffn")),
+    Entry("mlp.gate_proj.weight", "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", "gate", ("ffn", "hidden"),
+          "dense_mlp"),
+    Entry("mlp.up_proj.weight", "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", "up", ("ffn", "hidden"), "dense_mlp"),
+    Entry("mlp.down_proj.weight", "mlp.linear_fc2.weight", "mlp.down_proj.weight", "columns", ("hidden", "ffn"), "dense_mlp"),
 )
 EMBEDDING = Entry("model.embed_tokens.weight", "embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab",
                   ("vocab", "hidden"))
 FINAL_NORM = Entry("model.norm.weight", "decoder.final_layernorm.weight", "model.norm.weight", "replicated", ("hidden",))
 HEAD = Entry("lm_head.weight", "output_layer.weight", "lm_head.weight", "vocab", ("vocab", "hidden"), "untied_head")
 # fmt: on
+
+
+class ExpertNames(NamedTuple):
+    """What a family calls the block of experts of a layer, and the matrices of one."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+EXPERT_NAMES = {
+    "MixtralForCausalLM": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
+    "Qwen3MoeForCausalLM": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
+}
 
 FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -76,16 +97,52 @@ FUSED_NORMS = {
 
 def applies(entry: Entry, spec: ModelSpec) -> bool:
     """Whether the model has this tensor."""
-    has = {"qkv_bias": spec.qkv_bias, "qk_norm": spec.qk_norm, "untied_head": not spec.tied_embeddings}
+    has = {
+        "qkv_bias": spec.qkv_bias,
+        "qk_norm": spec.qk_norm,
+        "dense_mlp": spec.experts is None,
+        "untied_head": not spec.tied_embeddings,
+    }
     return entry.feature is None or has[entry.feature]
 
 
-def layer_entries(spec: ModelSpec, layer: int, local: int, *, fused_norms: bool = False) -> Iterator[Entry]:
-    """The tensors of one layer, which is the ``local``-th of its Megatron chunk."""
+def layer_entries(
+    spec: ModelSpec, layer: int, local: int, *, fused_norms: bool = False, experts: range | None = None
+) -> Iterator[Entry]:
+    """The tensors of one layer, which is the ``local``-th of its Megatron chunk; of experts those in ``experts``, or all."""
     for entry in LAYER:
         if applies(entry, spec):
             fused = FUSED_NORMS.get(entry.megatron) if fused_norms else None
+            if spec.experts is not None and entry.megatron == "pre_mlp_layernorm.weight":
+                fused = None  # what follows this norm is the router, not a linear layer of Transformer Engine
             yield (replace(entry, megatron=fused) if fused else entry).of_layer(layer, local)
+    if spec.experts is not None:
+        for entry in _expert_entries(spec.architecture, experts or range(spec.experts.count), grouped=fused_norms):
+            yield entry.of_layer(layer, local)
+
+
+@lru_cache(maxsize=256)
+def _expert_entries(architecture: str, held: range, *, grouped: bool) -> tuple[Entry, ...]:
+    """Router and experts of a layer. ``grouped``: in Transformer Engine's grouped linear layers, otherwise one MLP for each.
+
+    vLLM's parameters have a leading dimension of experts. Here they are matrices: the experts one below the other.
+    """
+    names = EXPERT_NAMES[architecture]
+    router = f"{names.block}.gate.weight"
+    entries = [Entry(router, "mlp.router.weight", router, "replicated", ("experts", "hidden"))]
+    for number, expert in enumerate(held):
+        ours = f"{names.block}.experts.{expert}"
+        theirs = f"{names.block}.experts.routed_experts"
+        fc1, fc2 = (
+            f"mlp.experts.{linear}.weight{number}" if grouped else f"mlp.experts.local_experts.{number}.{linear}.weight"
+            for linear in ("linear_fc1", "linear_fc2")
+        )
+        entries += [
+            Entry(f"{ours}.{names.gate}.weight", fc1, f"{theirs}.w13_weight", "gate", ("ffn", "hidden"), expert=expert),
+            Entry(f"{ours}.{names.up}.weight", fc1, f"{theirs}.w13_weight", "up", ("ffn", "hidden"), expert=expert),
+            Entry(f"{ours}.{names.down}.weight", fc2, f"{theirs}.w2_weight", "columns", ("hidden", "ffn"), expert=expert),
+        ]
+    return tuple(entries)
 
 
 def shape_of(entry: Entry, spec: ModelSpec) -> tuple[int, ...]:
@@ -96,6 +153,7 @@ def shape_of(entry: Entry, spec: ModelSpec) -> tuple[int, ...]:
         "kv_heads": spec.num_kv_heads * spec.head_dim,
         "head": spec.head_dim,
         "ffn": spec.ffn_size,
+        "experts": spec.experts.count if spec.experts else 0,
         "vocab": spec.vocab_size,
     }
     return tuple(sizes[dimension] for dimension in entry.shape)

@@ -2,6 +2,8 @@
 
 vLLM stacks: all queries of a rank, then its keys, then its values; gate over up. Where there are more ranks than key/value
 heads, neighbouring ranks hold the same head. Embedding and head are padded to a multiple of 64 rows before they are split.
+Experts are split as an MLP is, every rank holding a part of each, and stacked in two parameters per layer (vLLM's tensor
+parallelism; its expert parallelism is not used).
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tepo_megatron.bridge.architecture import ModelSpec
-from tepo_megatron.bridge.layouts.shards import Run, lay_out
+from tepo_megatron.bridge.layouts.shards import Run, Split, lay_out
 from tepo_megatron.bridge.layouts.table import EMBEDDING, FINAL_NORM, HEAD, Entry, applies, layer_entries, tensor_shapes
 from tepo_megatron.types import ShardLayout
 
@@ -57,17 +59,17 @@ def vllm_layout(
 ) -> ShardLayout:
     """What the worker at (tp_rank, pp_rank) of a server holds. Every stage names its layers by their number in the model.
 
-    With tied embeddings there is no head, and the last stage of a pipeline has the embedding too. ``shapes`` is
-    ``tensor_shapes(spec)`` where the caller has it already.
+    With tied embeddings there is no head, and the last stage of a pipeline has the embedding too; with experts every stage has
+    embedding, norm and head. ``shapes`` is ``tensor_shapes(spec)`` where the caller has it already.
     """
     return lay_out(
         spec,
         shapes=tensor_shapes(spec) if shapes is None else shapes,
         placed=[(entry, entry.vllm) for entry in _entries(spec, pp, pp_rank)],
-        tp=tp,
+        split=lambda _: Split(tp, tp_rank),
         runs=lambda entry, rows: _row_runs(entry, rows, spec, tp, tp_rank),
         vocab_rows=padded_vocab_size(spec) // tp,
-        tp_rank=tp_rank,
+        first_row=lambda entry: _first_row(entry, spec, tp),
     )
 
 
@@ -109,8 +111,9 @@ def padded_vocab_size(spec: ModelSpec) -> int:
 
 
 def _entries(spec: ModelSpec, pp: int, pp_rank: int) -> Iterator[Entry]:
-    is_last = pp_rank == pp - 1
-    if pp_rank == 0 or (is_last and spec.tied_embeddings):
+    # vLLM's classes for models with experts make embedding, norm and head on every stage, used there or not.
+    is_first, is_last = (pp_rank == end or spec.experts is not None for end in (0, pp - 1))
+    if is_first or (is_last and spec.tied_embeddings):
         yield EMBEDDING
     for layer in vllm_layers(spec.num_layers, pp)[pp_rank]:
         yield from layer_entries(spec, layer, layer)
@@ -118,6 +121,12 @@ def _entries(spec: ModelSpec, pp: int, pp_rank: int) -> Iterator[Entry]:
         yield FINAL_NORM
         if applies(HEAD, spec):
             yield HEAD
+
+
+def _first_row(entry: Entry, spec: ModelSpec, tp: int) -> int:
+    if entry.expert is None:
+        return 0
+    return entry.expert * (spec.hidden_size if entry.placement == "columns" else 2 * spec.ffn_size // tp)
 
 
 def _row_runs(entry: Entry, rows: int, spec: ModelSpec, tp: int, rank: int) -> Iterator[Run]:

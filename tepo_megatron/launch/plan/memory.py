@@ -1,8 +1,8 @@
 """Bytes on one training rank, from the run's configuration alone. Formulas and their sources: docs/plan.md.
 
 T tokens of a micro-batch on this rank, h hidden, f MLP size, q and k the widths of all query and all key heads, t
-tensor-parallel size, b bytes per element, s = t under sequence parallelism and 1 without. Positions are rotated, and gate and
-up multiplied, without fused kernels, as ``engine/model.py`` asks for.
+tensor-parallel size, b bytes per element, s = t under sequence parallelism and 1 without. Which kernels are fused follows the
+layers (``engine/layers.py``): Transformer Engine's keep less.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from dataclasses import dataclass, fields
 
 from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.config import RunConfig
-from tepo_megatron.launch.plan.shapes import stage_parameters, vocabulary_parameters
+from tepo_megatron.launch.plan.shapes import (
+    expert_copies,
+    expert_parameters,
+    expert_tp,
+    layer_parameters,
+    stage_parameters,
+    vocabulary_parameters,
+)
 
 GIB = 2**30
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -29,8 +36,11 @@ BATCH_BYTES_PER_TOKEN = 29
 """Tokens, labels, mask, sampler's and old log-probs, old entropy of the step's batch, which every rank holds."""
 
 
-_NORM_COPIES = {"cuda": 2, "cpu": 3}
-"""A norm keeps its input and its output; torch's on CPU also the input normalised."""
+_NORM_COPIES = {"te": 2, "local": 3}
+"""A norm keeps its input and its output; torch's also the input normalised."""
+
+FP8_COPIES = 2
+"""Bytes per weight of a layer that is kept in bfloat16 and computed with in FP8: by rows and, for gradients, by columns."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,11 @@ def platform_of(config: RunConfig) -> str:
     return "cpu" if config.engine.platform == "cpu" else "cuda"
 
 
+def layers_of(config: RunConfig) -> str:
+    """``te`` or ``local``, as ``engine/layers.py`` will choose."""
+    return "te" if platform_of(config) == "cuda" and config.engine.layers != "local" else "local"
+
+
 def needs_reference(config: RunConfig) -> bool:
     """Whether a term of the objective is against a frozen copy of the first weights."""
     objective = config.objective
@@ -81,18 +96,40 @@ def layer_activations(spec: ModelSpec, config: RunConfig) -> Mapping[str, float]
     parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
     t, s = parallel.tp, parallel.tp if parallel.sequence_parallel else 1
     q, k = spec.num_heads * spec.head_dim / t, spec.num_kv_heads * spec.head_dim / t
-    residual, mlp = spec.hidden_size / s, spec.ffn_size / t
-    recomputed = config.engine.recompute == "selective"
-    as_rows = platform_of(config) == "cpu" and not recomputed  # engine/attention_cpu.py
+    residual, mlp = spec.hidden_size / s, _chosen(spec) * spec.ffn_size / t
+    recomputed, local = config.engine.recompute == "selective", layers_of(config) == "local"
+    as_rows = local and not recomputed  # engine/attention_cpu.py
     return {
-        "norms": b * residual * 2 * _NORM_COPIES[platform_of(config)],
+        "norms": b * residual * 2 * _NORM_COPIES[layers_of(config)],
         # fused qkv, and rotated q and k; as rows: q, k and v, with k and v repeated for every query head
         "attention inputs": b * 3 * q if as_rows else b * (q + 2 * k + q + k),
         "attention output": b * q * (2 if as_rows else 1),
         "log-sum-exp": 0 if recomputed else 4 * spec.num_heads / t,
         "rotation": b * 4 * spec.head_dim,
         "gate and up": b * 2 * mlp,
-        "activated gate, offset up, product": b * 3 * mlp,
+        "activated gate, offset up, product": b * (3 if local else 1) * mlp,  # fused: the product alone
+        **_routing_activations(spec, config),
+    }
+
+
+def _chosen(spec: ModelSpec) -> int:
+    """MLPs that a token passes in a layer."""
+    return spec.experts.per_token if spec.experts else 1
+
+
+def _routing_activations(spec: ModelSpec, config: RunConfig) -> Mapping[str, float]:
+    """What a layer of experts keeps beside what their MLPs do, every expert getting as many tokens as any other."""
+    if spec.experts is None:
+        return {}
+    parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
+    inputs = spec.experts.per_token * expert_tp(parallel) * spec.hidden_size
+    local = layers_of(config) == "local"
+    return {
+        "experts' inputs": b * inputs / parallel.tp,
+        # logits, probabilities of all and of the chosen, in fp32; engine/moe.py's router also its input
+        "router": 4 * (3 * spec.experts.count + (spec.hidden_size if local else 0)) / parallel.tp,
+        # in the experts' MLP: what is multiplied with the probability
+        "weighted product": b * spec.experts.per_token * spec.ffn_size / parallel.tp if local else 0,
     }
 
 
@@ -106,18 +143,36 @@ def rank_memory(spec: ModelSpec, config: RunConfig, stage: int, *, longest: int,
     logits, transient = _head_or_layer(spec, config, stage, tokens)
     boundary = tokens * b * spec.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
     handed_over = boundary * (min(parallel.pp - stage, micro_batches) + 1) if parallel.pp > 1 else 0
-    shards = parallel.dp * parallel.cp if config.optimizer.distributed else 1
     return RankMemory(
-        weights=b * count,
+        weights=b * count + _fp8_copies(spec, config),
         gradients=4 * count,
-        optimizer=(8 if config.model.dtype == "float32" else 12) * count / shards,
-        reference=b * count if needs_reference(config) else 0,
+        optimizer=(8 if config.model.dtype == "float32" else 12) * _optimized(spec, config, count),
+        reference=b * count + _fp8_copies(spec, config) if needs_reference(config) else 0,
         activations=_activations(spec, config, stage, tokens, in_flight, boundary),
         logits=logits,
         transient=transient,
         communication=handed_over + step_tokens * BATCH_BYTES_PER_TOKEN * (1 + 2 / config.train.minibatches),
         context=CUDA_CONTEXT if on_gpu else 0,
     )
+
+
+def _optimized(spec: ModelSpec, config: RunConfig, count: int) -> float:
+    """Of a stage's ``count`` parameters, those whose states a rank keeps: experts have fewer copies to share them among."""
+    parallel = config.engine.parallel
+    if not config.optimizer.distributed:
+        return count
+    experts = spec.num_layers // parallel.pp * expert_parameters(spec, parallel)
+    return (count - experts) / (parallel.dp * parallel.cp) + experts / expert_copies(parallel)
+
+
+def _fp8_copies(spec: ModelSpec, config: RunConfig) -> float:
+    """What Transformer Engine keeps beside the bfloat16 weights of a stage's layers from one micro-batch to the next. Weights
+    that are FP8 themselves have both copies in the same two bytes.
+    """
+    fp8, parallel = config.engine.fp8, config.engine.parallel
+    if not fp8.enabled or fp8.params:
+        return 0
+    return FP8_COPIES * spec.num_layers // parallel.pp * layer_parameters(spec, parallel)
 
 
 def layers_in_flight(spec: ModelSpec, config: RunConfig, stage: int, micro_batches: float) -> float:
@@ -131,7 +186,7 @@ def layers_in_flight(spec: ModelSpec, config: RunConfig, stage: int, micro_batch
 
 def _activations(spec: ModelSpec, config: RunConfig, stage: int, tokens: int, in_flight: float, boundary: float) -> float:
     """``boundary``: bytes of one tensor between layers."""
-    final_norm = boundary * _NORM_COPIES[platform_of(config)] if stage == config.engine.parallel.pp - 1 else 0
+    final_norm = boundary * _NORM_COPIES[layers_of(config)] if stage == config.engine.parallel.pp - 1 else 0
     layer = tokens * sum(layer_activations(spec, config).values())
     if config.engine.recompute == "full":
         return in_flight * boundary + layer + final_norm
@@ -141,9 +196,10 @@ def _activations(spec: ModelSpec, config: RunConfig, stage: int, tokens: int, in
 def _head_or_layer(spec: ModelSpec, config: RunConfig, stage: int, tokens: int) -> tuple[float, float]:
     """(logits, transient) of the moment that needs more: the head's backward pass, or that of an MLP."""
     parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
-    hidden, mlp = spec.hidden_size, spec.ffn_size / parallel.tp
+    hidden, mlp = spec.hidden_size, spec.ffn_size / (expert_tp(parallel) if spec.experts else parallel.tp)
     gathered = b * tokens * hidden
-    layer = gathered + b * tokens * 3 * mlp + b * hidden * 2 * mlp
+    passing = tokens * _chosen(spec) * expert_tp(parallel) / parallel.tp  # tokens in the MLPs of this rank, if evenly routed
+    layer = b * passing * hidden + b * passing * 3 * mlp + b * hidden * 2 * mlp
     if stage < parallel.pp - 1:
         return 0, layer
     head = vocabulary_parameters(spec, parallel.tp)

@@ -61,7 +61,16 @@ def _check_servers(config: RunConfig) -> None:
             f"rollout.server.tp = {server.tp} is more than cluster.gpus_per_node = {cluster.gpus_per_node}; a server's workers "
             "must share a node: lower rollout.server.tp"
         )
-    if cluster.rollout_nodes:
+    if server.placement == "colocated":
+        if cluster.rollout_nodes or cluster.train_nodes > 1:
+            raise ValueError(
+                "rollout.server.placement = colocated puts the servers on the GPUs of one training node, but "
+                f"cluster.train_nodes = {cluster.train_nodes} and rollout_nodes = {cluster.rollout_nodes}; set them to 1 and "
+                "0, or leave placement out"
+            )
+        where = f"what the trainer's ranks use ({config.engine.parallel.world_size} GPUs)"
+        room = config.engine.parallel.world_size // server.tp
+    elif cluster.rollout_nodes:
         where = f"cluster.rollout_nodes = {cluster.rollout_nodes} of {cluster.gpus_per_node} GPUs"
         room = cluster.rollout_nodes * (cluster.gpus_per_node // server.tp)
     else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tepo_megatron.bridge.architecture import ModelSpec
-from tepo_megatron.config import RunConfig
+from tepo_megatron.config import ParallelConfig, RunConfig
 from tepo_megatron.launch.plan.memory import GIB, USABLE, RankMemory, micro_batch_tokens, platform_of, rank_memory
 from tepo_megatron.launch.plan.placement import check_placement
 from tepo_megatron.launch.plan.rollout import ServerMemory, Sync, check_server, server_memory, weight_sync
@@ -50,7 +50,7 @@ def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response
     check_placement(config)
     spec, substitute = resolve_spec(config.model.path)
     parallel = config.engine.parallel
-    spec.check_parallel(tp=parallel.tp, pp=parallel.pp)
+    _check_model(spec, parallel)
     if spec.num_layers % (parallel.pp * parallel.vpp):
         raise ValueError(
             f"engine.parallel.pp × vpp = {parallel.pp} × {parallel.vpp} does not divide the model's {spec.num_layers} layers; "
@@ -70,9 +70,15 @@ def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response
         server=server,
         sync=sync,
         time=step_time(spec, config, lengths, server, sync),
-        assumptions=tuple(_assumptions(config, lengths, substitute)),
+        assumptions=tuple(_assumptions(spec, config, lengths, substitute)),
         problems=tuple(_problems(spec, config, lengths, stages, server)),
     )
+
+
+def _check_model(spec: ModelSpec, parallel: ParallelConfig) -> None:
+    tp, ep, etp = parallel.tp, parallel.ep, parallel.etp
+    spec.check_parallel(tp=tp, pp=parallel.pp, ep=ep, etp=etp)
+    spec.check_training(tp=tp, ep=ep, etp=etp, sequence_parallel=parallel.sequence_parallel)
 
 
 def check_plan(plan: Plan) -> None:
@@ -157,7 +163,7 @@ def _can_be_laid_out(spec: ModelSpec, config: RunConfig) -> bool:
     parallel = config.engine.parallel
     try:
         check_placement(config)
-        spec.check_parallel(tp=parallel.tp, pp=parallel.pp)
+        _check_model(spec, ParallelConfig.model_validate(parallel.model_dump()))
     except ValueError:
         return False
     return spec.num_layers % (parallel.pp * parallel.vpp) == 0
@@ -171,7 +177,7 @@ def _with_parallel(config: RunConfig, **values: Any) -> RunConfig:
     return _with(config, "engine", parallel=config.engine.parallel.model_copy(update=values))
 
 
-def _assumptions(config: RunConfig, lengths: Lengths, substitute: str | None) -> Iterator[str]:
+def _assumptions(spec: ModelSpec, config: RunConfig, lengths: Lengths, substitute: str | None) -> Iterator[str]:
     cluster = config.cluster
     if substitute:
         yield substitute
@@ -179,6 +185,8 @@ def _assumptions(config: RunConfig, lengths: Lengths, substitute: str | None) ->
         yield f"data.max_prompt_tokens is not set; prompts are taken to have at most {DEFAULT_PROMPT_TOKENS} tokens"
     yield f"prompts of {lengths.prompt:g} and responses of {lengths.response:g} tokens on average"
     yield f"micro-batches of {micro_batch_tokens(config, lengths.longest)} tokens per rank; {USABLE:.0%} of a GPU is usable"
+    if spec.experts:
+        yield "every expert gets as many tokens as any other; handing tokens to experts and back takes no time"
     yield f"GPU: {cluster.gpu_tflops:g} TFLOP/s, {cluster.gpu_memory_gib:g} GiB at {cluster.gpu_memory_gb_per_s:g} GB/s"
     yield f"MFU {cluster.train_mfu:.0%} in training outside the pipeline's bubble, {cluster.score_mfu:.0%} without gradient"
     yield f"decoding reads memory at {cluster.decode_bandwidth:.0%} of its peak; one sequence of every wave is the longest"

@@ -9,7 +9,7 @@ from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, pipeline_stages
 from tepo_megatron.bridge.plan import reshard_plan
 from tepo_megatron.config import RunConfig
-from tepo_megatron.launch.plan.memory import ELEMENT_BYTES, GIB, platform_of
+from tepo_megatron.launch.plan.memory import ELEMENT_BYTES, GIB, layers_of, platform_of
 from tepo_megatron.launch.plan.shapes import model_parameters
 
 VLLM_WORKSPACE = 3 * GIB
@@ -96,7 +96,8 @@ def weight_sync(spec: ModelSpec, config: RunConfig) -> Sync:
     """Of a run with servers. Seconds of work for a 70B model. Raises ValueError for a split that vLLM could not make."""
     cluster, parallel, server = config.cluster, config.engine.parallel, config.rollout.server
     stages = pipeline_stages(spec.num_layers, parallel.pp, chunks=parallel.vpp)
-    trainer = MegatronParallel(parallel.tp, parallel.pp, parallel.dp * parallel.cp, stages, platform_of(config) == "cuda")
+    replicas, is_te = parallel.dp * parallel.cp, layers_of(config) == "te"
+    trainer = MegatronParallel(parallel.tp, parallel.pp, replicas, stages, is_te, parallel.ep, parallel.etp)
     plan = reshard_plan(spec, trainer, VllmParallel(tp=server.tp, replicas=server.count))
     sent, received = Counter[int](), Counter[int]()
     for (source, destination), size in plan.bytes_between(server_bytes(config)).items():

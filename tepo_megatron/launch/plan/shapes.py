@@ -44,6 +44,39 @@ _LLAMA = {
     },
     "tie_word_embeddings": False,
 }
+_MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+_QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_attention_heads": 32,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
 KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "Llama-3.3-70B-Instruct": _LLAMA,
@@ -57,6 +90,8 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "intermediate_size": 18944,
             "rms_norm_eps": 1e-6,
         },
+        "Mixtral-8x7B-v0.1": _MIXTRAL,
+        "Qwen3-30B-A3B": _QWEN3_MOE,
     }
 )
 """What the published ``config.json`` of these models says, by the name of their folder: for plans where the folder is not."""
@@ -84,11 +119,34 @@ def resolve_spec(source: str) -> tuple[ModelSpec, str | None]:
     return spec, f"model.path = {source} is not on this machine; shapes are those published for {name}"
 
 
-def layer_parameters(spec: ModelSpec, tp: int) -> int:
-    """Of one decoder layer on one of ``tp`` ranks: q, k, v (and their biases), output, gate, up, down; norms are whole."""
+def expert_tp(parallel: ParallelConfig) -> int:
+    """Ranks over which each expert is split."""
+    return parallel.tp if parallel.etp is None else parallel.etp
+
+
+def expert_copies(parallel: ParallelConfig) -> int:
+    """Ranks that hold the same experts."""
+    return parallel.tp * parallel.cp * parallel.dp // (parallel.ep * expert_tp(parallel))
+
+
+def expert_parameters(spec: ModelSpec, parallel: ParallelConfig) -> int:
+    """Of the experts of one layer on a rank, without the router; 0 for a dense model."""
+    if spec.experts is None:
+        return 0
+    return spec.experts.count // parallel.ep * 3 * spec.hidden_size * spec.ffn_size // expert_tp(parallel)
+
+
+def layer_parameters(spec: ModelSpec, parallel: ParallelConfig) -> int:
+    """Of one decoder layer on a rank: q, k, v (and their biases), output, gate, up, down, or router and experts; norms and
+    router are whole.
+    """
+    tp = parallel.tp
     qkv_rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim // tp
     attention = qkv_rows * (spec.hidden_size + spec.qkv_bias) + spec.hidden_size * spec.num_heads * spec.head_dim // tp
-    mlp = 3 * spec.hidden_size * spec.ffn_size // tp
+    if spec.experts is None:
+        mlp = 3 * spec.hidden_size * spec.ffn_size // tp
+    else:
+        mlp = spec.experts.count * spec.hidden_size + expert_parameters(spec, parallel)
     norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
     return attention + mlp + norms
 
@@ -100,7 +158,7 @@ def vocabulary_parameters(spec: ModelSpec, tp: int) -> int:
 
 def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
     """Of a rank of pipeline stage ``stage`` (from 0), stages being even."""
-    count = spec.num_layers // parallel.pp * layer_parameters(spec, parallel.tp)
+    count = spec.num_layers // parallel.pp * layer_parameters(spec, parallel)
     first, last = stage == 0, stage == parallel.pp - 1
     if first:
         count += vocabulary_parameters(spec, parallel.tp)
@@ -114,5 +172,13 @@ def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> i
 def model_parameters(spec: ModelSpec) -> int:
     """Of the whole model as published, without padding."""
     vocabulary = spec.vocab_size * spec.hidden_size
-    layers = spec.num_layers * layer_parameters(spec, 1)
+    layers = spec.num_layers * layer_parameters(spec, ParallelConfig())
     return layers + spec.hidden_size + vocabulary * (1 if spec.tied_embeddings else 2)
+
+
+def active_parameters(spec: ModelSpec) -> int:
+    """Of the whole model, those that one token meets: of the experts the chosen ones only."""
+    if spec.experts is None:
+        return model_parameters(spec)
+    idle = spec.experts.count - spec.experts.per_token
+    return model_parameters(spec) - spec.num_layers * idle * 3 * spec.hidden_size * spec.ffn_size

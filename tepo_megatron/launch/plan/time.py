@@ -8,7 +8,12 @@ from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.config import RunConfig
 from tepo_megatron.launch.plan.memory import ELEMENT_BYTES, needs_reference
 from tepo_megatron.launch.plan.rollout import ServerMemory, Sync
-from tepo_megatron.launch.plan.shapes import model_parameters, stage_parameters
+from tepo_megatron.launch.plan.shapes import (
+    active_parameters,
+    expert_copies,
+    expert_parameters,
+    stage_parameters,
+)
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,10 @@ class StepTime:
 
 
 def forward_flops(spec: ModelSpec, mean_length: float) -> float:
-    """Of one token: 2 per weight of every matrix (the embedding is a lookup), and causal attention over half the sequence."""
-    matrices = model_parameters(spec) - (0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size)
+    """Of one token: 2 per weight of every matrix that it meets (the embedding is a lookup; of the experts the chosen ones), and
+    causal attention over half the sequence.
+    """
+    matrices = active_parameters(spec) - (0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size)
     return 2 * matrices + 2 * spec.num_layers * spec.num_heads * spec.head_dim * mean_length
 
 
@@ -113,10 +120,10 @@ def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefi
 def _exchange(spec: ModelSpec, config: RunConfig) -> float:
     """Seconds per optimizer step of reducing fp32 gradients, and with the distributed optimizer gathering new weights."""
     parallel, cluster = config.engine.parallel, config.cluster
-    replicas = parallel.dp * parallel.cp
-    if replicas == 1:
-        return 0.0
+    copies = parallel.dp * parallel.cp
     bytes_each = (4 + ELEMENT_BYTES[config.model.dtype]) if config.optimizer.distributed else 8
-    worst = max(stage_parameters(spec, parallel, stage) for stage in range(parallel.pp))
+    experts = spec.num_layers // parallel.pp * expert_parameters(spec, parallel)
+    dense = max(stage_parameters(spec, parallel, stage) for stage in range(parallel.pp)) - experts
+    sent = dense * (1 - 1 / copies) + experts * (1 - 1 / expert_copies(parallel))
     link = cluster.network_gb_per_s if cluster.train_nodes > 1 else cluster.nvlink_gb_per_s
-    return bytes_each * worst * (replicas - 1) / replicas / (link * 1e9 * cluster.link_efficiency)
+    return bytes_each * sent / (link * 1e9 * cluster.link_efficiency)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tepo_megatron.bridge.architecture import read_model_spec
 from tepo_megatron.bridge.files import write_model, write_stream
-from tepo_megatron.bridge.layouts import megatron_layout, tensor_shapes
+from tepo_megatron.bridge.layouts import MegatronParallel, megatron_layout, tensor_shapes
 from tepo_megatron.bridge.stored import box_key
 
 CONFIG: dict[str, Any] = {
@@ -50,7 +50,7 @@ def make_checkpoint(model: Path, out: Path, *, tp: int, pp: int) -> Path:
     spec, source = read_model_spec(model), all_tensors(model)
     (out / "shards").mkdir(parents=True)
     for rank in range(tp * pp):
-        layout = megatron_layout(spec, tp=tp, tp_rank=rank % tp, pp=pp, pp_rank=rank // tp)
+        layout = megatron_layout(spec, MegatronParallel(tp=tp, pp=pp), rank)
         boxes = (
             (box_key(kind, shard.tensor, shard.box), source[shard.tensor][shard.box.slices].float().clone())
             for shard in layout.shards

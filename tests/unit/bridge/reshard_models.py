@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from tepo_megatron.bridge.architecture import ModelSpec
+from tepo_megatron.bridge.architecture import Experts, ModelSpec
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, pipeline_stages
 from tepo_megatron.types import ShardLayout
 
@@ -42,9 +42,23 @@ class Case:
     local: dict[int, int]
 
 
+MOE = {"MixtralForCausalLM": Experts(4, 2, renormalize=True), "Qwen3MoeForCausalLM": Experts(4, 3, renormalize=False)}
+"""For each family with experts, few of them."""
+
+
+def expert_splits(tp: int, dp: int, experts: int) -> list[dict[str, int | None]]:
+    """Every ep and etp that fit these ranks of a stage and this many experts, in powers of 2."""
+    return [
+        {"ep": ep, "etp": etp}
+        for ep in (1, 2, 4)
+        for etp in (None, 1, 2, 4)
+        if experts % ep == 0 and tp * dp % (ep * (etp or tp)) == 0
+    ]
+
+
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Anything that both sides can split, with up to 16 ranks on each."""
+def cases(draw: st.DrawFn, *, moe: bool | None = None) -> Case:
+    """Anything that both sides can split, with up to 16 ranks on each; ``moe``: only models with experts, or only others."""
     source_tp, pp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3]))
     chunks = draw(st.sampled_from([1, 2])) if pp > 1 else 1
     server_tp, server_pp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 1, 2, 3]))
@@ -54,21 +68,28 @@ def cases(draw: st.DrawFn) -> Case:
     layers = [chunks * draw(st.integers(1, 2)), chunks * draw(st.integers(1, 2)), chunks * draw(st.integers(1, 2))]
     num_layers = layers[0] + max(pp - 2, 0) * layers[1] + (layers[2] if pp > 1 else 0)
     ends = {"first": layers[0], "last": layers[2]} if pp > 1 else {}
+    families = [*MOE] if moe else [*MOE, "LlamaForCausalLM"] if moe is None else ["LlamaForCausalLM"]
+    family = draw(st.sampled_from(families))
     spec = small_spec(
+        architecture=family,
+        experts=MOE.get(family),
         num_layers=num_layers,
         num_kv_heads=kv_heads,
         num_heads=math.lcm(kv_heads, server_tp) * draw(st.integers(1, 2)),
         head_dim=draw(st.integers(1, 3)),
-        ffn_size=math.lcm(source_tp, server_tp) * draw(st.integers(1, 3)),
+        ffn_size=(4 if family in MOE else math.lcm(source_tp, server_tp)) * draw(st.integers(1, 3)),
         vocab_size=draw(st.integers(1, 70)),
         tied_embeddings=draw(st.booleans()),
         qkv_bias=draw(st.booleans()),
         qk_norm=draw(st.booleans()),
     )
+    dp = draw(st.integers(1, 4)) if source_tp * pp <= 4 else 1
+    splits = expert_splits(source_tp, dp, spec.experts.count) if spec.experts else [{}]
     source = MegatronParallel(
         tp=source_tp,
         pp=pp,
-        dp=draw(st.integers(1, 3)) if source_tp * pp <= 4 else 1,
+        dp=dp,
+        **draw(st.sampled_from(splits)),
         stages=pipeline_stages(num_layers, pp, chunks=chunks, **ends),
         fused_norms=draw(st.booleans()),
     )

@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from tepo_megatron.bridge.architecture import read_model_spec
 from tepo_megatron.bridge.convert import check_imported, export_model, import_model
-from tepo_megatron.bridge.layouts import megatron_layout
+from tepo_megatron.bridge.layouts import MegatronParallel, megatron_layout
 from tepo_megatron.bridge.stored import box_key
 
 
@@ -79,7 +79,7 @@ def test_each_rank_finds_its_own_boxes_in_its_own_files(model: Path, tmp_path: P
     import_model(model, tmp_path / "cut", tp=2, pp=2, shard_bytes=1500)
     spec = read_model_spec(model)
     for rank in range(4):
-        layout = megatron_layout(spec, tp=2, tp_rank=rank % 2, pp=2, pp_rank=rank // 2)
+        layout = megatron_layout(spec, MegatronParallel(tp=2, pp=2), rank)
         found = set()
         for path in (tmp_path / "cut" / "shards").glob(f"rank{rank:05d}-*.safetensors"):
             with safe_open(path, "pt") as handle:

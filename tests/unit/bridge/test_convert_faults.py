@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tepo_megatron.bridge import convert
 from tepo_megatron.bridge.architecture import read_model_spec
 from tepo_megatron.bridge.convert import check_imported, export_model, import_model
-from tepo_megatron.bridge.layouts import megatron_layout
+from tepo_megatron.bridge.layouts import MegatronParallel, megatron_layout
 from tepo_megatron.bridge.stored import open_weights
 
 
@@ -182,7 +182,7 @@ def test_two_copies_of_one_half_are_not_a_whole(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"incomplete: model\.embed_tokens\.weight, of which 84 of 156 elements are there"):
         export_model(checkpoint, tmp_path / "out")
     weights, spec = open_weights(checkpoint), read_model_spec(model)
-    lost = next(s for s in megatron_layout(spec, tp=2, tp_rank=1, pp=1, pp_rank=0).shards if "embed_tokens" in s.tensor)
+    lost = next(s for s in megatron_layout(spec, MegatronParallel(tp=2), 1).shards if "embed_tokens" in s.tensor)
     with pytest.raises(ValueError, match=r"holds 0 of 72 elements that are needed of model\.embed_tokens\.weight"):
         weights.read(lost.tensor, lost.box, torch.empty(lost.box.shape))
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tepo_megatron.bridge.architecture import ModelSpec, read_model_spec
 from tepo_megatron.bridge.files import load_into, write_model
-from tepo_megatron.bridge.layouts import megatron_layout, tensor_shapes
+from tepo_megatron.bridge.layouts import MegatronParallel, megatron_layout, tensor_shapes
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 def params_of(spec: ModelSpec) -> dict[str, torch.Tensor]:
     """Parameters of the only rank, filled with a value that loading must overwrite."""
-    layout = megatron_layout(spec, tp=1, tp_rank=0, pp=1, pp_rank=0)
+    layout = megatron_layout(spec, MegatronParallel(), 0)
     extents: dict[str, tuple[int, ...]] = {}
     for shard in layout.shards:
         before = extents.get(shard.param, (0,) * len(shard.at.stop))
@@ -50,7 +50,7 @@ def params_of(spec: ModelSpec) -> dict[str, torch.Tensor]:
 def load(folder: Path) -> dict[str, torch.Tensor]:
     spec = read_model_spec(folder)
     params = params_of(spec)
-    load_into(folder, megatron_layout(spec, tp=1, tp_rank=0, pp=1, pp_rank=0), params)
+    load_into(folder, megatron_layout(spec, MegatronParallel(), 0), params)
     return params
 
 
@@ -91,7 +91,7 @@ def test_every_wrong_tensor_is_named_at_once_and_nothing_is_loaded(folder: Path)
     save_file(tensors, folder / "model.safetensors")
     params = params_of(read_model_spec(folder))
     with pytest.raises(ValueError, match="does not hold the model") as caught:
-        load_into(folder, megatron_layout(read_model_spec(folder), tp=1, tp_rank=0, pp=1, pp_rank=0), params)
+        load_into(folder, megatron_layout(read_model_spec(folder), MegatronParallel(), 0), params)
     assert "missing: model.norm.weight" in str(caught.value)
     assert "unexpected: model.layers.9.extra.weight" in str(caught.value)
     assert "misshapen: model.layers.1.mlp.up_proj.weight is (3, 6), config.json makes it (8, 6)" in str(caught.value)

@@ -62,7 +62,7 @@ def layouts(draw: st.DrawFn) -> tuple[ModelSpec, int, int]:
 @given(layouts())
 def test_chosen_sources_cover_each_element_once(case: tuple[ModelSpec, int, int]) -> None:
     spec, tp, pp = case
-    ranks = [megatron_layout(spec, tp=tp, tp_rank=t, pp=pp, pp_rank=p) for p in range(pp) for t in range(tp)]
+    ranks = [megatron_layout(spec, MegatronParallel(tp=tp, pp=pp), rank) for rank in range(tp * pp)]
     plan = sources(ranks)
     for name, shape in tensor_shapes(spec).items():
         writes = np.zeros(shape, dtype=int)
@@ -75,22 +75,21 @@ def test_chosen_sources_cover_each_element_once(case: tuple[ModelSpec, int, int]
 @given(layouts())
 def test_no_two_shards_share_a_place_in_a_parameter(case: tuple[ModelSpec, int, int]) -> None:
     spec, tp, pp = case
-    for p in range(pp):
-        for t in range(tp):
-            layout = megatron_layout(spec, tp=tp, tp_rank=t, pp=pp, pp_rank=p)
-            for param in {shard.param for shard in layout.shards}:
-                members = [shard.at for shard in layout.shards if shard.param == param]
-                extent = tuple(max(box.stop[d] for box in members) for d in range(len(members[0].stop)))
-                writes = np.zeros(extent, dtype=int)
-                for box in members:
-                    writes[box.slices] += 1
-                assert (writes == 1).all(), param
+    for rank in range(tp * pp):
+        layout = megatron_layout(spec, MegatronParallel(tp=tp, pp=pp), rank)
+        for param in {shard.param for shard in layout.shards}:
+            members = [shard.at for shard in layout.shards if shard.param == param]
+            extent = tuple(max(box.stop[d] for box in members) for d in range(len(members[0].stop)))
+            writes = np.zeros(extent, dtype=int)
+            for box in members:
+                writes[box.slices] += 1
+            assert (writes == 1).all(), param
 
 
 def test_query_key_value_interleave_per_group() -> None:
     """4 heads of 1 row in 2 groups: Megatron's rows are q0 q1 k0 v0 | q2 q3 k1 v1, so rank 1 of 2 holds the second half."""
     spec = replace(BASE, num_layers=1, head_dim=1)
-    layout = megatron_layout(spec, tp=2, tp_rank=1, pp=1, pp_rank=0)
+    layout = megatron_layout(spec, MegatronParallel(tp=2), 1)
     rows = {
         shard.tensor.split(".")[-2]: (shard.box.start[0], shard.box.stop[0], shard.at.start[0])
         for shard in layout.shards
@@ -100,7 +99,7 @@ def test_query_key_value_interleave_per_group() -> None:
 
 
 def test_a_tensor_that_no_rank_holds_is_named() -> None:
-    half = megatron_layout(BASE, tp=2, tp_rank=0, pp=1, pp_rank=0)
+    half = megatron_layout(BASE, MegatronParallel(tp=2), 0)
     with pytest.raises(ValueError, match=r"hold \d+ of \d+ elements of model.embed_tokens.weight"):
         sources([half])
 

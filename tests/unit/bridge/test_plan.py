@@ -120,7 +120,7 @@ def test_plans_survive_json(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format":"tepo-reshard-plan","version":999}', '{"format":"tepo-reshard-plan","version":1}']
+    "text", ["", "[]", "{}", '{"format":"tepo-reshard-plan","version":999}', '{"format":"tepo-reshard-plan","version":2}']
 )
 def test_what_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no reshard plan that can be read"):

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,44 @@ QWEN_72B = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
 }
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_hidden_layers": 48,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 24,
@@ -108,6 +147,10 @@ LARGE = {
     "llama-3.1-405b": Large(
         LLAMA_405B, MegatronParallel(8, 8, 1, pipeline_stages(126, 8, first=15, last=15)), VllmParallel(8, 2, 2), 405.853
     ),
+    "mixtral-8x7b": Large(
+        MIXTRAL_8X7B, MegatronParallel(2, 4, 4, fused_norms=True, ep=8, etp=1), VllmParallel(4, 2, 2), 46.703
+    ),
+    "qwen3-30b-a3b": Large(QWEN3_30B_A3B, MegatronParallel(4, 1, 2, fused_norms=True, ep=8, etp=1), VllmParallel(2), 30.532),
 }
 SMALL = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
@@ -120,6 +163,15 @@ SMALL = {
         "hidden_size": 256,
     },
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4},
+    "qwen3-moe-tied": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "tie_word_embeddings": True,
+    },
 }
 SMALL_SPLITS = [(1, 1), (4, 1), (2, 2)]
 LAYERS_AND_STAGES = [(layers, pp) for layers in (1, 2, 7, 23, 80, 126) for pp in (1, 2, 3, 4, 5, 8, 16) if pp <= layers]
@@ -160,6 +212,11 @@ def model_folder(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
+def as_matrix(shape: Sequence[int]) -> list[int]:
+    """Layouts speak of a parameter with a dimension of experts as of a matrix."""
+    return [shape[0] * shape[1], shape[2]] if len(shape) == 3 else list(shape)
+
+
 @pytest.mark.parametrize("name", LARGE)
 def test_plans_of_large_models_fill_every_parameter_that_vllm_declares(oracle: Path, name: str) -> None:
     large = LARGE[name]
@@ -173,7 +230,7 @@ def test_plans_of_large_models_fill_every_parameter_that_vllm_declares(oracle: P
     for rank, layout in enumerate(vllm_ranks(large.spec, large.destination)):
         stage = rank // large.destination.tp % large.destination.pp
         declared = json.loads((oracle / f"{name}-{stage}.json").read_text())
-        assert {param: list(shape) for param, shape in layout.params.items()} == declared
+        assert {param: list(shape) for param, shape in layout.params.items()} == {k: as_matrix(v) for k, v in declared.items()}
         assert {param: math.prod(shape) for param, shape in declared.items()} == {
             param: written[rank, param] for param in declared
         }
@@ -182,9 +239,12 @@ def test_plans_of_large_models_fill_every_parameter_that_vllm_declares(oracle: P
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize(("tp", "pp"), SMALL_SPLITS)
 def test_moved_weights_are_what_vllm_loads_from_disk(oracle: Path, name: str, tp: int, pp: int) -> None:
-    """From 2×2 Megatron ranks; with TP 4 two ranks share each key/value head, and the last rank's embedding is all padding."""
+    """From 2×2 Megatron ranks, or 2×2×2 where there are experts; with TP 4 two ranks share each key/value head, and the last
+    rank's embedding is all padding.
+    """
     spec = read_model_spec(oracle / f"hf-{name}")
-    source = MegatronParallel(2, 2, stages=pipeline_stages(3, 2, first=1, last=2))
+    experts = {"dp": 2, "ep": 2} if spec.experts else {}
+    source = MegatronParallel(2, 2, stages=pipeline_stages(3, 2, first=1, last=2), **experts)
     destination = VllmParallel(tp, pp)
     ours = parameters(megatron_ranks(spec, source), numbered_model(tensor_shapes(spec)))
     theirs = [
@@ -198,7 +258,7 @@ def test_moved_weights_are_what_vllm_loads_from_disk(oracle: Path, name: str, tp
         loaded = load_file(oracle / f"{name}-{tp}-{pp}-{rank}.safetensors")
         assert params.keys() == loaded.keys()
         for param, values in params.items():
-            assert torch.equal(values.float(), loaded[param]), (rank, param)
+            assert torch.equal(values.float(), loaded[param].view(as_matrix(loaded[param].shape))), (rank, param)
 
 
 def test_layers_are_divided_as_vllm_divides_them(oracle: Path) -> None:

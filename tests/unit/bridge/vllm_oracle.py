@@ -21,6 +21,10 @@ from vllm.model_executor.model_loader.utils import get_model_architecture
 
 
 def be_rank(tp: int, tp_rank: int, pp: int, pp_rank: int) -> None:
+    alone = SimpleNamespace(world_size=1, rank_in_group=0)
+    parallel_state._DP = parallel_state._PCP = alone
+    group = SimpleNamespace(size=lambda: tp, rank=lambda: tp_rank)
+    parallel_state._EP = SimpleNamespace(world_size=tp, rank_in_group=tp_rank, device_group=group)
     parallel_state._TP = SimpleNamespace(world_size=tp, rank_in_group=tp_rank)
     parallel_state._PP = SimpleNamespace(
         world_size=pp, rank_in_group=pp_rank, is_first_rank=pp_rank == 0, is_last_rank=pp_rank == pp - 1

@@ -143,6 +143,23 @@ def test_full_recomputation_and_splits_shrink_what_they_are_for() -> None:
     assert halved["optimizer"] == pytest.approx(base["optimizer"], rel=1e-3)  # twice the parameters over twice the replicas
 
 
+def test_layers_decide_what_is_kept() -> None:
+    spec, _ = resolve_spec("Llama-3.3-70B-Instruct")
+
+    def memory(*overrides: str) -> dict[str, float]:
+        config = load_run(Path(LLAMA), [*overrides, "engine.parallel.pp=1", "engine.parallel.dp=8"])
+        return rank_memory(spec, config, 0, longest=5120, step_tokens=2.6e6).terms
+
+    base, local, fp8 = memory(), memory("engine.layers=local"), memory("engine.fp8.recipe=tensorwise")
+    mlp = 2 * 8192 * 80 * 2 * spec.ffn_size / 8  # the activated gate and the offset up of 8192 tokens in 80 layers, in bfloat16
+    assert local["activations"] - base["activations"] > mlp
+    # rows and columns of q, k, v, output, gate, up and down, and (too much by so little) the norms
+    weights = 80 * 8192 * (64 * 128 * 2 + 2 * 8 * 128 + 3 * spec.ffn_size) // 8
+    assert fp8["weights"] - base["weights"] == pytest.approx(2 * weights, rel=1e-3)
+    assert {**fp8, "weights": 0} == {**base, "weights": 0}
+    assert memory("engine.fp8.recipe=tensorwise", "engine.fp8.params=true") == base
+
+
 def test_flops_of_a_token_are_those_that_torch_counts() -> None:
     import torch
     from torch.utils.flop_counter import FlopCounterMode

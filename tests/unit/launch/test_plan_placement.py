@@ -60,3 +60,19 @@ def test_what_must_share_a_node_may_not_be_larger_than_one() -> None:
         check_placement(run(1, {}, rollout_nodes=2, servers=3, server_tp=3))
     with pytest.raises(ValueError, match=r"rollout\.server\.tp = 8 is more than cluster\.gpus_per_node = 4"):
         check_placement(run(1, {}, rollout_nodes=2, server_tp=8))
+
+
+def test_colocated_servers_take_the_trainers_gpus_of_one_node() -> None:
+    def colocated(nodes: int, rollout_nodes: int, servers: int) -> RunConfig:
+        config = run(nodes, {"tp": 2, "dp": 2 * nodes}, rollout_nodes=rollout_nodes, servers=servers, server_tp=2)
+        server = config.rollout.server.model_copy(update={"placement": "colocated"})
+        return config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
+
+    check_placement(colocated(1, 0, 2))
+    with pytest.raises(ValueError, match=r"servers of tp = 2 do not fit: what the trainer's ranks use .4 GPUs. has room for 2"):
+        check_placement(colocated(1, 0, 3))
+    for nodes, rollout_nodes in ((1, 1), (2, 0)):
+        with pytest.raises(
+            ValueError, match=rf"train_nodes = {nodes} and rollout_nodes = {rollout_nodes}; set them to 1 and 0"
+        ):
+            check_placement(colocated(nodes, rollout_nodes, 1))

@@ -9,12 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.bridge.architecture import ModelSpec
+from tepo_megatron.bridge.architecture import Experts, ModelSpec
 from tepo_megatron.bridge.layouts import MegatronParallel, megatron_ranks
 from tepo_megatron.config import ParallelConfig
-from tepo_megatron.launch.plan.shapes import model_parameters, resolve_spec, stage_parameters
+from tepo_megatron.launch.plan.shapes import active_parameters, model_parameters, resolve_spec, stage_parameters
 
-PUBLISHED = {"Llama-3.3-70B-Instruct": 70_553_706_496, "Qwen2.5-72B": 72_706_203_648, "Qwen2.5-7B": 7_615_616_512}
+PUBLISHED = {
+    "Llama-3.3-70B-Instruct": 70_553_706_496,
+    "Qwen2.5-72B": 72_706_203_648,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Mixtral-8x7B-v0.1": 46_702_792_704,
+    "Qwen3-30B-A3B": 30_532_122_624,
+}
 """Elements of all tensors of the published safetensors."""
 
 
@@ -33,12 +39,22 @@ def test_a_folder_on_this_machine_is_read_and_an_unknown_one_refused(tmp_path: P
         resolve_spec(str(tmp_path / "Llama-9"))
 
 
+def test_of_the_experts_a_token_meets_the_chosen_ones() -> None:
+    """Published, rounded: 12.9 and 3.3 billion."""
+    for name, billions in (("Mixtral-8x7B-v0.1", 12.9), ("Qwen3-30B-A3B", 3.3)):
+        assert active_parameters(resolve_spec(name)[0]) / 1e9 == pytest.approx(billions, abs=0.06)
+
+
 @st.composite
 def models(draw: st.DrawFn) -> tuple[ModelSpec, ParallelConfig]:
     tp, pp = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
     kv_heads = tp * draw(st.integers(1, 2))
+    etp = draw(st.sampled_from([size for size in (1, 2, 4) if tp % size == 0]))
+    ep = tp // etp * draw(st.sampled_from([1, 2]))  # what the tensor-parallel ranks of a stage leave, or more of them
+    experts = draw(st.sampled_from([None, Experts(ep * draw(st.integers(2, 3)), 2, renormalize=True)]))
     spec = ModelSpec(
-        architecture="LlamaForCausalLM",
+        architecture="MixtralForCausalLM" if experts else "LlamaForCausalLM",
+        experts=experts,
         num_layers=pp * draw(st.integers(1, 3)),
         hidden_size=draw(st.integers(1, 9)),
         num_heads=kv_heads * draw(st.integers(1, 3)),
@@ -54,7 +70,8 @@ def models(draw: st.DrawFn) -> tuple[ModelSpec, ParallelConfig]:
         qkv_bias=draw(st.booleans()),
         qk_norm=draw(st.booleans()),
     )
-    return spec, ParallelConfig(tp=tp, pp=pp)
+    sizes = {"dp": ep * etp // tp, "ep": ep, "etp": etp} if experts else {}
+    return spec, ParallelConfig(tp=tp, pp=pp, **sizes)
 
 
 @given(models())
@@ -63,11 +80,12 @@ def test_a_rank_holds_what_the_bridge_lays_out_and_the_padding_of_its_vocabulary
     case: tuple[ModelSpec, ParallelConfig],
 ) -> None:
     spec, parallel = case
-    layouts = megatron_ranks(spec, MegatronParallel(tp=parallel.tp, pp=parallel.pp))
-    padding = (-spec.vocab_size) % parallel.tp * spec.hidden_size  # over the ranks of a stage, for each of embedding and head
+    tp, dp, pp = parallel.tp, parallel.dp, parallel.pp
+    layouts = megatron_ranks(spec, MegatronParallel(tp=tp, pp=pp, dp=dp, ep=parallel.ep, etp=parallel.etp))
+    padding = (-spec.vocab_size) % tp * spec.hidden_size * dp  # over the ranks of a stage, for each of embedding and head
     for stage in range(parallel.pp):
-        ranks = layouts[stage * parallel.tp : (stage + 1) * parallel.tp]
+        ranks = layouts[stage * tp * dp : (stage + 1) * tp * dp]
         held = [sum(math.prod(shard.at.shape) for shard in layout.shards) for layout in ranks]
         first, last = stage == 0, stage == parallel.pp - 1
         matrices = int(first) + int(last and not (first and spec.tied_embeddings))
-        assert stage_parameters(spec, parallel, stage) * parallel.tp == sum(held) + matrices * padding
+        assert stage_parameters(spec, parallel, stage) * tp * dp == sum(held) + matrices * padding

@@ -1,0 +1,294 @@
+"""Models with experts under every kind of split: what Megatron computes is what transformers computes in float64, forward and
+backward, and checkpoints pass from one split to another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tepo_megatron.bridge.architecture import read_model_spec
+from tepo_megatron.bridge.convert import export_model, import_model
+from tepo_megatron.bridge.layouts import tensor_shapes
+from tepo_megatron.bridge.layouts.table import EXPERT_NAMES
+from tepo_megatron.bridge.stored import open_boxes
+from tepo_megatron.config import EngineConfig, ParallelConfig
+from tepo_megatron.engine.batch import pack
+from tepo_megatron.engine.moe import check_parallel
+from tepo_megatron.rollout.record import read_rollouts, write_rollouts
+from tepo_megatron.types import Box, Rollout, WeightsVersion
+
+MODELS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen3Moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "head_dim": 10,
+        "norm_topk_prob": False,
+        "tie_word_embeddings": True,
+    },
+}
+VOCABULARY = 61
+
+
+@dataclass(frozen=True)
+class Split:
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    distributed: bool = False
+    resumes: Split | None = None
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def name(self) -> str:
+        sizes = "".join(f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "ep"))
+        expert_tp = "" if self.etp is None else f"etp{self.etp}"
+        return sizes + expert_tp + "-distributed" * self.distributed + "-resumed" * bool(self.resumes)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        sizes = {name: getattr(self, name) for name in ("tp", "pp", "dp", "ep", "etp")}
+        return sizes | {"sequence_parallel": self.tp > 1}
+
+
+SINGLE = Split()
+ACROSS = Split(tp=2, dp=2, ep=4, etp=1, distributed=True)
+"""Starts from what ``tepo import`` made; the others from Hugging Face folders."""
+
+SPLITS = [
+    SINGLE,
+    ACROSS,
+    Split(tp=2, dp=2, ep=2),
+    Split(pp=2, dp=2, ep=2, resumes=SINGLE),
+    Split(dp=2, ep=2, distributed=True, resumes=ACROSS),
+    Split(tp=2, ep=2, etp=1),
+]
+CASES = [pytest.param(split, model, id=f"{split.name}-{model}") for split in SPLITS for model in MODELS]
+OTHERS = [case for case in CASES if case.values[0] != SINGLE]
+
+
+def make_model(name: str, out: Path) -> None:
+    """A random model in which no weight is left at 0 or 1, as transformers leaves norms."""
+    import transformers
+
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    }
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **MODELS[name]})
+    torch.manual_seed(len(name))
+    made = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for param in made.parameters():
+            param.copy_(0.15 * torch.randn_like(param) + (param.dim() == 1))
+    made.save_pretrained(out)
+
+
+def make_rollouts(folder: Path) -> None:
+    """Lengths so that data-parallel ranks have micro-batches of different sizes."""
+    generator = torch.Generator().manual_seed(3)
+    rollouts = []
+    for number in range(8):
+        length = int(torch.randint(1, 30, (1,), generator=generator))
+        first, *tokens = torch.randint(0, VOCABULARY, (length + 1,), generator=generator).tolist()
+        logprobs = (-1.0,) * len(tokens)
+        rollouts.append(Rollout(f"p{number}", number, (first,), tuple(tokens), logprobs, "stop", WeightsVersion(0)))
+    write_rollouts(folder, 0, rollouts)
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """What transformers computes in float64; gradients under the names of the tensors on disk."""
+
+    logprobs_T: Tensor
+    loss: float
+    gradients: dict[str, Tensor]
+
+    @property
+    def norm(self) -> float:
+        return float(torch.stack([gradient.norm() for gradient in self.gradients.values()]).norm())
+
+
+class Worlds:
+    """Runs all splits of one world size in one world, once, on demand."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.batch = pack(read_rollouts(folder / "rollouts", 0))
+        self._run_world = cache(self._start)
+        self.oracle = cache(self._oracle)
+
+    def run(self, split: Split) -> Path:
+        self._run_world(split.world)
+        return self.folder / split.name
+
+    def report(self, split: Split, model: str) -> dict[str, Any]:
+        return json.loads((self.run(split) / model / "report.json").read_text())
+
+    def _start(self, size: int) -> None:
+        runs = []
+        for split in (split for split in SPLITS if split.world == size):
+            for model in MODELS:
+                out = self.folder / split.name / model
+                out.mkdir(parents=True)
+                start = self.run(split.resumes) / model / "checkpoints" / "step_000001" if split.resumes else None
+                config = self._config(split, model)
+                if split == ACROSS:
+                    import_model(self.folder / model, out / "shards", tp=split.tp, pp=split.pp)
+                    config["model"]["shards"] = str(out / "shards")
+                runs.append({"config": config, "out": str(out), "resume": start and str(start)})
+        case = self.folder / f"world-{size}.json"
+        case.write_text(json.dumps({"runs": runs, "rollouts": str(self.folder / "rollouts")}))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        done = subprocess.run(
+            [*command, str(Path(__file__).with_name("moe_world.py")), str(case)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+        assert done.returncode == 0, f"the world of {size} failed:\n{done.stderr[-6000:]}"
+
+    def _config(self, split: Split, model: str) -> dict[str, Any]:
+        return {
+            "model": {"path": str(self.folder / model)},
+            "engine": {"parallel": split.config, "micro_batch_tokens": 70},
+            "optimizer": {"lr": 1e-3, "clip_grad": 0.0, "distributed": split.distributed},
+            "rollout": {"sampling": {"temperature": 1.0}},
+        }
+
+    def _oracle(self, model: str) -> Oracle:
+        import transformers
+
+        oracle = transformers.AutoModelForCausalLM.from_pretrained(
+            self.folder / model, dtype=torch.float64, experts_implementation="eager"
+        )
+        batch = self.batch
+        logits = [oracle(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())]
+        logprobs_T = torch.cat(logits).log_softmax(-1).gather(1, batch.labels_T[:, None])[:, 0]
+        loss = -logprobs_T[batch.loss_mask_T].mean()
+        loss.backward()
+        names = EXPERT_NAMES[type(oracle).__name__]
+        gradients: dict[str, Tensor] = {}
+        for name, param in oracle.named_parameters():
+            stem = name.replace(".mlp.", f".{names.block}.")
+            if name.endswith("gate_up_proj"):
+                for expert, (gate, up) in enumerate(each.chunk(2) for each in param.grad):
+                    prefix = stem.removesuffix("gate_up_proj") + str(expert)
+                    gradients |= {f"{prefix}.{names.gate}.weight": gate, f"{prefix}.{names.up}.weight": up}
+            elif name.endswith("experts.down_proj"):
+                prefix = stem.removesuffix("down_proj")
+                gradients |= {f"{prefix}{expert}.{names.down}.weight": each for expert, each in enumerate(param.grad)}
+            else:
+                gradients[stem] = param.grad
+        return Oracle(logprobs_T.detach(), loss.item(), gradients)
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
+    folder = tmp_path_factory.mktemp("moe")
+    for name in MODELS:
+        make_model(name, folder / name)
+    make_rollouts(folder / "rollouts")
+    return Worlds(folder)
+
+
+def same_bytes(found: Path, expected: Path) -> bool:
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (found, expected))
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(("split", "model"), CASES)
+def test_scores_match_transformers_in_float64(worlds: Worlds, split: Split, model: str) -> None:
+    found_T = torch.tensor(worlds.report(split, model)["logprobs"]).double()
+    expected_T, mask_T = worlds.oracle(model).logprobs_T, worlds.batch.loss_mask_T
+    assert expected_T.std() > 0.1
+    torch.testing.assert_close(found_T[mask_T], expected_T[mask_T], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("split", "model"), CASES)
+def test_exports_are_the_model_and_its_checkpoint(worlds: Worlds, split: Split, model: str) -> None:
+    out = worlds.run(split) / model
+    assert same_bytes(out / "initial", worlds.folder / model)
+    if split.resumes is None:
+        shapes = tensor_shapes(read_model_spec(worlds.folder / model))
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            stored = open_boxes(out / "checkpoints" / "step_000001", kind)
+            assert sum(len(boxes) for boxes in stored.boxes.values()) == sum(
+                len({box.box for box in boxes}) for boxes in stored.boxes.values()
+            )
+            stored.check(shapes)
+    export_model(out / "checkpoints" / "step_000002", out / "converted")
+    assert same_bytes(out / "converted", out / "trained")
+
+
+@pytest.mark.parametrize(("split", "model"), [case for case in CASES if case.values[0].resumes is None])
+def test_loss_and_gradients_match_transformers_in_float64(worlds: Worlds, split: Split, model: str) -> None:
+    """After one step Adam's first moment is a tenth of the gradient."""
+    oracle, (loss, norm) = worlds.oracle(model), worlds.report(split, model)["updates"][0]
+    assert loss == pytest.approx(oracle.loss, rel=1e-5)
+    assert norm == pytest.approx(oracle.norm, rel=1e-5)
+    stored = open_boxes(worlds.run(split) / model / "checkpoints" / "step_000001", "exp_avg")
+    assert stored.boxes.keys() == oracle.gradients.keys()
+    for name, expected in oracle.gradients.items():
+        found = torch.empty(expected.shape)
+        stored.read(name, Box((0,) * expected.dim(), tuple(expected.shape)), found)
+        assert expected.norm() > 0, f"{name} has no gradient"
+        error = (found.double() / (1 - 0.9) - expected).norm() / expected.norm()
+        assert error < 1e-4, f"{name}: the gradient is off by {error:.1e} of its norm"
+
+
+@pytest.mark.parametrize(("split", "model"), OTHERS)
+def test_the_second_step_is_that_of_one_rank(worlds: Worlds, split: Split, model: str) -> None:
+    """Also where the first step came from another split's checkpoint, optimizer states included."""
+    expected, found = (worlds.report(run, model)["updates"][-1] for run in (SINGLE, split))
+    assert found == pytest.approx(expected, rel=1e-5)
+    before = load_file(worlds.folder / model / "model.safetensors")
+    ours, theirs = (load_file(worlds.run(run) / model / "trained" / "model.safetensors") for run in (split, SINGLE))
+    moved = torch.cat([(theirs[name] - before[name]).flatten() for name in before])
+    apart = torch.cat([(ours[name] - theirs[name]).flatten() for name in before])
+    assert apart.norm() < 2e-3 * moved.norm()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"tp": 2}, r"tp = 2 with experts needs sequence parallelism.*sequence_parallel = true"),
+        (
+            {"tp": 2, "sequence_parallel": True, "etp": 1},
+            r"etp = 1 differs from tp = 2, which Megatron trains right only with ep > 1",
+        ),
+        ({"dp": 3, "ep": 3}, r"ep = 3 does not divide the model's 4 experts"),
+    ],
+)
+def test_a_split_that_megatron_would_train_wrongly_is_refused(worlds: Worlds, parallel: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_parallel(read_model_spec(worlds.folder / "Mixtral"), ParallelConfig(**parallel))
+
+
+def test_experts_that_do_not_fit_the_ranks_of_a_stage_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"ep × etp = 2 × 2 does not divide the 2 ranks of a pipeline stage"):
+        EngineConfig(parallel={"tp": 2, "ep": 2, "sequence_parallel": True})
