@@ -1,7 +1,8 @@
 """Every architecture under every split: what Megatron computes is what transformers computes, and it comes back byte for byte.
 
-One torchrun world per number of ranks takes all splits and models in turn. Sizes divide nothing by chance: 61
-tokens of vocabulary, 3 key/value heads where tensor parallelism allows, a head size that is not hidden size / heads.
+Every case starts from what ``tepo import`` made of a Hugging Face folder. One torchrun world per number of ranks takes all
+splits and models in turn. Sizes divide nothing by chance: 61 tokens of vocabulary, 3 key/value heads where tensor parallelism
+allows, a head size that is not hidden size / heads.
 """
 
 from __future__ import annotations
@@ -73,10 +74,8 @@ class Split:
 
 
 SINGLE = Split()
-SPLITS = [SINGLE, Split(tp=2, sequence_parallel=True), Split(pp=2), Split(tp=2, pp=2)]
+SPLITS = [SINGLE, Split(tp=2), Split(tp=2, sequence_parallel=True), Split(pp=2), Split(tp=2, pp=2)]
 CASES = [pytest.param(split, model, id=f"{split.name}-{model}") for split in SPLITS for model in split.models]
-IMPORTED = Split(tp=2, pp=2)
-"""Starts from what ``tepo import`` made; the others from Hugging Face folders."""
 
 
 def make_model(name: str, out: Path) -> None:
@@ -126,20 +125,29 @@ class Worlds:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.batch = pack(read_rollouts(folder / "rollouts", 0))
         self._run_world = cache(self._start)
+        self.oracle_logits = cache(self._oracle_logits)
 
     def run(self, split: Split) -> Path:
         self._run_world(split.world)
         return self.folder / split.name
+
+    @torch.no_grad()
+    def _oracle_logits(self, model: str) -> torch.Tensor:
+        """What transformers computes in float64 for every token of the packed batch: [T, V]."""
+        import transformers
+
+        oracle = transformers.AutoModelForCausalLM.from_pretrained(self.folder / model, dtype=torch.float64)
+        batch = self.batch
+        return torch.cat([oracle(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())])
 
     def _start(self, size: int) -> None:
         runs = []
         for split in (split for split in SPLITS if split.world == size):
             for name in split.models:
                 out = self.folder / split.name / name
-                if split == IMPORTED:
-                    import_model(self.folder / name, out / "shards", tp=split.tp, pp=split.pp)
-                out.mkdir(parents=True, exist_ok=True)
+                import_model(self.folder / name, out / "shards", tp=split.tp, pp=split.pp)
                 runs.append({"config": self._config(split, name, out), "out": str(out)})
         case = self.folder / f"world-{size}.json"
         case.write_text(json.dumps({"runs": runs, "rollouts": str(self.folder / "rollouts")}))
@@ -154,10 +162,9 @@ class Worlds:
         assert done.returncode == 0, f"the world of {size} failed:\n{done.stderr[-4000:]}"
 
     def _config(self, split: Split, name: str, out: Path) -> dict[str, Any]:
-        shards = str(out / "shards") if split == IMPORTED else None
         parallel = {"tp": split.tp, "pp": split.pp, "sequence_parallel": split.sequence_parallel}
         return {
-            "model": {"path": str(self.folder / name), "shards": shards},
+            "model": {"path": str(self.folder / name), "shards": str(out / "shards")},
             "engine": {"parallel": parallel, "micro_batch_tokens": 70},
             "optimizer": {"lr": 1e-3},
             "rollout": {"sampling": {"temperature": 1.0}},
@@ -186,15 +193,19 @@ def assert_same_bytes(found: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize(("split", "model"), CASES)
-def test_scores_match_transformers_in_float64(worlds: Worlds, split: Split, model: str) -> None:
-    import transformers
+def test_logits_are_those_of_transformers(worlds: Worlds, split: Split, model: str) -> None:
+    found_TV = load_file(worlds.run(split) / model / "logits.safetensors")["logits"]
+    expected_TV = worlds.oracle_logits(model)
+    assert found_TV.dtype == torch.float32
+    assert expected_TV.std() > 0.1
+    torch.testing.assert_close(found_TV.double(), expected_TV, atol=1e-4, rtol=0)
 
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(worlds.folder / model, dtype=torch.float64)
-    batch = pack(read_rollouts(worlds.folder / "rollouts", 0))
+
+@pytest.mark.parametrize(("split", "model"), CASES)
+def test_scores_match_transformers_in_float64(worlds: Worlds, split: Split, model: str) -> None:
+    batch = worlds.batch
     found = json.loads((worlds.run(split) / model / "scores.json").read_text())
-    with torch.no_grad():
-        rows = [oracle(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())]
-    logprobs_TV = torch.cat(rows).log_softmax(-1)
+    logprobs_TV = worlds.oracle_logits(model).log_softmax(-1)
     mask_T = batch.loss_mask_T
     assert mask_T.sum() == batch.num_tokens - batch.num_sequences
     logprob_T = logprobs_TV.gather(1, batch.labels_T[:, None])[:, 0]

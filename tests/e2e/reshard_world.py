@@ -14,17 +14,16 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from random_models import EOS, LENGTH, PROMPTS
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
 from tepo_megatron.types import Rollout, WeightsVersion
-
-PROMPTS = [(1, 5, 6, 7), (1, 9), (1, 30, 31, 32, 33, 34, 35), (1,), (1, 60, 4)]
-EOS, LENGTH = 2, 12
 
 
 def publish(engine: Any, fleet: Fleet | None, version: int) -> bool:
@@ -67,11 +66,11 @@ def kill_when_sending(engine: Any, fleet: Fleet | None) -> None:
         return
     send, process = engine.sender.send, fleet._servers[-1]._process
 
-    def send_late() -> None:
+    def send_late(cancelled: Callable[[], bool]) -> None:
         engine.sender.send = send
         time.sleep(0.5)
         os.killpg(process.pid, signal.SIGKILL)
-        send()
+        send(cancelled)
 
     engine.sender.send = send_late
 

@@ -1,0 +1,76 @@
+"""Small random models of every architecture that vLLM serves on a CPU, and what transformers decodes with them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+PROMPTS = [(1, 5, 6, 7), (1, 9), (1, 30, 31, 32, 33, 34, 35), (1,), (1, 60, 4)]
+EOS, LENGTH = 2, 12
+
+_SIZES = {
+    "vocab_size": 61,  # no multiple of TP, nor of what vLLM pads to
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # the smallest that vLLM's attention on the CPU takes
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {"rope_parameters": _LLAMA3_ROPE},
+    "Llama-tied": {"tie_word_embeddings": True},
+    "Mistral": {"sliding_window": None},
+    "Qwen2": {"hidden_size": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "Qwen2-tied": {"hidden_size": 128, "tie_word_embeddings": True},
+    "Qwen3": {},
+    "Qwen3-tied": {"tie_word_embeddings": True},
+    "Mixtral": {"hidden_size": 64, "num_local_experts": 4},
+    "Qwen3Moe": {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 6, "num_experts_per_tok": 3},
+}
+"""What sets each model apart; the family is the name up to the dash. Qwen2's head size is hidden size / heads; vLLM's experts
+on the CPU take hidden sizes in multiples of 32, and here pad Mixtral's MLPs to such a multiple, but not Qwen3's.
+"""
+
+
+@cache
+def random_model(name: str, seed: int) -> Any:
+    """No weight is left at 0 or 1, as transformers leaves biases and norms: one that is lost must show."""
+    import transformers
+
+    family = name.split("-")[0]
+    config = getattr(transformers, f"{family}Config")(**{**_SIZES, **MODELS[name]})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(0.12 * torch.randn_like(param) + (param.dim() == 1))
+    return model
+
+
+@cache
+@torch.no_grad()
+def greedy(name: str, seed: int) -> list[list[int]]:
+    """The most probable tokens after each of ``PROMPTS``, ``LENGTH`` of them or up to ``EOS``."""
+    model, responses = random_model(name, seed), []
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        while len(ids) < len(prompt) + LENGTH and (len(ids) == len(prompt) or ids[-1] != EOS):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        responses.append(ids[len(prompt) :])
+    return responses

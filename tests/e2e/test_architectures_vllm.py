@@ -1,0 +1,73 @@
+"""Every architecture in a real vLLM at TP1 and TP2, updated through the bridge from a trainer at TP2 × PP2.
+
+The engines start with other weights than the trainer's. After the update they decode greedily what transformers does with the
+trainer's, and give the log-probs that the trainer gives. Whole servers are the subject of ``test_reshard_vllm.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from random_models import MODELS, greedy, random_model
+
+SERVED, TRAINED = 0, 1
+"""Seeds of the weights that the engines start with, and of the trainer's."""
+
+EXPERTS = {
+    "Mixtral": {"sequence_parallel": True, "ep": 2, "etp": 1},
+    "Qwen3Moe": {"sequence_parallel": True, "etp": 2},
+}
+"""How the trainer splits the experts: over two ranks, or each expert over both."""
+
+CASES = [
+    {
+        "name": f"{model}-tp{tp}-{transfer}",
+        "model": model,
+        "tp": tp,
+        "transfer": transfer,
+        "experts": EXPERTS.get(model, {}),
+    }
+    for model in MODELS
+    for tp in (1, 2)
+    for transfer in (("reshard", "gather") if model == "Qwen2-tied" or (model, tp) == ("Mixtral", 1) else ("reshard",))
+]
+NAMED = pytest.mark.parametrize("case", [pytest.param(case, id=str(case["name"])) for case in CASES])
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("architectures_vllm")
+    for name in MODELS:
+        for role, seed in (("served", SERVED), ("trained", TRAINED)):
+            random_model(name, seed).save_pretrained(folder / name / role)
+    (folder / "cases.json").write_text(json.dumps(CASES))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    done = subprocess.run(
+        [*command, str(Path(__file__).with_name("architectures_vllm_world.py")), str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-8000:]
+    return json.loads((folder / "report.json").read_text())
+
+
+@NAMED
+def test_greedy_tokens_are_those_of_transformers(report: dict[str, Any], case: dict[str, Any]) -> None:
+    expected = greedy(case["model"], TRAINED)
+    assert expected != greedy(case["model"], SERVED)  # without this the engine could have kept its weights
+    assert report[case["name"]]["greedy"] == expected
+
+
+@NAMED
+def test_logprobs_are_those_of_the_trainer(report: dict[str, Any], case: dict[str, Any]) -> None:
+    assert report[case["name"]]["gap"] < 1e-4
