@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tepo_megatron.doctor_checks import CHECKS, LAUNCH_CHECKS, Check, has_gpu
+from tepo_megatron.doctor_check import Check, has_gpu
+from tepo_megatron.doctor_checks import CHECKS, LAUNCH_CHECKS
 from tepo_megatron.doctor_nodes import node_checks, node_names
 
 _COLOURS = {"ok": "green", "warn": "yellow", "missing": "dim", "fail": "red"}

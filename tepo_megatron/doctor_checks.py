@@ -14,57 +14,19 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
-from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-Status = Literal["ok", "warn", "missing", "fail"]
+from tepo_megatron.doctor_check import Check, requirements_of, version_of
+from tepo_megatron.doctor_gpu import apex, kernels, transformer_engine
 
 _GIB = 2**30
 _OURS = "tepo-megatron"
 _SETUP = "run scripts/setup_cpu.sh"
 _SHM = "/dev/shm"  # noqa: S108
 _VLLM = SpecifierSet(">=0.32,<0.33")
-
-
-@dataclass(frozen=True)
-class Check:
-    """What one check found: ``detail`` is a version or a measure, ``advice`` what it enables or how to mend it.
-
-    ``needed`` tells whether a run on CPU needs it.
-    """
-
-    name: str
-    status: Status
-    detail: str
-    advice: str = ""
-    needed: bool = False
-
-
-def version_of(distribution: str) -> str | None:
-    """The installed version, or ``None``; from metadata, so that nothing is imported."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def has_gpu() -> bool:
-    """Whether NVIDIA's driver is there."""
-    return os.path.exists("/dev/nvidiactl")
-
-
-def requirements_of(distribution: str) -> list[Requirement]:
-    """What a distribution asks for here, without its extras; empty if it is not installed."""
-    try:
-        wanted = [Requirement(text) for text in metadata.requires(distribution) or []]
-    except metadata.PackageNotFoundError:
-        return []
-    return [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
 
 
 def _python() -> Check:
@@ -129,34 +91,6 @@ def _transformers() -> Check:
 
 def _sentencepiece() -> Check:
     return _pinned("sentencepiece", "sentencepiece", "the tiny model's tokenizer")
-
-
-def _transformer_engine() -> Check:
-    version = version_of("transformer-engine")
-    if version is None and has_gpu():
-        advice = (
-            "training on GPUs needs it: pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9,<2.12', or take "
-            "docker/trainer.Dockerfile; without it only engine.platform=cpu runs"
-        )
-        return Check("transformer-engine", "fail", "not installed, but there is a GPU", advice, needed=True)
-    if version is None:
-        return Check(
-            "transformer-engine", "missing", "", "GPU only: fused kernels and FP8; megatron-core 0.16 wants >=2.9,<2.12"
-        )
-    if not Requirement("transformer-engine>=2.9,<2.12").specifier.contains(version, prereleases=True):
-        return Check("transformer-engine", "warn", version, "megatron-core 0.16 wants >=2.9,<2.12")
-    return Check("transformer-engine", "ok", version, "fused kernels and FP8 on GPU")
-
-
-def _apex() -> Check:
-    try:
-        found = metadata.metadata("apex")
-    except metadata.PackageNotFoundError:
-        return Check("apex", "missing", "", "optional on GPU; built from NVIDIA's source, never from PyPI")
-    if "nvidia" not in str(found.json.get("summary", "")).lower():
-        advice = "PyPI's apex is another project: pip uninstall apex; Megatron-Core would take it for NVIDIA's"
-        return Check("apex", "fail", f"{found['Version']}, not NVIDIA's", advice, needed=True)
-    return Check("apex", "ok", found["Version"], "fused optimizers on GPU")
 
 
 def _vllm() -> Check:
@@ -281,8 +215,9 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     _transformers,
     _sentencepiece,
     _compiler,
-    _transformer_engine,
-    _apex,
+    transformer_engine,
+    apex,
+    kernels,
     _nemo_run,
     _cores,
     _memory,

@@ -11,7 +11,8 @@ from pathlib import Path
 import httpx
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.doctor_checks import Check
+from tepo_megatron.doctor_check import Check
+from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.registry import registered
 
 _GIB = 2**30
@@ -32,6 +33,8 @@ def run_checks(config: RunConfig) -> list[Callable[[], Check]]:
         )
     elif server.port:
         checks.append(partial(_server_port, config))
+    if server.placement != "external" and server.quantization != "none":
+        checks.append(partial(_quantization, config))
     for number, check in enumerate(checks):
         setattr(check, "__name__", f"_run_{number}")  # noqa: B010  # what diagnose() calls a check that fails by itself
     return checks
@@ -50,6 +53,16 @@ def _output_disk(config: RunConfig) -> Check:
         advice = f"its checkpoints may take {needed / _GIB:.1f} GiB: free as much, or set output to another disk"
         return Check("output", "fail", detail, advice, needed=True)
     return Check("output", "ok", detail, needed=True)
+
+
+def _quantization(config: RunConfig) -> Check:
+    """Whether the servers can hold their weights as the run asks."""
+    quantization = config.rollout.server.quantization
+    try:
+        check_quantization(quantization)
+    except ValueError as error:
+        return Check("quantization", "fail", quantization, str(error), needed=True)
+    return Check("quantization", "ok", quantization, needed=True)
 
 
 def _server_port(config: RunConfig) -> Check:

@@ -3,6 +3,7 @@
 from tepo_megatron.config.cluster import ClusterConfig
 from tepo_megatron.config.data import DataConfig, EvaluateConfig, RewardConfig
 from tepo_megatron.config.engine import EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from tepo_megatron.config.fp8 import Fp8Config
 from tepo_megatron.config.objective import ObjectiveConfig
 from tepo_megatron.config.rollout import RolloutConfig, SamplingConfig, ServerConfig
 from tepo_megatron.config.run import RunConfig
@@ -13,6 +14,7 @@ __all__ = [
     "DataConfig",
     "EngineConfig",
     "EvaluateConfig",
+    "Fp8Config",
     "LogConfig",
     "ModelConfig",
     "ObjectiveConfig",

@@ -1,11 +1,12 @@
 """The trainer: which model, how it is split over ranks, how it is optimised."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from tepo_megatron.config.base import Section
+from tepo_megatron.config.fp8 import Fp8Config
 
 
 class ModelConfig(Section):
@@ -35,6 +36,12 @@ class ParallelConfig(Section):
     cp: PositiveInt = 1
     """Context-parallel size: sequences are split over so many ranks. As ``vpp``: planned with, refused by the engine."""
 
+    ep: PositiveInt = 1
+    """Expert-parallel size: the experts of a mixture-of-experts model are split over so many ranks, taken out of tp × dp."""
+
+    etp: PositiveInt | None = None
+    """Expert-tensor-parallel size: each expert is split over so many ranks. Default: tp, as in Megatron-Core."""
+
     sequence_parallel: bool = False
     """Split activations outside attention and MLP over the tensor-parallel ranks (Megatron's SP)."""
 
@@ -49,6 +56,16 @@ class ParallelConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _experts_fit_a_stage(self) -> "ParallelConfig":
+        etp, ranks = self.tp if self.etp is None else self.etp, self.tp * self.cp * self.dp
+        if ranks % (self.ep * etp):
+            raise ValueError(
+                f"ep × etp = {self.ep} × {etp} does not divide the {ranks} ranks of a pipeline stage (tp × cp × dp); "
+                "lower ep, or raise dp"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _virtual_stages_need_stages(self) -> "ParallelConfig":
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp = {self.vpp} divides pipeline stages further and needs pp > 1; set pp, or vpp = 1")
@@ -59,6 +76,15 @@ class EngineConfig(Section):
     platform: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the trainer runs; ``auto`` is CUDA if torch sees a GPU. The CUDA path has not been run on a GPU yet."""
 
+    layers: Literal["auto", "te", "local"] = "auto"
+    """``te``: Transformer Engine's fused layers, on a GPU; ``local``: Megatron-Core's own with torch's attention and norm,
+    anywhere. ``auto`` is ``te`` on a GPU and ``local`` on a CPU; a run that should have ``te`` and cannot stops."""
+
+    fp8: Fp8Config = Fp8Config()
+    gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The part of a GPU's memory beyond which the trainer's allocations fail; ``memory/peak_gib`` in the metrics says what it
+    took. In the colocated placement servers that sleep keep some too."""
+
     parallel: ParallelConfig = ParallelConfig()
 
     micro_batch_tokens: PositiveInt = 4096
@@ -66,6 +92,22 @@ class EngineConfig(Section):
 
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation, as in Megatron-Core."""
+
+    score_backend: Literal["auto", "torch", "cpp", "triton"] = "auto"
+    """What sweeps the logits for log-probs and entropies: ``cpp`` on a CPU with a compiler, ``triton`` on a GPU, ``torch``
+    anywhere. ``auto`` is ``triton`` on a GPU where Triton is installed, else ``torch``."""
+
+    @model_validator(mode="after")
+    def _layers_fit_the_platform(self) -> "EngineConfig":
+        if self.layers == "te" and self.platform == "cpu":
+            raise ValueError("layers = te needs a GPU, and platform = cpu; set layers = local, or another platform")
+        if self.fp8.enabled and (self.layers == "local" or self.platform == "cpu"):
+            instead = "layers = local" if self.layers == "local" else "platform = cpu"
+            raise ValueError(
+                f"fp8.recipe = {self.fp8.recipe} needs Transformer Engine's layers on a GPU, but {instead}; set fp8.recipe = "
+                "none, or layers = te on a GPU"
+            )
+        return self
 
 
 class OptimizerConfig(Section):

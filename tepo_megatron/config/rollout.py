@@ -15,9 +15,10 @@ class SamplingConfig(Section):
 
 
 class ServerConfig(Section):
-    placement: Literal["local", "external"] = "local"
-    """``local``: the trainer starts the servers on its own machine. ``external``: ``tepo serve`` runs them elsewhere, and they
-    are found in ``registry``; ``tepo launch`` sets both where a run has nodes for rollouts."""
+    placement: Literal["local", "colocated", "external"] = "local"
+    """``local``: the trainer starts the servers on its own machine, on GPUs that it does not use itself. ``colocated``: on its
+    own GPUs, and the two take turns; all on one machine, and not run on a GPU yet. ``external``: ``tepo serve`` runs them
+    elsewhere, and they are found in ``registry``; ``tepo launch`` sets both where a run has nodes for rollouts."""
 
     registry: Path | None = None
     """Folder on a disk that all nodes share, in which external servers tell their address and the run's key lies."""
@@ -42,6 +43,10 @@ class ServerConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """``auto`` is ``model.dtype``."""
 
+    quantization: Literal["none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"] = "none"
+    """What the servers round the weights of linear layers to as they arrive, with one scale for each tensor, output channel or
+    block of 128 × 128: vLLM's online quantization, under its names. Needs dtype bfloat16."""
+
     max_model_len: PositiveInt | None = None
     """Prompt and response together; default: what the model's config allows."""
 
@@ -49,6 +54,8 @@ class ServerConfig(Section):
     """Sequences that a server runs at once."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """The part of each GPU's memory that a server takes while it is awake. ``engine.gpu_memory_fraction`` is the trainer's."""
+
     cpu_kv_cache_gib: PositiveInt = 1
     """Memory for the KV cache where there is no GPU."""
 
@@ -60,6 +67,12 @@ class ServerConfig(Section):
     transfer: Literal["reshard", "gather"] = "reshard"
     """How weights reach the servers. ``reshard``: every trainer rank sends its shards straight to the workers that need them.
     ``gather``: rank 0 gathers each full tensor and broadcasts it, for models that the bridge's table does not know in vLLM."""
+
+    transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
+    """What shards travel over. ``gloo``: sockets, through the memory of the hosts. ``nccl``: from GPU to GPU, where trainer and
+    servers have GPUs of their own. ``ipc``: within a GPU, where they are colocated; what must go to another GPU takes gloo.
+    ``auto``: ``gloo`` where the trainer runs on a CPU, ``ipc`` where they are colocated, ``nccl`` otherwise. NCCL and IPC have
+    not been run on a GPU yet."""
 
     transfer_timeout_s: PositiveFloat = 120.0
     """How long one message of a weight update may take before the update counts as failed."""
@@ -83,7 +96,38 @@ class ServerConfig(Section):
     def _external_servers_need_a_registry(self) -> "ServerConfig":
         if self.placement == "external" and self.registry is None:
             raise ValueError("placement = external needs registry: a folder that all nodes share, such as OUT/servers")
+        if self.placement == "colocated" and self.registry is not None:
+            raise ValueError(
+                "placement = colocated starts the servers on the trainer's GPUs, but registry is for external ones; leave "
+                "registry out, or set placement = external"
+            )
         return self
+
+    @model_validator(mode="after")
+    def _transport_fits_the_placement(self) -> "ServerConfig":
+        if self.transport in ("nccl", "ipc") and self.transfer == "gather":
+            raise ValueError(f"transport = {self.transport} is for transfer = reshard; gather broadcasts over gloo")
+        if self.transport == "ipc" and self.placement != "colocated":
+            raise ValueError(
+                f"transport = ipc needs trainer and servers on the same GPUs, but placement = {self.placement} puts them "
+                "apart; set transport = nccl, or placement = colocated"
+            )
+        if self.transport == "nccl" and self.placement == "colocated":
+            raise ValueError(
+                "transport = nccl needs a GPU for each of its ranks, and with placement = colocated trainer and servers share "
+                "theirs; set transport = ipc"
+            )
+        return self
+
+
+class CanaryConfig(Section):
+    """A fixed prompt that trainer and servers score after a sync: what differs by more than ``tolerance`` stops the run."""
+
+    every: NonNegativeInt = 1
+    """Syncs from one check to the next; 0: none."""
+
+    tolerance: PositiveFloat | None = None
+    """Largest difference of a token's log-prob, in nats. Default: by the coarser dtype of the two sides (docs/numerics.md)."""
 
 
 class RolloutConfig(Section):
@@ -93,6 +137,10 @@ class RolloutConfig(Section):
 
     sampling: SamplingConfig = SamplingConfig()
     server: ServerConfig = ServerConfig()
+    canary: CanaryConfig = CanaryConfig()
+    uncorrected: bool = False
+    """Take samples of quantised servers as if the trainer had drawn them, without ``objective.mismatch``."""
+
     record: bool = False
     """Write every step's rollouts to ``<output>/rollouts/``."""
 

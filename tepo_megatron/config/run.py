@@ -42,3 +42,42 @@ class RunConfig(Section):
                 "samples_per_prompt, or lower train.minibatches"
             )
         return self
+
+    @model_validator(mode="after")
+    def _fp8_has_what_it_needs(self) -> "RunConfig":
+        fp8 = self.engine.fp8
+        if fp8.enabled and self.model.dtype != "bfloat16":
+            raise ValueError(
+                f"engine.fp8.recipe = {fp8.recipe} with model.dtype = {self.model.dtype}: Transformer Engine's FP8 layers take "
+                "and give bfloat16; set model.dtype = bfloat16"
+            )
+        if fp8.params and not self.optimizer.distributed:
+            raise ValueError(
+                "engine.fp8.params = true needs optimizer.distributed = true: only Megatron's distributed optimizer makes FP8 "
+                "weights from its fp32 masters; set it, or engine.fp8.params = false"
+            )
+        if fp8.params and self.rollout.server.placement == "colocated" and self.rollout.replay is None:
+            raise ValueError(
+                "engine.fp8.params = true with rollout.server.placement = colocated: weights kept in FP8 cannot leave the GPU "
+                "for the servers' turn, nor be read there by them; set engine.fp8.params = false, or another placement"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _quantised_rollouts_fit(self) -> "RunConfig":
+        server = self.rollout.server
+        if server.quantization == "none":
+            return self
+        dtype = self.model.dtype if server.dtype == "auto" else server.dtype
+        if dtype != "bfloat16":
+            raise ValueError(
+                f"rollout.server.quantization = {server.quantization} takes servers in bfloat16, not {dtype}; set "
+                "rollout.server.dtype = bfloat16"
+            )
+        if self.objective.mismatch is None and not self.rollout.uncorrected:
+            raise ValueError(
+                f"rollout.server.quantization = {server.quantization} samples from another distribution than the one that is "
+                "trained, which biases the gradient; set objective.mismatch.kind = truncate, or rollout.uncorrected = true to "
+                "go on without a correction"
+            )
+        return self

@@ -39,7 +39,7 @@ class PackedDotProductAttention(torch.nn.Module):
         """query [T, heads, d], key and value [T, key/value heads, d] → [T, heads · d], differentiable in all three."""
         lengths = packed_seq_params.cu_seqlens_q.diff().long()
         longest = packed_seq_params.max_seqlen_q
-        present = torch.arange(longest) < lengths[:, None]
+        present = torch.arange(longest, device=lengths.device) < lengths[:, None]
         repeats = query.size(1) // key.size(1)
 
         def rows(packed: Tensor, repeat: int = 1) -> Tensor:

@@ -117,15 +117,21 @@ def _fill(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list
 
 
 def pad_to(batch: Batch, num_tokens: int) -> Batch:
-    """Adds a last sequence of token 0, outside every loss mask, so that the batch has ``num_tokens`` tokens."""
+    """Adds sequences at the end, outside every loss mask, so that the batch has ``num_tokens`` tokens.
+
+    They are beginnings of the longest sequence: under causal attention equal beginnings have equal activations, so that the
+    largest value of a tensor, by which FP8 may scale it, is never the padding's.
+    """
     missing = num_tokens - batch.num_tokens
     if missing == 0:
         return batch
-    changes = {}
+    longest_T = batch.tokens_T[batch.token_index([int(batch.lengths_S.argmax())])]
+    lengths = [min(longest_T.numel(), missing - at) for at in range(0, missing, longest_T.numel())]
+    changes = {"tokens_T": torch.cat([batch.tokens_T, *(longest_T[:length] for length in lengths)])}
     for f in fields(batch):
         value = getattr(batch, f.name)
-        if value is not None and f.name != "cu_seqlens":
-            extra = missing if f.name.endswith("_T") else 1
+        if value is not None and f.name not in ("tokens_T", "cu_seqlens"):
+            extra = missing if f.name.endswith("_T") else len(lengths)
             changes[f.name] = torch.cat([value, value.new_zeros(extra)])
-    end = batch.cu_seqlens.new_tensor([num_tokens])
-    return batch.with_(cu_seqlens=torch.cat([batch.cu_seqlens, end]), **changes)
+    ends = batch.num_tokens + torch.tensor(lengths).cumsum(0).to(batch.cu_seqlens)
+    return batch.with_(cu_seqlens=torch.cat([batch.cu_seqlens, ends]), **changes)

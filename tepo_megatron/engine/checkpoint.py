@@ -3,8 +3,8 @@
     step_000100/state.json                    step, counters, whatever the caller adds
     step_000100/shards/rank00003-00001.safetensors   "master|model.norm.weight|0" → the box of that tensor that starts there
 
-Each model-parallel rank writes what it holds, in parallel; a reader takes the intersections of what is stored with what it
-needs. On a cluster the folder must be on a file system that all ranks share. A folder that was not finished keeps the
+The ranks write in parallel, each box by one of those that hold it; a reader takes the intersections of what is stored with what
+it needs. On a cluster the folder must be on a file system that all ranks share. A folder that was not finished keeps the
 suffix ``.partial``.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,11 @@ def save(
     state: dict[str, Any],
     optimizer: MegatronOptimizer,
     params: dict[str, torch.nn.Parameter],
-    layout: ShardLayout,
-    owns_weights: bool,
+    shards: Sequence[Shard],
     keep: int,
 ) -> Path:
-    """Writes ``folder/step_XXXXXX`` and removes all but the newest ``keep``. Every rank calls; it returns when all have
-    written.
+    """Writes ``folder/step_XXXXXX`` and removes all but the newest ``keep``. ``shards``: what this rank writes; over all ranks
+    the model once. Every rank calls; it returns when all have written.
     """
     out = checkpoint_folder(folder, step)
     partial = out.with_name(out.name + ".partial")
@@ -49,12 +48,8 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         (partial / SHARDS).mkdir(parents=True)
     dist.barrier()
-    boxes = _boxes(optimizer, params, layout)
-    if owns_weights:
-        write_stream(partial / SHARDS, f"rank{rank:05d}", boxes)
-    else:
-        for _ in boxes:  # the other replicas take part in the collectives only
-            continue
+    # Ranks that write nothing still take part in the collectives.
+    write_stream(partial / SHARDS, f"rank{rank:05d}", _boxes(optimizer, params, shards))
     dist.barrier()
     if rank == 0:
         (partial / "state.json").write_text(json.dumps({"step": step, **state}, indent=2) + "\n")
@@ -68,17 +63,17 @@ def save(
 
 
 def _boxes(
-    optimizer: MegatronOptimizer, params: dict[str, torch.nn.Parameter], layout: ShardLayout
+    optimizer: MegatronOptimizer, params: dict[str, torch.nn.Parameter], shards: Sequence[Shard]
 ) -> Iterator[tuple[str, Tensor]]:
-    by_param = _shards_by_param(layout)
+    by_param = _by_param(shards)
     for name, state, tensor in optimizer_state.collect(optimizer, params):
-        for shard in by_param[name]:
+        for shard in by_param.get(name, ()):
             yield box_key(state, shard.tensor, shard.box), tensor[shard.at.slices].clone()
 
 
-def _shards_by_param(layout: ShardLayout) -> dict[str, list[Shard]]:
+def _by_param(shards: Iterable[Shard]) -> dict[str, list[Shard]]:
     by_param: dict[str, list[Shard]] = {}
-    for shard in layout.shards:
+    for shard in shards:
         by_param.setdefault(shard.param, []).append(shard)
     return by_param
 
@@ -95,7 +90,7 @@ def load(
     except (FileNotFoundError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder} is not a finished checkpoint: {error}") from None
     stored = {kind: open_boxes(folder, kind) for kind in optimizer_state.STATES}
-    by_param = _shards_by_param(layout)
+    by_param = _by_param(layout.shards)
     for name, param in params.items():
         values = {}
         for kind in optimizer_state.STATES:

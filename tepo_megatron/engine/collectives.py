@@ -9,16 +9,19 @@ import torch
 import torch.distributed as dist
 
 
-def broadcast_json(value: Any, *, source: int, device: torch.device) -> Any:
-    """``source``'s value, on every rank; the others' is not read. Anything that JSON carries (floats come through exactly)."""
+def broadcast_json(value: Any, *, source: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
+    """``source``'s value, on every rank; the others' is not read. Anything that JSON carries (floats come through exactly).
+
+    ``group`` has all ranks, and works on tensors of ``device``; by default it is torch's own.
+    """
     if dist.get_world_size() == 1:
         return value
     data = json.dumps(value).encode() if dist.get_rank() == source else b""
     size = torch.tensor([len(data)], device=device)
-    dist.broadcast(size, src=source)
+    dist.broadcast(size, src=source, group=group)
     payload = torch.zeros(int(size.item()), dtype=torch.uint8)
     if data:
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     payload = payload.to(device)
-    dist.broadcast(payload, src=source)
+    dist.broadcast(payload, src=source, group=group)
     return json.loads(bytes(payload.cpu().tolist()))

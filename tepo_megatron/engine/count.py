@@ -18,21 +18,23 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from tepo_megatron.bridge.architecture import ModelSpec, RopeScaling
+from tepo_megatron.bridge.architecture import Experts, ModelSpec, RopeScaling
 from tepo_megatron.config import EngineConfig, ModelConfig, ParallelConfig
+from tepo_megatron.engine.layers import LOCAL
 from tepo_megatron.engine.model import build_model, transformer_config
 from tepo_megatron.engine.parallel import Ranks
 from tepo_megatron.engine.platform import Platform, select_platform
 
 
 def count_parameters(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
-    """Parameters of each rank, ``[pp_rank][tp_rank]``. Joins and leaves a world of torch's ``fake`` backend for each rank, so
-    this process must not be in a world already.
+    """Parameters of each rank, ``[pp_rank][tp_rank]``, of the first data-parallel copy. Joins and leaves a world of torch's
+    ``fake`` backend for each rank, so this process must not be in a world already.
     """
     engine = EngineConfig(platform="cpu", parallel=parallel)
     platform = select_platform(engine)
+    stage = parallel.tp * parallel.cp * parallel.dp
     return [
-        [_count_rank(spec, engine, platform, pp_rank * parallel.tp + tp_rank) for tp_rank in range(parallel.tp)]
+        [_count_rank(spec, engine, platform, pp_rank * stage + tp_rank) for tp_rank in range(parallel.tp)]
         for pp_rank in range(parallel.pp)
     ]
 
@@ -41,10 +43,16 @@ def _count_rank(spec: ModelSpec, engine: EngineConfig, platform: Platform, rank:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend; torch has no public door to it
 
     parallel = engine.parallel
-    world = parallel.tp * parallel.pp
+    world = parallel.world_size
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        parallel_state.initialize_model_parallel(parallel.tp, parallel.pp, create_gloo_process_groups=False)
+        parallel_state.initialize_model_parallel(
+            parallel.tp,
+            parallel.pp,
+            expert_model_parallel_size=parallel.ep,
+            expert_tensor_parallel_size=parallel.etp,
+            create_gloo_process_groups=False,
+        )
         ranks = Ranks(
             rank=rank,
             world=world,
@@ -52,16 +60,16 @@ def _count_rank(spec: ModelSpec, engine: EngineConfig, platform: Platform, rank:
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
             pp=parallel.pp,
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            dp=1,
+            dp=parallel.cp * parallel.dp,
             dp_rank=0,
             tp_group=None,
         )
-        megatron = transformer_config(spec, ModelConfig(dtype="bfloat16"), engine, platform)
+        megatron = transformer_config(spec, ModelConfig(dtype="bfloat16"), engine, platform, LOCAL)
         megatron = dataclasses.replace(megatron, perform_initialization=False)
         with platform.megatron():
             tensor_parallel.model_parallel_cuda_manual_seed(0)
             with torch.device("meta"):
-                model = build_model(spec, megatron, ranks, platform)
+                model = build_model(spec, megatron, ranks, LOCAL)
         return sum(parameter.numel() for parameter in model.parameters())
     finally:
         parallel_state.destroy_model_parallel()
@@ -72,7 +80,12 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     request: dict[str, Any] = json.load(sys.stdin)
     scaling = request["spec"].pop("rope_scaling")
-    spec = ModelSpec(**request["spec"], rope_scaling=RopeScaling(**scaling) if scaling else None)
+    experts = request["spec"].pop("experts")
+    spec = ModelSpec(
+        **request["spec"],
+        rope_scaling=RopeScaling(**scaling) if scaling else None,
+        experts=Experts(**experts) if experts else None,
+    )
     json.dump(count_parameters(spec, ParallelConfig.model_validate(request["parallel"])), sys.stdout)
 
 

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor
 
 from tepo_megatron.bridge.architecture import read_model_spec
-from tepo_megatron.bridge.files import load_into, write_model
-from tepo_megatron.bridge.gather import gather_to_root, sources
-from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_layout
+from tepo_megatron.bridge.files import write_model
+from tepo_megatron.bridge.fingerprint import fingerprint
+from tepo_megatron.bridge.gather import gather_to_root, sources, written_by
+from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_ranks
 from tepo_megatron.bridge.plan import reshard_plan
 from tepo_megatron.bridge.sender import ShardSender
 from tepo_megatron.config import RunConfig
-from tepo_megatron.engine import checkpoint, parallel
+from tepo_megatron.engine import checkpoint, fp8, parallel
 from tepo_megatron.engine.batch import broadcast, pack
 from tepo_megatron.engine.collectives import broadcast_json
 from tepo_megatron.engine.forward import Forward
+from tepo_megatron.engine.fp8_weights import PlainWeights, load_weights
+from tepo_megatron.engine.layers import choose_layers
 from tepo_megatron.engine.model import build_model, transformer_config
+from tepo_megatron.engine.moe import check_parallel, gathers_tokens
+from tepo_megatron.engine.offload import Occupied, Residence
 from tepo_megatron.engine.optimizer import build_optimizer, build_schedule
+from tepo_megatron.engine.optimizer_state import set_master
+from tepo_megatron.engine.placement import choose_transport, shared_gpus, this_machine
 from tepo_megatron.engine.platform import select_platform
 from tepo_megatron.engine.score import score
 from tepo_megatron.engine.step import StepObjective, UpdateResult, finalize_gradients, update
 from tepo_megatron.objective import build_objective
-from tepo_megatron.types import Batch, Rollout, ShardLayout
+from tepo_megatron.types import Batch, Rollout, WeightsVersion
+from tepo_megatron.vocab_parallel.backend import get_backend
 
 T = TypeVar("T")
 
@@ -55,11 +64,17 @@ class Engine:
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.spec = read_model_spec(model_dir)
         layout = config.engine.parallel
-        self.spec.check_parallel(tp=layout.tp, pp=layout.pp)
+        check_parallel(self.spec, layout)
         self.objective: StepObjective = objective or build_objective(config.objective)
         self.platform = select_platform(config.engine)
+        get_backend(config.engine.score_backend, self.platform.device)  # refuses what cannot be before anything is built
+        self.layers = choose_layers(config.engine, self.platform)
+        fp8.check_model(config.engine.fp8, self.spec, layout)
         self.ranks = parallel.initialize(layout, self.platform, seed=config.seed)
-        self.layouts = [self._layout_of(rank) for rank in range(self.ranks.world)]
+        self.split = MegatronParallel(
+            tp=layout.tp, pp=layout.pp, dp=layout.dp, fused_norms=self.layers.fused_norms, ep=layout.ep, etp=layout.etp
+        )
+        self.layouts = megatron_ranks(self.spec, self.split)
         self.sources = sources(self.layouts)
         self.forward = Forward(
             ranks=self.ranks,
@@ -67,35 +82,33 @@ class Engine:
             vocab_size=self.spec.vocab_size,
             temperature=config.rollout.sampling.temperature,
             micro_batch_tokens=config.engine.micro_batch_tokens,
-            token_multiple=layout.tp if layout.sequence_parallel else 1,
+            score_backend=config.engine.score_backend,
+            token_multiple=fp8.token_multiple(config.engine),
+            gathers_tokens=gathers_tokens(layout, self.platform),
         )
         with self.platform.megatron():
             self._build()
         self.reference = self._build_reference() if self.objective.needs_reference else None
         self.updates = 0
-
-    def _layout_of(self, rank: int) -> ShardLayout:
-        tp_rank, pp_rank, _ = self.ranks.coordinates(rank)
-        return megatron_layout(
-            self.spec,
-            tp=self.ranks.tp,
-            tp_rank=tp_rank,
-            pp=self.ranks.pp,
-            pp_rank=pp_rank,
-            fused_norms=self.platform.kind == "cuda",
-        )
+        self.host_group = parallel.host_group(self.platform)
+        self.residence = self._make_residence() if self.shares_gpus else None
 
     def _build(self) -> None:
         config = self.config
-        megatron = transformer_config(self.spec, config.model, config.engine, self.platform)
-        self.model = build_model(self.spec, megatron, self.ranks, self.platform)
+        megatron = transformer_config(self.spec, config.model, config.engine, self.platform, self.layers)
+        self.model = build_model(self.spec, megatron, self.ranks, self.layers)
         self.params = dict(self.model.named_parameters())
-        load_into(self.config.model.shards or self.model_dir, self.layouts[self.ranks.rank], self.params)
+        unrounded = load_weights(self.config.model.shards or self.model_dir, self.layouts[self.ranks.rank], self.params)
         ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=config.optimizer.distributed, overlap_grad_reduce=False
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=config.optimizer.distributed,
+            overlap_grad_reduce=False,
+            **fp8.gather_options(config.engine.fp8),
         )
         self.ddp = DistributedDataParallel(megatron, ddp, self.model)
-        self.optimizer = build_optimizer(config.optimizer, config.model, self.ddp)
+        self.optimizer = build_optimizer(config.optimizer, config.model, config.engine.fp8, self.ddp)
+        for name, values in unrounded.items():
+            set_master(self.optimizer, self.params[name], values)
         self.schedule = build_schedule(
             config.optimizer, self.optimizer, total_steps=config.train.steps * config.train.minibatches
         )
@@ -105,9 +118,9 @@ class Engine:
     def _build_reference(self) -> torch.nn.Module:
         """A second, frozen copy of the first weights, for objectives with a KL term against them."""
         with self.platform.megatron():
-            megatron = transformer_config(self.spec, self.config.model, self.config.engine, self.platform)
-            model = build_model(self.spec, megatron, self.ranks, self.platform)
-        load_into(self.config.model.shards or self.model_dir, self.layouts[self.ranks.rank], dict(model.named_parameters()))
+            megatron = transformer_config(self.spec, self.config.model, self.config.engine, self.platform, self.layers)
+            model = build_model(self.spec, megatron, self.ranks, self.layers)
+        load_weights(self.config.model.shards or self.model_dir, self.layouts[self.ranks.rank], dict(model.named_parameters()))
         return model.requires_grad_(False)
 
     # -- the algorithm ---------------------------------------------------------------------------------------------------
@@ -127,13 +140,58 @@ class Engine:
             batch = batch.with_(reference_logprobs_T=score(self.forward, self.reference, batch).logprob)
         return batch
 
+    def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
+        """The natural-log probability of every token of ``prompt`` but the first, under temperature 1, on every rank."""
+        rest = tuple(prompt[1:])
+        rollout = Rollout("canary", 0, tuple(prompt[:1]), rest, (0.0,) * len(rest), "length", WeightsVersion(0))
+        batch = pack([rollout] * self.ranks.dp).to(self.platform.device)  # each data-parallel rank needs a sequence
+        return score(replace(self.forward, temperature=1.0), self.model, batch).logprob[: len(rest)].tolist()
+
     def update(self, batch: Batch) -> UpdateResult:
         """One optimizer step on a mini-batch that ``score`` has seen."""
         result = update(self.forward, self.ddp, self.optimizer, self.schedule, self.objective, batch)
         self.updates += 1
         return result
 
+    # -- memory on GPUs that the servers use too -------------------------------------------------------------------------
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether rollout servers run on the trainer's GPUs, and the two take turns."""
+        return self.config.rollout.server.placement == "colocated" and self.config.rollout.replay is None
+
+    def _make_residence(self) -> Residence:
+        models = [self.model] if self.reference is None else [self.model, self.reference]
+        return Residence(models, self.ddp, self.optimizer, self.platform.device, meet=lambda: dist.barrier(self.host_group))
+
+    def occupy(self, what: Occupied) -> None:
+        """Brings so much of the trainer onto the GPU and takes the rest away; does nothing where no server shares it.
+
+        Scoring and sending need the weights, updates, checkpoints and everything else all of it. Every rank calls.
+        """
+        if self.residence is not None:
+            self.residence.occupy(what)
+
+    def memory(self) -> dict[str, float]:
+        """GiB for the metrics, of the GPU with the most: the allocator's peak since the last call, and the most that the host
+        has kept for it. Nothing on a CPU. Every rank calls.
+        """
+        if self.platform.kind == "cpu":
+            return {}
+        away = 0 if self.residence is None else self.residence.most_offloaded
+        most = torch.tensor([torch.cuda.max_memory_allocated(), away])
+        torch.cuda.reset_peak_memory_stats()
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.host_group)
+        return dict(zip(("memory/peak_gib", "memory/offloaded_gib"), (most / 2**30).tolist(), strict=True))
+
     # -- weights ---------------------------------------------------------------------------------------------------------
+
+    def version(self, step: int) -> WeightsVersion:
+        """The step, and the digest of the weights as they stand: the same on every rank. Every rank calls."""
+        own = fingerprint(written_by(self.sources, self.ranks.rank), PlainWeights(self.params))
+        total = torch.tensor(own - 2**64 * (own >= 2**63), device=self.platform.device)
+        dist.all_reduce(total)  # int64 wraps around: modulo 2^64
+        return WeightsVersion(step, f"{int(total) % 2**64:016x}")
 
     @property
     def manifest(self) -> list[TensorMeta]:
@@ -143,7 +201,7 @@ class Engine:
 
     def stream_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Full tensors under their Hugging Face names, on rank 0; None elsewhere. Every rank must exhaust it."""
-        return gather_to_root(self.sources, self.layouts[0].shapes, self.params)
+        return gather_to_root(self.sources, self.layouts[0].shapes, PlainWeights(self.params))
 
     @cached_property
     def sender(self) -> ShardSender:
@@ -151,20 +209,18 @@ class Engine:
 
         Raises ValueError where vLLM could not split the model over the workers of a server.
         """
-        server, ranks = self.config.rollout.server, self.ranks
-        fused_norms = self.platform.kind == "cuda"
-        plan = reshard_plan(
-            self.spec,
-            MegatronParallel(tp=ranks.tp, pp=ranks.pp, dp=ranks.dp, fused_norms=fused_norms),
-            VllmParallel(tp=server.tp, replicas=server.count),
-        )
+        server = self.config.rollout.server
+        servers = VllmParallel(tp=server.tp, replicas=server.count)
+        plan = reshard_plan(self.spec, self.split, servers, shared_gpus(self.config))
         return ShardSender(
             plan,
-            self.params,
-            rank=ranks.rank,
+            PlainWeights(self.params),
+            rank=self.ranks.rank,
             dtype=self.dtype if server.dtype == "auto" else getattr(torch, server.dtype),
             told=self.told,
             timeout_s=server.transfer_timeout_s,
+            device=self.platform.device,
+            transport=choose_transport(self.config, this_machine()),
         )
 
     def export(self, out: Path) -> None:
@@ -183,11 +239,15 @@ class Engine:
         return checkpoint.save(
             folder,
             step=step,
-            state={"updates": self.updates, "model": str(self.model_dir.resolve()), **state},
+            state={
+                "updates": self.updates,
+                "model": str(self.model_dir.resolve()),
+                "weights_digest": self.version(step).digest,
+                **state,
+            },
             optimizer=self.optimizer,
             params=self.params,
-            layout=self.layouts[self.ranks.rank],
-            owns_weights=self.ranks.owns_weights,
+            shards=written_by(self.sources, self.ranks.rank),
             keep=self.config.train.keep_checkpoints,
         )
 
@@ -200,8 +260,11 @@ class Engine:
         return state
 
     def told(self, value: T) -> T:
-        """Rank 0's value, on every rank: anything that JSON carries. Every rank calls; only rank 0's argument is read."""
-        return broadcast_json(value, source=0, device=self.platform.device)
+        """Rank 0's value, on every rank: anything that JSON carries. Every rank calls; only rank 0's argument is read.
+
+        The others wait for as long as rank 0 takes to sample, and do so on the host: a GPU that waits is not free for a server.
+        """
+        return broadcast_json(value, source=0, device=torch.device("cpu"), group=self.host_group)
 
     def close(self) -> None:
         parallel.destroy()

@@ -12,10 +12,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from tepo_megatron.engine.batch import pad_to, partition
+from tepo_megatron.engine.moe import largest_in_group
 from tepo_megatron.engine.parallel import Ranks
 from tepo_megatron.engine.platform import Platform
 from tepo_megatron.types import Batch, TokenScores
 from tepo_megatron.vocab_parallel import logprob_and_entropy
+from tepo_megatron.vocab_parallel.backend import BackendName
 
 LossFunction = Callable[[TokenScores, Batch], tuple[Tensor, dict[str, Any]]]
 """Scores and micro-batch → the scalar to differentiate (its sum over micro-batches and ranks is the loss) and what to keep."""
@@ -30,8 +32,12 @@ class Forward:
     vocab_size: int
     temperature: float
     micro_batch_tokens: int
+    score_backend: BackendName
     token_multiple: int
-    """Micro-batches are padded to a multiple of so many tokens (sequence parallelism splits them evenly)."""
+    """Micro-batches are padded to a multiple of so many tokens: sequence parallelism splits them evenly, FP8 wants 16 or so."""
+
+    gathers_tokens: bool = False
+    """Ranks that share experts gather their tokens, and pad micro-batches to one length for it (``engine/moe.py``)."""
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
         """This data-parallel rank's share of the batch, as lists of sequence numbers."""
@@ -50,6 +56,8 @@ class Forward:
         sizes = [self._padded(micro.num_tokens) for micro in members]
         if self.ranks.pp > 1:
             sizes = [max(sizes)] * len(sizes)
+        if self.gathers_tokens:
+            sizes = largest_in_group(sizes, self.platform.device)
         padded = [pad_to(micro, size) for micro, size in zip(members, sizes, strict=True)]
         with self.platform.megatron():
             return get_forward_backward_func()(
@@ -91,4 +99,5 @@ class Forward:
             vocab_size=self.vocab_size,
             mask_T=micro.loss_mask_T,
             inplace_backward=True,
+            backend=self.score_backend,
         )

@@ -8,10 +8,13 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from tepo_megatron.config import ModelConfig, OptimizerConfig
+from tepo_megatron.config import Fp8Config, ModelConfig, OptimizerConfig
+from tepo_megatron.engine.fp8 import optimizer_options
 
 
-def build_optimizer(config: OptimizerConfig, model: ModelConfig, ddp: DistributedDataParallel) -> MegatronOptimizer:
+def build_optimizer(
+    config: OptimizerConfig, model: ModelConfig, fp8: Fp8Config, ddp: DistributedDataParallel
+) -> MegatronOptimizer:
     """Adam over fp32 master weights (the parameters themselves if they are fp32). Every rank calls."""
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -25,6 +28,7 @@ def build_optimizer(config: OptimizerConfig, model: ModelConfig, ddp: Distribute
             clip_grad=config.clip_grad,
             bf16=model.dtype == "bfloat16",
             use_distributed_optimizer=config.distributed,
+            **optimizer_options(fp8),
         ),
         [ddp],
     )

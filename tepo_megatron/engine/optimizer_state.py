@@ -23,10 +23,15 @@ from torch import Tensor
 STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
-def _single(optimizer: MegatronOptimizer) -> MegatronOptimizer:
+def _is_parallel_expert(param: torch.nn.Parameter) -> bool:
+    """Whether the parameter's copies are on the expert-data-parallel ranks, not on the data-parallel ones; Megatron's mark."""
+    return not getattr(param, "allreduce", True)
+
+
+def _optimizer_of(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> MegatronOptimizer:
+    """Megatron chains one optimizer for the dense weights and, under expert parallelism, one for the experts."""
     if isinstance(optimizer, ChainedOptimizer):
-        assert len(optimizer.chained_optimizers) == 1, "dense models have one optimizer"
-        return optimizer.chained_optimizers[0]
+        return optimizer.chained_optimizers[1 if _is_parallel_expert(param) else 0]
     return optimizer
 
 
@@ -53,9 +58,10 @@ def collect(optimizer: MegatronOptimizer, params: dict[str, torch.nn.Parameter])
     Every rank must exhaust it, in step: under the distributed optimizer each tensor is summed over the data-parallel ranks,
     of which each holds one range.
     """
-    inner = _single(optimizer)
-    sharded = isinstance(inner, DistributedOptimizer)
+    dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    experts = parallel_state.get_expert_data_parallel_group()
     for name, param in params.items():
+        inner = _optimizer_of(optimizer, param)
         main, owned = _held(inner, param)
         adam = inner.optimizer.state.get(main, {})
         for state in STATES:
@@ -63,22 +69,33 @@ def collect(optimizer: MegatronOptimizer, params: dict[str, torch.nn.Parameter])
             value = main if state == "master" else adam.get(state)
             if value is not None and owned.stop > owned.start:
                 full[owned] = value.detach().float().view(-1)
-            if sharded:
-                dist.all_reduce(full, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-            yield name, state, full.view_as(param)
+            if isinstance(inner, DistributedOptimizer):
+                dist.all_reduce(full, group=experts if _is_parallel_expert(param) else dense)
+            yield name, state, full.view(param.shape)
 
 
 def restore(optimizer: MegatronOptimizer, param: torch.nn.Parameter, values: dict[str, Tensor], *, updates: int) -> None:
     """Puts the states (in the parameter's local shape) back, the parameter itself included. No communication."""
-    inner = _single(optimizer)
+    inner = _optimizer_of(optimizer, param)
+    counts_per_param = isinstance(inner.optimizer, (torch.optim.Adam, torch.optim.AdamW))
     with torch.no_grad():
-        param.copy_(values["master"])
+        param.copy_(values["master"].to(param.dtype))
+        set_master(optimizer, param, values["master"])
         main, owned = _held(inner, param)
         if owned.stop == owned.start:
             return
-        main.view(-1).copy_(values["master"].view(-1)[owned])
         adam = {state: values[state].view(-1)[owned].view_as(main).clone() for state in STATES[1:]}
-        inner.optimizer.state[main] = {"step": torch.tensor(float(updates)), **adam}
-    for group in inner.optimizer.param_groups:
-        if "step" in group:  # fused Adams count per group
+        if counts_per_param:
+            adam["step"] = torch.tensor(float(updates))
+        inner.optimizer.state[main] = adam
+    if not counts_per_param:  # fused Adams count per group, and begin with 1 where there is no count
+        for group in inner.optimizer.param_groups:
             group["step"] = updates
+
+
+def set_master(optimizer: MegatronOptimizer, param: torch.nn.Parameter, value: Tensor) -> None:
+    """Sets what Adam updates for this parameter, on the ranks that hold it, to ``value`` (in the parameter's local shape)."""
+    main, owned = _held(_optimizer_of(optimizer, param), param)
+    if owned.stop > owned.start:
+        with torch.no_grad():
+            main.view(-1).copy_(value.reshape(-1)[owned])

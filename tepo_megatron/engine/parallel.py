@@ -43,15 +43,6 @@ class Ranks:
         """The global rank that reports for the last stage (tensor- and data-parallel rank 0 there)."""
         return self.tp * self.dp * (self.pp - 1)
 
-    def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(tp_rank, pp_rank, dp_rank) of a global rank: Megatron's default order, tp innermost, pp outermost."""
-        return rank % self.tp, rank // (self.tp * self.dp), rank // self.tp % self.dp
-
-    @property
-    def owns_weights(self) -> bool:
-        """One data-parallel replica speaks for all: the first."""
-        return self.dp_rank == 0
-
 
 def initialize(config: ParallelConfig, platform: Platform, *, seed: int) -> Ranks:
     """Joins the world that the environment describes (torchrun's variables; one process without them) and splits it.
@@ -73,7 +64,9 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int) -> Rank
         else:
             store = dist.HashStore()  # type: ignore[attr-defined] # torch exports it without saying so
             dist.init_process_group(platform.backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
-    parallel_state.initialize_model_parallel(config.tp, config.pp)
+    parallel_state.initialize_model_parallel(
+        config.tp, config.pp, expert_model_parallel_size=config.ep, expert_tensor_parallel_size=config.etp
+    )
     with platform.megatron():
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return Ranks(
@@ -87,6 +80,11 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int) -> Rank
         dp_rank=parallel_state.get_data_parallel_rank(),
         tp_group=parallel_state.get_tensor_model_parallel_group() if config.tp > 1 else None,
     )
+
+
+def host_group(platform: Platform) -> dist.ProcessGroup | None:
+    """A group of all ranks that waits on the host: torch's default one where that is gloo (None). Every rank calls."""
+    return None if platform.backend == "gloo" else dist.new_group(backend="gloo", timeout=TIMEOUT)
 
 
 def destroy() -> None:

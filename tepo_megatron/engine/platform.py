@@ -40,4 +40,5 @@ def select_platform(config: EngineConfig) -> Platform:
         return Platform("cpu", torch.device("cpu"), "gloo")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
+    torch.cuda.set_per_process_memory_fraction(config.gpu_memory_fraction, device)
     return Platform("cuda", device, "nccl")

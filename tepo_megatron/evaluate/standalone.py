@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.data.problems import load_problems
 from tepo_megatron.data.prompts import usable_problems
@@ -35,7 +36,7 @@ def evaluate_model(config: RunConfig, model: Path | str) -> EvaluationResult:
     problems, left_out = usable_problems(load_problems(config.data.heldout), tokenizer, config.data)
     output = config.output / "eval"
     fleet = Fleet(
-        config.rollout.server,
+        without_trainer(config.rollout.server),
         model_dir=folder,
         dtype=config.model.dtype,
         stop_token_ids=tokenizer.eos_ids,
@@ -56,6 +57,11 @@ def evaluate_model(config: RunConfig, model: Path | str) -> EvaluationResult:
     _write(output, result)
     Console().print(_table(model, config.data.heldout, result, left_out))
     return result
+
+
+def without_trainer(server: ServerConfig) -> ServerConfig:
+    """Where servers run that share their GPUs with nobody: on their own machine, awake."""
+    return server.model_copy(update={"placement": "local"}) if server.placement == "colocated" else server
 
 
 def _write(output: Path, result: EvaluationResult) -> None:

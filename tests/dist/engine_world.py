@@ -34,7 +34,8 @@ def main() -> None:
     else:
         engine.export(out / "initial")
     is_root = engine.ranks.rank == 0
-    report: dict[str, Any] = {"updates": []}
+    report: dict[str, Any] = {"updates": [], "digest": engine.version(start).digest}
+    report["prompt_logprobs"] = engine.prompt_logprobs(case["prompt"])
     for step in range(start, case["steps"]):
         rollouts = read_rollouts(Path(case["rollouts"]), step) if is_root else None
         batch = engine.score(engine.share(rollouts))

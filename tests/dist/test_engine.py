@@ -19,12 +19,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tepo_megatron.bridge.fingerprint import fingerprint
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
-from tepo_megatron.types import Rollout, WeightsVersion
+from tepo_megatron.types import Box, Rollout, Shard, WeightsVersion
 
 WORLD = Path(__file__).with_name("engine_world.py")
 TEMPERATURE = 0.7
+PROMPT = [7, 60, 1, 33, 0, 12, 12, 58]
 STEPS = 2
 
 
@@ -134,6 +136,7 @@ class Worlds:
             "out": str(out),
             "steps": STEPS,
             "save_at": 1,
+            "prompt": PROMPT,
             "resume": str(resume) if resume else None,
         }
         (out / "case.json").write_text(json.dumps(case))
@@ -197,6 +200,25 @@ def test_scores_match_transformers_in_float64(worlds: Worlds, layout: Layout) ->
     assert not found_logprobs[~mask_T].any()
 
 
+@pytest.mark.parametrize("layout", [SINGLE, *OTHERS, *TIED], ids=lambda layout: layout.name)
+def test_the_digest_of_weights_is_that_of_the_files_tensors(worlds: Worlds, layout: Layout) -> None:
+    tensors = weights(worlds.folder / f"model-{layout.tied}")
+    boxes = {name: Box((0,) * tensor.ndim, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    whole = fingerprint([Shard(name, box, name, box) for name, box in boxes.items()], tensors)
+    assert worlds.report(layout)["digest"] == f"{whole:016x}"
+
+
+@pytest.mark.parametrize("layout", [SINGLE, *OTHERS, *TIED], ids=lambda layout: layout.name)
+def test_a_prompt_is_scored_under_temperature_1_on_every_layout(worlds: Worlds, layout: Layout) -> None:
+    from transformers import LlamaForCausalLM
+
+    oracle = LlamaForCausalLM.from_pretrained(worlds.folder / f"model-{layout.tied}", dtype=torch.float64)
+    with torch.no_grad():
+        logprobs_TV = oracle(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    expected = [float(logprobs_TV[at, token]) for at, token in enumerate(PROMPT[1:])]
+    assert worlds.report(layout)["prompt_logprobs"] == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize("layout", OTHERS, ids=lambda layout: layout.name)
 def test_losses_gradients_and_metrics_are_those_of_one_rank(worlds: Worlds, layout: Layout) -> None:
     expected, found = worlds.report(SINGLE)["updates"], worlds.report(layout)["updates"]
@@ -227,10 +249,12 @@ def test_trained_weights_are_those_of_one_rank(worlds: Worlds, layout: Layout) -
 )
 def test_a_checkpoint_resumes_under_another_layout(worlds: Worlds, saved: Layout, resumed: Layout) -> None:
     checkpoint = worlds.run(saved) / "checkpoints" / "step_000001"
-    assert json.loads((checkpoint / "state.json").read_text())["note"] == "kept"
+    state = json.loads((checkpoint / "state.json").read_text())
+    assert state["note"] == "kept"
     out = worlds.run(resumed, resume=checkpoint)
-    updates = json.loads((out / "report.json").read_text())["updates"]
-    assert_same_updates(updates, worlds.report(SINGLE)["updates"][2:])
+    report = json.loads((out / "report.json").read_text())
+    assert report["digest"] == state["weights_digest"]
+    assert_same_updates(report["updates"], worlds.report(SINGLE)["updates"][2:])
     for name, tensor in weights(worlds.run(SINGLE) / "trained").items():
         found = weights(out / "trained")[name]
         assert (found - tensor).norm() <= 1e-5 * tensor.norm(), name

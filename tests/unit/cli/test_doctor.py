@@ -3,15 +3,18 @@
 import json
 from email.message import Message
 from importlib.metadata import EntryPoint, PackageNotFoundError
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import tepo_megatron.doctor
-from tepo_megatron import doctor_checks
+from tepo_megatron import doctor_checks, doctor_gpu
 from tepo_megatron.cli import app
 from tepo_megatron.doctor import diagnose, doctor_json, is_fit
-from tepo_megatron.doctor_checks import CHECKS, Check
+from tepo_megatron.doctor_check import Check
+from tepo_megatron.doctor_checks import CHECKS
+from tepo_megatron.engine import packages
 
 HEALTHY = {
     "tepo-megatron": "0.1.0",
@@ -31,7 +34,7 @@ class Environment:
     """Installed distributions as the checks see them."""
 
     def __init__(self) -> None:
-        self.versions, self.requirements, self.summaries = dict(HEALTHY), dict(REQUIREMENTS), {"apex": "NVIDIA's"}
+        self.versions, self.requirements, self.summaries = dict(HEALTHY), dict(REQUIREMENTS), {"apex": "a toolkit"}
         self.plugins = ["tepo_megatron"]
 
     def version(self, name: str) -> str:
@@ -54,6 +57,15 @@ class Environment:
         def __init__(self, version: str, summary: str) -> None:
             super().__init__()
             self["Version"], self.json = version, {"summary": summary}
+
+
+@pytest.fixture
+def apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a package of that name, which has NVIDIA's parts until a test takes them away."""
+    for part in ("optimizers", "multi_tensor_apply"):
+        (tmp_path / "apex" / part).mkdir(parents=True)
+    monkeypatch.setattr(packages, "package_folder", lambda _: tmp_path / "apex")
+    return tmp_path / "apex"
 
 
 @pytest.fixture
@@ -93,7 +105,6 @@ def test_every_needed_distribution_is_missed(installed: Environment) -> None:
         ("transformer-engine", "2.8.0", "transformer-engine", "warn", "megatron-core 0.16 wants "),
         ("transformer-engine", "2.10.0", "transformer-engine", "ok", "2.10.0"),
         ("nemo-run", "0.11.1", "nemo-run", "warn", "environment of its own"),
-        ("apex", "0.1", "apex", "ok", "0.1"),
     ],
 )
 def test_a_planted_version_is_found(
@@ -105,11 +116,44 @@ def test_a_planted_version_is_found(
     assert text in f"{check.detail} {check.advice}"
 
 
-def test_the_namesake_of_apex_is_told(installed: Environment) -> None:
+def test_the_namesake_of_apex_is_told_by_what_it_lacks(installed: Environment, apex: Path) -> None:
     installed.versions["apex"], installed.summaries["apex"] = "0.9.10dev", "Pyramid toolkit to add velruse"
+    assert found("apex").status == "ok"
+    (apex / "optimizers").rmdir()
     check = found("apex")
     assert (check.status, check.needed) == ("fail", True)
+    assert "Pyramid toolkit" in check.detail
     assert "another project" in check.advice
+
+
+@pytest.mark.parametrize(
+    ("te", "nvidia", "gpu", "status", "detail"),
+    [
+        (None, False, False, "ok", "Adam: torch's; RMSNorm: torch's"),
+        (None, False, True, "warn", "Adam: torch's; RMSNorm: torch's"),
+        (None, True, True, "ok", "Adam: apex'; RMSNorm: torch's"),
+        ("2.11.0", True, True, "ok", "Adam: Transformer Engine's; RMSNorm: Transformer Engine's, fused into"),
+        ("2.11.0", False, False, "ok", "Adam: Transformer Engine's; RMSNorm: torch's"),
+    ],
+)
+def test_whose_kernels_a_run_would_have_is_told(
+    installed: Environment,
+    apex: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    te: str | None,
+    nvidia: bool,
+    gpu: bool,
+    status: str,
+    detail: str,
+) -> None:
+    installed.versions |= {"transformer-engine": te} if te else {}
+    if not nvidia:
+        (apex / "multi_tensor_apply").rmdir()
+    monkeypatch.setattr(doctor_gpu, "has_gpu", lambda: gpu)
+    check = found("kernels")
+    assert check.status == status
+    assert check.detail.startswith(detail)
+    assert ("neither" in check.advice) == (te is None and not nvidia)
 
 
 def test_a_plugin_that_is_not_registered_is_told(installed: Environment) -> None:

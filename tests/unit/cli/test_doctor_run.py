@@ -15,11 +15,12 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from tepo_megatron import doctor_checks, doctor_run
+from tepo_megatron import doctor_checks, doctor_gpu, doctor_run
 from tepo_megatron.cli import app
 from tepo_megatron.config.load import load_run
 from tepo_megatron.doctor import diagnose, is_fit
-from tepo_megatron.doctor_checks import CHECKS, LAUNCH_CHECKS, Check
+from tepo_megatron.doctor_check import Check
+from tepo_megatron.doctor_checks import CHECKS, LAUNCH_CHECKS
 from tepo_megatron.doctor_run import run_checks
 from tepo_megatron.rollout.registry import Registration, register
 
@@ -57,10 +58,10 @@ def test_vllm_of_another_line_is_named(versions: dict[str, str], version: str, s
 def test_missing_transformer_engine_is_a_fault_only_beside_a_gpu(
     versions: dict[str, str], monkeypatch: pytest.MonkeyPatch, gpu: bool
 ) -> None:
-    monkeypatch.setattr(doctor_checks, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(doctor_gpu, "has_gpu", lambda: gpu)
     check = found("transformer-engine")
     assert (check.status, check.needed) == (("fail", True) if gpu else ("missing", False))
-    assert not gpu or "docker/trainer.Dockerfile" in check.advice
+    assert not gpu or ("docker/trainer.Dockerfile" in check.advice and "engine.layers=local" in check.advice)
 
 
 def test_a_full_disk_is_named_with_what_the_checkpoints_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def test_a_section_of_another_kind_replaces_the_one_below(tmp_path: Path) -> Non
         ("evaluate.problems=0", "evaluate.problems: got 0; allowed: an integer > 0 or null"),
         ("log.tensorboard=maybe", 'log.tensorboard: got "maybe"; allowed: true or false'),
         ("optimizer.betas=[1, x]", 'optimizer.betas[1]: got "x"; allowed: a number'),
-        ("engine=3", "engine: got 3; allowed: a section with platform, parallel"),
+        ("engine=3", "engine: got 3; allowed: a section with platform, layers, fp8, "),
         ("name=7", "name: got 7; allowed: text (to give a number as text: name='\"7\"')"),
         ("train.stpes=3", "train.stpes: unknown key (got 3); did you mean train.steps?"),
         ("lr=3", "lr: unknown key (got 3); did you mean optimizer.lr?"),

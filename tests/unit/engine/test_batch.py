@@ -61,17 +61,19 @@ def assert_same(left: Batch, right: Batch) -> None:
         assert torch.equal(a, b), name
 
 
-@given(rollouts, st.integers(0, 9))
-def test_padding_is_one_more_sequence_outside_the_mask(sampled: list[Rollout], extra: int) -> None:
+@given(rollouts, st.integers(0, 40))
+def test_padding_is_beginnings_of_the_longest_sequence_outside_the_mask(sampled: list[Rollout], extra: int) -> None:
     batch = pack(sampled).with_(advantages_S=torch.ones(len(sampled)))
     padded = pad_to(batch, batch.num_tokens + extra)
     assert padded.num_tokens == batch.num_tokens + extra
     assert_same(padded.select(range(len(sampled))), batch)
-    if extra:
-        assert padded.num_sequences == len(sampled) + 1
-        assert not padded.loss_mask_T[batch.num_tokens :].any()
-        assert padded.advantages_S is not None
-        assert padded.advantages_S[-1] == 0
+    assert not padded.loss_mask_T[batch.num_tokens :].any()
+    assert padded.advantages_S is not None
+    assert not padded.advantages_S[len(sampled) :].any()
+    longest = max((one.prompt_ids + one.response_ids for one in sampled), key=len)
+    added = [padded.select([at]).tokens_T.tolist() for at in range(len(sampled), padded.num_sequences)]
+    assert sum(len(tokens) for tokens in added) == extra
+    assert all(tokens == list(longest[: len(tokens)]) for tokens in added)
 
 
 @given(st.lists(st.integers(1, 100), min_size=4, max_size=60), st.sampled_from([1, 2, 4]), st.integers(20, 300))

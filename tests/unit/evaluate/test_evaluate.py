@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.data import EvaluateConfig
-from tepo_megatron.config.rollout import SamplingConfig
+from tepo_megatron.config.rollout import SamplingConfig, ServerConfig
 from tepo_megatron.data.tasks import addition
 from tepo_megatron.data.tokenizer import load_tokenizer
 from tepo_megatron.evaluate.run import EvaluationResult, evaluate
+from tepo_megatron.evaluate.standalone import without_trainer
 from tepo_megatron.reward.pool import RewardResult
 from tepo_megatron.reward.verifiers import last_word
 from tepo_megatron.types import Problem
@@ -136,3 +137,11 @@ def test_missing_responses_are_an_error() -> None:
 def test_no_problem() -> None:
     with pytest.raises(ValueError, match="no held-out problem"):
         _run([], EvaluateConfig())
+
+
+def test_servers_without_a_trainer_share_their_gpus_with_nobody() -> None:
+    for placement in ("local", "colocated"):
+        server = ServerConfig(placement=placement, tp=2)
+        assert without_trainer(server) == ServerConfig(tp=2)
+    external = ServerConfig(placement="external", registry=Path("/r"))
+    assert without_trainer(external) is external

@@ -1,0 +1,200 @@
+"""FP8: our section of the config as the fields of Megatron-Core's three configs, what it needs of GPU, Transformer Engine and
+model, and how micro-batches are padded for it.
+
+Everything here is decided in Python, from values that are passed in, so that a CPU tests it. Sources: Megatron-Core 0.16.1's
+``fp8_utils.get_fp8_recipe`` and ``get_fp8_align_size``; Transformer Engine's own checks in ``pytorch/quantization.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.version import Version
+
+from tepo_megatron.bridge.architecture import ModelSpec
+from tepo_megatron.config import EngineConfig, Fp8Config, ParallelConfig
+
+Capability = tuple[int, int]
+"""(major, minor) of ``torch.cuda.get_device_capability``."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a recipe asks for. ``multiple``: widths of the layers' matrix products; ``tokens``: tokens of a micro-batch.
+
+    ``cuda``: the CUDA that torch was built for, on GPUs of capability ``cuda_up_to`` and less (None: on all). ``below``: from
+    this capability on there are no such kernels. ``probe``: where Transformer Engine answers for itself.
+    """
+
+    te: str
+    capability: Capability
+    gpus: str
+    probe: str = "is_fp8_available"
+    cuda: str | None = None
+    cuda_up_to: Capability | None = None
+    below: Capability | None = None
+    multiple: int = 16
+    tokens: int = 16
+
+
+PER_TENSOR: dict[str, Any] = {
+    "capability": (8, 9),
+    "gpus": "Ada, Hopper or newer",
+    "cuda": "12.1",
+    "cuda_up_to": (8, 9),
+}
+NEEDS = {
+    "delayed": Needs(te="1.8", **PER_TENSOR),
+    "tensorwise": Needs(te="2.2", **PER_TENSOR),
+    # The weight's gradient is scaled in blocks of 128 tokens; Transformer Engine gathers other sizes unquantised under SP.
+    "blockwise": Needs(
+        te="2.3", capability=(9, 0), gpus="Hopper or newer", probe="is_fp8_block_scaling_available", cuda="12.9", tokens=128
+    ),
+    "mxfp8": Needs(
+        te="2.1",
+        capability=(10, 0),
+        gpus="Blackwell B200 or B300",
+        probe="is_mxfp8_available",
+        below=(12, 0),
+        multiple=32,
+        tokens=32,
+    ),
+}
+"""Of every recipe. TE versions are those that Megatron-Core asks for; it is made for 2.9 to 2.11, which have them all."""
+
+
+def layer_options(fp8: Fp8Config) -> dict[str, Any]:
+    """Fields of Megatron's ``TransformerConfig``. The embedding and the head are outside its FP8 context and stay bfloat16."""
+    if not fp8.enabled:
+        return {"fp8": None}
+    return {
+        "fp8": fp8.format,
+        "fp8_recipe": fp8.recipe,
+        "fp8_param": fp8.params,
+        "fp8_margin": fp8.margin or 0,
+        "fp8_amax_history_len": fp8.amax_history_len or 1024,
+        "fp8_amax_compute_algo": fp8.amax_compute_algo or "max",
+        "first_last_layers_bf16": bool(fp8.first_layers_bf16 or fp8.last_layers_bf16),
+        "num_layers_at_start_in_bf16": fp8.first_layers_bf16,
+        "num_layers_at_end_in_bf16": fp8.last_layers_bf16,
+    }
+
+
+def gather_options(fp8: Fp8Config) -> dict[str, Any]:
+    """Fields of Megatron's ``DistributedDataParallelConfig``: FP8 weights travel over the data-parallel ranks as they are.
+
+    MXFP8 weights cannot be: their two copies are quantised from bfloat16, which is gathered in the gradients' buffer.
+    """
+    return {"fp8_param_gather": fp8.params, "reuse_grad_buf_for_mxfp8_param_ag": fp8.params and fp8.recipe == "mxfp8"}
+
+
+def optimizer_options(fp8: Fp8Config) -> dict[str, Any]:
+    """Fields of Megatron's ``OptimizerConfig``, by which the distributed optimizer makes FP8 weights of its fp32 masters."""
+    return {
+        "fp8_recipe": fp8.recipe if fp8.params else None,
+        "reuse_grad_buf_for_mxfp8_param_ag": fp8.params and fp8.recipe == "mxfp8",
+    }
+
+
+def token_multiple(engine: EngineConfig) -> int:
+    """What the tokens of a micro-batch are padded to a multiple of, so that each rank's share of them suits FP8."""
+    ranks = engine.parallel.tp if engine.parallel.sequence_parallel else 1
+    return ranks * (NEEDS[engine.fp8.recipe].tokens if engine.fp8.enabled else 1)
+
+
+def check_gpu(fp8: Fp8Config, *, capability: Capability, te: str, cuda: str) -> None:
+    """Refuses a recipe that this GPU, Transformer Engine (its version) or CUDA (torch's) has not, before anything is started.
+
+    Raises ValueError that names what is there and what is needed.
+    """
+    if not fp8.enabled:
+        return
+    needs, asked = NEEDS[fp8.recipe], f"engine.fp8.recipe = {fp8.recipe}"
+    here = f"{capability[0]}.{capability[1]}"
+    if Version(te) < Version(f"{needs.te}.dev0"):
+        raise ValueError(
+            f"{asked} is unknown to the installed Transformer Engine {te}, {needs.te} or newer is needed; upgrade it, or "
+            f"choose one of {_known_to(te)}"
+        )
+    if capability < needs.capability:
+        least = f"{needs.capability[0]}.{needs.capability[1]}"
+        raise ValueError(
+            f"{asked} needs a GPU of compute capability {least} or more ({needs.gpus}), and this one has {here}; choose "
+            f"{_possible_on(capability)}"
+        )
+    if needs.below is not None and capability >= needs.below:
+        raise ValueError(
+            f"{asked} has no kernels for GPUs of compute capability {here} yet (only {needs.gpus}); choose "
+            f"{_possible_on(capability)}"
+        )
+    concerns = needs.cuda_up_to is None or capability <= needs.cuda_up_to
+    if needs.cuda is not None and concerns and Version(cuda) < Version(needs.cuda):
+        instead = "tensorwise" if needs.cuda_up_to is None else "none"
+        raise ValueError(
+            f"{asked} needs CUDA {needs.cuda} or newer on this GPU, and torch was built for {cuda}; install a torch for a "
+            f"newer CUDA, or choose engine.fp8.recipe = {instead}"
+        )
+
+
+def _known_to(te: str) -> str:
+    return ", ".join(["none", *(name for name, needs in NEEDS.items() if Version(te) >= Version(f"{needs.te}.dev0"))])
+
+
+def _possible_on(capability: Capability) -> str:
+    possible = [
+        name
+        for name, needs in NEEDS.items()
+        if capability >= needs.capability and (needs.below is None or capability < needs.below)
+    ]
+    return " or ".join(f"engine.fp8.recipe = {name}" for name in possible or ["none"])
+
+
+def ask_transformer_engine(fp8: Fp8Config) -> None:
+    """Transformer Engine's own answer for this GPU, which also looks at cuBLAS. Raises ValueError with its reason."""
+    if not fp8.enabled:
+        return
+    state = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
+    available, reason = getattr(state, NEEDS[fp8.recipe].probe)()
+    if not available:
+        raise ValueError(f"engine.fp8.recipe = {fp8.recipe} is refused by Transformer Engine: {reason}")
+
+
+def check_model(fp8: Fp8Config, spec: ModelSpec, parallel: ParallelConfig) -> None:
+    """Refuses a model whose layers FP8 matrix products cannot compute under this layout, and layers in bf16 beyond the model.
+
+    The vocabulary is free: embedding and head are not in FP8. Raises ValueError with every width that does not fit.
+    """
+    if not fp8.enabled:
+        return
+    multiple = NEEDS[fp8.recipe].multiple
+    wrong = [f"{width} ({name})" for name, width in _widths(spec, parallel) if width % multiple]
+    if wrong:
+        raise ValueError(
+            f"engine.fp8.recipe = {fp8.recipe} needs matrices whose sizes on a rank are multiples of {multiple}, and under "
+            f"tp = {parallel.tp} this model has {', '.join(wrong)}; lower engine.parallel.tp, or set engine.fp8.recipe = none"
+        )
+    per_stage = spec.num_layers // parallel.pp
+    for name, count in (("first", fp8.first_layers_bf16), ("last", fp8.last_layers_bf16)):
+        if count > per_stage:
+            raise ValueError(
+                f"engine.fp8.{name}_layers_bf16 = {count} is more than the {per_stage} layers of a pipeline stage, which is as "
+                "far as Megatron-Core goes; lower it"
+            )
+    if fp8.first_layers_bf16 + fp8.last_layers_bf16 >= spec.num_layers:
+        raise ValueError(
+            f"engine.fp8 keeps all {spec.num_layers} layers in bfloat16; lower first_layers_bf16 or last_layers_bf16, or set "
+            "recipe = none"
+        )
+
+
+def _widths(spec: ModelSpec, parallel: ParallelConfig) -> Iterator[tuple[str, int]]:
+    """The sizes of the layers' weights on a rank, each name once."""
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    mlp_ranks = parallel.tp if spec.experts is None or parallel.etp is None else parallel.etp
+    yield "hidden size", spec.hidden_size
+    yield "queries, keys and values of a rank", (queries + 2 * keys) // parallel.tp
+    yield "attention output of a rank", queries // parallel.tp
+    yield "MLP size of a rank", spec.ffn_size // mlp_ranks

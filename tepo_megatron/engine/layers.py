@@ -1,0 +1,140 @@
+"""The one choice of layers, Transformer Engine's or Megatron-Core's own, and everything that follows from it.
+
+Made once, before any process group, by the config and by what is installed. Nothing else of the engine asks which platform it
+is on to know what its layers are.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from tepo_megatron.config import EngineConfig
+from tepo_megatron.engine.attention_cpu import PackedDotProductAttention
+from tepo_megatron.engine.fp8 import ask_transformer_engine, check_gpu
+from tepo_megatron.engine.moe import Float32Router
+from tepo_megatron.engine.packages import INSTALL_TE, NO_PACKAGES, Packages, installed_packages
+from tepo_megatron.engine.platform import Platform
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Which layers, and what is installed that they can use."""
+
+    kind: Literal["te", "local"]
+    packages: Packages = NO_PACKAGES
+
+    @property
+    def fused_norms(self) -> bool:
+        """Transformer Engine keeps the weights of two norms inside the linears behind them; the bridge must look there."""
+        return self.kind == "te"
+
+
+LOCAL = Layers("local")
+
+
+def choose_layers(config: EngineConfig, platform: Platform) -> Layers:
+    """The config's choice, checked against this machine (and against its GPU, for FP8). Every rank calls; no communication.
+
+    Raises RuntimeError where Transformer Engine should be there and cannot be imported, ValueError where there is no GPU for
+    what is asked, or its GPU has not the FP8 recipe.
+    """
+    packages = installed_packages()
+    problem = import_problem() if platform.kind == "cuda" and config.layers != "local" else None
+    layers = Layers(decide(config, platform.kind, problem), packages)
+    if layers.kind == "te":
+        capability = torch.cuda.get_device_capability(platform.device)
+        check_gpu(config.fp8, capability=capability, te=packages.te or "0", cuda=torch.version.cuda or "0")
+        ask_transformer_engine(config.fp8)
+    return layers
+
+
+def decide(config: EngineConfig, platform: Literal["cpu", "cuda"], te_problem: str | None) -> Literal["te", "local"]:
+    """``te`` or ``local``. ``te_problem``: why Transformer Engine cannot be imported, None if it can. Raises as above."""
+    if platform == "cpu":
+        for asked, name in ((config.layers == "te", "engine.layers = te"), (config.fp8.enabled, "engine.fp8")):
+            if asked:
+                raise ValueError(
+                    f"{name} is for Transformer Engine's layers, which need a GPU, and the trainer runs on a CPU; set "
+                    "engine.layers=local and engine.fp8.recipe=none"
+                )
+        return "local"
+    if config.layers == "local":
+        return "local"
+    if te_problem is not None:
+        meaning = "engine.layers = te" if config.layers == "te" else "engine.layers = auto means Transformer Engine on a GPU"
+        raise RuntimeError(
+            f"{meaning}, but transformer_engine.pytorch cannot be imported ({te_problem}); install it ({INSTALL_TE}), or set "
+            "engine.layers=local"
+        )
+    return "te"
+
+
+def import_problem() -> str | None:
+    """Why ``transformer_engine.pytorch`` cannot be imported, None if it can.
+
+    Megatron-Core tries the same import and would silently do without; a wrong build fails with more than ImportError (missing
+    libraries, its own assertions), and each of them is the user's answer.
+    """
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def kernel_options(layers: Layers) -> dict[str, Any]:
+    """Fields of ``TransformerConfig``: which fused kernels are switched on.
+
+    There is no masked softmax outside Transformer Engine's attention, and neither bias nor dropout beside the residual, so the
+    fusions for these stay off. Adding weight gradients inside the matrix product needs apex' extension also in the head.
+    """
+    te = layers.kind == "te"
+    return {
+        "bias_activation_fusion": te,  # SwiGLU keeps only its input for the backward pass; compiled by torch
+        "apply_rope_fusion": te,  # one kernel for all packed sequences
+        "gradient_accumulation_fusion": te and layers.packages.wgrad,
+        "persist_layer_norm": te,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+    }
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's norm in Megatron's place for one; marking the weight is all that sequence parallelism needs of it."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def layer_spec(config: TransformerConfig, layers: Layers) -> ModuleSpec | TransformerBlockSubmodules:
+    """Transformer Engine's layers, or Megatron's local ones with our packed attention and norm."""
+    if layers.kind == "te":
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+        )
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if config.num_moe_experts is not None:
+        layer.submodules.mlp.submodules.router = Float32Router
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedDotProductAttention
+    if config.qk_layernorm:
+        # Its gradient, a share on each tensor-parallel rank, is summed by Megatron because of the parameter's name.
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    # The block spec, unlike the layer spec, names the final norm, which Megatron's local one would refuse under SP.
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * transformer_block.get_num_layers_to_build(config), layer_norm=RMSNorm
+    )

@@ -1,0 +1,67 @@
+"""What of the optional GPU packages is installed, and whose fused kernels Megatron-Core will therefore use.
+
+Looks at metadata and files, and imports none of them: ``tepo doctor`` asks here too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+TE_RANGE = ">=2.9,<2.12"
+"""What Megatron-Core 0.16 is made for."""
+
+INSTALL_TE = f"pip install --no-build-isolation 'transformer-engine[pytorch]{TE_RANGE}'"
+WGRAD = "fused_weight_gradient_mlp_cuda"
+"""The extension of NVIDIA's apex that adds a weight's gradient to Megatron's buffer inside the matrix product."""
+
+
+@dataclass(frozen=True)
+class Packages:
+    """``te``: Transformer Engine's version, None without it. ``apex``: NVIDIA's is there. ``wgrad``: and its extension."""
+
+    te: str | None = None
+    apex: bool = False
+    wgrad: bool = False
+
+
+NO_PACKAGES = Packages()
+
+
+def installed_packages() -> Packages:
+    """What is installed here. Nothing is imported, so a package that cannot be loaded counts as installed."""
+    try:
+        te = metadata.version("transformer-engine")
+    except metadata.PackageNotFoundError:
+        te = None
+    return Packages(te=te, apex=is_nvidia_apex(package_folder("apex")), wgrad=find_spec(WGRAD) is not None)
+
+
+def package_folder(name: str) -> Path | None:
+    """Where a top-level package lies, without importing it."""
+    spec = find_spec(name)
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(places[0]) if places else None
+
+
+def is_nvidia_apex(folder: Path | None) -> bool:
+    """Whether this folder of a package named apex is NVIDIA's: the project of that name on PyPI has no fused optimizers."""
+    return folder is not None and (folder / "optimizers").is_dir() and (folder / "multi_tensor_apply").is_dir()
+
+
+def adam_kernel(packages: Packages) -> tuple[str, str]:
+    """(whose Adam Megatron-Core takes, why): it tries Transformer Engine's, then apex', then torch's."""
+    if packages.te is not None:
+        return "Transformer Engine's", "it is installed"
+    if packages.apex:
+        return "apex'", "there is no Transformer Engine, and NVIDIA's apex is installed"
+    return "torch's", "there is neither Transformer Engine nor NVIDIA's apex"
+
+
+def norm_kernel(layers: str) -> tuple[str, str]:
+    """(whose RMSNorm the layers have, why); ``layers`` is ``te`` or ``local``. apex has none that Megatron-Core would take."""
+    if layers == "te":
+        return "Transformer Engine's, fused into the linear that follows", "the layers are Transformer Engine's"
+    return "torch's", "the layers are Megatron-Core's own, whose fused norm (apex') is no RMSNorm"

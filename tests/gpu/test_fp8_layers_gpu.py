@@ -1,0 +1,92 @@
+"""Transformer Engine's layers on a GPU: the same model in bfloat16 and under every FP8 recipe that the GPU has."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
+from launch import run_dist
+from small_llama import draw_rollouts, write_llama
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
+    pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="there is no Transformer Engine"),
+]
+
+LENGTHS = (50, 170, 30, 200, 111, 90)
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("fp8"), scale=0.05, **SIZES, **HEADS)
+
+
+def work(rank: int, world: int, model: Path, folder: Path, engine_section: dict[str, Any]) -> dict[str, Any]:
+    """Scores, three updates, and scores again after the weights went through a checkpoint; the first export."""
+    from tepo_megatron.config import RunConfig
+    from tepo_megatron.engine.engine import Engine
+
+    dist.destroy_process_group()  # the engine makes its own, over NCCL
+    config = {
+        "model": {"path": str(model), "dtype": "bfloat16"},
+        "engine": {"platform": "cuda", "micro_batch_tokens": 300, **engine_section},
+        "optimizer": {"lr": 1e-5, "distributed": True},
+    }
+    engine = Engine(RunConfig.model_validate(config), model)
+    exported = {name: tensor.float().cpu() for name, tensor in engine.stream_weights() if tensor is not None}
+    batch = engine.score(engine.share(draw_rollouts(LENGTHS)))
+    results = [engine.update(batch) for _ in range(3)]
+    trained = engine.score(batch).old_logprobs_T
+    engine.load(engine.save(folder, step=3, state={}))
+    return {
+        "mask": batch.loss_mask_T.cpu(),
+        "logprobs": batch.old_logprobs_T.cpu(),
+        "trained": trained.cpu(),
+        "resumed": engine.score(batch).old_logprobs_T.cpu(),
+        "grad_norms": [result.grad_norm for result in results],
+        "exported": exported,
+    }
+
+
+@pytest.fixture(scope="module")
+def bfloat16(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    (found,) = run_dist(1, work, model, tmp_path_factory.mktemp("bf16"), {})
+    return found
+
+
+@pytest.mark.parametrize("params", [False, True], ids=["bf16-weights", "fp8-weights"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+def test_fp8_layers_train_as_bfloat16_does(
+    recipe: str, params: bool, model: Path, tmp_path: Path, bfloat16: dict[str, Any]
+) -> None:
+    section = {"fp8": {"recipe": recipe, "params": params}}
+    try:
+        (found,) = run_dist(1, work, model, tmp_path, section)
+    except RuntimeError as error:
+        if f"engine.fp8.recipe = {recipe} " in str(error):
+            pytest.skip(str(error).strip().splitlines()[-1])
+        raise
+    mask = bfloat16["mask"]
+    error = (found["logprobs"] - bfloat16["logprobs"])[mask].abs()
+    assert 0 < error.mean() < 0.1, "FP8 was not used, or is wrong"
+    for ours, reference in zip(found["grad_norms"], bfloat16["grad_norms"], strict=True):
+        assert ours == pytest.approx(reference, rel=0.25)
+    assert (found["resumed"] - found["trained"])[mask].abs().mean() < 0.02
+    for name, tensor in bfloat16["exported"].items():
+        off = (found["exported"][name] - tensor).norm() / tensor.norm()
+        assert off <= (0.05 if params else 0), f"{name} was exported {off:.3f} of its norm off"
+
+
+def test_local_layers_on_a_gpu_agree_with_transformer_engines(model: Path, tmp_path: Path, bfloat16: dict[str, Any]) -> None:
+    (found,) = run_dist(1, work, model, tmp_path, {"layers": "local"})
+    assert (found["logprobs"] - bfloat16["logprobs"])[bfloat16["mask"]].abs().mean() < 0.03
