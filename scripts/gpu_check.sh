@@ -8,18 +8,20 @@
 # PYTHON=/path/to/python chooses the interpreter. Which wheels, and how Transformer Engine's are built: docs/gpu.md.
 # Status: 0 all that ran passed, 1 a part failed, 3 no GPU. Parts whose packages are missing are reported as not run.
 set -euo pipefail
+caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/common.sh
 
-if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
+if [[ $(nvidia-smi -L 2>/dev/null) != *GPU* ]]; then
   echo "gpu check: this machine has no NVIDIA GPU (nvidia-smi lists none); nothing was checked" >&2
   exit 3
 fi
 if [[ ${1:-} == --wheels ]]; then
-  [[ -d ${2:-} ]] || die "--wheels ${2:-} is no folder; give one that holds the wheels which docs/gpu.md lists"
+  wheels=$(cd "$caller" && realpath -- "${2:-}")
+  [[ -d $wheels ]] || die "--wheels ${2:-} is no folder; give one that holds the wheels which docs/gpu.md lists"
   [[ -x .venv-gpu/bin/python ]] || "$(find_python)" -m venv .venv-gpu
-  say "installing from $2 into .venv-gpu"
-  .venv-gpu/bin/python -m pip install -qq --no-index --find-links "$2" "$2"/*.whl
+  say "installing from $wheels into .venv-gpu"
+  .venv-gpu/bin/python -m pip install -qq --no-index --find-links "$wheels" "$wheels"/*.whl
   .venv-gpu/bin/python -m pip install -qq --no-index --no-deps --no-build-isolation -e .
   shift 2
 fi
@@ -27,5 +29,6 @@ python=${PYTHON:-python3}
 if [[ -z ${PYTHON:-} && -x .venv-gpu/bin/python ]]; then
   python=.venv-gpu/bin/python
 fi
-"$python" -c 'import tepo_megatron' 2>/dev/null || die "$python cannot import tepo_megatron; install it there (pip install -e .)"
+"$python" -c 'from importlib.metadata import version; version("tepo-megatron")' 2>/dev/null ||
+  die "tepo-megatron is not installed for $python; install it there (pip install -e .)"
 exec "$python" -m tepo_megatron bench gpu "$@"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,12 +20,17 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tepo_megatron.bench.gpu_parts import PARTS, Part
+from tepo_megatron.bench.report import markdown, print_table, write_report
+from tepo_megatron.doctor_check import version_of
 
 NO_GPU = 3
 """Exit status where there is no GPU, so that nothing was checked."""
 
 TAIL = 2000
 """Characters of a failed part's output that the report keeps."""
+
+PACKAGES = ("torch", "tepo-megatron", "megatron-core", "transformer-engine", "triton", "vllm", "apex")
+"""Whose versions the report carries, where they are installed."""
 
 Say = Callable[[str], None]
 
@@ -44,6 +51,9 @@ class Outcome:
 class Gpu:
     name: str
     memory_gib: float
+    capability: str
+    cuda: str
+    """Of torch."""
 
 
 def gpu(
@@ -53,7 +63,7 @@ def gpu(
     """Tests, kernels, FP8 training steps and a weight sync on this machine's GPU; parts whose packages are missing are reported
     as not run. Ends with status 0 if all that ran passed, 1 if a part failed, 3 without a GPU.
 
-    Writes <output>/<gpu>/<date>.json and .md. Run it in the root of the repository.
+    Writes <output>/<gpu>/<date and time>.json and .md after each part. Run it in the root of the repository.
 
     [dim]bash scripts/gpu_check.sh[/]
 
@@ -64,8 +74,12 @@ def gpu(
     if isinstance(found, str):
         typer.echo(f"gpu check: {found}; nothing was checked", err=True)
         raise typer.Exit(NO_GPU)
-    outcomes = [run_part(part, found, say=lambda line: typer.echo(line, err=True)) for part in parts]
-    report(outcomes, found, output)
+    started, outcomes = datetime.datetime.now(datetime.UTC), list[Outcome]()
+    for part in parts:
+        outcomes.append(run_part(part, found, say=lambda line: typer.echo(line, err=True)))
+        paths = write(outcomes, found, output, started)  # after each: a machine that is taken away leaves what it showed
+    print_table(COLUMNS, [_cells(outcome) for outcome in outcomes])
+    typer.echo(f"wrote {' and '.join(str(path) for path in paths)}")
     raise typer.Exit(int(any(outcome.state == "failed" for outcome in outcomes)))
 
 
@@ -87,7 +101,8 @@ def find_gpu() -> Gpu | str:
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} sees no GPU (nvidia-smi tells more)"
     properties = torch.cuda.get_device_properties(0)
-    return Gpu(properties.name, properties.total_memory / 2**30)
+    capability = f"{properties.major}.{properties.minor}"
+    return Gpu(properties.name, properties.total_memory / 2**30, capability, torch.version.cuda)
 
 
 def obstacle(part: Part, gpu: Gpu) -> str:
@@ -123,30 +138,33 @@ def run_part(part: Part, gpu: Gpu, *, say: Say) -> Outcome:
 
 def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
     """What ``python -m command`` printed, and what went wrong, if anything did."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # its children must end with it: one that is left would keep the GPU's memory
+    )
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s
-        )
-    except subprocess.TimeoutExpired as error:
-        printed = error.stdout or b""
-        return printed.decode(errors="replace") if isinstance(printed, bytes) else printed, f"not done after {limit_s} s"
-    return done.stdout, f"ended with status {done.returncode}" if done.returncode else ""
+        printed, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        printed, _ = process.communicate()
+        return printed, f"not done after {limit_s} s"
+    return printed, f"ended with status {process.returncode}" if process.returncode else ""
 
 
 COLUMNS = ("part", "state", "seconds", "figures, or why not")
 
 
-def report(outcomes: Sequence[Outcome], gpu: Gpu, output: Path) -> None:
-    """Prints one table, and writes it with all numbers to ``<output>/<gpu>/<date>.{json,md}``."""
-    from tepo_megatron.bench.report import markdown, print_table, write_report
-
-    rows = [_cells(outcome) for outcome in outcomes]
-    print_table(COLUMNS, rows)
+def write(outcomes: Sequence[Outcome], gpu: Gpu, output: Path, started: datetime.datetime) -> tuple[Path, Path]:
+    """All numbers, and the table, in ``<output>/<gpu>/<date and time>.{json,md}``."""
     folder = output / re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
-    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     record = {"gpu": asdict(gpu), "parts": [asdict(outcome) for outcome in outcomes]}
-    paths = write_report(folder, date, record, markdown(COLUMNS, rows), note=f"{gpu.name}, {gpu.memory_gib:.0f} GiB")
-    typer.echo(f"wrote {' and '.join(str(path) for path in paths)}")
+    table = markdown(COLUMNS, [_cells(outcome) for outcome in outcomes])
+    note = f"{gpu.name}, {gpu.memory_gib:.0f} GiB, compute capability {gpu.capability}, CUDA {gpu.cuda}"
+    packages = [name for name in PACKAGES if version_of(name)]
+    return write_report(folder, started.strftime("%Y-%m-%dT%H%MZ"), record, table, note=note, packages=packages)
 
 
 def _cells(outcome: Outcome) -> tuple[str, ...]:

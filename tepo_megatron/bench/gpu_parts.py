@@ -93,7 +93,14 @@ _TINY_ON_GPU = (
 )
 
 PARTS = (
-    Part("tests", "pytest -m gpu", ("pytest", "-m", "gpu", "-q", "tests/gpu"), pytest_figures, ("pytest", "hypothesis")),
+    Part(
+        "tests",
+        "pytest -m gpu",
+        ("pytest", "-m", "gpu", "-q", "tests/gpu"),
+        pytest_figures,
+        ("pytest", "hypothesis"),
+        limit_s=1800,
+    ),
     Part(
         "kernels",
         "log-prob and entropy, bytes moved over the bandwidth of a copy",

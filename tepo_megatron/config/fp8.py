@@ -64,4 +64,9 @@ class Fp8Config(Section):
                 f"{kept} layers in bfloat16 do not go with recipe = delayed, which reduces its history for all layers at once "
                 "(Megatron-Core refuses it); set first_layers_bf16 = last_layers_bf16 = 0, or recipe = tensorwise"
             )
+        if self.recipe == "delayed" and self.params:
+            raise ValueError(
+                "params = true does not go with recipe = delayed: a checkpoint carries no history, so that weights which are "
+                "read would be rounded under a scale of 1, far from theirs; set recipe = tensorwise, or params = false"
+            )
         return self

@@ -24,6 +24,7 @@ Capability = tuple[int, int]
 @dataclass(frozen=True)
 class Needs:
     """What a recipe asks for. ``multiple``: widths of the layers' matrix products; ``tokens``: tokens of a micro-batch.
+    ``gathered``: the hidden size under sequence parallelism.
 
     ``cuda``: the CUDA that torch was built for, on GPUs of capability ``cuda_up_to`` and less (None: on all). ``below``: from
     this capability on there are no such kernels. ``probe``: where Transformer Engine answers for itself.
@@ -38,6 +39,7 @@ class Needs:
     below: Capability | None = None
     multiple: int = 16
     tokens: int = 16
+    gathered: int = 1
 
 
 PER_TENSOR: dict[str, Any] = {
@@ -49,9 +51,15 @@ PER_TENSOR: dict[str, Any] = {
 NEEDS = {
     "delayed": Needs(te="1.8", **PER_TENSOR),
     "tensorwise": Needs(te="2.2", **PER_TENSOR),
-    # The weight's gradient is scaled in blocks of 128 tokens; Transformer Engine gathers other sizes unquantised under SP.
+    # Transformer Engine gathers activations under SP in blocks of 128 tokens by 128 columns, and asserts both.
     "blockwise": Needs(
-        te="2.3", capability=(9, 0), gpus="Hopper or newer", probe="is_fp8_block_scaling_available", cuda="12.9", tokens=128
+        te="2.3",
+        capability=(9, 0),
+        gpus="Hopper or newer",
+        probe="is_fp8_block_scaling_available",
+        cuda="12.9",
+        tokens=128,
+        gathered=128,
     ),
     "mxfp8": Needs(
         te="2.1",
@@ -175,6 +183,12 @@ def check_model(fp8: Fp8Config, spec: ModelSpec, parallel: ParallelConfig) -> No
         raise ValueError(
             f"engine.fp8.recipe = {fp8.recipe} needs matrices whose sizes on a rank are multiples of {multiple}, and under "
             f"tp = {parallel.tp} this model has {', '.join(wrong)}; lower engine.parallel.tp, or set engine.fp8.recipe = none"
+        )
+    gathered = NEEDS[fp8.recipe].gathered
+    if parallel.sequence_parallel and spec.hidden_size % gathered:
+        raise ValueError(
+            f"engine.fp8.recipe = {fp8.recipe} gathers activations in blocks of {gathered} under sequence parallelism, and the "
+            f"model's hidden size is {spec.hidden_size}; set engine.parallel.sequence_parallel = false, or another recipe"
         )
     per_stage = spec.num_layers // parallel.pp
     for name, count in (("first", fp8.first_layers_bf16), ("last", fp8.last_layers_bf16)):

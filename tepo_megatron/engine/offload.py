@@ -23,28 +23,34 @@ _PARTS: dict[Occupied, frozenset[str]] = {
 }
 
 
+PIECE_BYTES = 2**24
+"""Of host memory: torch pins powers of two only, so that a whole buffer could take twice its size."""
+
+
 class Parking:
-    """Storages of one device that are away together, their bytes in host memory (pinned where the device is a GPU).
+    """Storages of one device that are away together, their bytes in host memory (pinned where the device is a GPU), in pieces.
 
     Host memory is kept for the next time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._away: list[tuple[Tensor, Tensor]] = []
+        self._away: list[tuple[Tensor, list[Tensor]]] = []
         self._spare: dict[int, list[Tensor]] = {}
 
     @property
     def nbytes(self) -> int:
         """How much is away."""
-        return sum(kept.nbytes for _, kept in self._away)
+        return sum(piece.nbytes for _, kept in self._away for piece in kept)
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
         """Copies the storages of ``tensors`` to the host and frees them; each once, whatever looks at it."""
         assert not self._away, "they have left already"
         for storage in _storages(tensors, self._device).values():
             raw = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-            self._away.append((raw, self._host_memory(raw.numel()).copy_(raw, non_blocking=True)))
+            pieces = raw.split(PIECE_BYTES)
+            kept = [self._host_memory(piece.numel()).copy_(piece, non_blocking=True) for piece in pieces]
+            self._away.append((raw, kept))
         self._settle()
         for raw, _ in self._away:
             raw.untyped_storage().resize_(0)
@@ -52,11 +58,12 @@ class Parking:
     def come_back(self) -> None:
         """Gives every storage its memory and its bytes back."""
         for raw, kept in self._away:
-            raw.untyped_storage().resize_(kept.numel())
-            raw.copy_(kept, non_blocking=True)
+            raw.untyped_storage().resize_(sum(piece.numel() for piece in kept))
+            for place, piece in zip(raw.split(PIECE_BYTES), kept, strict=True):
+                place.copy_(piece, non_blocking=True)
         self._settle()
-        for _, kept in self._away:
-            self._spare.setdefault(kept.numel(), []).append(kept)
+        for piece in (piece for _, kept in self._away for piece in kept):
+            self._spare.setdefault(piece.numel(), []).append(piece)
         self._away = []
 
     def _host_memory(self, size: int) -> Tensor:
@@ -105,6 +112,7 @@ class Residence:
             self._state.leave(tensor for tensor in _state(self._optimizer) if _identity(tensor) not in weights)
         if "weights" in leaving:
             self._weights.leave(self._parameters())
+            self._drop_copies()
         self.most_offloaded = max(self.most_offloaded, self._weights.nbytes + self._state.nbytes)
         if leaving and self._on_gpu:
             torch.cuda.empty_cache()
@@ -116,6 +124,11 @@ class Residence:
             self._state.come_back()
         if "gradients" in coming:
             self._ddp.restore_grad_buffers(synchronize=self._on_gpu)
+
+    def _drop_copies(self) -> None:
+        """Forgets the FP8 copies of weights that Transformer Engine keeps, and makes again in the next first micro-batch."""
+        for module in (module for model in self._models for module in model.modules()):
+            getattr(module, "_fp8_workspaces", {}).clear()
 
     @property
     def _on_gpu(self) -> bool:

@@ -104,11 +104,6 @@ def _check_colocated(config: RunConfig, machine: Machine) -> None:
             f"rollout.server.tp × count = {server.tp} × {server.count} workers do not fit on the GPUs of {machine.ranks} "
             "trainer ranks, one on each, as placement = colocated puts them; lower tp or count"
         )
-    if config.engine.fp8.params:
-        raise ValueError(
-            "rollout.server.placement = colocated takes the weights off the GPU while servers sample, which cannot be done "
-            "with FP8 weights; set engine.fp8.params = false"
-        )
 
 
 def _no_gpus(config: RunConfig, machine: Machine) -> str:

@@ -83,7 +83,7 @@ def choice(sample: Any) -> dict[str, Any]:
 
 def serve(model: str, tp: int, port: int) -> None:
     """Answers one request after the other until the process is ended; the port opens when the engine is up."""
-    table = routes(build(model, tp))
+    table: dict[str, Route] = {}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -104,7 +104,11 @@ def serve(model: str, tp: int, port: int) -> None:
             self.end_headers()
             self.wfile.write(data)
 
-    HTTPServer((HOST, port), Handler).serve_forever()
+    server = HTTPServer((HOST, port), Handler, bind_and_activate=False)
+    server.server_bind()  # at once: before the engine is up, a connection of another process could take the port
+    table.update(routes(build(model, tp)))
+    server.server_activate()
+    server.serve_forever()
 
 
 def fork(order: dict[str, Any]) -> int:

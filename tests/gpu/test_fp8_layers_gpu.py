@@ -64,8 +64,10 @@ def bfloat16(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return found
 
 
-@pytest.mark.parametrize("params", [False, True], ids=["bf16-weights", "fp8-weights"])
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize(
+    ("recipe", "params"),
+    [("delayed", False), *((recipe, params) for recipe in ("tensorwise", "blockwise", "mxfp8") for params in (False, True))],
+)
 def test_fp8_layers_train_as_bfloat16_does(
     recipe: str, params: bool, model: Path, tmp_path: Path, bfloat16: dict[str, Any]
 ) -> None:

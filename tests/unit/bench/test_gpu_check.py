@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import subprocess
@@ -13,11 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tepo_megatron.bench.app import app
-from tepo_megatron.bench.gpu import Gpu, find_gpu, report, run_part, select
+from tepo_megatron.bench.gpu import Gpu, find_gpu, run_part, select, write
 from tepo_megatron.bench.gpu_parts import PARTS, Part, pytest_figures, score_figures, step_figures
 
 ROOT = Path(__file__).parents[3]
-H200 = Gpu("NVIDIA H200", 139.8)
+H200 = Gpu("NVIDIA H200", 139.8, "9.0", "13.0")
 
 
 def part(*command: str, figures: Any = lambda folder, printed: {"printed": printed.strip()}, **changes: Any) -> Part:
@@ -79,9 +80,14 @@ def test_a_part_without_results_is_failed() -> None:
     assert "wrote no step-*-cuda.json" in outcome.reason
 
 
-def test_a_part_that_hangs_is_failed() -> None:
-    outcome = run(part("timeit", "-n1", "-r1", "import time; time.sleep(60)", limit_s=1))
-    assert (outcome.state, outcome.reason) == ("failed", "not done after 1 s")
+def test_a_part_that_hangs_is_failed_and_its_children_end(tmp_path: Path) -> None:
+    child = tmp_path / "pid"
+    code = "import pathlib, subprocess; child = subprocess.Popen(['sleep', '60']); "
+    code += f"pathlib.Path({str(child)!r}).write_text(str(child.pid)); child.wait()"
+    outcome = run(part("timeit", "-n1", "-r1", code, limit_s=3))
+    assert (outcome.state, outcome.reason) == ("failed", "not done after 3 s")
+    status = Path(f"/proc/{child.read_text()}/stat")
+    assert not status.exists() or status.read_text().split()[2] == "Z"
 
 
 def test_what_cannot_run_here_is_not_run() -> None:
@@ -101,11 +107,12 @@ def test_a_run_of_skipped_tests_shows_nothing() -> None:
 
 def test_the_report_tells_what_was_not_run(tmp_path: Path) -> None:
     outcomes = [run(part("base64", "-t")), run(part("base64", packages=("no_such_package",)))]
-    report(outcomes, H200, tmp_path)
-    (written,) = (tmp_path / "nvidia-h200").glob("*.json")
+    started = datetime.datetime(2026, 11, 20, 9, 5, tzinfo=datetime.UTC)
+    written, _ = write(outcomes, H200, tmp_path, started)
+    assert written == tmp_path / "nvidia-h200" / "2026-11-20T0905Z.json"
     record = json.loads(written.read_text())
     assert [entry["state"] for entry in record["parts"]] == ["passed", "not run"]
-    assert record["gpu"] == {"name": "NVIDIA H200", "memory_gib": 139.8}
+    assert record["gpu"] == {"name": "NVIDIA H200", "memory_gib": 139.8, "capability": "9.0", "cuda": "13.0"}
     lines = written.with_suffix(".md").read_text().splitlines()
     assert lines[-1] == "| a part | not run | – | no_such_package not installed (docs/gpu.md) |"
 

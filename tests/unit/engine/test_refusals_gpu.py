@@ -119,10 +119,13 @@ def test_transformer_engine_has_the_last_word(monkeypatch: pytest.MonkeyPatch, r
         ("tensorwise", {"hidden_size": 200}, {}, r"200 \(hidden size\)"),
         ("blockwise", {"vocab_size": 61}, {"tp": 4}, None),  # embedding and head are not in FP8
         ("tensorwise", {}, {"pp": 4}, None),
+        ("blockwise", {"hidden_size": 192}, {"tp": 2, "sequence_parallel": True}, "blocks of 128 .* hidden size is 192"),
+        ("blockwise", {"hidden_size": 192}, {"tp": 2}, None),
+        ("blockwise", {}, {"tp": 2, "sequence_parallel": True}, None),
     ],
 )
 def test_a_model_that_fp8_matrix_products_do_not_fit_is_refused(
-    recipe: str, changes: dict[str, Any], parallel: dict[str, int], message: str | None
+    recipe: str, changes: dict[str, Any], parallel: dict[str, Any], message: str | None
 ) -> None:
     spec, split = replace(SPEC, **changes), ParallelConfig(**parallel)
     if message is None:
