@@ -183,7 +183,8 @@ def test_math_in_a_worker() -> None:
 
 
 PARENT = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts tests in the background has it ignored
 from tepo_megatron.config.data import RewardConfig
 from tepo_megatron.reward.pool import RewardPool
 from tepo_megatron.types import Problem
