@@ -170,9 +170,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Shard:
-    """``box`` of the Hugging Face tensor ``tensor`` lies at ``at`` of a rank's parameter ``param``; both have the same
-    shape.
-    """
+    """``box`` of the Hugging Face tensor ``tensor`` lies at ``at`` of a rank's parameter ``param``; both are of one shape."""
 
     tensor: str
     box: Box
@@ -206,10 +204,7 @@ class Region:
         return self.count * math.prod(self.box.shape)
 
     def view(self, tensor: Tensor) -> Tensor:
-        """This part of ``tensor``: a view that can be read and written, [count, rows, …], in any dtype.
-
-        Two regions of a :class:`Move` have views of one shape.
-        """
+        """This part of ``tensor``, to read and write: [count, rows, …], the same shape for both regions of a ``Move``."""
         first, last = self.box.start[0], self.box.stop[0] + (self.count - 1) * self.step
         inner = tensor[(slice(first, last), *self.box.slices[1:])]
         # unfold appends the rows of a box as the last dimension.

@@ -21,27 +21,33 @@ _MIX = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)
 
 
 def fingerprint(shards: Iterable[Shard], params: Mapping[str, Tensor]) -> int:
-    """Of the parts of Hugging Face tensors that ``shards`` place in ``params``, in the dtype that they have there.
+    """Of the parts of Hugging Face tensors that ``shards`` place in ``params``, in the dtype that they have there,
+    all on one device.
 
     Each element's bits times an odd number that its tensor and place in it give, added up modulo 2^64. So any changed element
     changes the result; and the results of parts that cover the model once add up to the fingerprint of the whole.
     """
-    total = 0
+    keys, sums = [], []
     for shard in shards:
         part = params[shard.param].detach()[shard.at.slices]
-        total += _tensor_key(shard.tensor) * _weighted_sum(part, shard.box.start)
-    return total % 2**64
+        keys.append(_tensor_key(shard.tensor))
+        sums.append(_weighted_sum(part, shard.box.start))
+    if not sums:
+        return 0
+    # Read once: reading from a GPU waits for it.
+    return sum(key * value for key, value in zip(keys, torch.stack(sums).tolist(), strict=True)) % 2**64
 
 
-def _weighted_sum(part: Tensor, start: Sequence[int]) -> int:
+def _weighted_sum(part: Tensor, start: Sequence[int]) -> Tensor:
+    """int64 [], on the part's device."""
     keys = [_keys(dim, first, part.shape[dim], part.device) for dim, first in enumerate(start)]
     rows = max(1, _CHUNK // max(1, part[0].numel()))
-    total = 0
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
     for chunk, row_keys in zip(part.split(rows), keys[0].split(rows), strict=True):
         values = chunk.contiguous().view(_INTEGERS[part.element_size()]).long()
         for inner in reversed(keys[1:]):
             values = (values * inner).sum(-1)  # int64 wraps around: that is the modulus
-        total += int((values * row_keys).sum())
+        total += (values * row_keys).sum()
     return total
 
 

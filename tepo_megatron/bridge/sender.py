@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,9 @@ from tepo_megatron.bridge.move import send
 from tepo_megatron.bridge.transport import Group, Kind, connect, give_up, listen, own_address
 from tepo_megatron.bridge.transports import Member, join
 from tepo_megatron.types import Box, Region, ReshardPlan
+
+_FAILED = "failed"
+"""Where, at the meeting place, the first of the other ranks to fail says why."""
 
 
 class ShardSender:
@@ -56,6 +60,7 @@ class ShardSender:
         self._store: TCPStore | None = None
         self._group: Group | None = None
         self._announced = False
+        self._failed = ""
 
     def open(self, host: str) -> int:
         """Rank 0: opens a meeting place on a free port of ``host``, where every worker finds its orders; returns the port."""
@@ -83,7 +88,7 @@ class ShardSender:
         if self._group is None:
             assert self._meeting is not None
             host, port = self._meeting
-            store = self._store or connect(host, port, self._timeout_s)
+            store = self._store = self._store or connect(host, port, self._timeout_s)
             address = own_address(host, port)
             member = Member(self._rank, self.world_size, self._device, address, gives=self._gives())
             self._group = join(self._transport, store, member, self._timeout_s)
@@ -102,13 +107,21 @@ class ShardSender:
         with torch.no_grad():
             send(self._group, self._outgoing, self._params, self._wire)
 
-    def conclude(self, arrived: bool) -> None:
-        """Rank 0: tells the other ranks whether all servers have the weights; without that they wait."""
+    def conclude(self, arrived: bool) -> str:
+        """Rank 0: tells the other ranks whether all servers have the weights; without that they wait.
+
+        If not, leaves the group, and returns which of the other ranks failed first, and why; empty if none had.
+        """
+        if not arrived:
+            self.close()
         self._told(arrived if self._announced else None)
         self._announced = False
+        failed, self._failed = self._failed, ""
+        return failed
 
     def follow(self) -> None:
-        """Every rank but 0: its part of an update. A failure is rank 0's to report, since it knows what the servers say.
+        """Every rank but 0: its part of an update. A failure is rank 0's to report, since it knows what the servers say: what
+        was the first is left at the meeting place for it.
 
         Raises RuntimeError only if this rank failed and rank 0 believes that all went well.
         """
@@ -124,6 +137,7 @@ class ShardSender:
             self.send()
         except RuntimeError as error:
             failure = error
+            self._report(error)
             self.close()  # the others' pending messages fail, and they need not wait for the time-out
         arrived = self._told(None)
         if not arrived:
@@ -131,8 +145,15 @@ class ShardSender:
         elif failure is not None:
             raise RuntimeError(f"trainer rank {self._rank} did not send its weights: {failure}") from failure
 
+    def _report(self, error: RuntimeError) -> None:
+        if self._store is not None:
+            with suppress(RuntimeError):  # the store has gone with rank 0, which then has an error of its own
+                self._store.compare_set(_FAILED, "", f"The first other trainer rank to fail was rank {self._rank}: {error}")
+
     def close(self) -> None:
         """Leaves the group; pending messages of the others fail, and those who are still coming need not wait for it."""
+        if self._rank == 0 and self._store is not None and self._store.check([_FAILED]):
+            self._failed = self._store.get(_FAILED).decode()  # here, since the store goes
         if self._group is not None:
             self._group.close()
         elif self._store is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -161,13 +161,14 @@ class Engine:
         return self.config.rollout.server.placement == "colocated" and self.config.rollout.replay is None
 
     def _make_residence(self) -> Residence:
-        models = [self.model] if self.reference is None else [self.model, self.reference]
-        return Residence(models, self.ddp, self.optimizer, self.platform.device, meet=lambda: dist.barrier(self.host_group))
+        frozen = [] if self.reference is None else [self.reference]
+        meet = partial(dist.barrier, self.host_group)
+        return Residence(self.model, self.ddp, self.optimizer, self.platform.device, meet, frozen)
 
     def occupy(self, what: Occupied) -> None:
         """Brings so much of the trainer onto the GPU and takes the rest away; does nothing where no server shares it.
 
-        Scoring and sending need the weights, updates, checkpoints and everything else all of it. Every rank calls.
+        Sending and the canary need the weights, scores, updates and checkpoints all of it. Every rank calls.
         """
         if self.residence is not None:
             self.residence.occupy(what)

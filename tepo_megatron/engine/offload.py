@@ -7,6 +7,7 @@ of the distributed optimizer, a tied head. While a storage is away its size is 0
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -78,20 +79,22 @@ class Parking:
 class Residence:
     """Which of weights, optimizer state and gradients is on the device. Every rank has one and calls it in step.
 
-    ``models`` are those whose parameters are needed for scoring and sending; ``meet`` returns when all ranks have called it.
-    Gradients are not kept: they are zero between updates. The optimizer's state is its fp32 masters and moments; masters that
-    are the parameters themselves count as weights.
+    ``model`` is the one that is trained and sent. The optimizer's state is its fp32 masters and moments; masters that are the
+    model's parameters themselves count as weights, and ``frozen`` models, which are not sent, as optimizer state. Gradients are
+    not kept: they are zero between updates. ``meet`` returns when all ranks have called it.
     """
 
     def __init__(
         self,
-        models: Iterable[torch.nn.Module],
+        model: torch.nn.Module,
         ddp: DistributedDataParallel,
         optimizer: MegatronOptimizer,
         device: torch.device,
         meet: Callable[[], None],
+        frozen: Iterable[torch.nn.Module] = (),
     ) -> None:
-        self._models, self._ddp, self._optimizer, self._device, self._meet = list(models), ddp, optimizer, device, meet
+        self._model, self._ddp, self._optimizer, self._device, self._meet = model, ddp, optimizer, device, meet
+        self._frozen = torch.nn.ModuleList(frozen)
         self._weights, self._state = Parking(device), Parking(device)
         self._here = _PARTS["everything"]
         self.most_offloaded = 0
@@ -108,11 +111,13 @@ class Residence:
         if "gradients" in leaving:
             self._ddp.offload_grad_buffers(synchronize=self._on_gpu, empty_cache=False)
         if "optimizer" in leaving:
-            weights = _storages(self._parameters(), self._device)
-            self._state.leave(tensor for tensor in _state(self._optimizer) if _identity(tensor) not in weights)
+            weights = _storages(_parameters(self._model), self._device)
+            state = (tensor for tensor in _state(self._optimizer) if _identity(tensor) not in weights)
+            self._state.leave(chain(state, _parameters(self._frozen)))
+            _drop_copies(self._frozen)
         if "weights" in leaving:
-            self._weights.leave(self._parameters())
-            self._drop_copies()
+            self._weights.leave(_parameters(self._model))
+            _drop_copies(self._model)
         self.most_offloaded = max(self.most_offloaded, self._weights.nbytes + self._state.nbytes)
         if leaving and self._on_gpu:
             torch.cuda.empty_cache()
@@ -125,17 +130,19 @@ class Residence:
         if "gradients" in coming:
             self._ddp.restore_grad_buffers(synchronize=self._on_gpu)
 
-    def _drop_copies(self) -> None:
-        """Forgets the FP8 copies of weights that Transformer Engine keeps, and makes again in the next first micro-batch."""
-        for module in (module for model in self._models for module in model.modules()):
-            getattr(module, "_fp8_workspaces", {}).clear()
-
     @property
     def _on_gpu(self) -> bool:
         return self._device.type == "cuda"
 
-    def _parameters(self) -> Iterator[Tensor]:
-        return (param.detach() for model in self._models for param in model.parameters())
+
+def _parameters(model: torch.nn.Module) -> Iterator[Tensor]:
+    return (param.detach() for param in model.parameters())
+
+
+def _drop_copies(model: torch.nn.Module) -> None:
+    """Forgets the FP8 copies of weights that Transformer Engine keeps, and makes again in the next first micro-batch."""
+    for module in model.modules():
+        getattr(module, "_fp8_workspaces", {}).clear()
 
 
 def _state(optimizer: MegatronOptimizer) -> Iterator[Tensor]:

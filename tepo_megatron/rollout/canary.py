@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from tepo_megatron.config import RunConfig
 
+if TYPE_CHECKING:
+    from tepo_megatron.bridge.architecture import ModelSpec
+
 LENGTH = 32
 STALE_SHARE = 0.01
-"""A server is stale if its answer stays the same, to the bit, while the trainer's moves by this share of the tolerance."""
+"""A server is stale if its answer stays the same, to the bit, until the trainer's has moved by this share of the tolerance."""
 
 _TOLERANCES = {"float32": 1e-3, "bfloat16": 0.5}
 _QUANTISED_TOLERANCE = 2.0
@@ -31,6 +35,14 @@ def canary_prompt(vocab_size: int, limit: int) -> tuple[int, ...]:
     return tuple(int.from_bytes(digest) % vocab_size for digest in digests)
 
 
+def due_prompt(config: RunConfig, spec: ModelSpec, *, sync: int) -> tuple[int, ...] | None:
+    """What both sides score after sync number ``sync``, from 0; None where nothing is due, or no server is there."""
+    rollout = config.rollout
+    if rollout.replay is not None or not rollout.canary.every or sync % rollout.canary.every:
+        return None
+    return canary_prompt(spec.vocab_size, rollout.server.max_model_len or spec.max_positions)
+
+
 def tolerance(config: RunConfig) -> float:
     """What the two sides may differ by, in nats: the run's, or the default for the coarser of their number formats."""
     if config.rollout.canary.tolerance is not None:
@@ -43,20 +55,20 @@ def tolerance(config: RunConfig) -> float:
 
 
 class Canary:
-    """Compares the two sides' log-probs, at most ``tolerance`` nats apart; remembers the last ones, by which old weights are
-    known.
+    """Compares the two sides' log-probs, at most ``tolerance`` nats apart; remembers since when a server has given its answer,
+    by which old weights are known, however little a single update moves them.
     """
 
     def __init__(self, tolerance: float) -> None:
         self._tolerance = tolerance
-        self._ours: Sequence[float] | None = None
-        self._theirs: Mapping[str, Sequence[float]] = {}
+        self._since: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+        """A server's address → its answer, and the trainer's log-probs when it first gave that."""
 
     def check(self, step: int, prompt: Sequence[int], ours: Sequence[float], theirs: Mapping[str, Sequence[float]]) -> float:
         """The largest difference, in nats, between the trainer's log-probs and any server's (by its address).
 
         Raises RuntimeError that names every server which differs by more than the tolerance, with prompt, position and both
-        log-probs of its worst token, or which still gives its last answer although the trainer's has moved.
+        log-probs of its worst token, or which gives the same answer as long ago although the trainer's has moved.
         """
         found = {url: _worst(ours, given) for url, given in theirs.items()}
         wrong = [
@@ -65,17 +77,25 @@ class Canary:
             for url, (gap, at) in found.items()
             if not gap <= self._tolerance
         ]
-        if not wrong and self._ours is not None and _worst(ours, self._ours)[0] > STALE_SHARE * self._tolerance:
-            stale = [url for url in theirs if self._theirs.get(url) == theirs[url]]
-            wrong = [f"{url} gives the same log-probs as with the weights before, to the last bit" for url in stale]
+        wrong = wrong or [
+            f"{url} still gives the same log-probs, to the last bit, after the trainer's have moved by {moved:.2g} nats"
+            for url, moved in self._moved(ours, theirs).items()
+            if moved > STALE_SHARE * self._tolerance
+        ]
         if wrong:
             raise RuntimeError(
                 f"weights {step}: trainer and servers do not compute the same of the canary prompt {list(prompt)}: "
                 f"{'; '.join(wrong)} (rollout.canary.tolerance = {self._tolerance:g}). Either weights lie in the wrong place "
                 "there, or are old ones, or the two sides' models differ; samples of these servers would train nothing"
             )
-        self._ours, self._theirs = ours, theirs
         return max(gap for gap, _ in found.values())
+
+    def _moved(self, ours: Sequence[float], theirs: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """How far the trainer's log-probs have moved since each server first gave its present answer, in nats."""
+        for url, given in theirs.items():
+            if url not in self._since or self._since[url][0] != given:
+                self._since[url] = (given, ours)
+        return {url: _worst(ours, self._since[url][1])[0] for url in theirs}
 
 
 def _worst(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, int]:

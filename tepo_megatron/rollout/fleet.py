@@ -72,11 +72,6 @@ class Fleet:
         """The version that every server has; None before the start, and after a restart or a failed update until the next."""
         return self._version
 
-    @property
-    def urls(self) -> list[str]:
-        """The address of each server."""
-        return [server.url for server in self._servers]
-
     def start(self) -> None:
         """Start all servers side by side and return when all answer.
 
@@ -217,12 +212,14 @@ class Fleet:
     def update_shards(self, version: WeightsVersion, sender: ShardSender) -> None:
         """Put the trainer's shards into all servers, straight from the ranks that hold them; the other ranks ``follow``.
 
-        As :meth:`update_weights`, and RuntimeError where weights did not arrive as they were sent, with tensors and ranks.
+        As :meth:`update_weights`, and RuntimeError where weights did not arrive as they were sent, with tensors and ranks. The
+        error says which of the other ranks failed first, and why.
         """
         try:
             self._update(version, ShardSync, lambda sync: sync.push(version, sender))
-        except RuntimeError:
-            sender.conclude(arrived=False)
+        except RuntimeError as error:
+            if failed := sender.conclude(arrived=False):
+                raise type(error)(f"{error}. {failed}") from error
             raise
         sender.conclude(arrived=True)
 
@@ -253,10 +250,12 @@ class Fleet:
     def revive(self) -> bool:
         """Start the servers that are gone again; True if there were any: the weights must then be handed over again.
 
-        Raises RuntimeError when that would be more than ``config.max_restarts`` in this run, or a server does not come up.
+        Colocated servers sleep afterwards in any case, and so need the weights. Raises RuntimeError when there would be more
+        than ``config.max_restarts`` restarts in this run, or a server does not come up; ServerDied as :meth:`sleep`.
         """
         gone = [server for server in self._servers if not server.healthy()]
         if not gone:
+            self.sleep()
             return False
         self._restarts += len(gone)
         if self._restarts > self._config.max_restarts:

@@ -9,7 +9,8 @@ from pathlib import Path
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rollout.registry import Registration, is_retired, register, shared_key, with_own_address
-from tepo_megatron.rollout.server import Server, worker_cores
+from tepo_megatron.rollout.resources import worker_cores
+from tepo_megatron.rollout.server import Server
 
 POLL_S = 1.0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import TypeVar
 from tepo_megatron.bridge.transport import BACKEND
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rollout.quantization import check_quantization
+from tepo_megatron.rollout.resources import free_port, visible_gpus
 
 T = TypeVar("T")
 
@@ -27,11 +27,12 @@ MODEL_NAME = "policy"
 
 STOP_TIMEOUT_S = 10.0
 HEALTH_TIMEOUT_S = 30.0
+"""A server on a busy machine may be slow to answer; one that is gone refuses at once."""
+
 IDLE_CONNECTION_S = 30.0
 """After so long a client gives an unused connection up. The server, which by vLLM's default would do so after 5 s, about
 the length of a step, waits four times as long: a connection that one side closes while the other takes it up is an error.
 """
-"""A server on a busy machine may be slow to answer; one that is gone refuses at once."""
 
 LOG_LINES = 20
 
@@ -213,33 +214,6 @@ def answers(host: str, port: int) -> bool:
         connection.close()
 
 
-def free_port(host: str, first: int = 0, taken: Collection[int] = ()) -> int:
-    """The first port from ``first`` on that nothing listens on and that is not in ``taken``; ``first`` = 0: any free one.
-
-    Raises RuntimeError if the host's name cannot be resolved or no port up to 65535 is free.
-    """
-    family, _, _, _, address = _resolve(host)
-    for port in range(first, 65536) if first else [0] * 100:
-        with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address[0], port))
-            if (found := int(probe.getsockname()[1])) not in taken:
-                return found
-    raise RuntimeError(f"no free port from {first} on at {host}; set rollout.server.port to another one, or 0 for any")
-
-
-def bind_cores(servers: int, tp: int, available: Sequence[int] | None = None) -> list[str]:
-    """One core for each of the ``tp`` workers of each server, spread over the cores that this process may use.
-
-    Returns ``VLLM_CPU_OMP_THREADS_BIND`` of each server, such as ``"0|1"``. With more workers than cores they share.
-    """
-    cores = list(_available_cores() if available is None else available)
-    workers = servers * tp
-    step = max(1, len(cores) // workers)
-    bound = [str(cores[worker * step % len(cores)]) for worker in range(workers)]
-    return ["|".join(bound[first : first + tp]) for first in range(0, workers, tp)]
-
-
 def at_once(servers: Sequence[T], action: Callable[[T], None]) -> None:
     """Do it to all servers at once; raises the first error when one fails, without waiting for the others."""
     pool = ThreadPoolExecutor(len(servers), thread_name_prefix="server")
@@ -249,40 +223,6 @@ def at_once(servers: Sequence[T], action: Callable[[T], None]) -> None:
             request.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def worker_cores(config: ServerConfig, servers: int) -> list[str]:
-    """``VLLM_CPU_OMP_THREADS_BIND`` of each of a machine's servers: spread where the config says ``auto``, else as it says."""
-    return bind_cores(servers, config.tp) if config.cpu_threads == "auto" else [config.cpu_threads] * servers
-
-
-def visible_gpus(gpus: Sequence[int], own: str | None) -> str:
-    """``CUDA_VISIBLE_DEVICES`` of a server on the GPUs that this process, for which the variable is ``own``, numbers so.
-
-    Raises ValueError where it does not see so many.
-    """
-    if not own:
-        return ",".join(map(str, gpus))
-    names = own.split(",")
-    if max(gpus) >= len(names):
-        raise ValueError(
-            f"a rollout server should run on GPU {max(gpus)}, but CUDA_VISIBLE_DEVICES = {own} shows {len(names)}; show more, "
-            "or lower rollout.server.tp or count"
-        )
-    return ",".join(names[gpu] for gpu in gpus)
-
-
-def _resolve(host: str) -> tuple[int, int, int, str, tuple[str | int, ...]]:
-    try:
-        return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]  # type: ignore[return-value]
-    except OSError as error:
-        raise RuntimeError(f"rollout.server.host = {host!r} cannot be resolved: {error}") from error
-
-
-def _available_cores() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def _without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rollout.external import ExternalServer, external_servers
-from tepo_megatron.rollout.server import Server, worker_cores
+from tepo_megatron.rollout.resources import worker_cores
+from tepo_megatron.rollout.server import Server
 
 
 def make_servers(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.data.prompts import encode_prompt
@@ -28,82 +28,6 @@ if TYPE_CHECKING:
     from tepo_megatron.engine.engine import Engine
 
 T = TypeVar("T")
-
-
-class Driver(Protocol):
-    """One per rank. Only rank 0's returns rollouts; what the other ranks' returns is not read."""
-
-    def phase(self, name: str) -> contextlib.AbstractContextManager[None]: ...
-    def attempt(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
-        """The result of ``work``, and whether a server died under it, was revived, and now has stale weights."""
-
-    def ready(self) -> None:
-        """Returns when the servers answer."""
-
-    def collect(self, step: int) -> list[Rollout] | None: ...
-    def publish(self, version: WeightsVersion, engine: Engine) -> bool:
-        """Hands the engine's weights over; whether a server died under it."""
-
-    def wake(self, died: bool) -> bool:
-        """After ``publish``, which returned ``died``: has the servers sample again, the dead revived; whether some weights are
-        stale.
-        """
-
-    def rest(self) -> None:
-        """Has servers that share the trainer's GPUs sleep, until the next ``publish`` and ``wake``."""
-
-    def compare(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Holds the servers' log-probs of a prompt against the trainer's; RuntimeError where they are too far apart."""
-
-    def evaluate(self, step: int) -> None: ...
-    def log(self, step: int, row: Mapping[str, float]) -> None: ...
-    def state(self) -> dict[str, Any]: ...
-    def close(self) -> None: ...
-
-
-class Follower:
-    """Every rank but 0: takes part in handing over the weights, and otherwise waits in the engine's collectives."""
-
-    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def attempt(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
-        return None, False
-
-    def ready(self) -> None:
-        return None
-
-    def collect(self, step: int) -> None:
-        return None
-
-    def publish(self, version: WeightsVersion, engine: Engine) -> bool:
-        if engine.config.rollout.replay is None:
-            if engine.config.rollout.server.transfer == "reshard":
-                engine.sender.follow()
-            else:
-                exhaust(engine.stream_weights())
-        return False
-
-    def wake(self, died: bool) -> bool:
-        return False
-
-    def rest(self) -> None:
-        return None
-
-    def compare(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
-        return None
-
-    def evaluate(self, step: int) -> None:
-        return None
-
-    def log(self, step: int, row: Mapping[str, float]) -> None:
-        return None
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        return None
 
 
 class RootDriver:
@@ -143,12 +67,17 @@ class RootDriver:
         return self.watch.phase(name)
 
     def attempt(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
+        result, died = self._guard(work)
+        if died:
+            self._fleet().revive()
+        return result, died
+
+    def _guard(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
+        """The result, and whether a server died under it, which is told and left to be revived."""
         try:
             return work(), False
         except ServerDied as error:
             self.output.message(f"{error}; starting it again")
-            assert self.fleet is not None
-            self.fleet.revive()
             return None, True
 
     def ready(self) -> None:
@@ -223,12 +152,7 @@ class RootDriver:
             manifest = [(meta.name, meta.shape, meta.dtype) for meta in engine.manifest]
             tensors = (tensor for _, tensor in engine.stream_weights() if tensor is not None)
             hand_over = partial(self._fleet().update_weights, version, manifest, tensors)
-        try:
-            hand_over()
-        except ServerDied as error:  # revived by ``wake``, when the trainer has made room on GPUs that they share
-            self.output.message(f"{error}; starting it again")
-            return True
-        return False
+        return self._guard(hand_over)[1]  # revived by ``wake``, when the trainer has made room on GPUs that they share
 
     def wake(self, died: bool) -> bool:
         if self.fleet is None:
@@ -271,6 +195,9 @@ class RootDriver:
         self._evaluation = result.metrics
         self.output.write_samples(step, result.samples)
 
+    def logged(self, step: int) -> bool:
+        return self.output.last_step == step
+
     def log(self, step: int, row: Mapping[str, float]) -> None:
         split = self.watch.split()
         figures = {"weights_version": float(max(step - 1, 0)), **row, **self._evaluation, **self._compared}
@@ -292,8 +219,3 @@ class RootDriver:
         if self.fleet is not None:
             self.fleet.stop()
         self.pool.close()
-
-
-def exhaust(stream: Iterable[object]) -> None:
-    for _ in stream:
-        continue

@@ -29,10 +29,12 @@ class MetricsWriter:
     def __init__(self, output: Path, tensorboard: bool) -> None:
         output.mkdir(parents=True, exist_ok=True)
         self._path = output / "metrics.jsonl"
+        self.last_step: int | None = None
+        """Of the last row."""
         self._events_folder = output / "tensorboard" if tensorboard else None
         self._events: SummaryWriter | None = None
         if self._path.exists():
-            _rewrite(self._path, read_metrics(self._path))
+            self._rewrite(read_metrics(self._path))
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
@@ -40,6 +42,7 @@ class MetricsWriter:
         finite = {key: _finite(value) for key, value in row.items() if key != "step"}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
+        self.last_step = step
         events = self._open_events()
         if events is not None:
             for key, value in finite.items():
@@ -50,7 +53,7 @@ class MetricsWriter:
     def truncate_after(self, step: int) -> None:
         """Drops the rows beyond ``step``, from which a run is resumed; TensorBoard is told to hide its events from there on."""
         self._file.close()
-        _rewrite(self._path, [row for row in read_metrics(self._path) if row["step"] <= step])
+        self._rewrite([row for row in read_metrics(self._path) if row["step"] <= step])
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
         if self._events is not None:
             self._events.close()
@@ -68,6 +71,16 @@ class MetricsWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+        """Replaces the file in one move, so that a crash leaves the old one or the new one."""
+        self.last_step = rows[-1]["step"] if rows else None
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        if self._path.read_text(encoding="utf-8") == text:
+            return
+        partial = self._path.with_name(self._path.name + ".partial")
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, self._path)
 
     def _open_events(self, purge_from: int | None = None) -> SummaryWriter | None:
         if self._events is None and self._events_folder is not None:
@@ -146,13 +159,3 @@ class Stopwatch:
 def _finite(value: float) -> float | int | None:
     number = value if isinstance(value, int) else float(value)
     return number if math.isfinite(number) else None
-
-
-def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Replaces the file in one move, so that a crash leaves the old one or the new one."""
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    if path.read_text(encoding="utf-8") == text:
-        return
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

@@ -32,14 +32,20 @@ class Output:
         self._metrics = MetricsWriter(self.folder, config.log.tensorboard)
         progress.start(config)
 
+    @property
+    def last_step(self) -> int | None:
+        """Of the last row of metrics."""
+        return self._metrics.last_step
+
     def resume_from(self, step: int) -> None:
-        """Forgets what was logged beyond the checkpoint."""
+        """Forgets what was logged beyond the checkpoint, and samples of an evaluation that has no row."""
         self._metrics.truncate_after(step)
         samples = self.folder / "samples.jsonl"
         if samples.exists():
             # Not splitlines(): a response may hold characters that it, unlike JSON, takes for the end of a line.
             lines = [line for line in samples.read_text(encoding="utf-8").split("\n") if line]
-            kept = [line for line in lines if json.loads(line)["step"] <= step]
+            logged = -1 if self.last_step is None else self.last_step
+            kept = [line for line in lines if json.loads(line)["step"] <= logged]
             samples.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
     def message(self, text: str) -> None:

@@ -45,6 +45,8 @@ def train(config: RunConfig, model_dir: Path, *, moves: bool) -> Outcome:
         params = {_identity(param) for param in engine.params.values()}
         assert {bool(param.untyped_storage().nbytes()) for param in engine.params.values()} == {weights}
         assert {bool(buffer.grad_data.untyped_storage().nbytes()) for buffer in engine.ddp.buffers} == {rest}
+        if engine.reference is not None:
+            assert {bool(param.untyped_storage().nbytes()) for param in engine.reference.parameters()} == {rest}
         state = [tensor for tensor in _state(engine.optimizer) if _identity(tensor) not in params]
         assert {bool(tensor.untyped_storage().nbytes()) for tensor in state} <= {rest}
 
@@ -101,6 +103,7 @@ def case(dtype: str, dp: int, *, distributed: bool) -> dict[str, Any]:
 
 def test_training_with_and_without_leaving_is_the_same_bit_for_bit() -> None:
     cases = [case(dtype, 2, distributed=distributed) for dtype in ("float32", "bfloat16") for distributed in (False, True)]
+    cases[0]["objective"] = {"kl": {"against": "reference"}}
     for rank in run_dist(2, both_ways, cases):
         for given, (stayed, moved) in zip(cases, rank, strict=True):
             assert moved == stayed, given

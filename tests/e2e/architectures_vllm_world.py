@@ -23,7 +23,8 @@ from random_models import EOS, LENGTH, PROMPTS
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.rollout.client import Client
-from tepo_megatron.rollout.server import answers, free_port
+from tepo_megatron.rollout.resources import free_port
+from tepo_megatron.rollout.server import answers
 from tepo_megatron.rollout.sync import BroadcastSync, ShardSync
 from tepo_megatron.types import Rollout, WeightsVersion
 

@@ -22,7 +22,7 @@ from vllm import LLM, SamplingParams
 from vllm.v1.executor import multiproc_executor
 
 from tepo_megatron.bridge.transport import BACKEND
-from tepo_megatron.rollout.server import bind_cores
+from tepo_megatron.rollout.resources import bind_cores
 
 HOST = "127.0.0.1"
 

@@ -57,7 +57,7 @@ def main() -> None:
         become(other)
         fleet.update_shards(engine.version(3), engine.sender)
         report["other_by_shards"], trainer = answer(), engine.prompt_logprobs(prompt)
-        gap = Canary(tolerance(config)).check(3, prompt, trainer, {fleet.urls[0]: report["other_by_shards"]})
+        gap = Canary(tolerance(config)).check(3, prompt, trainer, {fleet._servers[0].url: report["other_by_shards"]})
     (out / "report.json").write_text(json.dumps({**report, "gap": gap}))
     engine.close()
 

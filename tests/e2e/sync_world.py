@@ -93,7 +93,7 @@ def main() -> None:
             log_dir=out,
         )
         fleet.start()
-        urls = fleet.urls
+        urls = [server.url for server in fleet._servers]
     report: list[dict[str, Any]] = []
     try:
         canary = Canary(tolerance(config))

@@ -208,11 +208,11 @@ def test_a_server_sleeps_and_wakes_around_an_update_as_on_shared_gpus(
         with pytest.raises(RuntimeError, match="do not have the current weights"):
             greedy(fleet)
         sync(fleet, other, WeightsVersion(seed))
-        assert httpx.get(fleet.urls[0] + "/is_sleeping", headers=authorised(fleet)).json() == {"is_sleeping": True}
+        assert httpx.get(fleet._servers[0].url + "/is_sleeping", headers=authorised(fleet)).json() == {"is_sleeping": True}
         with pytest.raises(RuntimeError, match="asleep: its kv_cache are not on the GPU"):
             greedy(fleet)
         fleet.wake()
-        assert httpx.get(fleet.urls[0] + "/is_sleeping", headers=authorised(fleet)).json() == {"is_sleeping": False}
+        assert httpx.get(fleet._servers[0].url + "/is_sleeping", headers=authorised(fleet)).json() == {"is_sleeping": False}
         assert greedy(fleet) == greedy_oracle(other)
     fleet._close_sync()
 
@@ -241,11 +241,11 @@ def authorised(fleet: Fleet) -> dict[str, str]:
 )
 def test_everything_but_health_asks_for_the_key(fleet: Fleet, method: str, path: str, key: str | None) -> None:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    assert httpx.request(method, fleet.urls[0] + path, headers=headers).status_code == 401
+    assert httpx.request(method, fleet._servers[0].url + path, headers=headers).status_code == 401
 
 
 def test_health_is_open(fleet: Fleet) -> None:
-    assert httpx.get(fleet.urls[0] + "/health").status_code == 200
+    assert httpx.get(fleet._servers[0].url + "/health").status_code == 200
 
 
 def test_the_key_is_in_no_log_and_on_no_command_line(fleet: Fleet) -> None:
@@ -259,7 +259,7 @@ def test_a_killed_server_is_reported_revived_and_synced(fleet: Fleet, first_weig
     process = fleet._servers[0]._process
     assert process is not None
     os.killpg(process.pid, signal.SIGKILL)
-    with pytest.raises(ServerDied, match=fleet.urls[0]):
+    with pytest.raises(ServerDied, match=fleet._servers[0].url):
         greedy(fleet)
     assert fleet.revive()
     with pytest.raises(RuntimeError, match="do not have the current weights"):
@@ -274,7 +274,7 @@ def test_a_tensor_that_does_not_fit_is_named_and_the_rest_is_consumed(fleet: Fle
     bad = "model.layers.1.mlp.down_proj.weight"
     weights[bad] = torch.zeros(3, 5)
     stream = iter(weights.values())
-    with pytest.raises(RuntimeError, match=rf"(?s){fleet.urls[0]}.*{bad}") as caught:
+    with pytest.raises(RuntimeError, match=rf"(?s){fleet._servers[0].url}.*{bad}") as caught:
         fleet.update_weights(WeightsVersion(4), manifest(weights), stream)
     assert not isinstance(caught.value, ServerDied)
     assert next(stream, None) is None
@@ -295,7 +295,7 @@ def test_a_model_folder_without_a_model_is_reported_with_the_end_of_the_log(tmp_
 
 def test_a_connection_that_idled_for_a_step_is_still_there(fleet: Fleet, first_weights: torch.nn.Module) -> None:
     """vLLM's default closes it after 5 s, and a client that takes it up at that moment gets an error instead of an answer."""
-    address = urlsplit(fleet.urls[0])
+    address = urlsplit(fleet._servers[0].url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
     for pause in (0, 7):
         time.sleep(pause)

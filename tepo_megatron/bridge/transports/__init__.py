@@ -42,7 +42,10 @@ def join(kind: Kind, store: TCPStore, member: Member, timeout_s: float) -> Group
         )
     if kind == "nccl":
         return join_nccl(store, member.rank, member.world_size, member.device, timeout_s)
-    gloo = GlooGroup(store, member.address, member.rank, member.world_size, timeout_s)
+
+    def enter() -> GlooGroup:
+        return GlooGroup(store, member.address, member.rank, member.world_size, timeout_s)
+
     if kind == "gloo":
-        return gloo
-    return join_ipc(gloo, store, member.rank, member.device, gives=member.gives, takes=member.takes)
+        return enter()
+    return join_ipc(enter, store, member.rank, member.device, gives=member.gives, takes=member.takes)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tepo_megatron.bridge.messages import WINDOW
+from tepo_megatron.bridge.transport import give_up
 from tepo_megatron.bridge.transports.gloo import GlooGroup
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -143,7 +144,7 @@ class IpcGroup:
 
 
 def join_ipc(
-    gloo: GlooGroup,
+    enter: Callable[[], GlooGroup],
     store: TCPStore,
     rank: int,
     device: torch.device,
@@ -154,7 +155,8 @@ def join_ipc(
 ) -> IpcGroup:
     """Hands over the handles of the slots through ``store``; ``gives`` maps a rank to the bytes of its largest message.
 
-    Raises RuntimeError where sender and receiver are not on one host and GPU.
+    ``enter`` enters gloo's group when all members have come: each offers its slots before, so that nobody waits for an offer
+    that does not come. Raises RuntimeError where sender and receiver are not on one host and GPU.
     """
     handles = handles or CudaHandles()
     try:
@@ -162,6 +164,11 @@ def join_ipc(
         for peer, slots in given.items():
             offer = {"place": handles.place(device), "bytes": gives[peer], "handle": handles.export(slots)}
             store.set(_key(rank, peer), json.dumps(offer))
+    except BaseException:
+        give_up(store)
+        raise
+    gloo = enter()
+    try:
         taken = {peer: _open(json.loads(store.get(_key(peer, rank))), peer, rank, device, handles) for peer in takes}
     except BaseException:
         gloo.close()

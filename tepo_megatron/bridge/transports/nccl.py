@@ -2,7 +2,8 @@
 
 One communicator for all members; every round is one NCCL group call, so that its messages travel at once. A rank's rounds run
 one after the other on the communicator's stream, and message n of any two ranks is in round n of both, so that no ranks can
-wait for each other in a circle (docs/decisions/009-transports-and-placement.md).
+wait for each other in a circle (docs/decisions/009-transports-and-placement.md). A thread watches the group call itself, which
+blocks while NCCL connects ranks, and aborts the communicator when a rank does not come.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class NcclGroup:
         self._device, self._timeout_s = device, timeout_s
         self._round: list[tuple[int, int]] | None = None
         self._pending: dict[tuple[int, int], Any] = {}
+        self._given_up: str | None = None
         self.cancelled: Callable[[], bool] = lambda: False
 
     def device(self, peer: int) -> torch.device:
@@ -64,10 +66,33 @@ class NcclGroup:
         self._pending.update(dict.fromkeys(started, work))
 
     def _end_round(self) -> Any:
+        """NCCL connects two ranks in the first round that they share, and blocks this thread until both are in it."""
+        ended = threading.Event()
+        threading.Thread(target=self._abort_unless, args=(ended,), name="watch-transfer-round", daemon=True).start()
         try:
             return self._group._end_coalescing(self._device)
         except RuntimeError as error:
-            raise RuntimeError(f"NCCL could not start a round of messages: {error}") from error
+            raise RuntimeError(f"NCCL could not start a round of messages: {self._given_up or error}") from error
+        finally:
+            ended.set()
+
+    def _abort_unless(self, ended: threading.Event) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not ended.wait(LOOK_ROUND_S):
+            if reason := self._hopeless(deadline):
+                self._given_up = reason
+                self._abort()
+                return
+
+    def _hopeless(self, deadline: float) -> str | None:
+        """Why this round will not end, or need not be waited for any more."""
+        if time.monotonic() > deadline:
+            return f"NCCL did not finish the round of this message within {self._timeout_s:g} s"
+        if self.cancelled():
+            return "a receiver failed"
+        if self._meeting.broken():
+            return "another member has left the weight-transfer group"
+        return None
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
         """Start to send a contiguous tensor of this GPU to ``peer``; it must not change until :meth:`finish`."""
@@ -87,18 +112,15 @@ class NcclGroup:
         """Wait for the round of a message. Raises RuntimeError on an error of NCCL, after the time-out, when :attr:`cancelled`
         says so, and when another member has left.
         """
+        if self._given_up:  # aborted in the moment in which its round started
+            raise RuntimeError(self._given_up)
         work = self._pending.pop((peer, number))
         deadline, look = time.monotonic() + self._timeout_s, time.monotonic() + LOOK_ROUND_S
         while not work.is_completed():
-            now = time.monotonic()
-            if now > deadline:
-                raise RuntimeError(f"NCCL did not finish the round of this message within {self._timeout_s:g} s")
-            if now > look:
-                if self.cancelled():
-                    raise RuntimeError("a receiver failed")
-                if self._meeting.broken():
-                    raise RuntimeError("another member has left the weight-transfer group")
-                look = now + LOOK_ROUND_S
+            if time.monotonic() > look:
+                if reason := self._hopeless(deadline):
+                    raise RuntimeError(reason)
+                look = time.monotonic() + LOOK_ROUND_S
             time.sleep(POLL_S)
         work.wait()  # raises what went wrong
 

@@ -2,14 +2,16 @@
 
 A rank's group calls run one after the other. An operation starts when its group does, and waits for its counterpart, which is
 told by the pair of ranks and the order alone. A group ends when all its operations have; memory may be read or written at any
-moment until then (here: some time after both sides have come, by the seed).
+moment until then (here: some time after both sides have come, by the seed). Two ranks are connected in the first group call
+that they share, and the call blocks its thread until both are in it or the rank's communicator is aborted.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -40,13 +42,39 @@ class GroupCall:
 
 
 class Fabric:
-    """All ranks of one communicator. ``dead`` ranks do nothing any more."""
+    """All ranks of one communicator. ``lives``: after how many group calls a rank dies, which is to do nothing any more.
 
-    def __init__(self, seed: int = 0) -> None:
+    ``connected``: all ranks are, so that no group call blocks.
+    """
+
+    def __init__(self, seed: int = 0, *, lives: Mapping[int, int] | None = None, connected: bool = False) -> None:
         self._lock = threading.Lock()
         self._random = random.Random(seed)
         self._streams: dict[int, deque[GroupCall]] = defaultdict(deque)
-        self.dead: set[int] = set()
+        self._lives, self._connected = dict(lives or {}), connected
+        self._calls: Counter[int] = Counter()
+        self._came: set[tuple[int, int, int]] = set()
+        self._coming = threading.Condition()
+
+    def connect(self, rank: int, call: GroupCall, aborted: threading.Event) -> None:
+        pairs = {(operation.source, operation.destination) for operation in call.operations}
+        with self._coming:
+            self._calls[rank] += 1
+            if not self._dead(rank):
+                self._came |= {(rank, *pair) for pair in pairs}
+                self._coming.notify_all()
+            awaited = {(end, *pair) for pair in pairs for end in pair}
+            self._coming.wait_for(lambda: self._connected or awaited <= self._came or aborted.is_set())
+        if aborted.is_set():
+            raise RuntimeError("NCCL communicator was aborted")
+
+    def abort(self, aborted: threading.Event) -> None:
+        with self._coming:
+            aborted.set()
+            self._coming.notify_all()
+
+    def _dead(self, rank: int) -> bool:
+        return self._calls[rank] > self._lives.get(rank, self._calls[rank])
 
     def submit(self, rank: int, call: GroupCall) -> None:
         with self._lock:
@@ -57,7 +85,7 @@ class Fabric:
             for stream in self._streams.values():
                 while stream and all(operation.done for operation in stream[0].operations):
                     stream.popleft()
-            running = [(rank, stream[0]) for rank, stream in self._streams.items() if stream and rank not in self.dead]
+            running = [(rank, stream[0]) for rank, stream in self._streams.items() if stream and not self._dead(rank)]
             sends, receives = {}, {}
             for rank, call in running:
                 for operation in (operation for operation in call.operations if not operation.done):
@@ -81,6 +109,10 @@ class FakeProcessGroup:
     def __init__(self, fabric: Fabric, rank: int) -> None:
         self.fabric, self.rank = fabric, rank
         self.call: GroupCall | None = None
+        self.aborted = threading.Event()
+
+    def abort(self) -> None:
+        self.fabric.abort(self.aborted)
 
     def _start_coalescing(self, device: torch.device) -> None:
         assert self.call is None
@@ -100,5 +132,6 @@ class FakeProcessGroup:
         assert self.call is not None
         assert self.call.operations, "an empty group call has no work"
         call, self.call = self.call, None
+        self.fabric.connect(self.rank, call, self.aborted)
         self.fabric.submit(self.rank, call)
         return call

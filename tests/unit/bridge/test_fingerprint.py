@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tepo_megatron.bridge import fingerprint as module
 from tepo_megatron.bridge.fingerprint import fingerprint
@@ -84,6 +85,24 @@ def test_large_tensors_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     expected = of(w=tensor)
     monkeypatch.setattr(module, "_CHUNK", 40)
     assert of(w=tensor) == expected
+
+
+def test_a_gpu_would_be_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(module, "_CHUNK", 8)
+    with Reads() as reads:
+        of(a=torch.randn(9, 8), b=torch.randn(5, 3))
+    assert reads.count == 0  # the one that remains, of all sums together, is no read of a number
+
+
+def test_no_shards_are_nothing() -> None:
+    assert of() == 0
 
 
 def test_it_is_the_sum_that_it_says_it_is() -> None:

@@ -9,6 +9,7 @@ import itertools
 import json
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tepo_megatron.bridge import messages
+from tepo_megatron.bridge import messages, transport
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel
 from tepo_megatron.bridge.messages import largest_bytes, queues, source_ends
+from tepo_megatron.bridge.transports.gloo import GlooGroup
 from tepo_megatron.bridge.transports.ipc import CudaHandles, IpcGroup, join_ipc
 from tepo_megatron.types import ReshardPlan
 
@@ -78,6 +80,11 @@ class Store:
             return self.values[key]
 
 
+def entering(box: Any) -> Callable[[], GlooGroup]:
+    """In place of entering gloo's group."""
+    return lambda: box
+
+
 def members(plan: ReshardPlan, boxes: list[Mailbox], memory: Memory, *, limit: int) -> list[IpcGroup]:
     """Every rank's transport, as sender and worker make it: destinations find the source on their GPU by ``plan.local``."""
     store: Any = Store()
@@ -86,12 +93,12 @@ def members(plan: ReshardPlan, boxes: list[Mailbox], memory: Memory, *, limit: i
         outgoing = queues(source_ends(plan, rank), itemsize=8, limit=limit)
         near = [plan.num_sources + to for to, source in plan.local.items() if source == rank]
         gives = {peer: largest_bytes(outgoing[peer], 8) for peer in near if peer in outgoing}
-        made.append(join_ipc(boxes[rank], store, rank, CPU, gives=gives, takes=(), handles=memory))  # type: ignore[arg-type]
+        made.append(join_ipc(entering(boxes[rank]), store, rank, CPU, gives=gives, takes=(), handles=memory))
     for destination in range(plan.num_destinations):
         near = [source for to, source in plan.local.items() if to == destination]
         takes = [source for source in near if any(move.source == source for move in plan.receives(destination))]
         rank = plan.num_sources + destination
-        made.append(join_ipc(boxes[rank], store, rank, CPU, gives={}, takes=takes, handles=memory))  # type: ignore[arg-type]
+        made.append(join_ipc(entering(boxes[rank]), store, rank, CPU, gives={}, takes=takes, handles=memory))
     assert all(json.loads(value) for value in store.values.values())
     return made
 
@@ -113,11 +120,11 @@ def test_what_is_local_goes_through_slots_and_all_of_it_arrives(case: Case, limi
 
 
 def one_pair() -> tuple[IpcGroup, IpcGroup, Memory]:
-    boxes, memory, store = mailboxes(2), Memory(), Store()
-    first: Any = boxes[0]
-    second: Any = boxes[1]
-    sender = join_ipc(first, store, 0, CPU, gives={1: 32}, takes=(), handles=memory)  # type: ignore[arg-type]
-    return sender, join_ipc(second, store, 1, CPU, gives={}, takes=(0,), handles=memory), memory  # type: ignore[arg-type]
+    memory = Memory()
+    first, second = map(entering, mailboxes(2))
+    store: Any = Store()
+    sender = join_ipc(first, store, 0, CPU, gives={1: 32}, takes=(), handles=memory)
+    return sender, join_ipc(second, store, 1, CPU, gives={}, takes=(0,), handles=memory), memory
 
 
 def test_a_slot_is_used_again_only_when_its_message_was_taken() -> None:
@@ -160,12 +167,34 @@ def test_another_host_or_gpu_is_refused(what: str) -> None:
 
     store: Any = Store()
     boxes = mailboxes(1)
-    join_ipc(boxes[0], store, 0, CPU, gives={1: 8}, takes=(), handles=Memory())  # type: ignore[arg-type]
-    box: Any = Box(1, boxes[0].letters, boxes[0].arrived)
+    join_ipc(entering(boxes[0]), store, 0, CPU, gives={1: 8}, takes=(), handles=Memory())
+    box = Box(1, boxes[0].letters, boxes[0].arrived)
     elsewhere = Memory({"host": "h", "gpu": "g"} | {what: "elsewhere"})
     with pytest.raises(RuntimeError, match=rf"rank 0 .* is on {what} [hg], rank 1 on {what} elsewhere; CUDA IPC needs"):
-        join_ipc(box, store, 1, CPU, gives={}, takes=(0,), handles=elsewhere)
+        join_ipc(entering(box), store, 1, CPU, gives={}, takes=(0,), handles=elsewhere)
     assert box.closed
+
+
+def test_a_receiver_does_not_wait_for_slots_of_a_sender_that_fails() -> None:
+    """A minute is what it would wait otherwise."""
+
+    class Full(Memory):
+        def export(self, slots: Tensor) -> dict[str, Any]:
+            raise RuntimeError("out of memory")
+
+    host, memory = "127.0.0.1", Memory()
+    store, port = transport.listen(host)
+
+    def receive() -> IpcGroup:
+        mine = transport.connect(host, port, 60.0)
+        return join_ipc(lambda: GlooGroup(mine, host, 1, 2, 60.0), mine, 1, CPU, gives={}, takes=(0,), handles=memory)
+
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(receive)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            join_ipc(lambda: GlooGroup(store, host, 0, 2, 60.0), store, 0, CPU, gives={1: 8}, takes=(), handles=Full())
+        with pytest.raises(RuntimeError, match="gave up before all had come"):
+            receiving.result(20)
 
 
 def test_cuda_handles_cross_as_json_and_reach_torch_in_its_own_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,12 @@ NCCL itself: tests/gpu.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,12 +44,30 @@ class Rollcall:
         self.left.set()
 
 
-def groups(world: int, fabric: Fabric, *, timeout_s: float = 60.0) -> list[NcclGroup]:
+def groups(world: int, fabric: Fabric, *, timeout_s: float = 60.0, kind: type[NcclGroup] = NcclGroup) -> list[NcclGroup]:
     meeting = Rollcall()
-    return [
-        NcclGroup(FakeProcessGroup(fabric, rank), lambda: None, meeting, CPU, timeout_s)  # type: ignore[arg-type]
-        for rank in range(world)
-    ]
+    made = [FakeProcessGroup(fabric, rank) for rank in range(world)]
+    return [kind(group, group.abort, meeting, CPU, timeout_s) for group in made]  # type: ignore[arg-type]
+
+
+class Leaving(NcclGroup):
+    """Leaves when something fails, as a worker and a trainer rank do."""
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        try:
+            with super().together():
+                yield
+        except RuntimeError:
+            self.close()
+            raise
+
+    def finish(self, peer: int, number: int) -> None:
+        try:
+            super().finish(peer, number)
+        except RuntimeError:
+            self.close()
+            raise
 
 
 @settings(max_examples=15, deadline=None)
@@ -67,7 +88,7 @@ def test_whatever_the_plan_all_rounds_end_and_bring_what_they_should(case: Case,
 def test_the_stand_in_hangs_where_nccl_would() -> None:
     """Two ranks that send to each other before they receive: apart it is a circle, in one group call it is not."""
     for together in (False, True):
-        fabric, calls = Fabric(), []
+        fabric, calls = Fabric(connected=True), []
         for rank in (0, 1):
             group = FakeProcessGroup(fabric, rank)
             group._start_coalescing(CPU)
@@ -81,44 +102,50 @@ def test_the_stand_in_hangs_where_nccl_would() -> None:
         assert ended == [together] * len(calls)
 
 
+def test_the_stand_in_blocks_a_first_group_call_until_the_peer_makes_its_own() -> None:
+    ends = [FakeProcessGroup(Fabric(), 0)]
+    ends.append(FakeProcessGroup(ends[0].fabric, 1))
+    for end in ends:
+        end._start_coalescing(CPU)
+    ends[0].send([torch.ones(2)], 1, 0)
+    ends[1].recv([torch.zeros(2)], 0, 0)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(ends[0]._end_coalescing, CPU)
+        with pytest.raises(TimeoutError):
+            first.result(0.2)
+        ends[1]._end_coalescing(CPU)
+        first.result(20)
+
+
+@pytest.mark.parametrize(
+    ("lives", "where"),
+    [(0, "NCCL could not start a round of messages:"), (2, r"(sending '.*' to rank \d failed|NCCL could not start .*):")],
+    ids=["never comes", "dies later"],
+)
 @pytest.mark.parametrize("cause", ["time-out", "another rank leaves", "cancelled"])
-def test_a_dead_worker_ends_the_sending_of_all_ranks(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_worker_ends_the_sending_of_all_ranks(
+    cause: str, lives: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nccl, "LOOK_ROUND_S", 0.01)
     plan, sources, expected = setting(Case(small_spec(), MegatronParallel(2, 1), VllmParallel(2), {}))
-    fabric = Fabric()
-    fabric.dead.add(3)
-    boxes = groups(4, fabric, timeout_s=0.5 if cause == "time-out" else 60.0)
+    boxes = groups(
+        4, Fabric(lives={3: lives}, connected=lives > 0), timeout_s=1.0 if cause == "time-out" else 60.0, kind=Leaving
+    )
     if cause == "cancelled":
         boxes[0].cancelled = lambda: True
     elif cause != "time-out":
         threading.Timer(0.2, boxes[1].close).start()
     found = [blank(params) for params in expected]
 
-    def leave_when_failing(rank: int) -> None:  # as a worker and a trainer rank do
-        group = boxes[rank]
-        finish = group.finish
-
-        def finish_or_leave(peer: int, number: int) -> None:
-            try:
-                finish(peer, number)
-            except RuntimeError:
-                group.close()
-                raise
-
-        group.finish = finish_or_leave  # type: ignore[method-assign]
-
-    for rank in range(4):
-        leave_when_failing(rank)
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"sending '.*' to rank \d failed: (NCCL did not finish|another member|a receiver)"):
+    with pytest.raises(RuntimeError, match=rf"{where} (NCCL did not finish|another member|a receiver)"):
         carry_out(plan, sources, found, limit=64, boxes=boxes)
     assert time.monotonic() - began < 30  # and all threads have ended, far from the 60 s
 
 
 def test_a_failure_within_a_round_closes_the_group_call() -> None:
     """NCCL counts open group calls by thread: the trainer's own communication comes next in this one."""
-    fabric = Fabric()
-    group = groups(2, fabric)[0]
+    group = groups(2, Fabric(connected=True))[0]
 
     def fail() -> None:
         with group.together():

@@ -54,7 +54,7 @@ def test_copies_in_fp8_leave_with_the_weights() -> None:
     model._fp8_workspaces = {"weight": torch.zeros(9)}  # as Transformer Engine's modules have it
     optimizer: Any = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[], state={}))
     ddp: Any = SimpleNamespace(offload_grad_buffers=lambda **_: None, restore_grad_buffers=lambda **_: None)
-    residence = offload.Residence([model], ddp, optimizer, CPU, meet=lambda: None)
+    residence = offload.Residence(model, ddp, optimizer, CPU, meet=lambda: None)
     residence.occupy("weights")
     assert model._fp8_workspaces
     residence.occupy("nothing")

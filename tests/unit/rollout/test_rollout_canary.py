@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.rollout.canary import Canary, canary_prompt, tolerance
+from tepo_megatron.rollout.canary import Canary, canary_prompt, due_prompt, tolerance
 
 PROMPT = (5, 9, 2, 7)
 OURS = [-3.0, -2.5, -8.0]
@@ -17,6 +19,11 @@ OURS = [-3.0, -2.5, -8.0]
 
 def moved(by: float, at: int = 1) -> list[float]:
     return [value + by * (place == at) for place, value in enumerate(OURS)]
+
+
+def sizes(max_positions: int) -> Any:
+    """What of a model counts here."""
+    return SimpleNamespace(vocab_size=50, max_positions=max_positions)
 
 
 def test_the_largest_difference_over_all_servers_is_reported() -> None:
@@ -56,9 +63,29 @@ def test_what_is_no_number_stops(value: float) -> None:
 def test_a_server_that_kept_its_weights_is_known_even_within_the_tolerance() -> None:
     canary = Canary(0.5)
     canary.check(1, PROMPT, OURS, {"http://a": moved(0.01), "http://b": moved(0.02)})
-    with pytest.raises(RuntimeError, match="http://b gives the same log-probs as with the weights before") as caught:
+    with pytest.raises(RuntimeError, match=r"http://b still gives the same log-probs, .* moved by 0\.1 nats") as caught:
         canary.check(2, PROMPT, moved(0.1), {"http://a": moved(0.11), "http://b": moved(0.02)})
     assert "http://a" not in str(caught.value)
+
+
+@given(st.floats(5e-4, 0.05))
+def test_a_server_that_kept_its_weights_is_known_after_a_few_small_updates(step: float) -> None:
+    """A real learning rate moves the log-probs by less than the share of the tolerance that one update would need."""
+    canary, frozen = Canary(0.5), moved(0.01)
+    answers_until = math.ceil(0.005 / step + 1e-6)
+    for count in range(answers_until):
+        canary.check(count, PROMPT, moved(count * step), {"http://a": moved(count * step + 0.01), "http://b": frozen})
+    count = answers_until + 1
+    with pytest.raises(RuntimeError, match="http://b still gives the same log-probs") as caught:
+        canary.check(count, PROMPT, moved(count * step), {"http://a": moved(count * step + 0.01), "http://b": frozen})
+    assert "http://a" not in str(caught.value)
+
+
+def test_a_server_that_follows_in_coarse_steps_is_not_stale() -> None:
+    """Small updates round to the same weights for a while, then to others."""
+    canary = Canary(0.5)
+    for count in range(200):
+        canary.check(count, PROMPT, moved(count * 0.002), {"http://a": moved(count // 2 * 0.004)})
 
 
 def test_weights_that_did_not_change_may_have_the_same_answer() -> None:
@@ -66,6 +93,29 @@ def test_weights_that_did_not_change_may_have_the_same_answer() -> None:
     canary.check(1, PROMPT, OURS, theirs)
     canary.check(1, PROMPT, OURS, theirs)
     canary.check(2, PROMPT, moved(1e-4), theirs)  # by less than the servers' dtype shows
+
+
+@pytest.mark.parametrize(
+    ("rollout", "due"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5, 6]),
+        ({"canary": {"every": 3}}, [0, 3, 6]),
+        ({"canary": {"every": 0}}, []),
+        ({"replay": "a/folder"}, []),
+    ],
+)
+def test_the_prompt_is_due_as_often_as_wanted_where_servers_are(rollout: dict[str, Any], due: list[int]) -> None:
+    config, spec = RunConfig.model_validate({"rollout": rollout}), sizes(64)
+    prompts = {sync: due_prompt(config, spec, sync=sync) for sync in range(7)}
+    assert [sync for sync, prompt in prompts.items() if prompt is not None] == due
+    assert {prompt for prompt in prompts.values() if prompt is not None} <= {canary_prompt(50, 64)}
+
+
+@pytest.mark.parametrize(("server", "length"), [({}, 19), ({"max_model_len": 10}, 9)])
+def test_the_prompt_is_no_longer_than_the_server_or_the_model_takes(server: dict[str, Any], length: int) -> None:
+    prompt = due_prompt(RunConfig.model_validate({"rollout": {"server": server}}), sizes(20), sync=0)
+    assert prompt is not None
+    assert len(prompt) == length
 
 
 @given(st.integers(2, 200_000), st.integers(3, 5000))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.rollout.client import Client, Response
-from tepo_megatron.rollout.server import free_port
+from tepo_megatron.rollout.resources import free_port
 from tepo_megatron.types import WeightsVersion
 
 KEY = "a-secret-key"

@@ -14,7 +14,8 @@ import pytest
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rollout.client import Client
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
-from tepo_megatron.rollout.server import Server, visible_gpus
+from tepo_megatron.rollout.resources import visible_gpus
+from tepo_megatron.rollout.server import Server
 from tepo_megatron.rollout.sync import ShardSync
 from tepo_megatron.types import WeightsVersion
 
@@ -75,6 +76,7 @@ class Sender:
     """In place of the trainer's ranks: nothing travels."""
 
     num_sources, world_size = 1, 2
+    failed = ""
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
@@ -93,8 +95,9 @@ class Sender:
         assert not cancelled()
         self.calls.append("shards are sent")
 
-    def conclude(self, arrived: bool) -> None:
+    def conclude(self, arrived: bool) -> str:
         self.calls.append(f"arrived: {arrived}")
+        return self.failed
 
 
 @pytest.fixture
@@ -178,6 +181,33 @@ def test_a_server_that_dies_while_it_changes_over_is_revived_asleep(dies_at: str
     fleet.update_shards(WeightsVersion(1), sender)
     assert served(stand_in) == ["/init_weight_transfer_engine", WEIGHTS, *UPDATE]
     fleet.stop()
+
+
+def test_a_server_that_only_seemed_dead_is_put_to_sleep_before_it_gets_weights(stand_in: StandIn, tmp_path: Path) -> None:
+    fleet = fleet_of(stand_in, "colocated", tmp_path)
+    sender: Any = Sender(stand_in.calls)
+    fleet.update_shards(WeightsVersion(1), sender)
+    fleet.wake()
+    stand_in.dead_at = "/v1/completions"
+    with pytest.raises(ServerDied):
+        sample(fleet)
+    stand_in.dead_at = "never"
+    stand_in.calls.clear()
+    assert not fleet.revive()
+    assert served(stand_in) == [SLEEP]
+    fleet.update_shards(WeightsVersion(1), sender)
+    assert served(stand_in) == [WEIGHTS, *UPDATE]
+    fleet.stop()
+
+
+def test_the_error_says_which_other_rank_of_the_trainer_failed(stand_in: StandIn, tmp_path: Path) -> None:
+    fleet = fleet_of(stand_in, "local", tmp_path)
+    sender: Any = Sender(stand_in.calls)
+    sender.failed = "The first other trainer rank to fail was rank 3: no room"
+    stand_in.status["/update_weights"] = lambda: 500
+    with pytest.raises(RuntimeError, match=r"(?s)weights 1 did not reach .*status 500.*\. The first .* was rank 3: no room"):
+        fleet.update_shards(WeightsVersion(1), sender)
+    assert stand_in.calls[-1] == "arrived: False"
 
 
 def test_the_trainer_leaves_when_one_server_fails_so_that_the_others_end(stand_in: StandIn) -> None:

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.rollout import ServerConfig
-from tepo_megatron.rollout.server import Server, bind_cores, free_port
+from tepo_megatron.rollout.resources import bind_cores, free_port
+from tepo_megatron.rollout.server import Server
 
 HOST = "127.0.0.1"
 
@@ -73,7 +74,7 @@ def test_each_worker_gets_one_available_core_and_shares_it_only_if_it_must(serve
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot restrict a process to cores")
 def test_cores_are_those_that_this_process_may_use() -> None:
     code = "import os; os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})\n"
-    code += "from tepo_megatron.rollout.server import bind_cores; print(bind_cores(2, 1))"
+    code += "from tepo_megatron.rollout.resources import bind_cores; print(bind_cores(2, 1))"
     last = str(max(os.sched_getaffinity(0)))
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == str([last, last])
 

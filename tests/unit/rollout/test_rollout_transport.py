@@ -206,6 +206,31 @@ def test_the_trainers_ranks_leave_a_meeting_to_which_a_server_does_not_come() ->
             joining.result(20)
 
 
+def test_rank_0_hears_why_another_rank_failed_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it entered the group, where rank 0 would only see that somebody gave up."""
+    sent: queue.Queue[Any] = queue.Queue()
+    plan = plan_moves(*[[layout] * 2 for layout in (LAYOUT, LAYOUT)])
+    options: dict[str, Any] = {"dtype": torch.float32, "timeout_s": 60.0}
+    params = {"p": torch.zeros(2, 2)}
+    root = ShardSender(plan, params, rank=0, told=sent.put, **options)
+    other = ShardSender(plan, params, rank=1, told=lambda _: sent.get(timeout=60), **options)
+
+    def refuse() -> None:
+        raise RuntimeError("no room for slots")
+
+    monkeypatch.setattr(other, "_gives", refuse)
+    for _ in range(2):  # a new meeting forgets the failure of the last one
+        with ThreadPoolExecutor(2) as pool:
+            root.open(HOST)
+            root.announce()
+            following, joining = pool.submit(other.follow), pool.submit(root.join)
+            with pytest.raises(RuntimeError, match="gave up"):
+                joining.result(20)
+            assert root.conclude(arrived=False) == "The first other trainer rank to fail was rank 1: no room for slots"
+            following.result(20)
+    assert root.conclude(arrived=False) == ""
+
+
 @pytest.mark.parametrize("kind", ["nccl", "ipc"])
 def test_a_member_without_a_gpu_is_told_what_to_set(kind: Kind) -> None:
     store, _ = transport.listen(HOST)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,8 +33,9 @@ class Recorder:
     never the trainer's optimizer beside anything of a server.
     """
 
-    def __init__(self, dies_at: tuple[str, ...] = (), *, shares_gpus: bool = False) -> None:
+    def __init__(self, dies_at: tuple[str, ...] = (), *, shares_gpus: bool = False, row: int | None = None) -> None:
         self.calls: list[str] = []
+        self.row = row
         self.dies_at = list(dies_at)
         self.shares_gpus = shares_gpus
         self.trainer, self.servers = "everything", "absent"
@@ -101,6 +101,7 @@ class Recorder:
         return UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, sums={"entropy/mean": (3.0, 4.0)}, extrema={"ratio/max": 1.5})
 
     def save(self, folder: Any, *, step: int, state: dict[str, Any]) -> None:
+        assert state == {"drawn": step}
         self._check_gpus(trainer="everything", servers="asleep")
         self.calls.append(f"save {step}")
 
@@ -122,6 +123,7 @@ class Recorder:
         self.calls.append("ready")
 
     def collect(self, step: int) -> Any:
+        self.drawn = step + 1
         return "died" if self._dies(f"collect {step}") else rollouts(6)
 
     def publish(self, version: WeightsVersion, engine: Any) -> bool:
@@ -139,7 +141,12 @@ class Recorder:
     def evaluate(self, step: int) -> Any:
         return "died" if self._dies(f"evaluate {step}") else None
 
+    def logged(self, step: int) -> bool:
+        return self.row == step
+
     def log(self, step: int, row: dict[str, float]) -> None:
+        assert self.row is None or step > self.row
+        self.row = step
         self.calls.append(f"log {step}")
         if row:
             assert row["reward/mean"] == 0.5
@@ -148,53 +155,69 @@ class Recorder:
             assert row["memory/peak_gib"] == 1.0
 
     def state(self) -> dict[str, Any]:
-        return {}
+        return {"drawn": self.drawn}
 
 
 def run(
-    steps: int, *, dies_at: tuple[str, ...] = (), every: int = 2, canary: int = 1, shares_gpus: bool = False, **rollout: Any
+    steps: int,
+    *,
+    dies_at: tuple[str, ...] = (),
+    every: int = 2,
+    canary: int = 1,
+    save_every: int = 1,
+    shares_gpus: bool = False,
+    resumed: int = 0,
+    row: int | None = None,
 ) -> list[str]:
     config = RunConfig(
-        rollout=RolloutConfig(prompts_per_step=3, samples_per_prompt=2, canary=CanaryConfig(every=canary), **rollout),
-        train=TrainConfig(steps=steps, minibatches=2, save_every=1),
+        rollout=RolloutConfig(prompts_per_step=3, samples_per_prompt=2, canary=CanaryConfig(every=canary)),
+        train=TrainConfig(steps=steps, minibatches=2, save_every=save_every),
         evaluate=EvaluateConfig(every=every),
     )
-    recorder = Recorder(dies_at, shares_gpus=shares_gpus)
-    Loop(config, recorder, recorder).run()  # type: ignore[arg-type]
+    recorder = Recorder(dies_at, shares_gpus=shares_gpus, row=row)
+    Loop(config, recorder, recorder, step=resumed).run()  # type: ignore[arg-type]
+    assert recorder.trainer == "everything"  # what is exported afterwards is there
     return recorder.calls
 
 
 STEP = ["score", "update 3", "update 3"]
 
 
-def test_the_order_of_a_run() -> None:
+@pytest.mark.parametrize("shares_gpus", [False, True])
+def test_the_order_of_a_run(shares_gpus: bool) -> None:
+    """On shared GPUs it is the same; who may be there when is what the recorder asserts."""
     first = ["ready", "publish 0", "compare 0", "evaluate 0", "log 0"]
-    one = ["collect 0", *STEP, "publish 1", "compare 1", "log 1", "save 1"]
-    two = ["collect 1", *STEP, "publish 2", "compare 2", "evaluate 2", "log 2", "save 2"]
-    assert run(2) == first + one + two
+    one = ["collect 0", *STEP, "save 1", "publish 1", "compare 1", "log 1"]
+    two = ["collect 1", *STEP, "save 2", "publish 2", "compare 2", "evaluate 2", "log 2"]
+    assert run(2, shares_gpus=shares_gpus) == first + one + two
 
 
-def test_on_shared_gpus_the_two_take_turns_and_the_servers_get_their_weights_again_after_a_checkpoint() -> None:
-    """Who may be there when is what the recorder asserts."""
-    first = ["ready", "publish 0", "compare 0", "evaluate 0", "log 0"]
-    one = ["collect 0", *STEP, "publish 1", "compare 1", "log 1", "save 1", "publish 1", "compare 1"]
-    two = ["collect 1", *STEP, "publish 2", "compare 2", "evaluate 2", "log 2", "save 2"]
-    assert run(2, shares_gpus=True) == first + one + two
+def test_a_canary_is_due_by_the_count_of_syncs() -> None:
+    """One that a server's death repeats is one sync."""
+    calls = run(4, canary=3, dies_at=("publish 1", "compare 3"))
+    assert [call for call in calls if call.startswith("compare")] == ["compare 0", "compare 3", "compare 3"]
 
 
-@pytest.mark.parametrize(("canary", "compared"), [(0, []), (1, [0, 1, 2, 3, 4]), (3, [0, 3])])
-def test_the_canary_is_asked_as_often_as_wanted(canary: int, compared: list[int]) -> None:
-    assert [int(call.split()[1]) for call in run(4, canary=canary) if call.startswith("compare")] == compared
+@pytest.mark.parametrize(("save_every", "saved"), [(0, [3]), (2, [2, 3]), (3, [3])])
+def test_the_last_step_is_evaluated_and_saved_once(save_every: int, saved: list[int]) -> None:
+    calls = run(3, save_every=save_every)
+    assert calls[-2:] == ["evaluate 3", "log 3"]
+    assert [int(call.split()[1]) for call in calls if call.startswith("save")] == saved
 
 
-def test_a_replayed_run_has_no_servers_to_ask(tmp_path: Path) -> None:
-    assert not [call for call in run(2, replay=tmp_path) if call.startswith("compare")]
+@pytest.mark.parametrize("shares_gpus", [False, True])
+def test_a_resumed_run_goes_on_after_the_last_row(shares_gpus: bool) -> None:
+    again = ["ready", "publish 2", "compare 2"]
+    assert run(2, resumed=2, row=2, shares_gpus=shares_gpus) == again
+    third = ["collect 2", *STEP, "save 3", "publish 3", "compare 3", "evaluate 3", "log 3"]
+    assert run(3, resumed=2, row=2, shares_gpus=shares_gpus) == again + third
 
 
-def test_the_last_step_is_evaluated_and_saved_once() -> None:
-    calls = run(3)
-    assert calls[-3:] == ["evaluate 3", "log 3", "save 3"]
-    assert calls.count("save 3") == 1
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_run_that_ended_between_checkpoint_and_row_is_evaluated_when_it_is_resumed(steps: int) -> None:
+    calls = run(steps, resumed=2, row=1)
+    assert calls[:5] == ["ready", "publish 2", "compare 2", "evaluate 2", "log 2"]
+    assert [call for call in calls if call.startswith("log")] == [f"log {step}" for step in range(2, steps + 1)]
 
 
 @pytest.mark.parametrize(
