@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# Every test that this machine can run: bash scripts/test.sh [pytest arguments]. The first call sets up .venv.
+# Every test that this machine can run. The first call sets up .venv.
+#
+#   bash scripts/test.sh                         all: tests/unit on every core, then the worlds, servers and clusters
+#   bash scripts/test.sh tests/dist -k moe       with pytest's arguments: just these
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/common.sh
@@ -12,4 +15,9 @@ if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
   .venv/bin/python -m pip install -qq --no-deps -r requirements/test.txt
   echo "$wanted" >"$stamp"
 fi
-exec .venv/bin/python -m pytest "$@"
+if [[ $# -gt 0 ]]; then
+  exec .venv/bin/python -m pytest "$@"
+fi
+workers=$(nproc)
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/unit -n "$((workers < 8 ? workers : 8))" --dist loadfile
+exec .venv/bin/python -m pytest tests --ignore tests/unit

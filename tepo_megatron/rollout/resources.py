@@ -10,19 +10,29 @@ from contextlib import suppress
 from tepo_megatron.config.rollout import ServerConfig
 
 
-def free_port(host: str, first: int = 0, taken: Collection[int] = ()) -> int:
-    """The first port from ``first`` on that nothing listens on and that is not in ``taken``; ``first`` = 0: any free one.
+def reserve_port(host: str, first: int = 0, taken: Collection[int] = ()) -> socket.socket:
+    """A socket on the first port from ``first`` on that nothing listens on and that is not in ``taken``; ``first`` = 0: any.
 
+    While it is open no other process is given its port: a server takes seconds to come to its own socket, and a trainer that
+    builds process groups meanwhile is given hundreds. Who asks for just this port, with SO_REUSEADDR, gets it all the same.
     Raises RuntimeError if the host's name cannot be resolved or no port up to 65535 is free.
     """
     family, _, _, _, address = _resolve(host)
     for port in range(first, 65536) if first else [0] * 100:
-        with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address[0], port))
-            if (found := int(probe.getsockname()[1])) not in taken:
-                return found
+        held = socket.socket(family, socket.SOCK_STREAM)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with suppress(OSError):
+            held.bind((address[0], port))
+            if held.getsockname()[1] not in taken:
+                return held
+        held.close()
     raise RuntimeError(f"no free port from {first} on at {host}; set rollout.server.port to another one, or 0 for any")
+
+
+def free_port(host: str, first: int = 0, taken: Collection[int] = ()) -> int:
+    """The port that :func:`reserve_port` finds, without a hold on it."""
+    with reserve_port(host, first, taken) as held:
+        return int(held.getsockname()[1])
 
 
 def bind_cores(servers: int, tp: int, available: Sequence[int] | None = None) -> list[str]:

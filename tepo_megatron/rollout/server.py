@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from typing import TypeVar
 from tepo_megatron.bridge.transport import BACKEND
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rollout.quantization import check_quantization
-from tepo_megatron.rollout.resources import free_port, visible_gpus
+from tepo_megatron.rollout.resources import reserve_port, visible_gpus
 
 T = TypeVar("T")
 
@@ -70,6 +71,7 @@ class Server:
         self._model, self._dtype, self._cores, self._key, self._seed = str(model_dir), dtype, cores, key, seed
         self._gpus = tuple(gpus)
         self._process: subprocess.Popen[bytes] | None = None
+        self._reserved: socket.socket | None = None
 
     @property
     def url(self) -> str:
@@ -83,7 +85,8 @@ class Server:
         Raises RuntimeError if no port is free.
         """
         self.stop()
-        self.port = free_port(self.config.host, self.config.port, taken)
+        self._reserved = reserve_port(self.config.host, self.config.port, taken)
+        self.port = self._reserved.getsockname()[1]
         on_gpu = _has_gpu()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
@@ -111,6 +114,12 @@ class Server:
                     f"(rollout.server.start_timeout_s) and was stopped.\n{self.log_end()}"
                 )
             time.sleep(0.2)
+        self._release_port()
+
+    def _release_port(self) -> None:
+        reserved, self._reserved = self._reserved, None
+        if reserved is not None:
+            reserved.close()
 
     @property
     def alive(self) -> bool:
@@ -123,6 +132,7 @@ class Server:
 
     def stop(self) -> None:
         """End every process of the server: SIGTERM, a wait of seconds, SIGKILL. Does nothing if there is none."""
+        self._release_port()
         process, self._process = self._process, None
         if process is None:
             return

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.rollout import ServerConfig
-from tepo_megatron.rollout.resources import bind_cores, free_port
+from tepo_megatron.rollout.resources import bind_cores, free_port, reserve_port
 from tepo_megatron.rollout.server import Server
 
 HOST = "127.0.0.1"
@@ -44,6 +44,14 @@ def test_port_zero_is_left_to_the_system_but_not_one_that_is_spoken_for() -> Non
     found = {free_port(HOST) for _ in range(5)}
     assert all(1024 <= port < 65536 for port in found)
     assert free_port(HOST, taken=found) not in found
+
+
+def test_a_reserved_port_is_given_to_nobody_but_who_asks_for_it() -> None:
+    with reserve_port(HOST) as held:
+        port = held.getsockname()[1]
+        assert port not in {free_port(HOST) for _ in range(2000)}
+        with socket.create_server((HOST, port)), socket.create_connection((HOST, port)):
+            pass
 
 
 def test_no_free_port_is_an_error_that_names_the_field() -> None:
