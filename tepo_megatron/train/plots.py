@@ -180,7 +180,8 @@ def _series(rows: Sequence[Row], key: str) -> Series:
 
 
 def _timed(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.get("time/step") is not None]
+    """Steps with their times. Row 0 is none: it is the wait for servers and model, and would dwarf the others."""
+    return [row for row in rows if row["step"] and row.get("time/step") is not None]
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
