@@ -14,11 +14,17 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 GRACE_S = 2.0
 """What the command gets between SIGTERM and SIGKILL."""
 
 POLL_S = 0.1
+
+REST_S = 2.0
+"""How long the server's other processes have to end after it: Python's resource tracker, which unlinks what they shared, does
+so when all of them are gone.
+"""
 
 
 def main(arguments: list[str]) -> int:
@@ -41,9 +47,22 @@ def main(arguments: list[str]) -> int:
             child.wait(GRACE_S)
     else:
         print(f"supervisor: the server ended by itself with exit code {child.returncode}", file=sys.stderr, flush=True)  # noqa: T201
+    deadline = time.monotonic() + REST_S
+    while _others() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
     os.killpg(0, signal.SIGKILL)  # this process as well
     time.sleep(1)
     return 1
+
+
+def _others() -> bool:
+    """Whether this process' group has others that still run, where the system tells."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(group) == os.getpid() and state != "Z" and stat.parent.name != str(os.getpid()):
+                return True
+    return False
 
 
 def _closed(fd: int) -> bool:
