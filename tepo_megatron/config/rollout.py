@@ -83,6 +83,10 @@ class ServerConfig(Section):
     extra_args: tuple[str, ...] = ()
     """More arguments for ``vllm.entrypoints.openai.api_server``, as on its command line."""
 
+    def served_dtype(self, model_dtype: str) -> str:
+        """What ``dtype`` comes to where the trainer has the model in ``model_dtype``."""
+        return model_dtype if self.dtype == "auto" else self.dtype
+
     @field_validator("host")
     @classmethod
     def _no_wildcard(cls, host: str) -> str:

@@ -68,7 +68,7 @@ class RunConfig(Section):
         server = self.rollout.server
         if server.quantization == "none":
             return self
-        dtype = self.model.dtype if server.dtype == "auto" else server.dtype
+        dtype = server.served_dtype(self.model.dtype)
         if dtype != "bfloat16":
             raise ValueError(
                 f"rollout.server.quantization = {server.quantization} takes servers in bfloat16, not {dtype}; set "

@@ -217,7 +217,7 @@ class Engine:
             plan,
             PlainWeights(self.params),
             rank=self.ranks.rank,
-            dtype=self.dtype if server.dtype == "auto" else getattr(torch, server.dtype),
+            dtype=getattr(torch, server.served_dtype(self.config.model.dtype)),
             told=self.told,
             timeout_s=server.transfer_timeout_s,
             device=self.platform.device,

@@ -50,8 +50,7 @@ def tolerance(config: RunConfig) -> float:
     server = config.rollout.server
     if server.quantization != "none" or config.engine.fp8.enabled:
         return _QUANTISED_TOLERANCE
-    served = config.model.dtype if server.dtype == "auto" else server.dtype
-    return max(_TOLERANCES[config.model.dtype], _TOLERANCES[served])
+    return max(_TOLERANCES[config.model.dtype], _TOLERANCES[server.served_dtype(config.model.dtype)])
 
 
 class Canary:

@@ -35,7 +35,7 @@ class Node:
             Server(
                 own,
                 model_dir=model_dir,
-                dtype=config.model.dtype if own.dtype == "auto" else own.dtype,
+                dtype=own.served_dtype(config.model.dtype),
                 cores=cores[place],
                 key=key,
                 log=config.output / "logs" / f"server-{index}.log",

@@ -26,7 +26,7 @@ def make_servers(
         Server(
             config,
             model_dir=model_dir,
-            dtype=dtype if config.dtype == "auto" else config.dtype,
+            dtype=config.served_dtype(dtype),
             cores=cores,
             key=key,
             log=log_dir / f"server-{index}.log",

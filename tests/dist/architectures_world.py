@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_worlds import in_turn
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
@@ -68,14 +69,10 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     case: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
-    engine: Any = None
-    for run in case["runs"]:
-        if engine is not None:
-            from megatron.core import parallel_state
-
-            parallel_state.destroy_model_parallel()  # the next engine splits the same ranks again
-        engine = one_model(RunConfig.model_validate(run["config"]), Path(case["rollouts"]), Path(run["out"]))
-    engine.close()
+    in_turn(
+        case["runs"],
+        lambda run: one_model(RunConfig.model_validate(run["config"]), Path(case["rollouts"]), Path(run["out"])),
+    )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_worlds import in_turn
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
@@ -64,15 +65,10 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     case: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
-    engine: Any = None
-    for run in case["runs"]:
-        if engine is not None:
-            from megatron.core import parallel_state
+    def trained(run: dict[str, Any]) -> Any:
+        return one_model(RunConfig.model_validate(run["config"]), Path(case["rollouts"]), Path(run["out"]), run["resume"])
 
-            parallel_state.destroy_model_parallel()  # the next engine splits the same ranks again
-        config = RunConfig.model_validate(run["config"])
-        engine = one_model(config, Path(case["rollouts"]), Path(run["out"]), run["resume"])
-    engine.close()
+    in_turn(case["runs"], trained)
 
 
 if __name__ == "__main__":

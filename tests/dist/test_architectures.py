@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_worlds import save_random_model
 from safetensors.torch import load_file
 
 from tepo_megatron.bridge.architecture import read_model_spec
@@ -79,30 +80,19 @@ CASES = [pytest.param(split, model, id=f"{split.name}-{model}") for split in SPL
 
 
 def make_model(name: str, out: Path) -> None:
-    """A random model in which no weight is left at 0 or 1, as transformers leaves biases and norms."""
-    import transformers
-
     model, kv = name.rsplit("-", 1)
-    family = model.split("-")[0]
-    config = getattr(transformers, f"{family}Config")(
-        **{
-            "vocab_size": VOCABULARY,
-            "hidden_size": 48,
-            "intermediate_size": 80,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 6,
-            "num_key_value_heads": int(kv.removesuffix("kv")),
-            "max_position_embeddings": 128,
-            "tie_word_embeddings": False,
-            **MODELS[model],
-        }
-    )
-    torch.manual_seed(len(name))
-    made = getattr(transformers, f"{family}ForCausalLM")(config)
-    with torch.no_grad():
-        for param in made.parameters():
-            param.copy_(0.15 * torch.randn_like(param) + (param.dim() == 1))
-    made.save_pretrained(out)
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": int(kv.removesuffix("kv")),
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        **MODELS[model],
+    }
+    save_random_model(model.split("-")[0], settings, out, seed=len(name))
 
 
 def make_rollouts(folder: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_worlds import save_random_model
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -86,9 +87,6 @@ OTHERS = [case for case in CASES if case.values[0] != SINGLE]
 
 
 def make_model(name: str, out: Path) -> None:
-    """A random model in which no weight is left at 0 or 1, as transformers leaves norms."""
-    import transformers
-
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 48,
@@ -98,13 +96,7 @@ def make_model(name: str, out: Path) -> None:
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
     }
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **MODELS[name]})
-    torch.manual_seed(len(name))
-    made = getattr(transformers, f"{name}ForCausalLM")(config)
-    with torch.no_grad():
-        for param in made.parameters():
-            param.copy_(0.15 * torch.randn_like(param) + (param.dim() == 1))
-    made.save_pretrained(out)
+    save_random_model(name, {**sizes, **MODELS[name]}, out, seed=len(name))
 
 
 def make_rollouts(folder: Path) -> None:

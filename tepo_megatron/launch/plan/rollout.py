@@ -52,8 +52,7 @@ class Sync:
 
 def server_bytes(config: RunConfig) -> int:
     """Bytes per weight in the servers."""
-    dtype = config.rollout.server.dtype
-    return ELEMENT_BYTES[config.model.dtype if dtype == "auto" else dtype]
+    return ELEMENT_BYTES[config.rollout.server.served_dtype(config.model.dtype)]
 
 
 def server_memory(spec: ModelSpec, config: RunConfig, *, longest: int, mean: float) -> ServerMemory:
