@@ -31,7 +31,7 @@ def import_command(
 
     [dim]tepo train run.yaml model.path=models/llama-8b model.shards=shards/llama-8b-tp4 engine.parallel.tp=4[/]
     """
-    from tepo_megatron.bridge.convert import import_model
+    from tepo_megatron.bridge.storage.convert import import_model
 
     with _progress(f"import {source}") as report:
         import_model(source, out, tp=tp, pp=pp, report=report)
@@ -56,7 +56,7 @@ def export_command(
     """
     import torch
 
-    from tepo_megatron.bridge.convert import export_model
+    from tepo_megatron.bridge.storage.convert import export_model
 
     kept: torch.dtype | None = getattr(torch, dtype.value) if dtype else None
     with _progress(f"export {source}") as report:

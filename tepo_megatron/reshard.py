@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tepo_megatron.bridge.cost import Cluster, LinkTraffic, traffic
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, pipeline_stages
-from tepo_megatron.bridge.plan import reshard_plan
-from tepo_megatron.bridge.plan_json import plan_to_json
+from tepo_megatron.bridge.reshard.cost import Cluster, LinkTraffic, traffic
+from tepo_megatron.bridge.reshard.plan import reshard_plan
+from tepo_megatron.bridge.reshard.plan_json import plan_to_json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tepo_megatron.types import ReshardPlan
+    from tepo_megatron.bridge.geometry import ReshardPlan
 
 app = typer.Typer(no_args_is_help=True)
 

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.bench.reshard import Setting
-from tepo_megatron.bridge import broadcast, messages, move, verify
 from tepo_megatron.bridge.architecture import ModelSpec
-from tepo_megatron.bridge.gather import gather_to_root, sources
+from tepo_megatron.bridge.geometry import ReshardPlan, ShardLayout
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_ranks, vllm_ranks
-from tepo_megatron.bridge.plan import reshard_plan
-from tepo_megatron.bridge.transport import connect, listen
-from tepo_megatron.bridge.transports.gloo import GlooGroup
-from tepo_megatron.types import ReshardPlan, ShardLayout
+from tepo_megatron.bridge.reshard.plan import reshard_plan
+from tepo_megatron.bridge.transfer import broadcast, messages, move, verification
+from tepo_megatron.bridge.transfer.gather import gather_to_root, sources
+from tepo_megatron.bridge.transfer.transport import connect, listen
+from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
 
 HOST, TIMEOUT_S = "127.0.0.1", 120.0
 Params = dict[str, Tensor]
@@ -99,7 +99,7 @@ class Rank:
 
         def timed(data: Tensor) -> Tensor:
             began = time.thread_time()
-            found = verify.digest(data)
+            found = verification.digest(data)
             self.digest_seconds += time.thread_time() - began
             return found
 
@@ -218,7 +218,7 @@ def worker(rank: int, setting: Setting, port: int, repeats: int, inbox: Any) -> 
                 if name == "shard to shard":
                     digesting.append(own.digest_seconds)
                 if not own.is_source and name != "raw point-to-point copy":
-                    outcomes.append(hash(tuple(int(verify.digest(tensor)) for tensor in own.params.values())))
+                    outcomes.append(hash(tuple(int(verification.digest(tensor)) for tensor in own.params.values())))
                     for tensor in own.params.values():
                         tensor.zero_()
         if len(set(outcomes)) > 1:

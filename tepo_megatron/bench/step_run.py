@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tepo_megatron.bench.step import Measurement, Setting
 from tepo_megatron.bridge.architecture import ModelSpec, model_spec
-from tepo_megatron.bridge.files import write_model
 from tepo_megatron.bridge.layouts import tensor_shapes
+from tepo_megatron.bridge.storage.files import write_model
 from tepo_megatron.config import RunConfig
 from tepo_megatron.types import Rollout, WeightsVersion
 

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from tepo_megatron.bridge.files import write_stream
-from tepo_megatron.bridge.stored import SHARDS, box_key, open_boxes
+from tepo_megatron.bridge.geometry import Shard, ShardLayout
+from tepo_megatron.bridge.storage.files import write_stream
+from tepo_megatron.bridge.storage.stored import SHARDS, box_key, open_boxes
 from tepo_megatron.engine import optimizer_state
 from tepo_megatron.engine.checkpoint_folder import checkpoint_folder, finished
-from tepo_megatron.types import Shard, ShardLayout
 
 
 def save(

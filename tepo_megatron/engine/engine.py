@@ -14,12 +14,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 
 from tepo_megatron.bridge.architecture import read_model_spec
-from tepo_megatron.bridge.files import write_model
-from tepo_megatron.bridge.fingerprint import fingerprint
-from tepo_megatron.bridge.gather import gather_to_root, sources, written_by
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_ranks
-from tepo_megatron.bridge.plan import reshard_plan
-from tepo_megatron.bridge.sender import ShardSender
+from tepo_megatron.bridge.reshard.plan import reshard_plan
+from tepo_megatron.bridge.storage.files import write_model
+from tepo_megatron.bridge.transfer.fingerprint import fingerprint
+from tepo_megatron.bridge.transfer.gather import gather_to_root, sources, written_by
+from tepo_megatron.bridge.transfer.sender import ShardSender
 from tepo_megatron.config import RunConfig
 from tepo_megatron.engine import checkpoint, fp8, parallel
 from tepo_megatron.engine.batch import broadcast, pack

@@ -12,8 +12,8 @@ import torch
 from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from torch import Tensor
 
-from tepo_megatron.bridge.files import load_into
-from tepo_megatron.types import ShardLayout
+from tepo_megatron.bridge.geometry import ShardLayout
+from tepo_megatron.bridge.storage.files import load_into
 
 
 class PlainWeights(Mapping[str, Tensor]):
@@ -34,8 +34,8 @@ class PlainWeights(Mapping[str, Tensor]):
 
 
 def load_weights(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``bridge.files.load_into``, also for parameters in FP8. Returns for these, on the CPU, the values before the rounding to
-    FP8: what their masters must start from.
+    """``bridge.storage.files.load_into``, also for parameters in FP8. Returns for these, on the CPU, the values
+    before the rounding to FP8: what their masters must start from.
     """
     unrounded = {name: torch.empty(param.shape, dtype=param.dtype) for name, param in params.items() if is_float8tensor(param)}
     load_into(folder, layout, {**params, **unrounded})

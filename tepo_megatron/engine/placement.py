@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.bridge.transport import Kind
+from tepo_megatron.bridge.transfer.transport import Kind
 from tepo_megatron.config import RunConfig
 
 

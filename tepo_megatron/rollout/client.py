@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from tepo_megatron.bridge.broadcast import Manifest
+from tepo_megatron.bridge.transfer.broadcast import Manifest
 from tepo_megatron.rollout.server import IDLE_CONNECTION_S, MODEL_NAME
 from tepo_megatron.types import WeightsVersion
 

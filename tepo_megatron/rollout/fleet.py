@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from tepo_megatron.bridge.broadcast import Manifest
-from tepo_megatron.bridge.sender import ShardSender
+from tepo_megatron.bridge.transfer.broadcast import Manifest
+from tepo_megatron.bridge.transfer.sender import ShardSender
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rollout.client import Client, Response
 from tepo_megatron.rollout.external import ExternalServer

@@ -16,7 +16,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import TypeVar
 
-from tepo_megatron.bridge.transport import BACKEND
+from tepo_megatron.bridge.transfer.transport import BACKEND
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.resources import reserve_port, visible_gpus

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from tepo_megatron.bridge import broadcast
-from tepo_megatron.bridge.broadcast import Manifest
-from tepo_megatron.bridge.sender import ShardSender
-from tepo_megatron.bridge.transport import listen
-from tepo_megatron.bridge.transports.gloo import GlooGroup
+from tepo_megatron.bridge.transfer import broadcast
+from tepo_megatron.bridge.transfer.broadcast import Manifest
+from tepo_megatron.bridge.transfer.sender import ShardSender
+from tepo_megatron.bridge.transfer.transport import listen
+from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
 from tepo_megatron.rollout.client import Client
 from tepo_megatron.types import WeightsVersion
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tepo_megatron.bridge.architecture import ModelSpec, read_model_spec
-from tepo_megatron.bridge.convert import check_imported
+from tepo_megatron.bridge.storage.convert import check_imported
 from tepo_megatron.config import RunConfig
 from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.data.problems import load_problems

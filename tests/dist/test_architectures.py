@@ -22,12 +22,13 @@ from model_worlds import save_random_model
 from safetensors.torch import load_file
 
 from tepo_megatron.bridge.architecture import read_model_spec
-from tepo_megatron.bridge.convert import export_model, import_model
+from tepo_megatron.bridge.storage.convert import export_model, import_model
 from tepo_megatron.bridge.layouts import tensor_shapes
-from tepo_megatron.bridge.stored import open_boxes
+from tepo_megatron.bridge.storage.stored import open_boxes
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
-from tepo_megatron.types import Box, Rollout, WeightsVersion
+from tepo_megatron.bridge.geometry import Box
+from tepo_megatron.types import Rollout, WeightsVersion
 
 WORLD = Path(__file__).with_name("architectures_world.py")
 VOCABULARY = 61

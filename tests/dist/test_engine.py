@@ -19,10 +19,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tepo_megatron.bridge.fingerprint import fingerprint
+from tepo_megatron.bridge.transfer.fingerprint import fingerprint
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
-from tepo_megatron.types import Box, Rollout, Shard, WeightsVersion
+from tepo_megatron.bridge.geometry import Box, Shard
+from tepo_megatron.types import Rollout, WeightsVersion
 
 WORLD = Path(__file__).with_name("engine_world.py")
 TEMPERATURE = 0.7

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tepo_megatron.bench.reshard import Setting, run
 from tepo_megatron.bench.reshard_ranks import plan_of
-from tepo_megatron.bridge import move
+from tepo_megatron.bridge.transfer import move
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_ranks, tensor_shapes, vllm_ranks
-from tepo_megatron.bridge.plan import reshard_plan
-from tepo_megatron.bridge.sender import ShardSender, decode_order, order_key
-from tepo_megatron.bridge.transport import connect
-from tepo_megatron.bridge.transports.gloo import GlooGroup
+from tepo_megatron.bridge.reshard.plan import reshard_plan
+from tepo_megatron.bridge.transfer.sender import ShardSender, decode_order, order_key
+from tepo_megatron.bridge.transfer.transport import connect
+from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "bridge"))
 from reshard_models import numbered_model, parameters, small_spec

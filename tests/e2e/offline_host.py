@@ -21,7 +21,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.v1.executor import multiproc_executor
 
-from tepo_megatron.bridge.transport import BACKEND
+from tepo_megatron.bridge.transfer.transport import BACKEND
 from tepo_megatron.rollout.resources import bind_cores
 
 HOST = "127.0.0.1"

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tepo_megatron.bridge.fingerprint import fingerprint
-from tepo_megatron.types import Box, Shard
+from tepo_megatron.bridge.geometry import Box, Shard
+from tepo_megatron.bridge.transfer.fingerprint import fingerprint
 
 
 @pytest.fixture(scope="module")

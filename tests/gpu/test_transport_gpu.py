@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.bridge import move
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_ranks, tensor_shapes, vllm_ranks
-from tepo_megatron.bridge.plan import reshard_plan
-from tepo_megatron.bridge.sender import ShardSender, decode_order, order_key
-from tepo_megatron.bridge.transport import Kind, connect
-from tepo_megatron.bridge.transports import Member, join
+from tepo_megatron.bridge.reshard.plan import reshard_plan
+from tepo_megatron.bridge.transfer import move
+from tepo_megatron.bridge.transfer.sender import ShardSender, decode_order, order_key
+from tepo_megatron.bridge.transfer.transport import Kind, connect
+from tepo_megatron.bridge.transfer.transports import Member, join
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "bridge"))

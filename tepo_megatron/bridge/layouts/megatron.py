@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tepo_megatron.bridge.architecture import ModelSpec
+from tepo_megatron.bridge.geometry import ShardLayout
 from tepo_megatron.bridge.layouts.shards import Run, Split, lay_out
 from tepo_megatron.bridge.layouts.table import EMBEDDING, FINAL_NORM, HEAD, Entry, applies, layer_entries, tensor_shapes
-from tepo_megatron.types import ShardLayout
 
 
 class Place(NamedTuple):

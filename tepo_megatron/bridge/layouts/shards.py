@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tepo_megatron.bridge.architecture import ModelSpec
+from tepo_megatron.bridge.geometry import Box, Shard, ShardLayout
 from tepo_megatron.bridge.layouts.table import Entry, shape_of
-from tepo_megatron.types import Box, Shard, ShardLayout
 
 
 class Run(NamedTuple):

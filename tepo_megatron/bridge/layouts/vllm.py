@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tepo_megatron.bridge.architecture import ModelSpec
+from tepo_megatron.bridge.geometry import ShardLayout
 from tepo_megatron.bridge.layouts.shards import Run, Split, lay_out
 from tepo_megatron.bridge.layouts.table import EMBEDDING, FINAL_NORM, HEAD, Entry, applies, layer_entries, tensor_shapes
-from tepo_megatron.types import ShardLayout
 
 VOCAB_PADDING = 64
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, pipeline_stages
-from tepo_megatron.bridge.plan import reshard_plan
+from tepo_megatron.bridge.reshard.plan import reshard_plan
 from tepo_megatron.config import RunConfig
 from tepo_megatron.launch.plan.memory import ELEMENT_BYTES, GIB, layers_of, platform_of
 from tepo_megatron.launch.plan.shapes import model_parameters

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from tepo_megatron.bridge.transport import BACKEND
+from tepo_megatron.bridge.transfer.transport import BACKEND
 
 
 @cache

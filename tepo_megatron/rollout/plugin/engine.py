@@ -15,11 +15,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from tepo_megatron.bridge import broadcast, move
-from tepo_megatron.bridge.sender import Order, decode_order, order_key
-from tepo_megatron.bridge.transport import Group, connect, own_address
-from tepo_megatron.bridge.transports import Member, join
-from tepo_megatron.bridge.transports.gloo import GlooGroup
+from tepo_megatron.bridge.transfer import broadcast, move
+from tepo_megatron.bridge.transfer.sender import Order, decode_order, order_key
+from tepo_megatron.bridge.transfer.transport import Group, connect, own_address
+from tepo_megatron.bridge.transfer.transports import Member, join
+from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
 from tepo_megatron.rollout.plugin.experts import pack_experts_again
 from tepo_megatron.rollout.plugin.shards import ShardLoader
 

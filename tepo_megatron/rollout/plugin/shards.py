@@ -31,7 +31,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_layer
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from tepo_megatron.bridge.messages import Queues
+from tepo_megatron.bridge.transfer.messages import Queues
 
 Place = tuple[torch.nn.Module, str]
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import strategies as st
 
 from tepo_megatron.bridge.architecture import Experts, ModelSpec
+from tepo_megatron.bridge.geometry import ShardLayout
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, pipeline_stages
-from tepo_megatron.types import ShardLayout
 
 
 def small_spec(**changes: object) -> ModelSpec:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from tepo_megatron.bridge.architecture import read_model_spec
-from tepo_megatron.bridge.convert import check_imported, export_model, import_model
 from tepo_megatron.bridge.layouts import MegatronParallel, megatron_layout
-from tepo_megatron.bridge.stored import box_key
+from tepo_megatron.bridge.storage.convert import check_imported, export_model, import_model
+from tepo_megatron.bridge.storage.stored import box_key
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ import json, re, sys
 from pathlib import Path
 import torch
 from safetensors.torch import load_file
-from tepo_megatron.bridge.convert import export_model, import_model
+from tepo_megatron.bridge.storage.convert import export_model, import_model
 
 folder = Path(sys.argv[1])
 torch.set_num_threads(1)

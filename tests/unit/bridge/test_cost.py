@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from reshard_models import Case, cases, small_spec
 from typer.testing import CliRunner
 
-from tepo_megatron.bridge.cost import Cluster, traffic
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, tensor_shapes, vllm_ranks
-from tepo_megatron.bridge.plan import reshard_plan
-from tepo_megatron.bridge.plan_json import plan_from_json
+from tepo_megatron.bridge.reshard.cost import Cluster, traffic
+from tepo_megatron.bridge.reshard.plan import reshard_plan
+from tepo_megatron.bridge.reshard.plan_json import plan_from_json
 from tepo_megatron.cli import app
 
 

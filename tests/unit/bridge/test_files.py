@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tepo_megatron.bridge.architecture import ModelSpec, read_model_spec
-from tepo_megatron.bridge.files import load_into, write_model
 from tepo_megatron.bridge.layouts import MegatronParallel, megatron_layout, tensor_shapes
+from tepo_megatron.bridge.storage.files import load_into, write_model
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -21,12 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tepo_megatron.bridge import messages, transport
+from tepo_megatron.bridge.geometry import ReshardPlan
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel
-from tepo_megatron.bridge.messages import largest_bytes, queues, source_ends
-from tepo_megatron.bridge.transports.gloo import GlooGroup
-from tepo_megatron.bridge.transports.ipc import CudaHandles, IpcGroup, join_ipc
-from tepo_megatron.types import ReshardPlan
+from tepo_megatron.bridge.transfer import messages, transport
+from tepo_megatron.bridge.transfer.messages import largest_bytes, queues, source_ends
+from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
+from tepo_megatron.bridge.transfer.transports.ipc import CudaHandles, IpcGroup, join_ipc
 
 sys.path.insert(0, str(Path(__file__).parent))
 from reshard_models import Case, cases, small_spec

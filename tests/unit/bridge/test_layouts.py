@@ -14,7 +14,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from tepo_megatron.bridge.architecture import ModelSpec
-from tepo_megatron.bridge.gather import sources
 from tepo_megatron.bridge.layouts import (
     MegatronParallel,
     VllmParallel,
@@ -24,6 +23,7 @@ from tepo_megatron.bridge.layouts import (
     tensor_shapes,
     vllm_ranks,
 )
+from tepo_megatron.bridge.transfer.gather import sources
 
 BASE = ModelSpec(
     architecture="LlamaForCausalLM",

@@ -14,7 +14,6 @@ from reshard_models import MOE, Case, cases, small_spec
 from safetensors.torch import load_file
 
 from tepo_megatron.bridge.architecture import read_model_spec
-from tepo_megatron.bridge.gather import sources, written_by
 from tepo_megatron.bridge.layouts import (
     MegatronParallel,
     VllmParallel,
@@ -23,6 +22,7 @@ from tepo_megatron.bridge.layouts import (
     tensor_shapes,
     vllm_ranks,
 )
+from tepo_megatron.bridge.transfer.gather import sources, written_by
 
 SIZES: dict[str, Any] = {
     "hidden_size": 24,

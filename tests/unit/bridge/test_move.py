@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.bridge import messages
+from tepo_megatron.bridge.geometry import Box, Region
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel
-from tepo_megatron.bridge.messages import End, message_bytes, queues, wire_dtype
-from tepo_megatron.bridge.plan import reshard_plan
-from tepo_megatron.bridge.verify import RUN_BYTES, Tally, digest
-from tepo_megatron.types import Box, Region
+from tepo_megatron.bridge.reshard.plan import reshard_plan
+from tepo_megatron.bridge.transfer import messages
+from tepo_megatron.bridge.transfer.messages import End, message_bytes, queues, wire_dtype
+from tepo_megatron.bridge.transfer.verification import RUN_BYTES, Tally, digest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from reshard_models import Case, cases, small_spec

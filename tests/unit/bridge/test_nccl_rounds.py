@@ -18,10 +18,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.bridge import messages
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel
-from tepo_megatron.bridge.transports import nccl
-from tepo_megatron.bridge.transports.nccl import NcclGroup
+from tepo_megatron.bridge.transfer import messages
+from tepo_megatron.bridge.transfer.transports import nccl
+from tepo_megatron.bridge.transfer.transports.nccl import NcclGroup
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fake_nccl import Fabric, FakeProcessGroup

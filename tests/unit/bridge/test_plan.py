@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from reshard_models import Case, cases, numbered_model, parameters, small_spec
 
+from tepo_megatron.bridge.geometry import Box, Region, ReshardPlan, Shard, ShardLayout
 from tepo_megatron.bridge.layouts import (
     MegatronParallel,
     VllmParallel,
@@ -22,10 +23,9 @@ from tepo_megatron.bridge.layouts import (
     vllm_layout,
     vllm_ranks,
 )
-from tepo_megatron.bridge.plan import layer_of, plan_moves, reshard_plan
-from tepo_megatron.bridge.plan_json import plan_from_json, plan_to_json
-from tepo_megatron.bridge.prove import prove
-from tepo_megatron.types import Box, Region, ReshardPlan, Shard, ShardLayout
+from tepo_megatron.bridge.reshard.plan import layer_of, plan_moves, reshard_plan
+from tepo_megatron.bridge.reshard.plan_json import plan_from_json, plan_to_json
+from tepo_megatron.bridge.reshard.proof import prove
 
 
 def plan_of(case: Case) -> ReshardPlan:

@@ -28,7 +28,7 @@ from tepo_megatron.bridge.layouts import (
     vllm_ranks,
 )
 from tepo_megatron.bridge.layouts.vllm import vllm_layers
-from tepo_megatron.bridge.plan import reshard_plan
+from tepo_megatron.bridge.reshard.plan import reshard_plan
 
 LLAMA_ROPE = {
     "rope_type": "llama3",

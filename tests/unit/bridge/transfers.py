@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tepo_megatron.bridge import move
+from tepo_megatron.bridge.geometry import ReshardPlan
 from tepo_megatron.bridge.layouts import megatron_ranks, tensor_shapes, vllm_ranks
-from tepo_megatron.bridge.messages import destination_ends, queues, source_ends, wire_dtype
-from tepo_megatron.bridge.plan import reshard_plan
-from tepo_megatron.bridge.sender import decode_order, encode_order
-from tepo_megatron.bridge.transport import Transport
-from tepo_megatron.types import ReshardPlan
+from tepo_megatron.bridge.reshard.plan import reshard_plan
+from tepo_megatron.bridge.transfer import move
+from tepo_megatron.bridge.transfer.messages import destination_ends, queues, source_ends, wire_dtype
+from tepo_megatron.bridge.transfer.sender import decode_order, encode_order
+from tepo_megatron.bridge.transfer.transport import Transport
 
 sys.path.insert(0, str(Path(__file__).parent))
 from reshard_models import Case, numbered_model, parameters

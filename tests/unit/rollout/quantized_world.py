@@ -25,8 +25,8 @@ from vllm.model_executor.model_loader.utils import get_model_architecture
 
 from tepo_megatron.bridge.architecture import read_model_spec
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel
-from tepo_megatron.bridge.messages import Queues, destination_ends, queues
-from tepo_megatron.bridge.plan import reshard_plan
+from tepo_megatron.bridge.reshard.plan import reshard_plan
+from tepo_megatron.bridge.transfer.messages import Queues, destination_ends, queues
 from tepo_megatron.rollout.plugin.shards import ShardLoader
 
 WORKERS = 2

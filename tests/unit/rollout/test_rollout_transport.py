@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.bridge import broadcast, transport
-from tepo_megatron.bridge.plan import plan_moves
-from tepo_megatron.bridge.sender import ShardSender
-from tepo_megatron.bridge.transport import Kind
-from tepo_megatron.bridge.transports import Member, join
-from tepo_megatron.bridge.transports.gloo import GlooGroup
-from tepo_megatron.types import Box, Shard, ShardLayout
+from tepo_megatron.bridge.geometry import Box, Shard, ShardLayout
+from tepo_megatron.bridge.reshard.plan import plan_moves
+from tepo_megatron.bridge.transfer import broadcast, transport
+from tepo_megatron.bridge.transfer.sender import ShardSender
+from tepo_megatron.bridge.transfer.transport import Kind
+from tepo_megatron.bridge.transfer.transports import Member, join
+from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
 
 HOST = "127.0.0.1"
 WORLD = 3

@@ -11,12 +11,12 @@ from itertools import groupby
 from typing import NamedTuple
 
 from tepo_megatron.bridge.architecture import ModelSpec
-from tepo_megatron.bridge.balance import Part, share_out
-from tepo_megatron.bridge.boxes import coalesce, overlaps
+from tepo_megatron.bridge.geometry import Box, Move, ReshardPlan, Shard, ShardLayout
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_ranks, vllm_ranks
-from tepo_megatron.bridge.plan_json import digest_of
-from tepo_megatron.bridge.prove import prove
-from tepo_megatron.types import Box, Move, ReshardPlan, Shard, ShardLayout
+from tepo_megatron.bridge.reshard.balance import Part, share_out
+from tepo_megatron.bridge.reshard.boxes import coalesce, overlaps
+from tepo_megatron.bridge.reshard.plan_json import digest_of
+from tepo_megatron.bridge.reshard.proof import prove
 
 
 class _Piece(NamedTuple):

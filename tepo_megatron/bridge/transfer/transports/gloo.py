@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from tepo_megatron.bridge.transport import Meeting
+from tepo_megatron.bridge.transfer.transport import Meeting
 
 POLL_S = 1e-4
 
@@ -27,7 +27,8 @@ class GlooGroup:
     """The trainer's ranks and all workers that receive its weights. Making it returns when all members have come.
 
     ``host`` names the interface whose address this member offers to the others. Every operation is bounded by ``timeout_s``
-    seconds. Raises RuntimeError if the others do not come in that time, or one gives up. It is a ``bridge.transport.Group``.
+    seconds. Raises RuntimeError if the others do not come in that time, or one gives up. It is a
+    ``bridge.transfer.transport.Group``.
     """
 
     def __init__(self, store: TCPStore, host: str, rank: int, world_size: int, timeout_s: float) -> None:

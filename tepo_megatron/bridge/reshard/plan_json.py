@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from tepo_megatron.types import Box, Move, Region, ReshardPlan
+from tepo_megatron.bridge.geometry import Box, Move, Region, ReshardPlan
 
 FORMAT = "tepo-reshard-plan"
 VERSION = 2

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tepo_megatron.types import Region, ReshardPlan
+from tepo_megatron.bridge.geometry import Region, ReshardPlan
 
 STAGING_BYTES = 64 * 2**20
 """What a rank may hold of messages on their way, over all its peers, beyond its own shards."""

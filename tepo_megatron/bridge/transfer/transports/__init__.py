@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tepo_megatron.bridge.transport import Group, Kind
-from tepo_megatron.bridge.transports.gloo import GlooGroup
-from tepo_megatron.bridge.transports.ipc import join_ipc
-from tepo_megatron.bridge.transports.nccl import join_nccl
+from tepo_megatron.bridge.transfer.transport import Group, Kind
+from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
+from tepo_megatron.bridge.transfer.transports.ipc import join_ipc
+from tepo_megatron.bridge.transfer.transports.nccl import join_nccl
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tepo_megatron.bridge.messages import WINDOW
-from tepo_megatron.bridge.transport import give_up
-from tepo_megatron.bridge.transports.gloo import GlooGroup
+from tepo_megatron.bridge.transfer.messages import WINDOW
+from tepo_megatron.bridge.transfer.transport import give_up
+from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -89,7 +89,7 @@ class _Awaited:
 class IpcGroup:
     """Routes by peer: ranks in ``given`` and ``taken``, whose slots these are, through them; all others through ``gloo``.
 
-    Slots are uint8 [WINDOW, bytes]. It is a ``bridge.transport.Group``.
+    Slots are uint8 [WINDOW, bytes]. It is a ``bridge.transfer.transport.Group``.
     """
 
     def __init__(

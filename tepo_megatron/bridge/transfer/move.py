@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tepo_megatron.bridge.messages import WINDOW, Message, Piece, Queues, numel_of
-from tepo_megatron.bridge.transport import Transport
-from tepo_megatron.bridge.verify import Tally, digest
+from tepo_megatron.bridge.transfer.messages import WINDOW, Message, Piece, Queues, numel_of
+from tepo_megatron.bridge.transfer.transport import Transport
+from tepo_megatron.bridge.transfer.verification import Tally, digest
 
 NAMED = 8
 """How many damaged tensors an error names."""

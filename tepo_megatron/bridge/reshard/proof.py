@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
-from tepo_megatron.bridge.boxes import meeting_pairs
-from tepo_megatron.types import Box, Move, Region, ReshardPlan, Shard, ShardLayout
+from tepo_megatron.bridge.geometry import Box, Move, Region, ReshardPlan, Shard, ShardLayout
+from tepo_megatron.bridge.reshard.boxes import meeting_pairs
 
 
 def prove(plan: ReshardPlan, sources: Sequence[ShardLayout], destinations: Sequence[ShardLayout]) -> None:

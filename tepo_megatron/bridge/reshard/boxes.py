@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 
-from tepo_megatron.types import Box, Region
+from tepo_megatron.bridge.geometry import Box, Region
 
 
 @lru_cache(maxsize=4096)

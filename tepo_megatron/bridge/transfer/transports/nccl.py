@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tepo_megatron.bridge.transport import Meeting
+from tepo_megatron.bridge.transfer.transport import Meeting
 
 POLL_S = 5e-5
 
@@ -36,7 +36,7 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class NcclGroup:
-    """The trainer's ranks and all workers, on one GPU each. It is a ``bridge.transport.Group``.
+    """The trainer's ranks and all workers, on one GPU each. It is a ``bridge.transfer.transport.Group``.
 
     ``group`` is torch's process group, with point-to-point operations that can be coalesced; ``abort`` ends its communicator
     with everything that is pending in it.

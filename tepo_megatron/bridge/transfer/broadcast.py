@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tepo_megatron.bridge.transports.gloo import GlooGroup
+from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
 
 BUCKET_BYTES = 64 * 2**20
 ALIGNMENT = 16

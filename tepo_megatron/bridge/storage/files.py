@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tepo_megatron.bridge.stored import open_weights
-from tepo_megatron.types import ShardLayout
+from tepo_megatron.bridge.geometry import ShardLayout
+from tepo_megatron.bridge.storage.stored import open_weights
 
 SHARD_BYTES = 4 * 2**30
 """Size at which an exported file is closed and the next one begun."""

@@ -1,6 +1,6 @@
 """What a way of sending weights must offer, and where the members of one group meet: the trainer's ranks, then the workers.
 
-Both sides import this module, so it knows neither Megatron nor vLLM. The ways themselves are in ``bridge.transports``.
+Both sides import this module, so it knows neither Megatron nor vLLM. The ways themselves are in ``bridge.transfer.transports``.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tepo_megatron.bridge.messages import (
+from tepo_megatron.bridge.geometry import Box, Region, ReshardPlan
+from tepo_megatron.bridge.transfer.messages import (
     End,
     Queues,
     destination_ends,
@@ -21,10 +22,9 @@ from tepo_megatron.bridge.messages import (
     source_ends,
     wire_dtype,
 )
-from tepo_megatron.bridge.move import send
-from tepo_megatron.bridge.transport import Group, Kind, connect, give_up, listen, own_address
-from tepo_megatron.bridge.transports import Member, join
-from tepo_megatron.types import Box, Region, ReshardPlan
+from tepo_megatron.bridge.transfer.move import send
+from tepo_megatron.bridge.transfer.transport import Group, Kind, connect, give_up, listen, own_address
+from tepo_megatron.bridge.transfer.transports import Member, join
 
 _FAILED = "failed"
 """Where, at the meeting place, the first of the other ranks to fail says why."""

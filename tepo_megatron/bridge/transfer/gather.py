@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.types import Shard, ShardLayout
+from tepo_megatron.bridge.geometry import Shard, ShardLayout
 
 
 def sources(layouts: Sequence[ShardLayout]) -> dict[str, list[tuple[int, Shard]]]:

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from tepo_megatron.bridge.architecture import ModelSpec, read_model_spec
-from tepo_megatron.bridge.files import SHARD_BYTES, copy_description, part_name, write_index
+from tepo_megatron.bridge.geometry import Box
 from tepo_megatron.bridge.layouts import MegatronParallel, megatron_layout, tensor_shapes
-from tepo_megatron.bridge.parts import BUCKET_BYTES, Part, Piece, pack
-from tepo_megatron.bridge.stored import DTYPES, SHARDS, WEIGHT, StoredWeights, box_key, open_weights
-from tepo_megatron.types import Box
+from tepo_megatron.bridge.storage.files import SHARD_BYTES, copy_description, part_name, write_index
+from tepo_megatron.bridge.storage.parts import BUCKET_BYTES, Part, Piece, pack
+from tepo_megatron.bridge.storage.stored import DTYPES, SHARDS, WEIGHT, StoredWeights, box_key, open_weights
 
 RECORD = "conversion.sha256"
 """In ``OUT.partial``: a digest of what is being made there, so that another command does not go on with it."""

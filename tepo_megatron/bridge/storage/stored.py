@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tepo_megatron.types import Box
+from tepo_megatron.bridge.geometry import Box
 
 SHARDS = "shards"
 """Subfolder of the files that hold boxes."""

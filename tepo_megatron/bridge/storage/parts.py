@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from tepo_megatron.bridge.stored import DTYPES, StoredWeights
-from tepo_megatron.types import Box
+from tepo_megatron.bridge.geometry import Box
+from tepo_megatron.bridge.storage.stored import DTYPES, StoredWeights
 
 BUCKET_BYTES = 32 * 2**20
 """How much of a tensor is held at a time."""

@@ -1,6 +1,6 @@
 """A name for weights: 64 bits that are the same however the model is split over ranks, for ``WeightsVersion.digest``.
 
-Not against somebody who forges weights. What travels is checked otherwise, see ``bridge.verify``.
+Not against somebody who forges weights. What travels is checked otherwise, see ``bridge.transfer.verification``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tepo_megatron.types import Shard
+from tepo_megatron.bridge.geometry import Shard
 
 _CHUNK = 2**20
 """Elements that are widened to 64 bits at once."""

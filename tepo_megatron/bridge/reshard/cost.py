@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from tepo_megatron.types import ReshardPlan
+from tepo_megatron.bridge.geometry import ReshardPlan
 
 Link = Literal["device", "nvlink", "network"]
 
