@@ -22,4 +22,4 @@ import importlib.metadata as m; \
 v = m.version('vllm'); \
 assert v.startswith('0.32.'), f'vllm {v} is not 0.32'; \
 assert 'tepo_megatron' in [p.name for p in m.entry_points(group='vllm.general_plugins')]; \
-import tepo_megatron.rollout.serve, tepo_megatron.data.builtin, tepo_megatron.cli"
+import tepo_megatron.rollout.serve, tepo_megatron.data.builtin, tepo_megatron.cli.main"

@@ -29,7 +29,7 @@ RUN pip install megatron-core==0.16.1 math-verify==0.9.0 'transformers>=5.16.1,<
 RUN python -c "\
 import importlib.metadata as m; \
 from packaging.specifiers import SpecifierSet as S; \
-import torch, megatron.core, tepo_megatron.cli; \
+import torch, megatron.core, tepo_megatron.cli.main; \
 assert torch.version.cuda, 'torch without CUDA'; \
 te = m.version('transformer-engine'); \
 assert S('>=2.9,<2.12').contains(te, prereleases=True), f'transformer-engine {te} is not >=2.9,<2.12'; \

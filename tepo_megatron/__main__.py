@@ -1,6 +1,6 @@
 """``python -m tepo_megatron`` is ``tepo``."""
 
-from tepo_megatron.cli import main
+from tepo_megatron.cli.main import main
 
 if __name__ == "__main__":
     main()

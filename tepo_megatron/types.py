@@ -27,7 +27,7 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class WeightsVersion:
-    """Which weights: the step after which they were taken, and their ``bridge.transfer.fingerprint`` in hex, empty if not known."""
+    """Which weights: the step after which they were taken, and their fingerprint in hex, empty if not known."""
 
     step: int
     digest: str = ""

@@ -1,4 +1,4 @@
-"""``tepo bench gpu``: everything that only a GPU can show, in one go, with one report. ``scripts/gpu_check.sh`` calls it."""
+"""Everything that only a GPU can show, in one go, with one report. ``scripts/gpu_check.sh`` calls it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import typer
+from typing import Any, Literal
 
 from tepo_megatron.bench.gpu_parts import PARTS, Part
-from tepo_megatron.bench.report import markdown, print_table, write_report
-from tepo_megatron.doctor_check import version_of
+from tepo_megatron.bench.report import markdown, write_report
+from tepo_megatron.cli.doctor.check import version_of
 
 NO_GPU = 3
 """Exit status where there is no GPU, so that nothing was checked."""
@@ -54,33 +52,6 @@ class Gpu:
     capability: str
     cuda: str
     """Of torch."""
-
-
-def gpu(
-    only: Annotated[str, typer.Option("--only", help="Parts, separated by commas; default: all.")] = "",
-    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("benchmarks/results"),
-) -> None:
-    """Tests, kernels, FP8 training steps and a weight sync on this machine's GPU; parts whose packages are missing are reported
-    as not run. Ends with status 0 if all that ran passed, 1 if a part failed, 3 without a GPU.
-
-    Writes <output>/<gpu>/<date and time>.json and .md after each part. Run it in the root of the repository.
-
-    [dim]bash scripts/gpu_check.sh[/]
-
-    [dim]tepo bench gpu --only tests,kernels[/]
-    """
-    parts = select(only)
-    found = find_gpu()
-    if isinstance(found, str):
-        typer.echo(f"gpu check: {found}; nothing was checked", err=True)
-        raise typer.Exit(NO_GPU)
-    started, outcomes = datetime.datetime.now(datetime.UTC), list[Outcome]()
-    for part in parts:
-        outcomes.append(run_part(part, found, say=lambda line: typer.echo(line, err=True)))
-        paths = write(outcomes, found, output, started)  # after each: a machine that is taken away leaves what it showed
-    print_table(COLUMNS, [_cells(outcome) for outcome in outcomes])
-    typer.echo(f"wrote {' and '.join(str(path) for path in paths)}")
-    raise typer.Exit(int(any(outcome.state == "failed" for outcome in outcomes)))
 
 
 def select(only: str) -> list[Part]:
@@ -157,17 +128,17 @@ def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
 COLUMNS = ("part", "state", "seconds", "figures, or why not")
 
 
-def write(outcomes: Sequence[Outcome], gpu: Gpu, output: Path, started: datetime.datetime) -> tuple[Path, Path]:
+def write_results(outcomes: Sequence[Outcome], gpu: Gpu, output: Path, started: datetime.datetime) -> tuple[Path, Path]:
     """All numbers, and the table, in ``<output>/<gpu>/<date and time>.{json,md}``."""
     folder = output / re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
     record = {"gpu": asdict(gpu), "parts": [asdict(outcome) for outcome in outcomes]}
-    table = markdown(COLUMNS, [_cells(outcome) for outcome in outcomes])
+    table = markdown(COLUMNS, [cells(outcome) for outcome in outcomes])
     note = f"{gpu.name}, {gpu.memory_gib:.0f} GiB, compute capability {gpu.capability}, CUDA {gpu.cuda}"
     packages = [name for name in PACKAGES if version_of(name)]
     return write_report(folder, started.strftime("%Y-%m-%dT%H%MZ"), record, table, note=note, packages=packages)
 
 
-def _cells(outcome: Outcome) -> tuple[str, ...]:
+def cells(outcome: Outcome) -> tuple[str, ...]:
     shown = outcome.reason.splitlines()[0] if outcome.reason else json.dumps(outcome.figures, ensure_ascii=False)
     seconds = "–" if outcome.state == "not run" else f"{outcome.seconds:.0f}"
     return (outcome.name, outcome.state, seconds, shown.replace("|", "/"))

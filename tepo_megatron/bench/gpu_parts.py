@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tepo_megatron.bench.settings import ScoreMeasurement, StepMeasurement
+
 Figures = Callable[[Path, str], Mapping[str, Any]]
 """Folder of the part's results and what it printed → the figures of the report. Raises ValueError if they are not there."""
 
@@ -46,10 +48,8 @@ def _read(folder: Path, pattern: str) -> dict[str, Any]:
 
 def score_figures(folder: Path, _: str) -> Mapping[str, Any]:
     """Of Triton's rows, by shape: bandwidth forward and backward over a copy's, and memory beyond the logits over theirs."""
-    from tepo_megatron.bench.scores import Measurement
-
     figures = {}
-    for row in (Measurement(**row) for row in _read(folder, "scores-cuda*.json")["results"]):
+    for row in (ScoreMeasurement(**row) for row in _read(folder, "scores-cuda*.json")["results"]):
         if "triton" in row.method.lower() and row.copy_gbps:
             of_a_copy = [round(gbps / row.copy_gbps, 2) for gbps in row.gbps]
             figures[f"V {row.vocab}, {row.method}"] = {"of a copy": of_a_copy, "peak extra": round(row.peak_extra, 3)}
@@ -60,9 +60,7 @@ def score_figures(folder: Path, _: str) -> Mapping[str, Any]:
 
 def step_figures(folder: Path, _: str) -> Mapping[str, Any]:
     """Of every recipe: time, memory, and the largest difference of the mean log-prob from the first recipe's."""
-    from tepo_megatron.bench.step import Measurement
-
-    results = [Measurement(**row) for row in _read(folder, "step-*-cuda.json")["results"]]
+    results = [StepMeasurement(**row) for row in _read(folder, "step-*-cuda.json")["results"]]
     return {
         row.recipe: {
             "s / step": round(row.seconds, 4),

@@ -1,31 +1,16 @@
-"""How a measurement is shown and kept: a table on the terminal, JSON with all numbers, Markdown with the table."""
+"""How a measurement is kept: JSON with all numbers, Markdown with the table."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from tepo_megatron.bench.machine import describe_machine
-
-
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
-    """For a terminal: the first column to the left, the others to the right."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left")
-    for row in rows:
-        table.add_row(*row)
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120).print(table)
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.bench.reshard import Setting
+from tepo_megatron.bench.settings import ReshardSetting
 from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.bridge.geometry import ReshardPlan, ShardLayout
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_ranks, vllm_ranks
@@ -29,7 +29,7 @@ HOST, TIMEOUT_S = "127.0.0.1", 120.0
 Params = dict[str, Tensor]
 
 
-def spec_of(setting: Setting) -> ModelSpec:
+def spec_of(setting: ReshardSetting) -> ModelSpec:
     """A Llama of 206 M parameters at 12 layers."""
     return ModelSpec(
         architecture="LlamaForCausalLM",
@@ -48,12 +48,12 @@ def spec_of(setting: Setting) -> ModelSpec:
     )
 
 
-def splits(setting: Setting) -> tuple[MegatronParallel, VllmParallel]:
+def splits(setting: ReshardSetting) -> tuple[MegatronParallel, VllmParallel]:
     """The trainer's and the servers'."""
     return MegatronParallel(tp=setting.tp, pp=setting.pp), VllmParallel(tp=setting.server_tp, replicas=setting.servers)
 
 
-def plan_of(setting: Setting) -> ReshardPlan:
+def plan_of(setting: ReshardSetting) -> ReshardPlan:
     """The plan that is measured. Raises ValueError for a split that Megatron or vLLM could not make."""
     return reshard_plan(spec_of(setting), *splits(setting))
 
@@ -160,7 +160,7 @@ class Rank:
         return sum(piece.numel for piece in pieces) * self.dtype.itemsize
 
 
-def make_rank(setting: Setting, rank: int) -> Rank:
+def make_rank(setting: ReshardSetting, rank: int) -> Rank:
     """Fills this rank's shards and joins the groups. Source values are the same on all ranks that hold them."""
     plan, spec = plan_of(setting), spec_of(setting)
     source, destination = splits(setting)
@@ -193,7 +193,7 @@ def make_rank(setting: Setting, rank: int) -> Rank:
     )
 
 
-def worker(rank: int, setting: Setting, port: int, repeats: int, inbox: Any) -> None:
+def worker(rank: int, setting: ReshardSetting, port: int, repeats: int, inbox: Any) -> None:
     """One process. Rank 0 puts the list of measurements, as JSON, into ``inbox``."""
     torch.set_num_threads(1)
     world = setting.sources + setting.destinations

@@ -6,13 +6,14 @@ import json
 import resource
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tepo_megatron.bench.step import Measurement, Setting
+from tepo_megatron.bench.settings import StepMeasurement, StepSetting
 from tepo_megatron.bridge.architecture import ModelSpec, model_spec
 from tepo_megatron.bridge.layouts import tensor_shapes
 from tepo_megatron.bridge.storage.files import write_model
@@ -42,7 +43,7 @@ def _random_weights(spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.fill_(1) if len(shape) == 1 else tensor.normal_(std=STD, generator=generator)
 
 
-def make_rollouts(setting: Setting, vocab_size: int) -> list[Rollout]:
+def make_rollouts(setting: StepSetting, vocab_size: int) -> list[Rollout]:
     """Random responses, every second one rewarded, so that half of them are to become likelier."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocab_size, (setting.sequences, PROMPT + setting.length), generator=generator).tolist()
@@ -61,12 +62,12 @@ def make_rollouts(setting: Setting, vocab_size: int) -> list[Rollout]:
     ]
 
 
-def worker(_: int, setting: Setting, recipe: str, folder: Path, out: Path) -> None:
-    """Writes the JSON of a :class:`Measurement` to ``out``."""
-    out.write_text(json.dumps(measure(setting, recipe, folder).as_dict()))
+def worker(_: int, setting: StepSetting, recipe: str, folder: Path, out: Path) -> None:
+    """Writes the JSON of a :class:`StepMeasurement` to ``out``."""
+    out.write_text(json.dumps(asdict(measure(setting, recipe, folder))))
 
 
-def measure(setting: Setting, recipe: str, folder: Path) -> Measurement:
+def measure(setting: StepSetting, recipe: str, folder: Path) -> StepMeasurement:
     """Scores and updates on the same rollouts, ``setting.steps`` times, in this process alone."""
     from tepo_megatron.engine.engine import Engine
 
@@ -83,7 +84,7 @@ def measure(setting: Setting, recipe: str, folder: Path) -> Measurement:
         update_s.append(seconds)
     platform = engine.platform.kind
     engine.close()
-    return Measurement(recipe, platform, logprobs, grad_norms, score_s, update_s, _peak_bytes(platform))
+    return StepMeasurement(recipe, platform, logprobs, grad_norms, score_s, update_s, _peak_bytes(platform))
 
 
 def _timed(work: Any) -> tuple[Any, float]:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from launch import run_dist
 from torch import Tensor
 
-from tepo_megatron.bench.reshard import Setting, run
+from tepo_megatron.bench.reshard import run
+from tepo_megatron.bench.settings import ReshardSetting
 from tepo_megatron.bench.reshard_ranks import plan_of
 from tepo_megatron.bridge.transfer import move
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_ranks, tensor_shapes, vllm_ranks
@@ -132,7 +133,7 @@ def test_updates_arrive_fail_everywhere_when_a_worker_leaves_and_arrive_again(
 
 def test_the_benchmark_counts_the_fewest_bytes_and_brings_the_same_weights_every_way() -> None:
     """``run`` itself compares what the ways bring."""
-    setting = Setting(tp=1, pp=1, server_tp=1, servers=2, layers=1, dtype="bfloat16")
+    setting = ReshardSetting(tp=1, pp=1, server_tp=1, servers=2, layers=1, dtype="bfloat16")
     rows = {row.method: row for row in run(setting, repeats=1)}
     least = sum(plan_of(setting).bytes_between(2).values())
     assert rows["shard to shard"].wire_bytes == rows["raw point-to-point copy"].wire_bytes == least

@@ -68,5 +68,5 @@ def test_the_plugin_of_vllm_is_announced(installed: Path) -> None:
     (metadata,) = installed.glob("tepo_megatron-*.dist-info")
     entries = (metadata / "entry_points.txt").read_text()
     assert "[vllm.general_plugins]\ntepo_megatron = tepo_megatron.rollout.plugin:register" in entries
-    assert "tepo = tepo_megatron.cli:main" in entries
+    assert "tepo = tepo_megatron.cli.main:main" in entries
     assert (installed / "tepo_megatron" / "py.typed").exists()

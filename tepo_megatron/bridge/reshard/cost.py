@@ -76,3 +76,41 @@ def _links(plan: ReshardPlan, cluster: Cluster) -> Callable[[int, int], Link]:
         return "nvlink" if ours == theirs else "network"
 
     return link_of
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """What a plan moves. Sizes in bytes.
+
+    ``imbalance``: the most that a source rank sends over the mean of all. ``seconds``: the time of the slowest kind of link.
+    """
+
+    sources: int
+    destinations: int
+    moves: int
+    digest: str
+    built_in_seconds: float
+    received_by_each: int
+    imbalance: float
+    links: list[LinkTraffic]
+    seconds: float
+
+
+def summarize_plan(plan: ReshardPlan, itemsize: int, cluster: Cluster, *, built_in_seconds: float) -> PlanSummary:
+    """Counts what a plan moves, with ``itemsize`` bytes an element."""
+    received, sent = Counter[int](), Counter[int]()
+    for move in plan.moves:
+        received[move.destination] += move.numel * itemsize
+        sent[move.source] += 0 if plan.is_local(move) else move.numel * itemsize
+    links = traffic(plan, itemsize, cluster)
+    return PlanSummary(
+        sources=plan.num_sources,
+        destinations=plan.num_destinations,
+        moves=len(plan.moves),
+        digest=plan.digest,
+        built_in_seconds=built_in_seconds,
+        received_by_each=max(received.values()),
+        imbalance=max(sent.values()) * plan.num_sources / max(sent.total(), 1),
+        links=links,
+        seconds=max(link.seconds for link in links),
+    )

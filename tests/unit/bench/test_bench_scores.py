@@ -5,8 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from tepo_megatron.bench.app import app
-from tepo_megatron.bench.scores import Measurement, _cells, run
+from tepo_megatron.bench.scores import cells, run
+from tepo_megatron.bench.settings import ScoreMeasurement
+from tepo_megatron.cli.bench import app
 
 
 def test_a_small_run(tmp_path):
@@ -28,9 +29,9 @@ def test_a_small_run(tmp_path):
 
 def test_share_of_a_copys_bandwidth():
     """2 GB read in 1 ms; 2 GB read and as much written in 2.5 ms; a copy moves 4 000 GB/s."""
-    row = Measurement(8192, 16032, "bf16", "Triton", 1.0, 2.5, 0.004, 1, 0, shard_bytes=2 * 10**9, copy_gbps=4000.0)
+    row = ScoreMeasurement(8192, 16032, "bf16", "Triton", 1.0, 2.5, 0.004, 1, 0, shard_bytes=2 * 10**9, copy_gbps=4000.0)
     assert row.gbps == (2000.0, 1600.0)
-    assert _cells(row, [row])[-2:] == ("2000 / 1600", "50% / 40%")
+    assert cells(row, [row])[-2:] == ("2000 / 1600", "50% / 40%")
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,15 @@ import math
 
 import pytest
 
-from tepo_megatron.bench.step import SIZES, Setting, run
+from tepo_megatron.bench.settings import StepSetting
+from tepo_megatron.bench.step import SIZES, run
 from tepo_megatron.bridge.architecture import model_spec
 from tepo_megatron.bridge.layouts import tensor_shapes
 
 
-def setting(**changes: object) -> Setting:
+def setting(**changes: object) -> StepSetting:
     values = {"size": "tiny", "steps": 3, "sequences": 8, "length": 20, "dtype": "float32", "micro_batch_tokens": 100}
-    return Setting(**{**values, **changes})  # type: ignore[arg-type]
+    return StepSetting(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def test_a_recipe_repeated_gives_the_same_policy() -> None:

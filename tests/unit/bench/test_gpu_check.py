@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tepo_megatron.bench.app import app
-from tepo_megatron.bench.gpu import Gpu, find_gpu, run_part, select, write
+from tepo_megatron.bench.gpu import Gpu, find_gpu, run_part, select, write_results
 from tepo_megatron.bench.gpu_parts import PARTS, Part, pytest_figures, score_figures, step_figures
+from tepo_megatron.cli.bench import app
 
 ROOT = Path(__file__).parents[3]
 H200 = Gpu("NVIDIA H200", 139.8, "9.0", "13.0")
@@ -108,7 +108,7 @@ def test_a_run_of_skipped_tests_shows_nothing() -> None:
 def test_the_report_tells_what_was_not_run(tmp_path: Path) -> None:
     outcomes = [run(part("base64", "-t")), run(part("base64", packages=("no_such_package",)))]
     started = datetime.datetime(2026, 11, 20, 9, 5, tzinfo=datetime.UTC)
-    written, _ = write(outcomes, H200, tmp_path, started)
+    written, _ = write_results(outcomes, H200, tmp_path, started)
     assert written == tmp_path / "nvidia-h200" / "2026-11-20T0905Z.json"
     record = json.loads(written.read_text())
     assert [entry["state"] for entry in record["parts"]] == ["passed", "not run"]

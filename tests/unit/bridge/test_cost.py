@@ -15,7 +15,7 @@ from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, tensor_
 from tepo_megatron.bridge.reshard.cost import Cluster, traffic
 from tepo_megatron.bridge.reshard.plan import reshard_plan
 from tepo_megatron.bridge.reshard.plan_json import plan_from_json
-from tepo_megatron.cli import app
+from tepo_megatron.cli.main import app
 
 
 def weights(spec: object) -> int:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tepo_megatron.bridge import fingerprint as module
 from tepo_megatron.bridge.geometry import Box, Shard
+from tepo_megatron.bridge.transfer import fingerprint as module
 from tepo_megatron.bridge.transfer.fingerprint import fingerprint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn]

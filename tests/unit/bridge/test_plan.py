@@ -218,7 +218,7 @@ def test_a_wrong_plan_is_not_proved(kind: str, message: str) -> None:
 
 def test_planning_needs_no_torch() -> None:
     """The servers' side and tools that plan need none of it."""
-    modules = ", ".join(f"tepo_megatron.bridge.{name}" for name in ("plan", "prove", "cost"))
+    modules = ", ".join(f"tepo_megatron.bridge.reshard.{name}" for name in ("plan", "proof", "cost"))
     subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'torch' not in sys.modules"], check=True, timeout=120)
 
 

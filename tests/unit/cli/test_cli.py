@@ -9,8 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-import tepo_megatron.torchrun
-from tepo_megatron.cli import app
+from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 
 runner = CliRunner()
@@ -42,7 +41,7 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_help_teaches_without_torch(command: tuple[str, ...]) -> None:
     probe = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom tepo_megatron.cli import app\n"
+        "import sys\nfrom typer.testing import CliRunner\nfrom tepo_megatron.cli.main import app\n"
         f"result = CliRunner().invoke(app, [*{command!r}, '--help'])\n"
         "print(result.output)\nassert result.exit_code == 0\n"
         "assert not {'torch', 'numpy', 'matplotlib', 'omegaconf'} & set(sys.modules)"
@@ -85,7 +84,7 @@ def test_a_wrong_configuration_is_a_sentence_and_exit_code_1(command: list[str],
 
 def test_train_starts_the_ranks_that_the_run_needs(run_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
-    monkeypatch.setattr(tepo_megatron.torchrun, "launch", lambda *given: started.append(given) or 7)
+    monkeypatch.setattr("tepo_megatron.cli.train.launch", lambda *given: started.append(given) or 7)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     result = runner.invoke(app, ["train", str(run_yaml), "train.steps=3", "--resume"])

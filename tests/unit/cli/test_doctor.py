@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import tepo_megatron.doctor
-from tepo_megatron import doctor_checks, doctor_gpu
-from tepo_megatron.cli import app
-from tepo_megatron.doctor import diagnose, doctor_json, is_fit
-from tepo_megatron.doctor_check import Check
-from tepo_megatron.doctor_checks import CHECKS
+from tepo_megatron.cli.doctor import command, environment_checks, gpu_checks
+from tepo_megatron.cli.doctor.check import Check
+from tepo_megatron.cli.doctor.command import diagnose, doctor_json, is_fit
+from tepo_megatron.cli.doctor.environment_checks import CHECKS
+from tepo_megatron.cli.main import app
 from tepo_megatron.engine import packages
 
 HEALTHY = {
@@ -72,7 +71,7 @@ def apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def installed(monkeypatch: pytest.MonkeyPatch) -> Environment:
     environment = Environment()
     for name in ("version", "requires", "metadata", "entry_points"):
-        monkeypatch.setattr(doctor_checks.metadata, name, getattr(environment, name))
+        monkeypatch.setattr(environment_checks.metadata, name, getattr(environment, name))
     return environment
 
 
@@ -149,7 +148,7 @@ def test_whose_kernels_a_run_would_have_is_told(
     installed.versions |= {"transformer-engine": te} if te else {}
     if not nvidia:
         (apex / "multi_tensor_apply").rmdir()
-    monkeypatch.setattr(doctor_gpu, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(gpu_checks, "has_gpu", lambda: gpu)
     check = found("kernels")
     assert check.status == status
     assert check.detail.startswith(detail)
@@ -182,7 +181,7 @@ def test_only_what_is_needed_decides_and_json_says_it() -> None:
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("missing", 1)])
 def test_the_command_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch, status: str, code: int) -> None:
-    monkeypatch.setattr(tepo_megatron.doctor, "diagnose", lambda _checks: [Check("vLLM", status, "[1]", needed=True)])
+    monkeypatch.setattr(command, "diagnose", lambda _checks: [Check("vLLM", status, "[1]", needed=True)])
     result = CliRunner().invoke(app, ["doctor"])
     assert (result.exit_code, "[1]" in result.stdout) == (code, True)
     assert ("still needs: vLLM" in result.stdout) == bool(code)
@@ -190,5 +189,5 @@ def test_the_command_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch, statu
 
 
 def test_requirements_of_extras_do_not_count(installed: Environment) -> None:
-    names = [each.name for each in doctor_checks.requirements_of("tepo-megatron")]
+    names = [each.name for each in environment_checks.requirements_of("tepo-megatron")]
     assert names == ["torch", "megatron-core", "transformers"]

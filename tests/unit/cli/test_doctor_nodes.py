@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-import tepo_megatron.doctor
-from tepo_megatron.cli import app
-from tepo_megatron.doctor_checks import Check
-from tepo_megatron.doctor_nodes import node_checks, node_names
+from tepo_megatron.cli.doctor import command
+from tepo_megatron.cli.doctor.environment_checks import Check
+from tepo_megatron.cli.doctor.node_checks import node_checks, node_names
+from tepo_megatron.cli.main import app
 
 SHARED = """\
 #!/bin/sh
@@ -167,7 +167,7 @@ def test_what_is_no_list_of_nodes_is_one_sentence(text: str) -> None:
 
 @pytest.mark.parametrize(("nodes", "code"), [("even,ahead", 0), ("even,gone", 1)])
 def test_the_command_fails_where_a_node_does(reach: Path, monkeypatch: pytest.MonkeyPatch, nodes: str, code: int) -> None:
-    monkeypatch.setattr(tepo_megatron.doctor, "LAUNCH_CHECKS", ())  # they depend on the environment
+    monkeypatch.setattr(command, "LAUNCH_CHECKS", ())  # they depend on the environment
     result = CliRunner().invoke(app, ["doctor", "--launch", "--json", "--nodes", nodes])
     assert result.exit_code == code
     assert [check["name"] for check in json.loads(result.stdout)["checks"]] == [f"node {name}" for name in nodes.split(",")]

@@ -15,13 +15,14 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from tepo_megatron import doctor_checks, doctor_gpu, doctor_run
-from tepo_megatron.cli import app
+from tepo_megatron.cli.doctor import environment_checks, gpu_checks
+from tepo_megatron.cli.doctor import run_checks as checks_of_run
+from tepo_megatron.cli.doctor.check import Check
+from tepo_megatron.cli.doctor.command import diagnose, is_fit
+from tepo_megatron.cli.doctor.environment_checks import CHECKS, LAUNCH_CHECKS
+from tepo_megatron.cli.doctor.run_checks import run_checks
+from tepo_megatron.cli.main import app
 from tepo_megatron.config.load import load_run
-from tepo_megatron.doctor import diagnose, is_fit
-from tepo_megatron.doctor_check import Check
-from tepo_megatron.doctor_checks import CHECKS, LAUNCH_CHECKS
-from tepo_megatron.doctor_run import run_checks
 from tepo_megatron.rollout.registry import Registration, register
 
 
@@ -35,8 +36,8 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
             raise PackageNotFoundError(name)
         return known[name]
 
-    monkeypatch.setattr(doctor_checks.metadata, "version", version)
-    monkeypatch.setattr(doctor_checks.metadata, "requires", lambda name: [])
+    monkeypatch.setattr(environment_checks.metadata, "version", version)
+    monkeypatch.setattr(environment_checks.metadata, "requires", lambda name: [])
     return known
 
 
@@ -58,7 +59,7 @@ def test_vllm_of_another_line_is_named(versions: dict[str, str], version: str, s
 def test_missing_transformer_engine_is_a_fault_only_beside_a_gpu(
     versions: dict[str, str], monkeypatch: pytest.MonkeyPatch, gpu: bool
 ) -> None:
-    monkeypatch.setattr(doctor_gpu, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(gpu_checks, "has_gpu", lambda: gpu)
     check = found("transformer-engine")
     assert (check.status, check.needed) == (("fail", True) if gpu else ("missing", False))
     assert not gpu or ("docker/trainer.Dockerfile" in check.advice and "engine.layers=local" in check.advice)
@@ -69,11 +70,11 @@ def test_a_full_disk_is_named_with_what_the_checkpoints_take(tmp_path: Path, mon
     with (tmp_path / "model" / "model.safetensors").open("wb") as file:
         file.truncate(2**30)  # sparse: 1 GiB of weights that take no disk
     config = load_run(None, [f"model.path={tmp_path}/model", f"output={tmp_path}/not/yet", "train.keep_checkpoints=3"])
-    monkeypatch.setattr(doctor_run.shutil, "disk_usage", lambda path: SimpleNamespace(free=23 * 2**30))
+    monkeypatch.setattr(checks_of_run.shutil, "disk_usage", lambda path: SimpleNamespace(free=23 * 2**30))
     (check,) = diagnose(run_checks(config))
     assert (check.name, check.status, check.needed) == ("output", "fail", True)
     assert "24.0 GiB" in check.advice
-    monkeypatch.setattr(doctor_run.shutil, "disk_usage", lambda path: SimpleNamespace(free=24 * 2**30))
+    monkeypatch.setattr(checks_of_run.shutil, "disk_usage", lambda path: SimpleNamespace(free=24 * 2**30))
     assert is_fit(diagnose(run_checks(config)))
 
 

@@ -234,5 +234,5 @@ def test_launching_without_nemo_run_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_launch_imports_no_torch() -> None:
-    modules = "tepo_megatron.launch.commands, tepo_megatron.launch.plan, tepo_megatron.launch.nemo"
+    modules = "tepo_megatron.cli.launch, tepo_megatron.launch.plan, tepo_megatron.launch.nemo"
     subprocess.run([sys.executable, "-c", f"import {modules}, sys; assert 'torch' not in sys.modules"], check=True)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from tepo_megatron.cli.doctor.command import diagnose
+from tepo_megatron.cli.doctor.run_checks import run_checks
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
-from tepo_megatron.doctor import diagnose
-from tepo_megatron.doctor_run import run_checks
 from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.server import Server
 

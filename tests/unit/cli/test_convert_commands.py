@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from tepo_megatron.cli import app
+from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.train.inputs import check_model
@@ -22,7 +22,7 @@ runner = CliRunner()
 @pytest.mark.parametrize("command", ["import", "export"])
 def test_help_teaches_without_torch(command: str) -> None:
     probe = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom tepo_megatron.cli import app\n"
+        "import sys\nfrom typer.testing import CliRunner\nfrom tepo_megatron.cli.main import app\n"
         f"result = CliRunner().invoke(app, ['{command}', '--help'])\n"
         "print(result.output)\nassert result.exit_code == 0\nassert not {'torch', 'numpy'} & set(sys.modules)"
     )

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
-from tepo_megatron.doctor_check import Check, requirements_of, version_of
-from tepo_megatron.doctor_gpu import apex, kernels, transformer_engine
+from tepo_megatron.cli.doctor.check import Check, requirements_of, version_of
+from tepo_megatron.cli.doctor.gpu_checks import apex, kernels, transformer_engine
 
 _GIB = 2**30
 _OURS = "tepo-megatron"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from tepo_megatron.cli.console import show
 from tepo_megatron.config.objective import PRESETS, ObjectiveConfig
 
 if TYPE_CHECKING:
@@ -27,10 +27,7 @@ def list_presets() -> None:
 
     [dim]tepo objective list[/]
     """
-    from rich.console import Console
-
-    # In a pipe there is no width to fit into: cells are better whole than cut.
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160).print(preset_table())
+    show(preset_table())
 
 
 def preset_table() -> Table:

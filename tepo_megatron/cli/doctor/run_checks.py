@@ -10,8 +10,8 @@ from pathlib import Path
 
 import httpx
 
+from tepo_megatron.cli.doctor.check import Check
 from tepo_megatron.config import RunConfig
-from tepo_megatron.doctor_check import Check
 from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.registry import registered
 

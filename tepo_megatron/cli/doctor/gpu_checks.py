@@ -6,7 +6,7 @@ from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
 
-from tepo_megatron.doctor_check import Check, has_gpu, version_of
+from tepo_megatron.cli.doctor.check import Check, has_gpu, version_of
 from tepo_megatron.engine import packages
 from tepo_megatron.engine.packages import INSTALL_TE, TE_RANGE
 

@@ -1,4 +1,4 @@
-"""``tepo import`` and ``tepo export``: what they take from the command line, and what they show while they write."""
+"""``tepo import`` and ``tepo export``, and what they show while they write."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from tepo_megatron.cli.errors import user_errors
 
 
 class Dtype(StrEnum):
@@ -33,7 +35,7 @@ def import_command(
     """
     from tepo_megatron.bridge.storage.convert import import_model
 
-    with _progress(f"import {source}") as report:
+    with user_errors(), _progress(f"import {source}") as report:
         import_model(source, out, tp=tp, pp=pp, report=report)
     typer.echo(f"wrote {out}")
 
@@ -59,7 +61,7 @@ def export_command(
     from tepo_megatron.bridge.storage.convert import export_model
 
     kept: torch.dtype | None = getattr(torch, dtype.value) if dtype else None
-    with _progress(f"export {source}") as report:
+    with user_errors(), _progress(f"export {source}") as report:
         export_model(source, out, model=model, dtype=kept, report=report)
     typer.echo(f"wrote {out}")
 

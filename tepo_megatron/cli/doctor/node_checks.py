@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from tepo_megatron.doctor_check import Check
+from tepo_megatron.cli.doctor.check import Check
 
 _ASKS = 3
 _SKEW_S = 1.0

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, pipeline_stages
-from tepo_megatron.bridge.reshard.cost import Cluster, LinkTraffic, traffic
+from tepo_megatron.bridge.reshard.cost import Cluster, PlanSummary, summarize_plan
 from tepo_megatron.bridge.reshard.plan import reshard_plan
 from tepo_megatron.bridge.reshard.plan_json import plan_to_json
+from tepo_megatron.cli.console import console
+from tepo_megatron.cli.errors import user_errors
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tepo_megatron.bridge.geometry import ReshardPlan
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -28,24 +27,6 @@ app = typer.Typer(no_args_is_help=True)
 @app.callback()
 def _group() -> None:  # keeps `plan` a sub-command while it is the only one
     """Weights from Megatron's shards to vLLM's."""
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What a plan comes to. Sizes in bytes.
-
-    ``imbalance``: the most that a source rank sends over the mean of all. ``seconds``: the time of the slowest kind of link.
-    """
-
-    sources: int
-    destinations: int
-    moves: int
-    digest: str
-    built_in_seconds: float
-    received_by_each: int
-    imbalance: float
-    links: list[LinkTraffic]
-    seconds: float
 
 
 @app.command("plan")
@@ -77,7 +58,6 @@ def plan_command(
 
     [dim]tepo reshard plan Llama-3.3-70B-Instruct --tp 8 --pp 4 --vpp 5 --servers 4 --server-tp 8[/]
     """
-    from tepo_megatron.cli import user_errors
     from tepo_megatron.launch.plan.shapes import resolve_spec
 
     with user_errors():
@@ -89,46 +69,24 @@ def plan_command(
         started = time.perf_counter()
         plan = reshard_plan(spec, source, destination, cluster.local(source.world_size, destination.world_size))
         built = time.perf_counter() - started
-    summary = summarize(plan, itemsize, cluster, built_in_seconds=built)
+    summary = summarize_plan(plan, itemsize, cluster, built_in_seconds=built)
     if save is not None:
         save.write_text(plan_to_json(plan) + "\n")
     if as_json:
         typer.echo(json.dumps(asdict(summary)))
         return
-    _print(summary)
+    _show(summary)
     if assumption:
         typer.echo(assumption)
-
-
-def summarize(plan: ReshardPlan, itemsize: int, cluster: Cluster, *, built_in_seconds: float) -> Summary:
-    """Counts what a plan moves, with ``itemsize`` bytes an element."""
-    received, sent = Counter[int](), Counter[int]()
-    for move in plan.moves:
-        received[move.destination] += move.numel * itemsize
-        sent[move.source] += 0 if plan.is_local(move) else move.numel * itemsize
-    links = traffic(plan, itemsize, cluster)
-    return Summary(
-        sources=plan.num_sources,
-        destinations=plan.num_destinations,
-        moves=len(plan.moves),
-        digest=plan.digest,
-        built_in_seconds=built_in_seconds,
-        received_by_each=max(received.values()),
-        imbalance=max(sent.values()) * plan.num_sources / max(sent.total(), 1),
-        links=links,
-        seconds=max(link.seconds for link in links),
-    )
 
 
 LINKS = {"device": "within a GPU", "nvlink": "within a node", "network": "between nodes"}
 
 
-def _print(summary: Summary) -> None:
-    from rich.console import Console
-
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
-    console.print(_table(summary))
-    console.print(
+def _show(summary: PlanSummary) -> None:
+    out = console()
+    out.print(_table(summary))
+    out.print(
         f"{summary.sources} trainer ranks to {summary.destinations} workers of servers: {summary.moves:,} moves, "
         f"made and proved complete in {summary.built_in_seconds:.1f} s. Plan {summary.digest[:12]}.\n"
         f"A worker gets up to {summary.received_by_each / 1e9:.2f} GB. The busiest trainer rank sends "
@@ -138,7 +96,7 @@ def _print(summary: Summary) -> None:
     )
 
 
-def _table(summary: Summary) -> Table:
+def _table(summary: PlanSummary) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tepo_megatron.cli.console import show
+from tepo_megatron.cli.errors import user_errors
+from tepo_megatron.cli.options import RunFile
 from tepo_megatron.config import RunConfig
 
 if TYPE_CHECKING:
@@ -18,7 +21,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True)
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run's configuration.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Dotted overrides, as they were launched with.")]
 
 
@@ -50,7 +52,6 @@ def run(
 
     [dim]tepo launch examples/llama3.3-70b/run.yaml cluster.partition=h100 cluster.account=rl[/]
     """
-    from tepo_megatron.cli import user_errors
     from tepo_megatron.launch import nemo
     from tepo_megatron.launch.plan import check_plan, make_plan
 
@@ -69,7 +70,7 @@ def run(
             )
         scripts, code = nemo.write_scripts(config), 0
         if dry_run:
-            _show(scripts, executor)
+            _show_scripts(scripts, executor)
         elif executor is Executor.LOCAL:
             code = _run_here(config, scripts.roles)
         else:
@@ -83,7 +84,6 @@ def status(run: RunFile, overrides: Overrides = None) -> None:
 
     [dim]tepo launch status OUT/resolved.yaml[/]
     """
-    from tepo_megatron.cli import user_errors
     from tepo_megatron.launch import nemo, state
 
     with user_errors():
@@ -109,7 +109,6 @@ def logs(
 
     [dim]tepo launch logs OUT/resolved.yaml --rank 3[/]
     """
-    from tepo_megatron.cli import user_errors
     from tepo_megatron.launch import nemo, state
 
     with user_errors():
@@ -122,7 +121,6 @@ def logs(
 @app.command()
 def cancel(run: RunFile, overrides: Overrides = None) -> None:
     """Cancel the newest job of the run's output folder; what it saved stays, for --resume."""
-    from tepo_megatron.cli import user_errors
     from tepo_megatron.launch import nemo, state
 
     with user_errors():
@@ -143,19 +141,16 @@ def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def _show_plan(plan: Plan) -> None:
-    from rich.console import Console
-
     from tepo_megatron.launch.plan.report import plan_notes, plan_tables
 
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
     for table in plan_tables(plan):
-        console.print(table)
+        show(table)
     for line in plan_notes(plan):
         typer.echo(line)
     typer.echo()
 
 
-def _show(scripts: Scripts, executor: Executor) -> None:
+def _show_scripts(scripts: Scripts, executor: Executor) -> None:
     texts = {"sbatch": scripts.sbatch} if executor is Executor.SLURM else {}
     for name, text in {**texts, **scripts.roles}.items():
         typer.echo(f"===== {name} {'=' * (120 - len(name))}\n{text.strip()}\n")

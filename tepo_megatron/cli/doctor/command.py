@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tepo_megatron.doctor_check import Check, has_gpu
-from tepo_megatron.doctor_checks import CHECKS, LAUNCH_CHECKS
-from tepo_megatron.doctor_nodes import node_checks, node_names
+from tepo_megatron.cli.console import show
+from tepo_megatron.cli.doctor.check import Check, has_gpu
+from tepo_megatron.cli.doctor.environment_checks import CHECKS, LAUNCH_CHECKS
+from tepo_megatron.cli.doctor.node_checks import node_checks, node_names
+from tepo_megatron.cli.errors import user_errors
 
 _COLOURS = {"ok": "green", "warn": "yellow", "missing": "dim", "fail": "red"}
 
@@ -60,7 +60,7 @@ def doctor_table(checks: Sequence[Check], purpose: str = "A run on CPU") -> Tabl
     return table
 
 
-def doctor_command(
+def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For tools.")] = False,
     launch: Annotated[bool, typer.Option("--launch", help="Only what submitting jobs needs.")] = False,
     run: Annotated[Path | None, typer.Option("--run", metavar="RUN.yaml", help="Also disk, port and servers of a run.")] = None,
@@ -74,14 +74,12 @@ def doctor_command(
 
     [dim]tepo doctor --run examples/tiny/run.yaml[/]
     """
-    from tepo_megatron.cli import user_errors
-
     wanted = list(LAUNCH_CHECKS if launch else CHECKS)
     with user_errors():
         names = node_names(nodes) if nodes is not None else []
         if run is not None:
+            from tepo_megatron.cli.doctor.run_checks import run_checks
             from tepo_megatron.config.load import load_run
-            from tepo_megatron.doctor_run import run_checks
 
             wanted += run_checks(load_run(run))
     checks = diagnose(wanted) + (node_checks(names) if names else [])
@@ -89,7 +87,5 @@ def doctor_command(
         typer.echo(doctor_json(checks))
     else:
         purpose = "Launching" if launch else "A run on GPU" if has_gpu() else "A run on CPU"
-        # In a pipe there is no width to fit into: cells are better whole than cut.
-        console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
-        console.print(doctor_table(checks, purpose))
+        show(doctor_table(checks, purpose))
     raise typer.Exit(0 if is_fit(checks) else 1)

@@ -1,0 +1,119 @@
+"""The settings that a measurement passes to its processes, and the figures that come back."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ScoreMeasurement:
+    """One method on one shape; times are the best of the repeats, each the slowest rank's."""
+
+    tokens: int
+    vocab: int
+    dtype: str
+    method: str
+    forward_ms: float
+    backward_ms: float
+    peak_extra: float
+    """Peak memory beyond the logits, forward and backward, as a multiple of one logits shard."""
+    forward_collectives: int
+    backward_collectives: int
+    shard_bytes: int
+    copy_gbps: float | None
+    """10⁹ bytes a second that a large copy within the same GPU reads and writes, measured in the same run; None on a CPU."""
+
+    @property
+    def total_ms(self) -> float:
+        return self.forward_ms + self.backward_ms
+
+    @property
+    def gbps(self) -> tuple[float, float]:
+        """10⁹ bytes a second of those that must move: the shard is read once forward, read and written once backward."""
+        return self.shard_bytes / self.forward_ms / 1e6, 2 * self.shard_bytes / self.backward_ms / 1e6
+
+
+@dataclass(frozen=True)
+class ReshardMeasurement:
+    """One way of moving the weights: the best of the repeats, each as long as its slowest rank."""
+
+    method: str
+    seconds: float
+    wire_bytes: int
+    """Received by all ranks together from other ranks."""
+    largest_link: int
+    """Received by the rank that receives most."""
+    peak_source: int | None
+    """The most that a trainer rank needed beyond its shards, in bytes; None where the system does not tell."""
+    peak_destination: int | None
+    digest_seconds: float
+    """Processor time that the busiest rank spends on digests (the least of the repeats)."""
+
+
+@dataclass(frozen=True)
+class ReshardSetting:
+    """Which split goes to which. The model is a Llama of ``layers`` layers, 1024 wide, with 32 000 tokens."""
+
+    tp: int
+    pp: int
+    server_tp: int
+    servers: int
+    layers: int
+    dtype: str
+
+    @property
+    def sources(self) -> int:
+        return self.tp * self.pp
+
+    @property
+    def destinations(self) -> int:
+        return self.server_tp * self.servers
+
+
+WARM_UP = 3
+"""Steps whose time does not count: the first ones compile, allocate, and gather FP8's history."""
+
+
+@dataclass(frozen=True)
+class StepSetting:
+    """What is trained on what: ``sequences`` responses of ``length`` tokens."""
+
+    size: str
+    steps: int
+    sequences: int
+    length: int
+    dtype: str
+    micro_batch_tokens: int
+
+    def run_config(self, recipe: str) -> dict[str, Any]:
+        """The run's configuration, as YAML would give it."""
+        return {
+            "model": {"dtype": self.dtype},
+            "engine": {"micro_batch_tokens": self.micro_batch_tokens, "fp8": {"recipe": recipe}},
+            "optimizer": {"lr": 1e-5},
+        }
+
+
+@dataclass(frozen=True)
+class StepMeasurement:
+    """One recipe; the lists have an entry for each step. ``logprobs``: mean over all response tokens, before the step."""
+
+    recipe: str
+    platform: str
+    logprobs: list[float]
+    grad_norms: list[float]
+    score_s: list[float]
+    update_s: list[float]
+    peak_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Of scoring and update, without the first steps."""
+        steps = [a + b for a, b in zip(self.score_s, self.update_s, strict=True)]
+        return statistics.median(steps[WARM_UP:] or steps)
+
+    def drift(self, other: StepMeasurement) -> float:
+        """The largest difference of the two means of log-probs, in nats a token, over all steps."""
+        return max(abs(a - b) for a, b in zip(self.logprobs, other.logprobs, strict=True))

@@ -1,0 +1,141 @@
+"""``tepo bench``: the measurements, as sub-commands."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tepo_megatron.bench import gpu, reshard, scores, step
+from tepo_megatron.bench.settings import ReshardSetting, ScoreMeasurement, StepSetting
+from tepo_megatron.cli.console import show_table
+from tepo_megatron.cli.errors import user_errors
+
+app = typer.Typer(no_args_is_help=True, help="Measure parts of the system on this machine.")
+
+
+@app.command("scores")
+@user_errors()
+def scores_command(
+    device: Annotated[str, typer.Option("--device", help="cpu (gloo) or cuda (NCCL, a GPU per rank).")] = "cpu",
+    tp: Annotated[int | None, typer.Option("--tp", help="Ranks, each a process of this machine. Default: 2; cuda: 1.")] = None,
+    tokens: Annotated[str, typer.Option("--tokens", help="T, with commas. Default: 1024,4096; cuda: 8192.")] = "",
+    vocab: Annotated[
+        str, typer.Option("--vocab", help="V, with commas. Default: 32000,128256; cuda: 16032,32064,64128,128256.")
+    ] = "",
+    dtype: Annotated[str, typer.Option("--dtype", help="bf16, fp32, with commas. Default: both; cuda: bf16.")] = "",
+    repeats: Annotated[int, typer.Option("--repeats", help="The best counts.")] = 5,
+    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("benchmarks/results"),
+) -> None:
+    """Time and peak memory of log-prob and entropy with backward, over logits that are sharded over the vocabulary.
+
+    Beside the project's own: dense torch log_softmax, Megatron-Core's cross-entropy (log-prob only), and the floor of one read
+    of the logits forward, one read and write backward. On a GPU with Triton's kernels, and with the bytes that must move over
+    the bandwidth of a copy.
+
+    [dim]tepo bench scores[/]
+
+    [dim]tepo bench scores --device cuda[/]
+    """
+    if device not in scores.DEFAULTS:
+        raise ValueError(f"--device {device} is unknown; give cpu or cuda")
+    given = {"tp": tp, "tokens": tokens, "vocab": vocab, "dtype": dtype}
+    grid: dict[str, Any] = {name: value or scores.DEFAULTS[device][name] for name, value in given.items()}
+    sizes = [(int(t), int(v)) for v in grid["vocab"].split(",") for t in grid["tokens"].split(",")]
+    results: list[ScoreMeasurement] = []
+    for shape in [(*size, name) for name in grid["dtype"].split(",") for size in sizes]:
+        measured = scores.run(tp=grid["tp"], device=device, shapes=[shape], repeats=repeats)
+        show_table(
+            scores.columns(device), [scores.cells(row, measured) for row in measured], title=scores.shape_name(measured[0])
+        )
+        results += measured
+    paths = scores.write_results(results, output, tp=grid["tp"], device=device, repeats=repeats)
+    typer.echo(f"wrote {' and '.join(str(path) for path in paths)}")
+
+
+@app.command("reshard")
+@user_errors()
+def reshard_command(
+    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel size of the trainer.")] = 2,
+    pp: Annotated[int, typer.Option("--pp", help="Pipeline-parallel size of the trainer.")] = 2,
+    server_tp: Annotated[int, typer.Option("--server-tp", help="Tensor-parallel size of each server.")] = 2,
+    servers: Annotated[int, typer.Option("--servers", help="Servers, each with a whole model.")] = 2,
+    layers: Annotated[int, typer.Option("--layers", help="12 make 206 M parameters.")] = 12,
+    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "bfloat16",
+    repeats: Annotated[int, typer.Option("--repeats", help="The best counts.")] = 5,
+    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("benchmarks/results"),
+) -> None:
+    """Time, bytes and memory of a weight update between processes of this machine, over gloo; the servers are without vLLM.
+
+    Beside the project's own way, with and without its digests: gathering full tensors and broadcasting them, and a raw
+    point-to-point copy of as many bytes from and into plain buffers.
+
+    [dim]tepo bench reshard --repeats 3[/]
+    """
+    setting = ReshardSetting(tp, pp, server_tp, servers, layers, dtype)
+    results = reshard.run(setting, repeats)
+    show_table(reshard.COLUMNS, [reshard.cells(row, results) for row in results])
+    paths = reshard.write_results(results, output, setting, repeats)
+    typer.echo(f"wrote {' and '.join(str(path) for path in paths)}")
+
+
+@app.command("step")
+@user_errors()
+def step_command(
+    size: Annotated[str, typer.Option("--size", help="tiny, 1b or 8b: a Llama with random weights.")] = "1b",
+    recipes: Annotated[
+        str, typer.Option("--recipes", help="Values of engine.fp8.recipe, separated by commas; the first is what others meet.")
+    ] = "none,tensorwise,blockwise",
+    steps: Annotated[int, typer.Option("--steps", help="Optimizer steps, all on the same rollouts.", min=1)] = 50,
+    sequences: Annotated[int, typer.Option("--sequences", help="Responses, in groups of 4.", min=4)] = 16,
+    length: Annotated[int, typer.Option("--length", help="Tokens of each response.", min=1)] = 1024,
+    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16 or float32.")] = "bfloat16",
+    micro_batch_tokens: Annotated[int, typer.Option("--micro-batch-tokens", help="As engine.micro_batch_tokens.")] = 8192,
+    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("benchmarks/results"),
+) -> None:
+    """Time and memory of scoring and updating a random model, for one recipe after the other, and what becomes of the policy.
+
+    Runs where engine.platform says (a GPU if there is one), on one rank.
+
+    [dim]tepo bench step --size 1b --recipes none,blockwise[/]
+
+    [dim]tepo bench step --size tiny --recipes none --dtype float32 --steps 5[/]
+    """
+    setting = StepSetting(size, steps, sequences, length, dtype, micro_batch_tokens)
+    results = step.run(setting, recipes.split(","))
+    show_table(step.COLUMNS, [step.cells(row, results[0], setting) for row in results])
+    paths = step.write_results(results, output, setting)
+    typer.echo(f"wrote {' and '.join(str(path) for path in paths)}")
+
+
+@app.command("gpu")
+@user_errors()
+def gpu_command(
+    only: Annotated[str, typer.Option("--only", help="Parts, separated by commas; default: all.")] = "",
+    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("benchmarks/results"),
+) -> None:
+    """Tests, kernels, FP8 training steps and a weight sync on this machine's GPU; parts whose packages are missing are reported
+    as not run. Ends with status 0 if all that ran passed, 1 if a part failed, 3 without a GPU.
+
+    Writes <output>/<gpu>/<date and time>.json and .md after each part. Run it in the root of the repository.
+
+    [dim]bash scripts/gpu_check.sh[/]
+
+    [dim]tepo bench gpu --only tests,kernels[/]
+    """
+    parts = gpu.select(only)
+    found = gpu.find_gpu()
+    if isinstance(found, str):
+        typer.echo(f"gpu check: {found}; nothing was checked", err=True)
+        raise typer.Exit(gpu.NO_GPU)
+    started, outcomes = datetime.datetime.now(datetime.UTC), list[gpu.Outcome]()
+    for part in parts:
+        outcomes.append(gpu.run_part(part, found, say=lambda line: typer.echo(line, err=True)))
+        paths = gpu.write_results(
+            outcomes, found, output, started
+        )  # after each: a machine that is taken away leaves what it showed
+    show_table(gpu.COLUMNS, [gpu.cells(outcome) for outcome in outcomes])
+    typer.echo(f"wrote {' and '.join(str(path) for path in paths)}")
+    raise typer.Exit(int(any(outcome.state == "failed" for outcome in outcomes)))

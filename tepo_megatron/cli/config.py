@@ -1,0 +1,83 @@
+"""``tepo config``: what a run says, and what it may say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tepo_megatron.cli.console import show
+from tepo_megatron.cli.errors import user_errors
+from tepo_megatron.cli.options import Overrides, RunFile, load_config
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tepo_megatron.config.schema import SchemaRow
+
+app = typer.Typer(no_args_is_help=True, help="Look at a run's configuration: what it says, and what it may say.")
+
+
+@app.command("show")
+def show_config(
+    run: RunFile,
+    overrides: Overrides = None,
+    diff: Annotated[bool, typer.Option("--diff", help="Only what differs from the defaults.")] = False,
+) -> None:
+    """Print a run's configuration, complete, as YAML.
+
+    [dim]tepo config show examples/tiny/run.yaml optimizer.lr=1e-5[/]
+
+    [dim]tepo config show examples/tiny/run.yaml --diff[/]
+    """
+    from tepo_megatron.config.load import dump_diff, dump_resolved
+
+    with user_errors():
+        config = load_config(run, overrides or ())
+        typer.echo(dump_diff(config) if diff else dump_resolved(config), nl=False)
+
+
+@app.command("schema")
+def show_schema(
+    under: Annotated[str | None, typer.Argument(metavar="PATH", help="Only fields whose path starts so.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON schema, for editors and tools.")] = False,
+) -> None:
+    """Print every field of a run: its path, what it takes, its default, what it means.
+
+    [dim]tepo config schema rollout.server[/]
+
+    [dim]tepo config schema --json > run.schema.json[/]
+    """
+    import json
+
+    from tepo_megatron.config.schema import json_schema, schema_rows
+
+    if as_json:
+        typer.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+        return
+    from tepo_megatron.cli.config import schema_table
+
+    rows = [row for row in schema_rows() if under is None or f"{row.path}.".startswith(f"{under.rstrip('.')}.")]
+    with user_errors():
+        if not rows:
+            raise ValueError(f"no field is {under} or below it; 'tepo config schema' lists all")
+    show(schema_table(rows))
+
+
+def schema_table(rows: Sequence[SchemaRow]) -> Table:
+    """One row for each field: its path, what it takes, its default, what it means."""
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_lines=False)
+    table.add_column("field, and what it takes", overflow="fold")
+    table.add_column("default", max_width=20, overflow="fold")
+    table.add_column("meaning", min_width=28)
+    for row in rows:
+        condition = f"[dim]only with {escape(row.when)}:[/] " if row.when else ""
+        table.add_row(
+            f"[bold]{row.path}[/]\n[dim]  {escape(row.allowed)}[/]", escape(row.default), condition + escape(row.description)
+        )
+    return table

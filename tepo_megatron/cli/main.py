@@ -1,0 +1,74 @@
+"""The command ``tepo``, put together."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from tepo_megatron.cli import config
+from tepo_megatron.cli.convert import export_command, import_command
+from tepo_megatron.cli.doctor.command import doctor
+from tepo_megatron.cli.evaluate import evaluate
+from tepo_megatron.cli.plan import plan
+from tepo_megatron.cli.plot import plot
+from tepo_megatron.cli.serve import serve
+from tepo_megatron.cli.train import train
+
+app = typer.Typer(
+    name="tepo",
+    help="Reinforcement learning of language models with TEPO: Megatron-Core trains, vLLM samples.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+def _lazy(name: str, target: str, text: str, default: str | None = None) -> None:
+    """Mounts the Typer app ``module:attribute`` as ``tepo <name>``; its module is imported when ``tepo <name>`` is.
+    ``default`` is the command that is meant where the first word names none.
+    """
+
+    class Lazy(TyperGroup):
+        def _load(self) -> TyperGroup:
+            module, attribute = target.split(":")
+            return typer.main.get_group(getattr(import_module(module), attribute))
+
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            if default is not None and args and args[0] not in (*self._load().commands, *ctx.help_option_names):
+                args = [default, *args]
+            return super().parse_args(ctx, args)
+
+        def list_commands(self, ctx: Any) -> list[str]:
+            return self._load().list_commands(ctx)
+
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            return self._load().get_command(ctx, cmd_name)
+
+    group = typer.Typer(cls=Lazy, no_args_is_help=True, help=text)
+    group.callback()(lambda: None)
+    app.add_typer(group, name=name)
+
+
+app.command("train")(train)
+app.command("serve")(serve)
+app.command("eval")(evaluate)
+app.command("plan")(plan)
+app.command("plot")(plot)
+app.command("import")(import_command)
+app.command("export")(export_command)
+app.command("doctor")(doctor)
+app.add_typer(config.app, name="config")
+_lazy("objective", "tepo_megatron.cli.objective:app", "Objectives: what there is to choose from.")
+_lazy("launch", "tepo_megatron.cli.launch:app", "Run on a cluster: tepo launch RUN.yaml.", default="run")
+_lazy("reshard", "tepo_megatron.cli.reshard:app", "Weights from Megatron's shards to vLLM's: tepo reshard plan.")
+_lazy("bench", "tepo_megatron.cli.bench:app", "Measure parts of the system on this machine.")
