@@ -1,13 +1,19 @@
 """Every knob once: pydantic models, filled from YAML and dotted overrides. No torch."""
 
 from tepo_megatron.config.cluster import ClusterConfig
-from tepo_megatron.config.data import DataConfig, EvaluateConfig, RewardConfig
-from tepo_megatron.config.engine import EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from tepo_megatron.config.data import DataConfig
+from tepo_megatron.config.engine import EngineConfig
+from tepo_megatron.config.evaluate import EvaluateConfig
 from tepo_megatron.config.fp8 import Fp8Config
+from tepo_megatron.config.log import LogConfig
+from tepo_megatron.config.model import ModelConfig
 from tepo_megatron.config.objective import ObjectiveConfig
+from tepo_megatron.config.optimizer import OptimizerConfig
+from tepo_megatron.config.parallel import ParallelConfig
+from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.config.rollout import RolloutConfig, SamplingConfig, ServerConfig
 from tepo_megatron.config.run import RunConfig
-from tepo_megatron.config.train import LogConfig, TrainConfig
+from tepo_megatron.config.train import TrainConfig
 
 __all__ = [
     "ClusterConfig",

@@ -6,11 +6,16 @@ from pydantic import model_validator
 
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.cluster import ClusterConfig
-from tepo_megatron.config.data import DataConfig, EvaluateConfig, RewardConfig
-from tepo_megatron.config.engine import EngineConfig, ModelConfig, OptimizerConfig
+from tepo_megatron.config.data import DataConfig
+from tepo_megatron.config.engine import EngineConfig
+from tepo_megatron.config.evaluate import EvaluateConfig
+from tepo_megatron.config.log import LogConfig
+from tepo_megatron.config.model import ModelConfig
 from tepo_megatron.config.objective import ObjectiveConfig
+from tepo_megatron.config.optimizer import OptimizerConfig
+from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.config.rollout import RolloutConfig
-from tepo_megatron.config.train import LogConfig, TrainConfig
+from tepo_megatron.config.train import TrainConfig
 
 
 class RunConfig(Section):

@@ -1,6 +1,4 @@
-"""The loop, and what it leaves behind."""
-
-from typing import Literal
+"""``train``: the loop."""
 
 from pydantic import NonNegativeInt, PositiveInt
 
@@ -20,10 +18,3 @@ class TrainConfig(Section):
     keep_checkpoints: PositiveInt = 2
     resume: bool = False
     """Go on from the newest checkpoint in the output folder; an error if there is none."""
-
-
-class LogConfig(Section):
-    progress: Literal["auto", "live", "plain", "none"] = "auto"
-    """``auto``: a live view on a terminal, plain lines in a file or a pipe."""
-
-    tensorboard: bool = True

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Protocol
 
-from tepo_megatron.config.data import EvaluateConfig
+from tepo_megatron.config.evaluate import EvaluateConfig
 from tepo_megatron.config.rollout import SamplingConfig
 from tepo_megatron.data.prompts import encode_prompt
 from tepo_megatron.data.tokenizer import Tokenizer

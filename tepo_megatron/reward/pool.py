@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from tepo_megatron.config.data import RewardConfig
+from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.reward.process import WorkerProcess
 from tepo_megatron.reward.verifiers import resolve_verifier
 from tepo_megatron.types import Problem

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.data import EvaluateConfig
+from tepo_megatron.config.evaluate import EvaluateConfig
 from tepo_megatron.config.rollout import SamplingConfig, ServerConfig
 from tepo_megatron.data.tasks import addition
 from tepo_megatron.data.tokenizer import load_tokenizer

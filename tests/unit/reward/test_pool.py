@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.config.data import RewardConfig
+from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.reward.pool import RewardPool
 from tepo_megatron.types import Problem
 
@@ -185,7 +185,7 @@ def test_math_in_a_worker() -> None:
 PARENT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts tests in the background has it ignored
-from tepo_megatron.config.data import RewardConfig
+from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.reward.pool import RewardPool
 from tepo_megatron.types import Problem
 sys.path.insert(0, sys.argv[1])

@@ -1,0 +1,17 @@
+"""``model``: which one is trained."""
+
+from pathlib import Path
+from typing import Literal
+
+from tepo_megatron.config.base import Section
+
+
+class ModelConfig(Section):
+    path: str = "builtin:tiny"
+    """Hugging Face folder with config.json, safetensors and tokenizer; ``builtin:tiny`` is the warm start in this package."""
+
+    shards: Path | None = None
+    """Folder that ``tepo import`` made of ``path``: the trainer's ranks read their weights from it, the rest from ``path``."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What weights and activations are kept in, in the trainer and (unless overridden there) in the rollout server."""

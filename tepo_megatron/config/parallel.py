@@ -1,0 +1,57 @@
+"""``engine.parallel``: how the model is split over ranks."""
+
+from pydantic import PositiveInt, model_validator
+
+from tepo_megatron.config.base import Section
+
+
+class ParallelConfig(Section):
+    tp: PositiveInt = 1
+    """Tensor-parallel size: heads, MLP and vocabulary are split over so many ranks."""
+
+    pp: PositiveInt = 1
+    """Pipeline-parallel size: layers are split over so many stages."""
+
+    dp: PositiveInt = 1
+    """Data-parallel size. The world is tp × pp × cp × dp processes."""
+
+    vpp: PositiveInt = 1
+    """Virtual pipeline stages per rank (interleaved 1F1B). ``tepo plan`` reckons with them; the engine refuses more than 1."""
+
+    cp: PositiveInt = 1
+    """Context-parallel size: sequences are split over so many ranks. As ``vpp``: planned with, refused by the engine."""
+
+    ep: PositiveInt = 1
+    """Expert-parallel size: the experts of a mixture-of-experts model are split over so many ranks, taken out of tp × dp."""
+
+    etp: PositiveInt | None = None
+    """Expert-tensor-parallel size: each expert is split over so many ranks. Default: tp, as in Megatron-Core."""
+
+    sequence_parallel: bool = False
+    """Split activations outside attention and MLP over the tensor-parallel ranks (Megatron's SP)."""
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @model_validator(mode="after")
+    def _sequence_parallel_needs_tp(self) -> "ParallelConfig":
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("sequence_parallel = true needs tp > 1; set tp, or sequence_parallel = false")
+        return self
+
+    @model_validator(mode="after")
+    def _experts_fit_a_stage(self) -> "ParallelConfig":
+        etp, ranks = self.tp if self.etp is None else self.etp, self.tp * self.cp * self.dp
+        if ranks % (self.ep * etp):
+            raise ValueError(
+                f"ep × etp = {self.ep} × {etp} does not divide the {ranks} ranks of a pipeline stage (tp × cp × dp); "
+                "lower ep, or raise dp"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _virtual_stages_need_stages(self) -> "ParallelConfig":
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp = {self.vpp} divides pipeline stages further and needs pp > 1; set pp, or vpp = 1")
+        return self
