@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tepo_megatron.bench.gpu_parts import PARTS, Part
-from tepo_megatron.bench.report import markdown, write_report
+from tepo_megatron.bench.gpu_checks import PARTS, Part
+from tepo_megatron.bench.results import markdown, write_report
 from tepo_megatron.cli.doctor.check import version_of
 
 NO_GPU = 3

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tepo_megatron.bench.report import markdown, write_report
+from tepo_megatron.bench.results import markdown, write_report
 from tepo_megatron.bench.settings import ReshardMeasurement, ReshardSetting
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.bench.report import markdown, write_report
+from tepo_megatron.bench.results import markdown, write_report
 from tepo_megatron.bench.settings import StepMeasurement, StepSetting
 
 _LLAMA3 = {

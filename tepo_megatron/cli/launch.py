@@ -141,7 +141,7 @@ def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def _show_plan(plan: Plan) -> None:
-    from tepo_megatron.launch.plan.report import plan_notes, plan_tables
+    from tepo_megatron.launch.plan.tables import plan_notes, plan_tables
 
     for table in plan_tables(plan):
         show(table)

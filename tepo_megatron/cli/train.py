@@ -31,7 +31,7 @@ def train(
         raise typer.Exit(launch(["train", str(run), *given], config.engine.parallel.world_size))
 
     def work(config: Any) -> None:
-        from tepo_megatron.train.run import train as train_run
+        from tepo_megatron.train.training import train as train_run
 
         train_run(config)
 

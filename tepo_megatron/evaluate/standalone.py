@@ -14,7 +14,7 @@ from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.data.problems import load_problems
 from tepo_megatron.data.prompts import usable_problems
 from tepo_megatron.data.tokenizer import check_tokenizer, load_tokenizer
-from tepo_megatron.evaluate.run import EvaluationResult, evaluate
+from tepo_megatron.evaluate.evaluation import EvaluationResult, evaluate
 from tepo_megatron.reward.pool import RewardPool
 from tepo_megatron.rollout.fleet import Fleet
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.rollout.canary import due_prompt
-from tepo_megatron.train.follower import Driver
+from tepo_megatron.train.driver import Driver
 from tepo_megatron.train.minibatches import minibatches
 from tepo_megatron.train.summary import summarize
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
+from tepo_megatron.train.figures import final_table
 from tepo_megatron.train.metrics import MetricsWriter, read_metrics
 from tepo_megatron.train.plots import plot_curves
 from tepo_megatron.train.progress import Progress
-from tepo_megatron.train.report import final_table
 
 
 class Output:

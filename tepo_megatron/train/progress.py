@@ -19,8 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tepo_megatron.train.figures import FIGURES, duration, evaluation_line, figures_line, final_table
 from tepo_megatron.train.palette import PHASE_COLOURS
-from tepo_megatron.train.report import FIGURES, duration, evaluation_line, figures_line, final_table
 
 if TYPE_CHECKING:
     from tepo_megatron.config import LogConfig, RunConfig

@@ -12,7 +12,7 @@ import pytest
 from tepo_megatron.config import ParallelConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.launch.plan import check_exact, make_plan
-from tepo_megatron.launch.plan.plan import Plan
+from tepo_megatron.launch.plan.run_plan import Plan
 from tepo_megatron.launch.plan.shapes import resolve_spec, stage_parameters
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -13,7 +13,7 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.rollout.server import Server
 from tepo_megatron.torchrun import run_rank
 from tepo_megatron.train import inputs
-from tepo_megatron.train.run import train
+from tepo_megatron.train.training import train
 
 RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
 command = Server._command

@@ -19,7 +19,7 @@ from tepo_megatron.bridge.architecture import ModelSpec, read_model_spec
 from tepo_megatron.bridge.geometry import Box
 from tepo_megatron.bridge.layouts import MegatronParallel, megatron_layout, tensor_shapes
 from tepo_megatron.bridge.storage.files import SHARD_BYTES, copy_description, part_name, write_index
-from tepo_megatron.bridge.storage.parts import BUCKET_BYTES, Part, Piece, pack
+from tepo_megatron.bridge.storage.planned_files import BUCKET_BYTES, Part, Piece, pack
 from tepo_megatron.bridge.storage.stored import DTYPES, SHARDS, WEIGHT, StoredWeights, box_key, open_weights
 
 RECORD = "conversion.sha256"

@@ -1,7 +1,7 @@
 """A run reckoned on paper, before a GPU is asked for: memory, traffic, time. Formulas and sources in docs/plan.md. No torch."""
 
 from tepo_megatron.launch.plan.exact import check_exact
-from tepo_megatron.launch.plan.placement import check_placement
-from tepo_megatron.launch.plan.plan import Plan, check_plan, make_plan
+from tepo_megatron.launch.plan.nodes import check_placement
+from tepo_megatron.launch.plan.run_plan import Plan, check_plan, make_plan
 
 __all__ = ["Plan", "check_exact", "check_placement", "check_plan", "make_plan"]

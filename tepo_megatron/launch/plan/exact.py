@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 
-from tepo_megatron.launch.plan.plan import Plan
+from tepo_megatron.launch.plan.run_plan import Plan
 
 
 def check_exact(plan: Plan) -> list[list[int]]:

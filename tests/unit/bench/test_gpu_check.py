@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tepo_megatron.bench.gpu import Gpu, find_gpu, run_part, select, write_results
-from tepo_megatron.bench.gpu_parts import PARTS, Part, pytest_figures, score_figures, step_figures
+from tepo_megatron.bench.gpu_checks import PARTS, Part, pytest_figures, score_figures, step_figures
 from tepo_megatron.cli.bench import app
 
 ROOT = Path(__file__).parents[3]

@@ -13,7 +13,7 @@ from tepo_megatron.config.evaluate import EvaluateConfig
 from tepo_megatron.config.rollout import SamplingConfig, ServerConfig
 from tepo_megatron.data.tasks import addition
 from tepo_megatron.data.tokenizer import load_tokenizer
-from tepo_megatron.evaluate.run import EvaluationResult, evaluate
+from tepo_megatron.evaluate.evaluation import EvaluationResult, evaluate
 from tepo_megatron.evaluate.standalone import without_trainer
 from tepo_megatron.reward.pool import RewardResult
 from tepo_megatron.reward.verifiers import last_word

@@ -18,7 +18,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.launch.plan import make_plan
 from tepo_megatron.launch.plan.memory import layers_in_flight, rank_memory
-from tepo_megatron.launch.plan.plan import Plan
+from tepo_megatron.launch.plan.run_plan import Plan
 from tepo_megatron.launch.plan.shapes import resolve_spec
 from tepo_megatron.launch.plan.time import forward_flops
 
@@ -39,7 +39,7 @@ sys.modules["torch"] = None
 import tepo_megatron.launch
 from tepo_megatron.config.load import load_run
 from tepo_megatron.launch.plan import make_plan
-from tepo_megatron.launch.plan.report import plan_json, plan_tables
+from tepo_megatron.launch.plan.tables import plan_json, plan_tables
 found = make_plan(load_run({QWEN!r}))
 assert plan_json(found) and list(plan_tables(found))
 """

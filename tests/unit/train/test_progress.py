@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from tepo_megatron.config import LogConfig, RunConfig
+from tepo_megatron.train.figures import duration, mean_time_split
 from tepo_megatron.train.progress import LiveProgress, NoProgress, PlainProgress, final_table, make_progress
-from tepo_megatron.train.report import duration, mean_time_split
 
 ROW = {
     "reward/mean": 0.43211,

@@ -9,7 +9,7 @@ from typing import Any
 from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.config import ParallelConfig, RunConfig
 from tepo_megatron.launch.plan.memory import GIB, USABLE, RankMemory, micro_batch_tokens, platform_of, rank_memory
-from tepo_megatron.launch.plan.placement import check_placement
+from tepo_megatron.launch.plan.nodes import check_placement
 from tepo_megatron.launch.plan.rollout import ServerMemory, Sync, check_server, server_memory, weight_sync
 from tepo_megatron.launch.plan.shapes import model_parameters, resolve_spec, stage_parameters
 from tepo_megatron.launch.plan.time import Lengths, StepTime, step_time

@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from tepo_megatron.launch.plan.memory import GIB, USABLE, platform_of
-from tepo_megatron.launch.plan.plan import Plan
 from tepo_megatron.launch.plan.rollout import ServerMemory, Sync
+from tepo_megatron.launch.plan.run_plan import Plan
 from tepo_megatron.launch.plan.time import Lengths
 
 PUBLISHED = {"generation": 84, "log-probs": 18, "training": 28, "weight sync": 14, "step": 147}

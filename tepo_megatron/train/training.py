@@ -10,12 +10,12 @@ import warnings
 from tepo_megatron.config import RunConfig
 from tepo_megatron.engine.checkpoint_folder import newest
 from tepo_megatron.torchrun import report_before_leaving
-from tepo_megatron.train.driver import RootDriver
-from tepo_megatron.train.follower import Driver, Follower
+from tepo_megatron.train.driver import Driver, Follower
 from tepo_megatron.train.inputs import check_model, read_inputs
 from tepo_megatron.train.loop import Loop
 from tepo_megatron.train.output import Output
 from tepo_megatron.train.progress import make_progress
+from tepo_megatron.train.root_driver import RootDriver
 
 
 def train(config: RunConfig) -> None:

@@ -1,0 +1,221 @@
+"""What rank 0 does beside training: servers, problems, rewards, evaluation, logs. The other ranks have a ``Follower``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.data.prompts import encode_prompt
+from tepo_megatron.data.sampler import ProblemSampler
+from tepo_megatron.engine.placement import first_server_gpu, this_machine
+from tepo_megatron.evaluate.evaluation import evaluate
+from tepo_megatron.reward.pool import RewardPool
+from tepo_megatron.rollout.canary import Canary, tolerance
+from tepo_megatron.rollout.fleet import Fleet, ServerDied
+from tepo_megatron.rollout.record import read_rollouts, write_rollouts
+from tepo_megatron.train.inputs import Inputs
+from tepo_megatron.train.metrics import Stopwatch
+from tepo_megatron.train.minibatches import derive_seed
+from tepo_megatron.train.output import Output
+from tepo_megatron.types import Problem, Rollout, WeightsVersion
+
+if TYPE_CHECKING:
+    from tepo_megatron.engine.engine import Engine
+
+T = TypeVar("T")
+
+
+class RootDriver:
+    """Rank 0's. Making it starts servers and verifiers, in the background; servers on the trainer's GPUs wait for ``ready``."""
+
+    def __init__(self, config: RunConfig, inputs: Inputs, output: Output) -> None:
+        self.config = config
+        self.inputs = inputs
+        self.tokenizer = inputs.tokenizer
+        self.output = output
+        self.watch = Stopwatch()
+        self.sampler = ProblemSampler(inputs.train, config.seed)
+        self.pool = RewardPool(config.reward)
+        self.fleet: Fleet | None = None
+        self._starting: Future[None] | None = None
+        if config.rollout.replay is None:
+            self.fleet = Fleet(
+                config.rollout.server,
+                model_dir=inputs.model_dir,
+                dtype=config.model.dtype,
+                stop_token_ids=self.tokenizer.eos_ids,
+                log_dir=config.output / "logs",
+                seed=config.seed,
+                first_gpu=first_server_gpu(config, this_machine()),
+            )
+            if config.rollout.server.placement != "colocated":
+                # The servers take tens of seconds to come up; the model is built meanwhile.
+                self._starting = ThreadPoolExecutor(1, "fleet").submit(self.fleet.start)
+        self._drawn: tuple[int, list[Problem]] = (-1, [])
+        self._canary = Canary(tolerance(config))
+        self._compared: dict[str, float] = {}
+        self._evaluation: dict[str, float] = {}
+        self._failed_rewards = 0
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        self.output.progress.phase(name)
+        return self.watch.phase(name)
+
+    def attempt(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
+        result, died = self._guard(work)
+        if died:
+            self._fleet().revive()
+        return result, died
+
+    def _guard(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
+        """The result, and whether a server died under it, which is told and left to be revived."""
+        try:
+            return work(), False
+        except ServerDied as error:
+            self.output.message(f"{error}; starting it again")
+            return None, True
+
+    def ready(self) -> None:
+        if self.fleet is None:
+            return
+        self.output.progress.phase("servers")  # no phase of the stopwatch: it is no part of a step
+        if self._starting is not None:
+            self._starting.result()
+        else:
+            self.fleet.start()
+
+    # -- rollouts --------------------------------------------------------------------------------------------------------
+
+    def collect(self, step: int) -> list[Rollout]:
+        """G rewarded samples of each of the step's prompts; the same again if called again for the same step."""
+        if self.config.rollout.replay is not None:
+            with self.phase("rollout"):
+                return read_rollouts(self.config.rollout.replay, step)
+        if self._drawn[0] != step:
+            self._drawn = (step, self.sampler.next(self.config.rollout.prompts_per_step))
+        problems = self._drawn[1]
+        rollouts = self._sample(problems, step)
+        rollouts = self._reward(rollouts, problems)
+        if self.config.rollout.record:
+            write_rollouts(self.config.output / "rollouts", step, rollouts)
+        return rollouts
+
+    def _sample(self, problems: Sequence[Problem], step: int) -> list[Rollout]:
+        config = self.config.rollout
+        template = self.config.data.chat_template
+        prompts = [encode_prompt(self.tokenizer, problem, chat_template=template) for problem in problems]
+        with self.phase("rollout"):
+            groups = self._fleet().generate(
+                prompts,
+                n=config.samples_per_prompt,
+                temperature=config.sampling.temperature,
+                max_new_tokens=config.sampling.max_new_tokens,
+                seed=derive_seed(self.config.seed, step, "rollout"),
+            )
+        return [
+            Rollout(
+                problem_id=problem.id,
+                group=group,
+                prompt_ids=prompt,
+                response_ids=tuple(response.response_ids),
+                sampler_logprobs=tuple(response.logprobs),
+                finish_reason=response.finish_reason,
+                weights_version=response.weights_version,
+                text=self.tokenizer.decode(response.response_ids),
+            )
+            for group, (problem, prompt, responses) in enumerate(zip(problems, prompts, groups, strict=True))
+            for response in responses
+        ]
+
+    def _reward(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[Rollout]:
+        with self.phase("reward"):
+            results = self.pool.score([(problems[rollout.group], rollout.text) for rollout in rollouts])
+        failures = [result.error for result in results if result.error]
+        if failures:
+            self._failed_rewards += len(failures)
+            self.output.message(f"{len(failures)} of {len(results)} rewards failed; the first: {failures[0]}")
+        return [replace(rollout, reward=result.reward) for rollout, result in zip(rollouts, results, strict=True)]
+
+    # -- weights ---------------------------------------------------------------------------------------------------------
+
+    def publish(self, version: WeightsVersion, engine: Engine) -> bool:
+        if self.config.rollout.replay is not None:
+            return False
+        if self.config.rollout.server.transfer == "reshard":
+            hand_over = partial(self._fleet().update_shards, version, engine.sender)
+        else:
+            manifest = [(meta.name, meta.shape, meta.dtype) for meta in engine.manifest]
+            tensors = (tensor for _, tensor in engine.stream_weights() if tensor is not None)
+            hand_over = partial(self._fleet().update_weights, version, manifest, tensors)
+        return self._guard(hand_over)[1]  # revived by ``wake``, when the trainer has made room on GPUs that they share
+
+    def wake(self, died: bool) -> bool:
+        if self.fleet is None:
+            return False
+        if died:
+            self.fleet.revive()
+            return True
+        return self.attempt(self.fleet.wake)[1]
+
+    def rest(self) -> None:
+        if self.fleet is not None:
+            self.attempt(self.fleet.sleep)
+
+    def compare(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
+        gap = self._canary.check(step, prompt, logprobs, self._fleet().prompt_logprobs(prompt))
+        self._compared = {"canary/max_logprob_gap": gap}
+
+    def _fleet(self) -> Fleet:
+        assert self.fleet is not None, "a replayed run has no servers"
+        return self.fleet
+
+    # -- evaluation and logs ---------------------------------------------------------------------------------------------
+
+    def evaluate(self, step: int) -> None:
+        if self.config.rollout.replay is not None:
+            return
+        with self.phase("eval"):
+            result = evaluate(
+                self.inputs.heldout,
+                generate=self._fleet().generate,
+                tokenizer=self.tokenizer,
+                pool=self.pool,
+                config=self.config.evaluate,
+                sampling=self.config.rollout.sampling,
+                seed=derive_seed(self.config.seed, step, "evaluate"),
+                chat_template=self.config.data.chat_template,
+            )
+        if result.failures:
+            self.output.message(f"evaluation: {result.failures} responses could not be scored; they count as wrong")
+        self._evaluation = result.metrics
+        self.output.write_samples(step, result.samples)
+
+    def logged(self, step: int) -> bool:
+        return self.output.last_step == step
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        split = self.watch.split()
+        figures = {"weights_version": float(max(step - 1, 0)), **row, **self._evaluation, **self._compared}
+        if "response_tokens" in row:
+            figures["tokens/s"] = row["response_tokens"] / split["time/step"]
+            figures["reward/failed"] = float(self._failed_rewards)
+        self._evaluation, self._compared, self._failed_rewards = {}, {}, 0
+        self.output.write_row(step, {**figures, **split})
+
+    def state(self) -> dict[str, Any]:
+        return {"sampler": self.sampler.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on in the data where the run that was saved stopped."""
+        self.sampler.restore(state["sampler"])
+
+    def close(self) -> None:
+        """Ends servers and verifiers; safe after any failure, also while the servers are still starting."""
+        if self.fleet is not None:
+            self.fleet.stop()
+        self.pool.close()
