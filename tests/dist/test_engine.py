@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tepo_megatron.bridge.geometry import Box, Shard
 from tepo_megatron.bridge.transfer.fingerprint import fingerprint
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
-from tepo_megatron.bridge.geometry import Box, Shard
 from tepo_megatron.types import Rollout, WeightsVersion
 from tests.support.programs import run_program
 

@@ -5,9 +5,6 @@ backward, and checkpoints pass from one split to another.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,21 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.model_worlds import save_random_model
 from safetensors.torch import load_file
 from torch import Tensor
 
 from tepo_megatron.bridge.architecture import read_model_spec
-from tepo_megatron.bridge.storage.convert import export_model, import_model
+from tepo_megatron.bridge.geometry import Box
 from tepo_megatron.bridge.layouts import tensor_shapes
 from tepo_megatron.bridge.layouts.table import EXPERT_NAMES
+from tepo_megatron.bridge.storage.convert import export_model, import_model
 from tepo_megatron.bridge.storage.stored import open_boxes
 from tepo_megatron.config import EngineConfig, ParallelConfig
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.engine.moe import check_parallel
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
-from tepo_megatron.bridge.geometry import Box
 from tepo_megatron.types import Rollout, WeightsVersion
+from tests.support.model_worlds import save_random_model
 from tests.support.programs import run_program
 
 MODELS: dict[str, dict[str, Any]] = {
