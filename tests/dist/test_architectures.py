@@ -26,7 +26,7 @@ from tepo_megatron.engine.batch import pack
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
 from tepo_megatron.types import Rollout, WeightsVersion
 from tests.support.model_worlds import save_random_model
-from tests.support.programs import run_program
+from tests.support.launch import run_world
 
 VOCABULARY = 61
 LLAMA3_ROPE = {
@@ -139,7 +139,7 @@ class Worlds:
                 runs.append({"config": self._config(split, name, out), "out": str(out)})
         case = self.folder / f"world-{size}.json"
         case.write_text(json.dumps({"runs": runs, "rollouts": str(self.folder / "rollouts")}))
-        run_program("architectures", case, ranks=size)
+        run_world("architectures", size, case)
 
     def _config(self, split: Split, name: str, out: Path) -> dict[str, Any]:
         parallel = {"tp": split.tp, "pp": split.pp, "sequence_parallel": split.sequence_parallel}

@@ -27,7 +27,7 @@ from tepo_megatron.engine.moe import check_parallel
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
 from tepo_megatron.types import Rollout, WeightsVersion
 from tests.support.model_worlds import save_random_model
-from tests.support.programs import run_program
+from tests.support.launch import run_world
 
 MODELS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4},
@@ -153,7 +153,7 @@ class Worlds:
                 runs.append({"config": config, "out": str(out), "resume": start and str(start)})
         case = self.folder / f"world-{size}.json"
         case.write_text(json.dumps({"runs": runs, "rollouts": str(self.folder / "rollouts")}))
-        run_program("moe", case, ranks=size)
+        run_world("moe", size, case)
 
     def _config(self, split: Split, model: str) -> dict[str, Any]:
         return {
