@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import importlib, os, pkgutil, warnings
 warnings.filterwarnings("ignore")
@@ -30,6 +32,7 @@ def run(script: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_importing_every_module_changes_nothing() -> None:
     run(SCRIPT)
 
