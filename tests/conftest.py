@@ -14,6 +14,9 @@ from hypothesis import settings
 settings.register_profile("shared_machine", deadline=None, derandomize=True)
 settings.load_profile("shared_machine")
 
+# Tensors here are small: threads that wait for one another would take most of the time, above all where tests run side by side.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+
 # Processes that tests start import this checkout, and tests.support, as the tests do by pytest's `pythonpath`.
 ROOT = str(Path(__file__).parents[1])
 if os.environ.get("PYTHONPATH", "").split(os.pathsep)[0] != ROOT:
