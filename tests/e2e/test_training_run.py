@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.programs import run_program
+from tests.support.programs import TIMEOUT_S, run_program
 
 RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
 STEPS = 10
@@ -54,7 +54,7 @@ def start(*arguments: str, runner: tuple[str, ...] = ()) -> subprocess.Popen[str
 def train(*arguments: str, runner: tuple[str, ...] = ()) -> str:
     """Runs to the end; returns what was printed."""
     process = start(*arguments, runner=runner)
-    out, err = process.communicate(timeout=500)
+    out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, f"exit code {process.returncode}\n{out[-3000:]}\n{err[-3000:]}"
     return out
 
@@ -79,10 +79,10 @@ def processes_naming(folder: Path) -> list[str]:
 
 
 def wait_for_rows(process: subprocess.Popen[str], out: Path, count: int) -> None:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + TIMEOUT_S
     while not ((out / "metrics.jsonl").exists() and len(rows(out)) >= count):
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "no step within four minutes"
+        assert time.monotonic() < deadline, "no step in time"
         time.sleep(0.2)
 
 
@@ -197,7 +197,7 @@ def test_the_trained_model_is_evaluated_by_its_command(trained: Path, tmp_path: 
     """And gives the figure that the run itself saw last: the exported weights are those that the server had."""
     settings = ["evaluate.problems=16", "evaluate.samples=0", f"output={tmp_path / 'eval'}"]
     command = [sys.executable, "-m", "tepo_megatron", "eval", str(trained / "model"), "--run", str(RUN), *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "eval" / "eval" / "metrics.json").read_text())
     assert found["accuracy/greedy"] == rows(trained)[-1]["accuracy/greedy"]
@@ -210,7 +210,7 @@ def test_interrupting_ends_everything(tmp_path: Path) -> None:
     try:
         wait_for_rows(process, out, 3)
         os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 130
         assert "Traceback" not in err
     finally:
@@ -230,7 +230,7 @@ def test_a_server_that_dies_is_replaced_and_the_run_goes_on(tmp_path: Path) -> N
         assert servers
         for server in servers:
             server.kill()
-        printed, err = process.communicate(timeout=300)
+        printed, err = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0, err
     finally:
         process.kill()
@@ -259,7 +259,7 @@ def test_bad_input_is_one_sentence_and_leaves_no_run(overrides: list[str], messa
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "", "answer": "3"}\n')
     process = start(f"output={tmp_path / 'out'}", *(override.format(data=data) for override in overrides))
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode not in (0, None)
     assert message.format(data=data) in err
     assert "Traceback" not in err
