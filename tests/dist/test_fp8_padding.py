@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from launch import run_dist
-from small_llama import draw_rollouts, write_llama
+from tests.support.launch import run_dist
+from tests.support.small_llama import draw_rollouts, write_llama
 
 TEMPERATURE = 0.7
 LENGTHS = (5, 17, 3, 26, 11, 9)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launch import run_dist
+from tests.support.launch import run_dist
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.data.builtin import resolve_model_path

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import run_dist
+from tests.support.launch import run_dist
 from torch import Tensor
 
 from tepo_megatron.bench.reshard import run
@@ -22,8 +22,7 @@ from tepo_megatron.bridge.transfer.sender import ShardSender, decode_order, orde
 from tepo_megatron.bridge.transfer.transport import connect
 from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "bridge"))
-from reshard_models import numbered_model, parameters, small_spec
+from tests.support.reshard_models import numbered_model, parameters, small_spec
 
 HOST, TIMEOUT_S = "127.0.0.1", 60.0
 LEAVES = 2

@@ -18,6 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.programs import run_program
+
 RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
 STEPS = 10
 SMALL = [
@@ -182,9 +184,7 @@ def test_a_run_that_takes_turns_with_its_servers_is_the_same_run(trained: Path, 
     """
     out = tmp_path / "colocated"
     given = [f"output={out}", *SMALL, "train.steps=4", "train.save_every=2", "rollout.server.placement=colocated"]
-    command = [sys.executable, *TORCHRUN, str(Path(__file__).with_name("colocated_world.py")), *given]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_program("colocated", *given, ranks=2)
 
     def figures(folder: Path) -> list[dict[str, Any]]:
         return [{name: row[name] for name in row if name not in EVALUATION_KEYS} for row in without_times(folder)[:5]]

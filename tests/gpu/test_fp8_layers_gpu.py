@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
-from launch import run_dist
-from small_llama import draw_rollouts, write_llama
+from tests.support.launch import run_dist
+from tests.support.small_llama import draw_rollouts, write_llama
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +15,8 @@ from tepo_megatron.bridge.transfer import move
 from tepo_megatron.bridge.transfer.sender import ShardSender, decode_order, order_key
 from tepo_megatron.bridge.transfer.transport import Kind, connect
 from tepo_megatron.bridge.transfer.transports import Member, join
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "bridge"))
-from launch import run_dist
-from reshard_models import numbered_model, parameters, small_spec
+from tests.support.launch import run_dist
+from tests.support.reshard_models import numbered_model, parameters, small_spec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
 

@@ -1,5 +1,5 @@
 """Trains one step on two pipeline stages with full recomputation, once with all CPU patches and once without each:
-patch_probe.py MODEL.
+patch_probe MODEL.
 
 Prints a JSON object: which case → the first error, or null. Cases are forked from one process that has imported Megatron once.
 """

@@ -1,4 +1,4 @@
-"""vLLM's offline engines behind the routes that ``rollout.client.Client`` asks for: offline_host.py, orders on standard input.
+"""vLLM's offline engines behind the routes that ``rollout.client.Client`` asks for: offline_host, orders on standard input.
 
 An order is a line of JSON: {"start": PORT, "model": FOLDER, "tp": N} or {"stop": PORT}. vLLM is imported once and every engine
 is a fork of this process, so that one more takes two seconds. When the input ends, the engines do.

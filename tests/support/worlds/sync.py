@@ -1,4 +1,4 @@
-"""A trainer at TP2 hands its weights to a real vLLM server and says what each side then computes: sync_world.py OUT.
+"""A trainer at TP2 hands its weights to a real vLLM server and says what each side then computes: sync OUT.
 
 Writes OUT/report.json: per sync the server's greedy tokens, the largest difference between the log-probs that it sampled with
 and the trainer's for the same tokens, and what the canary says of it; and OUT/model-N, the weights of sync N.

@@ -1,4 +1,4 @@
-"""A trainer at TP2 × PP2 puts one model after the other into vLLM's offline engines: architectures_vllm_world.py FOLDER.
+"""A trainer at TP2 × PP2 puts one model after the other into vLLM's offline engines: architectures_vllm FOLDER.
 
 FOLDER/cases.json lists the cases. An engine starts with the weights of FOLDER/MODEL/served, the trainer with those of
 FOLDER/MODEL/trained. Writes FOLDER/report.json: by case, what the engine says after the update.
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_models import EOS, LENGTH, PROMPTS
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.rollout.client import Client
@@ -27,6 +26,7 @@ from tepo_megatron.rollout.resources import free_port
 from tepo_megatron.rollout.server import answers
 from tepo_megatron.rollout.sync import BroadcastSync, ShardSync
 from tepo_megatron.types import Rollout, WeightsVersion
+from tests.support.random_models import EOS, LENGTH, PROMPTS
 
 ADDRESS = "127.0.0.1"
 START_TIMEOUT_S = 240.0
@@ -53,7 +53,7 @@ class Host:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN)}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("offline_host.py"))],
+                [sys.executable, "-m", "tests.support.worlds.offline_host"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

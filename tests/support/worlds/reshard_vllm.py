@@ -1,6 +1,6 @@
 """A trainer at TP2 × PP2 puts its weights into real vLLM servers, shard to shard.
 
-reshard_world.py SERVED TRAINED OUT TP COUNT KILL
+reshard_vllm SERVED TRAINED OUT TP COUNT KILL
 
 The servers start with the weights of SERVED, the trainer with those of TRAINED, so that greedy tokens tell whose are in use.
 Writes OUT/report.json. With KILL = 1 the last server is killed in the middle of a second sync, revived and synced.
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_models import EOS, LENGTH, PROMPTS
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
 from tepo_megatron.types import Rollout, WeightsVersion
+from tests.support.random_models import EOS, LENGTH, PROMPTS
 
 
 def publish(engine: Any, fleet: Fleet | None, version: int) -> bool:

@@ -1,4 +1,4 @@
-"""What every rank of a test of models with experts does; started by torchrun: moe_world.py CASE.json.
+"""What every rank of a test of models with experts does; started by torchrun: moe CASE.json.
 
 Takes one model and split after the other: exports what was loaded, scores, trains two steps, saving after each, exports. A run
 that resumes loads another split's checkpoint instead of its first step.
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model_worlds import in_turn
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.rollout.record import read_rollouts
 from tepo_megatron.types import Batch, ObjectiveOutput, TokenScores
+from tests.support.model_worlds import in_turn
 
 
 class MeanSurprise:
@@ -65,6 +65,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     case: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+
     def trained(run: dict[str, Any]) -> Any:
         return one_model(RunConfig.model_validate(run["config"]), Path(case["rollouts"]), Path(run["out"]), run["resume"])
 

@@ -1,4 +1,4 @@
-"""A float32 trainer and a real vLLM server in FP8: quantized_world.py OUT.
+"""A float32 trainer and a real vLLM server in FP8: quantized_server OUT.
 
 Writes OUT/report.json: the server's log-probs of the canary prompt as it loaded the model from disk, after an update to other
 weights by full tensors, which vLLM's own loaders take apart, and after updates to the first and the other weights again, from

@@ -1,4 +1,4 @@
-"""What every rank of an engine test does; started by torchrun: engine_world.py CASE.json.
+"""What every rank of an engine test does; started by torchrun: engine CASE.json.
 
 Trains a few optimizer steps on given rollouts under one parallel layout, and writes what the tests compare with other layouts.
 """
