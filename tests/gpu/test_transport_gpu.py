@@ -38,19 +38,26 @@ def sends(kind: Kind, device: torch.device, updates: int, dies: bool) -> Any:
     plan = reshard_plan(SPEC, MegatronParallel(), VllmParallel(), {0: 0} if kind == "ipc" else None)
     params = {name: tensor.float().to(device) for name, tensor in parameters(SOURCES, MODEL)[0].items()}
     sender = ShardSender(
-        plan, params, rank=0, dtype=torch.float32, told=lambda value: value, timeout_s=TIMEOUT_S, device=device, transport=kind
+        plan,
+        params,
+        rank=0,
+        dtype=torch.float32,
+        broadcast_from_root=lambda value: value,
+        timeout_s=TIMEOUT_S,
+        device=device,
+        transport=kind,
     )
-    dist.broadcast(torch.tensor([sender.open(HOST)]), src=0)
-    sender.join()
+    dist.broadcast(torch.tensor([sender.open_rendezvous(HOST)]), src=0)
+    sender.join_group()
     for _ in range(updates):
-        sender.send()
+        sender.send_shards()
         for tensor in params.values():
             tensor *= 2
     failed_after = -1.0
     if dies:
         began = time.monotonic()
         with pytest.raises(RuntimeError, match=r"sending|NCCL could not start"):
-            sender.send()
+            sender.send_shards()
         failed_after = time.monotonic() - began
     sender.close()
     return failed_after
@@ -95,16 +102,16 @@ def test_a_worker_that_leaves_ends_the_sending_long_before_the_time_out(kind: Ki
 
 
 def test_what_leaves_a_gpu_frees_its_memory_and_comes_back() -> None:
-    from tepo_megatron.engine.offload import Parking
+    from tepo_megatron.engine.offload import OffloadedStorages
 
     device = torch.device("cuda", 0)
     whole = torch.randn(2**24, device=device)
     views, alone = [whole[: 2**20].view(1024, 1024), whole[2**20 :]], torch.randn(1000, device=device)
     before, used = [tensor.cpu() for tensor in (*views, alone)], torch.cuda.memory_allocated()
-    parking = Parking(device)
+    storages = OffloadedStorages(device)
     for _ in range(2):
-        parking.leave([*views, alone])
-        assert parking.nbytes >= whole.nbytes + alone.nbytes
+        storages.offload([*views, alone])
+        assert storages.nbytes >= whole.nbytes + alone.nbytes
         assert torch.cuda.memory_allocated() <= used - whole.nbytes
-        parking.come_back()
+        storages.onload()
         assert all(torch.equal(tensor.cpu(), value) for tensor, value in zip((*views, alone), before, strict=True))

@@ -1,6 +1,6 @@
 """One rank of a run whose servers are driven as on the trainer's GPUs, where there are none: colocated OVERRIDE…
 
-The trainer's storages really leave and come back. vLLM's server goes through sleep and waking, which move no memory on a CPU.
+The trainer's storages are really offloaded and onloaded. vLLM's server sleeps and wakes, which moves no memory on a CPU.
 """
 
 from __future__ import annotations

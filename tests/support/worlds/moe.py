@@ -45,7 +45,7 @@ def one_model(config: RunConfig, rollouts: Path, out: Path, resume: str | None) 
     built = {name: tuple(param.shape) for name, param in engine.params.items()}
     assert built == dict(engine.layouts[engine.ranks.rank].params)
     engine.export(out / "initial")
-    batch = engine.score(engine.share(read_rollouts(rollouts, 0) if is_root else None))
+    batch = engine.score(engine.batch_from_root(read_rollouts(rollouts, 0) if is_root else None))
     assert batch.old_logprobs_T is not None
     report: dict[str, Any] = {"logprobs": batch.old_logprobs_T.tolist(), "updates": []}
     for step in (1, 2):

@@ -36,7 +36,7 @@ def train_one_step(model: Path) -> None:
         Rollout("p", 0, (3, 4), (5, 6, 7), (-1.0, -1.0, -1.0), "stop", WeightsVersion(0), reward=float(reward))
         for reward in (0, 1, 1)
     ]
-    engine.update(engine.score(engine.share(rollouts)))
+    engine.update(engine.score(engine.batch_from_root(rollouts)))
 
 
 def without(case: str) -> None:

@@ -152,7 +152,7 @@ def test_a_server_that_is_not_there_is_named() -> None:
 
 def scored(prompt: list[int], logprobs: list[float]) -> bytes:
     tokens = [None, *({str(token): {"logprob": value, "rank": 1}} for token, value in zip(prompt[1:], logprobs, strict=True))]
-    return json.dumps({"choices": [{"prompt_logprobs": tokens}]}).encode()
+    return json.dumps({"prompt_logprobs": tokens}).encode()
 
 
 def test_a_prompt_is_scored_without_its_first_token(serve: Serve) -> None:
@@ -164,8 +164,8 @@ def test_a_prompt_is_scored_without_its_first_token(serve: Serve) -> None:
 
     assert serve(answer).prompt_logprobs((4, 9, 7)) == [-0.5, -2.25]
     (path, body) = seen[0]
-    assert path == "/v1/completions"
-    assert {"prompt": [[4, 9, 7]], "prompt_logprobs": 0, "max_tokens": 1}.items() <= body.items()
+    assert (path, body["token_ids"]) == (GENERATE, [4, 9, 7])
+    assert body["sampling_params"] == {"prompt_logprobs": 0, "max_tokens": 1}
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_prompt_is_scored_without_its_first_token(serve: Serve) -> None:
     [
         b"{}",
         b'{"choices": []}',
-        b'{"choices": [{"prompt_logprobs": null}]}',
+        b'{"prompt_logprobs": null}',
         scored([4, 9], [-1.0]),
         scored([4, 9, 8], [-1.0] * 2),
     ],
