@@ -17,7 +17,7 @@ from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rollout.client import INITIAL_WEIGHTS, Client
 from tepo_megatron.rollout.external import ExternalServer
 from tepo_megatron.rollout.requests import Request, prompt_seed, split_groups
-from tepo_megatron.rollout.server import Server, at_once
+from tepo_megatron.rollout.server import Server, for_all_at_once
 from tepo_megatron.rollout.servers import make_servers
 from tepo_megatron.rollout.sync import BroadcastSync, ShardSync, WeightSync
 from tepo_megatron.types import Response, WeightsVersion
@@ -64,6 +64,7 @@ class Fleet:
         self._pool: ThreadPoolExecutor | None = None
         self._version: WeightsVersion | None = None
         self._restarts = 0
+        # start() may run in another thread than stop(): without the lock a server could be started after all were stopped.
         self._spawning = threading.Lock()
         self._stopped = False
 
@@ -93,7 +94,7 @@ class Fleet:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
-        at_once(self._servers, lambda server: server.stop())
+        for_all_at_once(self._servers, lambda server: server.stop())
         for client in self._clients:
             client.close()
         self._clients = []
@@ -165,7 +166,7 @@ class Fleet:
                     if on_progress is not None:
                         on_progress(done, total)
         except RuntimeError as error:
-            for request in requests:
+            for request in requests:  # those that have not begun; the others end with their servers, or by themselves
                 request.cancel()
             self._raise_if_dead(error)
             raise
@@ -190,7 +191,7 @@ class Fleet:
 
     def _on_all(self, request: Callable[[Client], None]) -> None:
         try:
-            at_once(self._clients, request)
+            for_all_at_once(self._clients, request)
         except RuntimeError as error:
             self._raise_if_dead(error)
             raise
@@ -207,8 +208,8 @@ class Fleet:
         try:
             self._update(version, BroadcastSync, lambda sync: sync.update_weights(version, manifest, stream))
         except (RuntimeError, ValueError):
-            for _ in stream:
-                pass
+            for _ in stream:  # each tensor is a collective of the trainer's ranks
+                continue
             raise
 
     def update_weights_from_shards(self, version: WeightsVersion, sender: ShardSender) -> None:
@@ -242,7 +243,7 @@ class Fleet:
             message = f"weights {version.step} did not reach the rollout servers: {error}"
             raise (ServerDied if died else type(error))(message) from error
         finally:
-            if self._version is None:
+            if self._version is None:  # some servers may have the new weights, others half of them
                 self._end()
 
     def _close_sync(self) -> None:
@@ -279,12 +280,12 @@ class Fleet:
                 for server in servers:
                     server.start(taken)
                     taken.add(server.port)
-            at_once(servers, lambda server: server.wait_ready())
+            for_all_at_once(servers, lambda server: server.wait_ready())
             for client in self._clients:
                 client.close()
             self._clients = [Client(server.url, self._key, self._config.request_timeout_s) for server in self._servers]
             if self._sleeps:
-                at_once(self._clients, Client.sleep)
+                for_all_at_once(self._clients, Client.sleep)
         except BaseException:
             self._end()
             raise

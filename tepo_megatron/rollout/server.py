@@ -128,7 +128,7 @@ class Server:
 
     def healthy(self) -> bool:
         """Whether the server runs and says that its engine works."""
-        return self.alive and answers(self.config.host, self.port)
+        return self.alive and is_healthy(self.config.host, self.port)
 
     def stop(self) -> None:
         """End every process of the server: SIGTERM, a wait of seconds, SIGKILL. Does nothing if there is none."""
@@ -218,7 +218,7 @@ class Server:
         return environment
 
 
-def answers(host: str, port: int) -> bool:
+def is_healthy(host: str, port: int) -> bool:
     """Whether a server there says that its engine works."""
     connection = HTTPConnection(host, port, timeout=HEALTH_TIMEOUT_S)
     try:
@@ -230,7 +230,7 @@ def answers(host: str, port: int) -> bool:
         connection.close()
 
 
-def at_once(servers: Sequence[T], action: Callable[[T], None]) -> None:
+def for_all_at_once(servers: Sequence[T], action: Callable[[T], None]) -> None:
     """Do it to all servers at once; raises the first error when one fails, without waiting for the others."""
     pool = ThreadPoolExecutor(len(servers), thread_name_prefix="server")
     try:

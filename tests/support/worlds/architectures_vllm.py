@@ -23,7 +23,6 @@ import torch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.rollout.client import Client
 from tepo_megatron.rollout.resources import free_port
-from tepo_megatron.rollout.server import answers
 from tepo_megatron.rollout.sync import BroadcastSync, ShardSync
 from tepo_megatron.train.weights import make_shard_sender
 from tepo_megatron.types import Rollout, WeightsVersion
@@ -84,7 +83,7 @@ class Host:
 
     def _client(self, port: int) -> Client:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not answers(ADDRESS, port):
+        while not is_healthy(ADDRESS, port):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"vLLM's engine is not up:\n{self._log.read_text()[-6000:]}")
             time.sleep(0.05)
