@@ -23,6 +23,7 @@ import torch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.rollout.client import Client
 from tepo_megatron.rollout.resources import free_port
+from tepo_megatron.rollout.server import is_healthy
 from tepo_megatron.rollout.sync import BroadcastSync, ShardSync
 from tepo_megatron.train.weights import make_shard_sender
 from tepo_megatron.types import Rollout, WeightsVersion
