@@ -18,6 +18,7 @@ from tepo_megatron.config.objective_choices import (
     GroupAdvantage,
     KLCov,
     KLMask,
+    KLTerm,
     Mismatch,
     Ratio,
     SequenceTokenRatio,
@@ -67,6 +68,12 @@ class ObjectiveConfig(Section):
 
     mismatch: Mismatch | None = None
     """Correction for a sampler whose probabilities differ from the trainer's; kind ``truncate`` unless given."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a KL term is against the frozen reference model: then a copy of the first weights is kept, and scored."""
+        sections = (getattr(self, name) for name in type(self).model_fields)
+        return any(isinstance(section, KLTerm) and section.against == "reference" for section in sections)
 
     @model_validator(mode="before")
     @classmethod

@@ -156,8 +156,8 @@ class ConstantSum(Section):
     """``sequence``: the divisor is the constant times the sequences of the optimizer step; ``step``: the constant alone."""
 
 
-class _Penalty(Section):
-    """What all KL terms have. d is log π_θ − log π_old or log π_θ − log π_ref at the sampled token."""
+class KLTerm(Section):
+    """The fields of every KL term. d is log π_θ − log π_old or log π_θ − log π_ref at the sampled token."""
 
     coefficient: NonNegativeFloat
     estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
@@ -168,7 +168,7 @@ class _Penalty(Section):
     """``importance`` multiplies by π_θ/π_old, with gradient, so that the mean over samples of π_old estimates KL(π_θ‖·)."""
 
 
-class KLMask(_Penalty):
+class KLMask(KLTerm):
     """TEPO's token-level KL: only tokens with a positive advantage and falling entropy."""
 
     coefficient: NonNegativeFloat = 1.0
@@ -192,14 +192,14 @@ class KLMask(_Penalty):
     nothing."""
 
 
-class KL(_Penalty):
+class KL(KLTerm):
     """A KL penalty on every response token."""
 
     coefficient: NonNegativeFloat = 0.04
     against: Literal["old", "reference"] = "reference"
 
 
-class KLCov(_Penalty):
+class KLCov(KLTerm):
     """A KL penalty on the response tokens of highest covariance (KL-Cov)."""
 
     coefficient: NonNegativeFloat = 1.0

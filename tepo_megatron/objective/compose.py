@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tepo_megatron.objective.advantage import group_advantages, overlong_penalty
 from tepo_megatron.objective.aggregate import token_weights
-from tepo_megatron.objective.checks import check_scores, needs_reference
+from tepo_megatron.objective.checks import check_scores
 from tepo_megatron.objective.context import StepContext, prepare_step
 from tepo_megatron.objective.covariance import covariance_statistic, tickets
 from tepo_megatron.objective.metrics import measure
@@ -49,7 +49,7 @@ class Objective:
     @property
     def needs_reference(self) -> bool:
         """Whether batches need ``reference_logprobs_T``."""
-        return needs_reference(self.config)
+        return self.config.needs_reference
 
     def advantages(self, batch: Batch) -> Tensor:
         """Advantages fp32 [S] of the whole rollout batch, from ``rewards_S``, ``groups_S`` and the response lengths."""

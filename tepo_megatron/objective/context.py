@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from tepo_megatron.objective.aggregate import step_denominator
-from tepo_megatron.objective.checks import check_step, needs_reference
+from tepo_megatron.objective.checks import check_step
 from tepo_megatron.objective.covariance import (
     covariance_statistic,
     exact_mean,
@@ -54,7 +54,7 @@ def prepare_step(config: ObjectiveConfig, batch: Batch) -> StepContext:
         ValueError: a field is missing or has another shape, a log-probability at a response token is not finite, or there is no
             response token.
     """
-    check_step(batch, reference=needs_reference(config))
+    check_step(batch, reference=config.needs_reference)
     assert batch.advantages_S is not None
     assert batch.old_logprobs_T is not None
     mask_T, index_T = batch.loss_mask_T, batch.sequence_index_T

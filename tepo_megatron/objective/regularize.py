@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tepo_megatron.config.objective_choices import KL, EntropyBonus, KLCov, KLMask
+    from tepo_megatron.config.objective_choices import EntropyBonus, KLTerm
 
 
 def kl_estimate(difference_T: Tensor, estimator: Literal["k1", "k2", "k3", "abs"]) -> Tensor:
@@ -25,7 +25,7 @@ def kl_estimate(difference_T: Tensor, estimator: Literal["k1", "k2", "k3", "abs"
     return difference_T.abs()
 
 
-def kl_penalty(term: KLMask | KL | KLCov, delta_T: Tensor, reference_delta_T: Tensor | None) -> Tensor:
+def kl_penalty(term: KLTerm, delta_T: Tensor, reference_delta_T: Tensor | None) -> Tensor:
     """The KL values of one term, not yet masked nor multiplied by its coefficient.
 
     ``delta_T`` is log π_θ − log π_old, ``reference_delta_T`` log π_θ − log π_ref. With ``weight = importance`` the estimate is
