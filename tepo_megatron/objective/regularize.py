@@ -38,16 +38,6 @@ def kl_penalty(term: KLTerm, delta_T: Tensor, reference_delta_T: Tensor | None) 
     return value_T * delta_T.exp() if term.weight == "importance" else value_T
 
 
-def entropy_falls(change_T: Tensor, tolerance: float) -> Tensor:
-    """1[ΔH < −tolerance], ΔH = H(π_θ) − H(π_old) of the full distributions (TEPO.md §4, reading ``measured``); bool."""
-    return change_T < -tolerance
-
-
-def entropy_predicted_to_fall(covariance_T: Tensor) -> Tensor:
-    """1[c > 0] of the covariance statistic (TEPO.md §4 and §5, reading ``covariance``); bool."""
-    return covariance_T > 0
-
-
 def entropy_coefficient(bonus: EntropyBonus | None, old_entropy_mean: Tensor | None) -> float:
     """The coefficient for one optimizer step; ``adaptive`` fades with the mean entropy of π_old (TEPO.md §6, reading)."""
     if bonus is None:

@@ -39,13 +39,16 @@ def weighted_logprob(ratio_T: Tensor, logprob_T: Tensor, advantage_T: Tensor, lo
 def surrogate(
     region: TrustRegion, ratio_T: Tensor, logprob_T: Tensor, advantage_T: Tensor, detached_T: Tensor | None
 ) -> Surrogate:
-    """The surrogate under a trust region; ``detached_T`` bool marks the tokens that Clip-Cov deprives of their gradient."""
-    if region.kind == "clip":
-        return clipped(ratio_T, advantage_T, region.low, region.high, region.dual)
+    """The surrogate under a trust region.
+
+    ``detached_T`` (bool) marks the tokens that a mechanism deprives of their gradient; their value stays as it is.
+    """
+    if detached_T is not None:  # of both, since some regions send the gradient through the ratio, others through log π
+        ratio_T = torch.where(detached_T, ratio_T.detach(), ratio_T)
+        logprob_T = torch.where(detached_T, logprob_T.detach(), logprob_T)
     if region.kind == "clip_weight":
         return weighted_logprob(ratio_T, logprob_T, advantage_T, region.low, region.high)
-    if region.kind == "clip_cov":
-        assert detached_T is not None
-        return clipped(torch.where(detached_T, ratio_T.detach(), ratio_T), advantage_T, region.low, region.high)
-    never_T = torch.zeros_like(advantage_T, dtype=torch.bool)
-    return Surrogate(ratio_T * advantage_T, never_T, never_T)
+    if region.kind == "none":
+        never_T = torch.zeros_like(advantage_T, dtype=torch.bool)
+        return Surrogate(ratio_T * advantage_T, never_T, never_T)
+    return clipped(ratio_T, advantage_T, region.low, region.high, region.dual if region.kind == "clip" else None)

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.objective_choices import MaskOutside, Truncate
-from tepo_megatron.objective.covariance import exact_mean, lottery_threshold, tickets
+from tepo_megatron.objective.covariance import exact_mean
+from tepo_megatron.objective.mechanisms.clip_cov import lottery_threshold, tickets
 from tepo_megatron.objective.mismatch import effective_sample_share, mismatch_weights
 from tepo_megatron.objective.trust_region import clipped, weighted_logprob
 
