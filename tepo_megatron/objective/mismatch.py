@@ -10,7 +10,7 @@ from torch import Tensor
 from tepo_megatron.objective.ratio import Reduce, sequence_sum
 
 if TYPE_CHECKING:
-    from tepo_megatron.config.objective_choices import Mismatch
+    from tepo_megatron.config.objective_terms import Mismatch
 
 
 def mismatch_weights(

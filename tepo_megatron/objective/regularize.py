@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tepo_megatron.config.objective_choices import EntropyBonus, KLTerm
+    from tepo_megatron.config.objective_terms import EntropyBonus, KLTerm
 
 
 def kl_estimate(difference_T: Tensor, estimator: Literal["k1", "k2", "k3", "abs"]) -> Tensor:

@@ -1,6 +1,6 @@
 """Terms that act on chosen tokens beside the surrogate: a KL penalty on them, or no gradient for them. One file each.
 
-A new one is a class that keeps to `Mechanism`, its section in ``config/objective_choices.py``, and a place in `MECHANISMS`.
+A new one is a class that keeps to `Mechanism`, its section in ``config/objective_terms.py``, and a place in `MECHANISMS`.
 """
 
 from __future__ import annotations

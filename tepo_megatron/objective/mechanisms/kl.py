@@ -11,7 +11,7 @@ from tepo_megatron.objective.regularize import kl_penalty
 
 if TYPE_CHECKING:
     from tepo_megatron.config.objective import ObjectiveConfig
-    from tepo_megatron.config.objective_choices import KL
+    from tepo_megatron.config.objective_terms import KL
     from tepo_megatron.objective.values import StepValues, TokenValues
 
 

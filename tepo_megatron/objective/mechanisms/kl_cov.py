@@ -12,7 +12,7 @@ from tepo_megatron.objective.regularize import kl_penalty
 
 if TYPE_CHECKING:
     from tepo_megatron.config.objective import ObjectiveConfig
-    from tepo_megatron.config.objective_choices import KLCov
+    from tepo_megatron.config.objective_terms import KLCov
     from tepo_megatron.objective.values import StepValues, TokenValues
 
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from tepo_megatron.config.objective import PRESETS, ObjectiveConfig
-from tepo_megatron.config.objective_choices import KLTerm
+from tepo_megatron.config.objective_terms import KLTerm
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from objective_batches import make_batch, masks, whole
 
 from tepo_megatron.config.objective import ObjectiveConfig
-from tepo_megatron.config.objective_choices import KL
+from tepo_megatron.config.objective_terms import KL
 from tepo_megatron.objective import build_objective
 from tepo_megatron.objective.regularize import kl_penalty
 
