@@ -75,9 +75,9 @@ class Objective:
         """A micro-batch's share of the loss.
 
         Args:
-            scores: of the policy being trained, [T]; values outside the loss mask are not read.
+            scores: [T], what the policy being trained gave; values outside the loss mask are not read.
             batch: the micro-batch. Sequences without a response token change nothing.
-            context: of the optimizer step that the micro-batch belongs to.
+            context: what ``prepare`` gave for the optimizer step that the micro-batch belongs to.
             reduce: sums per-sequence values over context-parallel ranks, see `sequence_sum`; all of them must call.
 
         Returns:

@@ -27,6 +27,7 @@ def mismatch_weights(
     weight_T = difference_T.exp()
     if correction.kind == "truncate":
         return weight_T.clamp(max=correction.cap)
+    # 0 and not the nearer bound: a token whose two probabilities differ that much is taken for wrong, and counts nothing
     inside_T = (weight_T >= correction.low) & (weight_T <= correction.high)
     return torch.where(inside_T, weight_T, 0.0)
 
