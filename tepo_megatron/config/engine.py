@@ -19,8 +19,8 @@ class EngineConfig(Section):
 
     fp8: Fp8Config = Fp8Config()
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The part of a GPU's memory beyond which the trainer's allocations fail; ``memory/peak_gib`` in the metrics says what it
-    took. In the colocated placement servers that sleep keep some too."""
+    """The part of a GPU's memory that the trainer may allocate; beyond it an allocation fails. The metric ``memory/peak_gib``
+    is what it used. In the colocated placement servers that sleep keep some memory too."""
 
     parallel: ParallelConfig = ParallelConfig()
 
@@ -28,7 +28,8 @@ class EngineConfig(Section):
     """Upper bound on the tokens packed into one micro-batch; a longer sequence gets a micro-batch of its own."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation, as in Megatron-Core."""
+    """Which activations are computed again in the backward pass rather than kept, as in Megatron-Core: ``selective`` those of
+    attention, ``full`` every layer's. More of it takes less memory and more time."""
 
     score_backend: Literal["auto", "torch", "cpp", "triton"] = "auto"
     """What sweeps the logits for log-probs and entropies: ``cpp`` on a CPU with a compiler, ``triton`` on a GPU, ``torch``

@@ -20,10 +20,15 @@ from tepo_megatron.config.train import TrainConfig
 
 class RunConfig(Section):
     name: str = "run"
+    """Free text that names the run in the progress view, in pictures and in plans."""
+
     output: Path = Path("out/run")
-    """Everything that the run writes goes below this folder."""
+    """The folder for everything that the run writes."""
 
     seed: int = 0
+    """Seed of everything random: order of problems, sampling, evaluation, mini-batches. On a CPU the same seed and the same
+    rollouts give the same weights, bit for bit."""
+
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -20,6 +19,7 @@ from tepo_megatron.bridge.transfer.transport import BACKEND
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.resources import reserve_port, visible_gpus
+from tepo_megatron.rollout.server_log import first_error
 
 T = TypeVar("T")
 
@@ -37,7 +37,6 @@ the length of a step, waits four times as long: a connection that one side close
 
 LOG_LINES = 20
 
-_ERROR = re.compile(r"\b\w*(Error|Exception): \S")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 _TORCHRUN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
@@ -148,7 +147,7 @@ class Server:
             os.killpg(process.pid, signal.SIGKILL)  # there is something left only if the supervisor itself was killed
 
     def log_end(self, lines: int = LOG_LINES) -> str:
-        """For messages: the log's path, its first error since the start, which tends to be the cause, and its last lines."""
+        """The log's path, its first error since the start, which is the likely cause, and its last lines; for messages."""
         try:
             with self.log.open(errors="replace") as log:
                 log.seek(self._log_start)
@@ -156,8 +155,8 @@ class Server:
         except OSError as error:
             return f"Its log {self.log} cannot be read: {error.strerror}"
         parts = [f"The last lines of {self.log}:", *(f"  {line}" for line in text[-lines:])]
-        if cause := next(filter(_ERROR.search, text[:-lines]), None):
-            parts = [f"The first error in {self.log}:", f"  {cause}", *parts]
+        if cause := first_error(text):
+            parts = [f"The first error in {self.log}:", *(f"  {line}" for line in cause), *parts]
         return "\n".join(parts)
 
     def _command(self, on_gpu: bool) -> list[str]:

@@ -74,7 +74,7 @@ def _in_triton(device: torch.device) -> Backend:
         )
     from tepo_megatron.vocab_parallel import triton_sweep
 
-    if device.type != "cuda" and not triton_sweep.INTERPRETED:
+    if device.type != "cuda" and not triton_sweep.is_interpreted():
         raise ValueError(
             f"backend = 'triton' is for logits on a GPU, these are on {device}; use backend = 'auto', or for a test start the "
             "process with TRITON_INTERPRET=1"

@@ -19,9 +19,6 @@ from tepo_megatron.vocab_parallel.combine import RowScores, merge
 from tepo_megatron.vocab_parallel.row_sweeps import RowSweeps
 from tepo_megatron.vocab_parallel.shard import Scoring
 
-INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether Triton's interpreter runs the kernels, on CPU: TRITON_INTERPRET=1 when this module was imported."""
-
 _LOG2_E = math.log2(math.e)
 _VECTOR_BYTES = 16
 _ELEMENTS = 16
@@ -51,6 +48,11 @@ class _Grid(NamedTuple):
             "VECTOR": self.vector,
             "num_warps": max(1, self.threads // 32),
         }
+
+
+def is_interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on CPU: TRITON_INTERPRET=1 was set when `triton_kernels` was imported."""
+    return not isinstance(triton_kernels.statistics_kernel, triton.JITFunction)
 
 
 def statistics(logits_TVp: Tensor, scoring: Scoring, stats_R4: Tensor) -> None:

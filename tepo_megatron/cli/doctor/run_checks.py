@@ -10,10 +10,13 @@ from pathlib import Path
 
 import httpx
 
+from tepo_megatron.bridge.architecture import read_model_spec
 from tepo_megatron.cli.doctor.check import Check
 from tepo_megatron.config import RunConfig
+from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.registry import registered
+from tepo_megatron.rollout.split import check_server_split
 
 _GIB = 2**30
 _BYTES_PER_CHECKPOINT_BYTE = 8
@@ -35,6 +38,8 @@ def run_checks(config: RunConfig) -> list[Callable[[], Check]]:
         checks.append(partial(_server_port, config))
     if server.placement != "external" and server.quantization != "none":
         checks.append(partial(_quantization, config))
+    if server.tp > 1:
+        checks.append(partial(_server_split, config))
     for number, check in enumerate(checks):
         setattr(check, "__name__", f"_run_{number}")  # noqa: B010  # what diagnose() calls a check that fails by itself
     return checks
@@ -63,6 +68,16 @@ def _quantization(config: RunConfig) -> Check:
     except ValueError as error:
         return Check("quantization", "fail", quantization, str(error), needed=True)
     return Check("quantization", "ok", quantization, needed=True)
+
+
+def _server_split(config: RunConfig) -> Check:
+    """Whether vLLM can split the run's model over the workers of a server."""
+    detail = f"rollout.server.tp = {config.rollout.server.tp}"
+    try:
+        check_server_split(config.rollout.server, read_model_spec(resolve_model_path(config.model.path)))
+    except ValueError as error:
+        return Check("server split", "fail", detail, str(error), needed=True)
+    return Check("server split", "ok", detail, needed=True)
 
 
 def _server_port(config: RunConfig) -> Check:

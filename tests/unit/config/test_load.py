@@ -129,6 +129,7 @@ def test_a_section_of_another_kind_replaces_the_one_below(tmp_path: Path) -> Non
         ("lr=3", "lr: unknown key (got 3); did you mean optimizer.lr?"),
         ("train.zzz=3", "train.zzz: unknown key (got 3); known keys here: steps, minibatches"),
         ("engine.parallel.sequence_parallel=true", "engine.parallel: sequence_parallel = true needs tp > 1"),
+        ("optimizer.min_lr=1", "optimizer: min_lr = 1 is more than lr = 1e-06; lower min_lr, or raise lr"),
         ("train.minibatches=1000", "512 rollouts a step cannot fill train.minibatches = 1000"),
         ("objective.ratio.kind=tokn", 'objective.ratio.kind: got "tokn"; allowed: "sequence", "sequence_token", "token"'),
         (
