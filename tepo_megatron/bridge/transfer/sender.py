@@ -23,7 +23,7 @@ from tepo_megatron.bridge.transfer.messages import (
     wire_dtype,
 )
 from tepo_megatron.bridge.transfer.move import send
-from tepo_megatron.bridge.transfer.transport import Group, Kind, connect, give_up, listen, own_address
+from tepo_megatron.bridge.transfer.transport import Group, TransportName, announce_departure, connect, listen, own_address
 from tepo_megatron.bridge.transfer.transports import Member, join
 
 _FAILED = "failed"
@@ -48,7 +48,7 @@ class ShardSender:
         told: Callable[[Any], Any],
         timeout_s: float,
         device: torch.device | None = None,
-        transport: Kind = "gloo",
+        transport: TransportName = "gloo",
     ) -> None:
         self.num_sources, self.world_size = plan.num_sources, plan.num_sources + plan.num_destinations
         self._plan, self._params, self._rank, self._told, self._timeout_s = plan, params, rank, told, timeout_s
@@ -90,7 +90,7 @@ class ShardSender:
             host, port = self._meeting
             store = self._store = self._store or connect(host, port, self._timeout_s)
             address = own_address(host, port)
-            member = Member(self._rank, self.world_size, self._device, address, gives=self._gives())
+            member = Member(self._rank, self.world_size, self._device, address, same_gpu_receivers=self._gives())
             self._group = join(self._transport, store, member, self._timeout_s)
 
     def _gives(self) -> dict[int, int]:
@@ -157,7 +157,7 @@ class ShardSender:
         if self._group is not None:
             self._group.close()
         elif self._store is not None:
-            give_up(self._store)
+            announce_departure(self._store)
         self._group = self._meeting = self._store = None
 
 
@@ -171,7 +171,7 @@ class Order(NamedTuple):
 
     incoming: Queues
     wire: torch.dtype
-    transport: Kind
+    transport: TransportName
     near: int | None
 
     @property
@@ -180,7 +180,9 @@ class Order(NamedTuple):
         return () if self.near not in self.incoming else (self.near,)
 
 
-def encode_order(ends: list[End], wire: torch.dtype, limit: int, *, transport: Kind = "gloo", near: int | None = None) -> str:
+def encode_order(
+    ends: list[End], wire: torch.dtype, limit: int, *, transport: TransportName = "gloo", near: int | None = None
+) -> str:
     """What a worker must know to receive: dtype on the wire, size of a message in bytes, and its ends of the moves."""
     moves = [
         [end.peer, end.param, end.region.box.start, end.region.box.stop, end.region.count, end.region.step] for end in ends

@@ -22,7 +22,7 @@ from tepo_megatron.bridge.layouts import (
     tensor_shapes,
     vllm_ranks,
 )
-from tepo_megatron.bridge.transfer.gather import sources, written_by
+from tepo_megatron.bridge.transfer.gather import gather_sources, shards_to_write
 
 SIZES: dict[str, Any] = {
     "hidden_size": 24,
@@ -88,8 +88,8 @@ def test_a_rank_holds_its_share_of_the_experts(case: Case) -> None:
         assert numbers == set(range(at.ep_rank * each, (at.ep_rank + 1) * each))
         local = {param.rsplit("decoder.layers.", 1)[1] for param in layout.params if ".experts." in param}
         assert len({name.split(".", 1)[1] for name in local}) == 2 * each
-    plan = sources(layouts)
-    written = [shard for rank in range(len(layouts)) for shard in written_by(plan, rank)]
+    plan = gather_sources(layouts)
+    written = [shard for rank in range(len(layouts)) for shard in shards_to_write(plan, rank)]
     assert len({(shard.tensor, shard.box) for shard in written}) == len(written)
 
 
