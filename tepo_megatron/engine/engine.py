@@ -18,9 +18,9 @@ from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatro
 from tepo_megatron.bridge.reshard.plan import reshard_plan
 from tepo_megatron.bridge.storage.files import write_model
 from tepo_megatron.bridge.transfer.fingerprint import fingerprint
-from tepo_megatron.bridge.transfer.gather import gather_to_root, sources, written_by
+from tepo_megatron.bridge.transfer.gather import gather_sources, gather_to_root, shards_to_write
 from tepo_megatron.bridge.transfer.sender import ShardSender
-from tepo_megatron.bridge.transfer.transport import Kind
+from tepo_megatron.bridge.transfer.transport import TransportName
 from tepo_megatron.config import RunConfig
 from tepo_megatron.engine import checkpoint, fp8, parallel
 from tepo_megatron.engine.batch import broadcast, pack
@@ -78,7 +78,7 @@ class Engine:
             tp=layout.tp, pp=layout.pp, dp=layout.dp, fused_norms=self.layers.fused_norms, ep=layout.ep, etp=layout.etp
         )
         self.layouts = megatron_ranks(self.spec, self.split)
-        self.sources = sources(self.layouts)
+        self.sources = gather_sources(self.layouts)
         self.forward = Forward(
             ranks=self.ranks,
             platform=self.platform,
@@ -197,7 +197,7 @@ class Engine:
 
     def weights_version(self, step: int) -> WeightsVersion:
         """The step, and the digest of the weights as they stand: the same on every rank. Every rank calls."""
-        own = fingerprint(written_by(self.sources, self.ranks.rank), PlainWeights(self.params))
+        own = fingerprint(shards_to_write(self.sources, self.ranks.rank), PlainWeights(self.params))
         total = torch.tensor(own - 2**64 * (own >= 2**63), device=self.platform.device)
         dist.all_reduce(total)  # int64 wraps around: modulo 2^64
         return WeightsVersion(step, f"{int(total) % 2**64:016x}")
@@ -213,7 +213,7 @@ class Engine:
         return gather_to_root(self.sources, self.layouts[0].shapes, PlainWeights(self.params))
 
     def make_shard_sender(
-        self, servers: VllmParallel, *, local: Mapping[int, int], dtype: torch.dtype, transport: Kind, timeout_s: float
+        self, servers: VllmParallel, *, local: Mapping[int, int], dtype: torch.dtype, transport: TransportName, timeout_s: float
     ) -> ShardSender:
         """This rank's end of weight updates from shard to shard. Every rank calls, without communication.
 
@@ -257,7 +257,7 @@ class Engine:
             },
             optimizer=self.optimizer,
             params=self.params,
-            shards=written_by(self.sources, self.ranks.rank),
+            shards=shards_to_write(self.sources, self.ranks.rank),
             keep=self.config.train.keep_checkpoints,
         )
 

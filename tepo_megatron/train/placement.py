@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.bridge.transfer.transport import Kind
+from tepo_megatron.bridge.transfer.transport import TransportName
+from tepo_megatron.bridge.transfer.transports import find_transport
 from tepo_megatron.config import RunConfig
 
 
@@ -34,7 +35,7 @@ def trains_on_gpus(config: RunConfig, machine: Machine) -> bool:
     return config.engine.platform != "cpu" and machine.gpus > 0
 
 
-def choose_transport(config: RunConfig, machine: Machine) -> Kind:
+def choose_transport(config: RunConfig, machine: Machine) -> TransportName:
     """The transport that ``rollout.server.transport`` means here; ``auto`` is decided."""
     server = config.rollout.server
     if server.transport != "auto":
@@ -70,7 +71,7 @@ def check_placement(config: RunConfig, machine: Machine) -> None:
         return
     server = config.rollout.server
     on_gpus = trains_on_gpus(config, machine)
-    if server.transport in ("nccl", "ipc") and not on_gpus:
+    if server.transport != "auto" and find_transport(server.transport).requires_gpu and not on_gpus:
         raise ValueError(
             f"rollout.server.transport = {server.transport} moves weights between GPUs, and {_no_gpus(config, machine)}; set "
             "it to gloo, or auto"

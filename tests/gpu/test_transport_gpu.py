@@ -13,7 +13,7 @@ from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatro
 from tepo_megatron.bridge.reshard.plan import reshard_plan
 from tepo_megatron.bridge.transfer import move
 from tepo_megatron.bridge.transfer.sender import ShardSender, decode_order, order_key
-from tepo_megatron.bridge.transfer.transport import Kind, connect
+from tepo_megatron.bridge.transfer.transport import TransportName, connect
 from tepo_megatron.bridge.transfer.transports import Member, join
 from tests.support.launch import run_dist
 from tests.support.reshard_models import numbered_model, parameters, small_spec
@@ -34,7 +34,7 @@ KINDS = [
 ]
 
 
-def sends(kind: Kind, device: torch.device, updates: int, dies: bool) -> Any:
+def sends(kind: TransportName, device: torch.device, updates: int, dies: bool) -> Any:
     plan = reshard_plan(SPEC, MegatronParallel(), VllmParallel(), {0: 0} if kind == "ipc" else None)
     params = {name: tensor.float().to(device) for name, tensor in parameters(SOURCES, MODEL)[0].items()}
     sender = ShardSender(
@@ -63,12 +63,12 @@ def sends(kind: Kind, device: torch.device, updates: int, dies: bool) -> Any:
     return failed_after
 
 
-def receives(kind: Kind, device: torch.device, updates: int, dies: bool) -> Any:
+def receives(kind: TransportName, device: torch.device, updates: int, dies: bool) -> Any:
     port = torch.zeros(1, dtype=torch.int64)
     dist.broadcast(port, src=0)
     store = connect(HOST, int(port), TIMEOUT_S)
     order = decode_order(store.get(order_key(1)))
-    group = join(kind, store, Member(1, 2, device, HOST, takes=order.takes), TIMEOUT_S)
+    group = join(kind, store, Member(1, 2, device, HOST, same_gpu_senders=order.takes), TIMEOUT_S)
     right = []
     for update in range(updates):
         expected = {name: tensor.float() * 2**update for name, tensor in parameters(DESTINATIONS, MODEL)[0].items()}
@@ -81,21 +81,21 @@ def receives(kind: Kind, device: torch.device, updates: int, dies: bool) -> Any:
     return right
 
 
-def work(rank: int, world: int, kind: Kind, updates: int, dies: bool) -> Any:
+def work(rank: int, world: int, kind: TransportName, updates: int, dies: bool) -> Any:
     device = torch.device("cuda", rank if kind == "nccl" else 0)
     torch.cuda.set_device(device)
     return (receives if rank else sends)(kind, device, updates, dies)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_value_arrives_update_after_update(kind: Kind) -> None:
+def test_every_value_arrives_update_after_update(kind: TransportName) -> None:
     _, right = run_dist(2, work, kind, UPDATES, False)
     assert right == [True] * UPDATES
 
 
 @pytest.mark.parametrize("updates", [0, UPDATES])  # NCCL has not connected the two before their first message
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_worker_that_leaves_ends_the_sending_long_before_the_time_out(kind: Kind, updates: int) -> None:
+def test_a_worker_that_leaves_ends_the_sending_long_before_the_time_out(kind: TransportName, updates: int) -> None:
     failed_after, right = run_dist(2, work, kind, updates, True)
     assert right == [True] * updates
     assert 0 <= failed_after < TIMEOUT_S / 2

@@ -104,7 +104,7 @@ class Fabric:
 
 
 class FakeProcessGroup:
-    """Of torch's process group, what a coalesced round needs."""
+    """The part of torch's process group that a coalesced round needs."""
 
     def __init__(self, fabric: Fabric, rank: int) -> None:
         self.fabric, self.rank = fabric, rank

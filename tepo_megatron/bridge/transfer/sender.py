@@ -23,7 +23,7 @@ from tepo_megatron.bridge.transfer.messages import (
     wire_dtype,
 )
 from tepo_megatron.bridge.transfer.move import send
-from tepo_megatron.bridge.transfer.transport import Group, Kind, connect, give_up, listen, own_address
+from tepo_megatron.bridge.transfer.transport import Group, TransportName, announce_departure, connect, listen, own_address
 from tepo_megatron.bridge.transfer.transports import Member, join
 
 _FAILED = "failed"
@@ -49,7 +49,7 @@ class ShardSender:
         broadcast_from_root: Callable[[Any], Any],
         timeout_s: float,
         device: torch.device | None = None,
-        transport: Kind = "gloo",
+        transport: TransportName = "gloo",
     ) -> None:
         self.num_sources, self.world_size = plan.num_sources, plan.num_sources + plan.num_destinations
         self._plan, self._params, self._rank, self._timeout_s = plan, params, rank, timeout_s
@@ -92,10 +92,10 @@ class ShardSender:
             host, port = self._rendezvous
             store = self._store = self._store or connect(host, port, self._timeout_s)
             address = own_address(host, port)
-            member = Member(self._rank, self.world_size, self._device, address, gives=self._gives())
+            member = Member(self._rank, self.world_size, self._device, address, same_gpu_receivers=self._same_gpu_receivers())
             self._group = join(self._transport, store, member, self._timeout_s)
 
-    def _gives(self) -> dict[int, int]:
+    def _same_gpu_receivers(self) -> dict[int, int]:
         near = [self.num_sources + to for to, source in self._plan.local.items() if source == self._rank]
         return {peer: largest_bytes(self._outgoing[peer], self._wire.itemsize) for peer in near if peer in self._outgoing}
 
@@ -159,7 +159,7 @@ class ShardSender:
         if self._group is not None:
             self._group.close()
         elif self._store is not None:
-            give_up(self._store)
+            announce_departure(self._store)
         self._group = self._rendezvous = self._store = None
 
 
@@ -173,7 +173,7 @@ class Order(NamedTuple):
 
     incoming: Queues
     wire: torch.dtype
-    transport: Kind
+    transport: TransportName
     near: int | None
 
     @property
@@ -182,7 +182,9 @@ class Order(NamedTuple):
         return () if self.near not in self.incoming else (self.near,)
 
 
-def encode_order(ends: list[End], wire: torch.dtype, limit: int, *, transport: Kind = "gloo", near: int | None = None) -> str:
+def encode_order(
+    ends: list[End], wire: torch.dtype, limit: int, *, transport: TransportName = "gloo", near: int | None = None
+) -> str:
     """What a worker must know to receive: dtype on the wire, size of a message in bytes, and its ends of the moves."""
     moves = [
         [end.peer, end.param, end.region.box.start, end.region.box.stop, end.region.count, end.region.step] for end in ends
