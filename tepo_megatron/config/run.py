@@ -19,6 +19,8 @@ from tepo_megatron.config.train import TrainConfig
 
 
 class RunConfig(Section):
+    """Everything that a run can be told: the sections of its YAML. Made by `load_run`, immutable, checked as a whole."""
+
     name: str = "run"
     output: Path = Path("out/run")
     """Everything that the run writes goes below this folder."""
