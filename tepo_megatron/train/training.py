@@ -20,7 +20,7 @@ from tepo_megatron.train.root_driver import RootDriver
 from tepo_megatron.train.weights import WeightPublisher
 
 
-def train(config: RunConfig) -> None:
+def train_model(config: RunConfig) -> None:
     """Trains to ``config.train.steps``, and leaves checkpoint, exported model, metrics and picture in ``config.output``.
 
     Every rank of the torchrun world calls (or one process, for a world of 1). Raises ValueError for what the user can mend,
