@@ -8,9 +8,6 @@ allows, a head size that is not hidden size / heads.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,18 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.model_worlds import save_random_model
 from safetensors.torch import load_file
 
 from tepo_megatron.bridge.architecture import read_model_spec
-from tepo_megatron.bridge.storage.convert import export_model, import_model
+from tepo_megatron.bridge.geometry import Box
 from tepo_megatron.bridge.layouts import tensor_shapes
+from tepo_megatron.bridge.storage.convert import export_model, import_model
 from tepo_megatron.bridge.storage.stored import open_boxes
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
-from tepo_megatron.bridge.geometry import Box
 from tepo_megatron.types import Rollout, WeightsVersion
-from tests.support.programs import run_program
+from tests.support.model_worlds import save_random_model
+from tests.support.launch import run_world
 
 VOCABULARY = 61
 LLAMA3_ROPE = {
@@ -142,7 +139,7 @@ class Worlds:
                 runs.append({"config": self._config(split, name, out), "out": str(out)})
         case = self.folder / f"world-{size}.json"
         case.write_text(json.dumps({"runs": runs, "rollouts": str(self.folder / "rollouts")}))
-        run_program("architectures", case, ranks=size)
+        run_world("architectures", size, case)
 
     def _config(self, split: Split, name: str, out: Path) -> dict[str, Any]:
         parallel = {"tp": split.tp, "pp": split.pp, "sequence_parallel": split.sequence_parallel}

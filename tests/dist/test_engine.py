@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tepo_megatron.bridge.geometry import Box, Shard
 from tepo_megatron.bridge.transfer.fingerprint import fingerprint
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
-from tepo_megatron.bridge.geometry import Box, Shard
 from tepo_megatron.types import Rollout, WeightsVersion
-from tests.support.programs import run_program
+from tests.support.launch import run_world
 
 TEMPERATURE = 0.7
 PROMPT = [7, 60, 1, 33, 0, 12, 12, 58]
@@ -141,7 +138,7 @@ class Worlds:
             "resume": str(resume) if resume else None,
         }
         (out / "case.json").write_text(json.dumps(case))
-        run_program("engine", out / "case.json", ranks=layout.tp * layout.pp * layout.dp)
+        run_world("engine", layout.tp * layout.pp * layout.dp, out / "case.json")
         return out
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.support.launch import run_dist
 from tests.support.small_llama import draw_rollouts, write_llama
 

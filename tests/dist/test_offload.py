@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.support.launch import run_dist
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.types import Rollout, WeightsVersion
+from tests.support.launch import run_dist
 
 STEPS = 2
 Outcome = dict[str, str]

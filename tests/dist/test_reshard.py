@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.launch import run_dist
 from torch import Tensor
 
 from tepo_megatron.bench.reshard import run
-from tepo_megatron.bench.settings import ReshardSetting
 from tepo_megatron.bench.reshard_ranks import plan_of
-from tepo_megatron.bridge.transfer import move
+from tepo_megatron.bench.settings import ReshardSetting
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_ranks, tensor_shapes, vllm_ranks
 from tepo_megatron.bridge.reshard.plan import reshard_plan
+from tepo_megatron.bridge.transfer import move
 from tepo_megatron.bridge.transfer.sender import ShardSender, decode_order, order_key
 from tepo_megatron.bridge.transfer.transport import connect
 from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
-
+from tests.support.launch import run_dist
 from tests.support.reshard_models import numbered_model, parameters, small_spec
 
 HOST, TIMEOUT_S = "127.0.0.1", 60.0
