@@ -25,8 +25,8 @@ from tepo_megatron.bridge.storage.stored import open_boxes
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
 from tepo_megatron.types import Rollout, WeightsVersion
-from tests.support.model_worlds import save_random_model
 from tests.support.launch import run_world
+from tests.support.model_worlds import save_random_model
 
 VOCABULARY = 61
 LLAMA3_ROPE = {

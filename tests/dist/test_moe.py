@@ -26,8 +26,8 @@ from tepo_megatron.engine.batch import pack
 from tepo_megatron.engine.moe import check_parallel
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
 from tepo_megatron.types import Rollout, WeightsVersion
-from tests.support.model_worlds import save_random_model
 from tests.support.launch import run_world
+from tests.support.model_worlds import save_random_model
 
 MODELS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4},

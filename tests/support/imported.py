@@ -4,6 +4,6 @@ import warnings
 
 warnings.filterwarnings("ignore")
 
-import tepo_megatron.engine.engine
-import tepo_megatron.rollout.record
-import tepo_megatron.train.minibatches  # noqa: F401
+import tepo_megatron.engine.engine  # noqa: E402
+import tepo_megatron.rollout.record  # noqa: E402
+import tepo_megatron.train.minibatches  # noqa: E402, F401
