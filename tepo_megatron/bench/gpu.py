@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from tepo_megatron.bench.gpu_checks import PARTS, Part
 from tepo_megatron.bench.results import markdown, write_report
-from tepo_megatron.cli.doctor.check import version_of
+from tepo_megatron.versions import installed_version
 
 NO_GPU = 3
 """Exit status where there is no GPU, so that nothing was checked."""
@@ -134,7 +134,7 @@ def write_results(outcomes: Sequence[Outcome], gpu: Gpu, output: Path, started: 
     record = {"gpu": asdict(gpu), "parts": [asdict(outcome) for outcome in outcomes]}
     table = markdown(COLUMNS, [cells(outcome) for outcome in outcomes])
     note = f"{gpu.name}, {gpu.memory_gib:.0f} GiB, compute capability {gpu.capability}, CUDA {gpu.cuda}"
-    packages = [name for name in PACKAGES if version_of(name)]
+    packages = [name for name in PACKAGES if installed_version(name)]
     return write_report(folder, started.strftime("%Y-%m-%dT%H%MZ"), record, table, note=note, packages=packages)
 
 

@@ -56,6 +56,7 @@ def show_schema(
     if as_json:
         typer.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
         return
+
     rows = [row for row in schema_rows() if under is None or f"{row.path}.".startswith(f"{under.rstrip('.')}.")]
     with user_errors():
         if not rows:

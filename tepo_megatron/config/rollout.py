@@ -116,7 +116,7 @@ class ServerConfig(Section):
 
     @model_validator(mode="after")
     def _transport_fits_the_placement(self) -> "ServerConfig":
-        if self.transport in ("nccl", "ipc") and self.transfer == "gather":
+        if self.transport not in ("auto", "gloo") and self.transfer == "gather":
             raise ValueError(f"transport = {self.transport} is for transfer = reshard; gather broadcasts over gloo")
         if self.transport == "ipc" and self.placement != "colocated":
             raise ValueError(

@@ -19,6 +19,8 @@ from tepo_megatron.config.train import TrainConfig
 
 
 class RunConfig(Section):
+    """Everything that a run can be told: the sections of its YAML. Made by `load_run`, immutable, checked as a whole."""
+
     name: str = "run"
     """Free text that names the run in the progress view, in pictures and in plans."""
 

@@ -6,12 +6,10 @@ Looks at metadata and files, and imports none of them: ``tepo doctor`` asks here
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-TE_RANGE = ">=2.9,<2.12"
-"""What Megatron-Core 0.16 is made for."""
+from tepo_megatron.versions import TE_RANGE, installed_version
 
 INSTALL_TE = f"pip install --no-build-isolation 'transformer-engine[pytorch]{TE_RANGE}'"
 WGRAD = "fused_weight_gradient_mlp_cuda"
@@ -32,10 +30,7 @@ NO_PACKAGES = Packages()
 
 def installed_packages() -> Packages:
     """What is installed here. Nothing is imported, so a package that cannot be loaded counts as installed."""
-    try:
-        te = metadata.version("transformer-engine")
-    except metadata.PackageNotFoundError:
-        te = None
+    te = installed_version("transformer-engine")
     return Packages(te=te, apex=is_nvidia_apex(package_folder("apex")), wgrad=find_spec(WGRAD) is not None)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-TESTED_MEGATRON = "0.16"
+from tepo_megatron.versions import MEGATRON_LINE, MEGATRON_RANGE, in_range
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,10 @@ def install() -> None:
             "engine.platform = cpu patches torch.cuda, and this machine has a GPU; hide it (CUDA_VISIBLE_DEVICES=)"
         )
     found = version("megatron-core")
-    if not found.startswith(TESTED_MEGATRON + "."):
+    if not in_range(found, MEGATRON_RANGE):
         raise RuntimeError(
-            f"megatron-core {found} was not tried on CPU; install {TESTED_MEGATRON}.x (pip install 'megatron-core~=0.16.1')"
+            f"megatron-core {found} was not tried on CPU; install {MEGATRON_LINE}.x "
+            f"(pip install 'megatron-core{MEGATRON_RANGE}')"
         )
     for patch in patches():
         setattr(patch.owner, patch.name, patch.replacement)

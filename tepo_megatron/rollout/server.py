@@ -127,7 +127,7 @@ class Server:
 
     def healthy(self) -> bool:
         """Whether the server runs and says that its engine works."""
-        return self.alive and answers(self.config.host, self.port)
+        return self.alive and is_healthy(self.config.host, self.port)
 
     def stop(self) -> None:
         """End every process of the server: SIGTERM, a wait of seconds, SIGKILL. Does nothing if there is none."""
@@ -180,7 +180,13 @@ class Server:
             options["--quantization"] = config.quantization
         if config.max_model_len is not None:
             options["--max-model-len"] = config.max_model_len
-        flags = ["--skip-tokenizer-init", "--disable-log-stats", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
+        flags = [
+            "--enable-scale-out",
+            "--skip-tokenizer-init",
+            "--disable-log-stats",
+            "--disable-uvicorn-access-log",
+            "--disable-fastapi-docs",
+        ]
         if config.placement == "colocated":
             flags.append("--enable-sleep-mode")
         if not on_gpu:
@@ -211,7 +217,7 @@ class Server:
         return environment
 
 
-def answers(host: str, port: int) -> bool:
+def is_healthy(host: str, port: int) -> bool:
     """Whether a server there says that its engine works."""
     connection = HTTPConnection(host, port, timeout=HEALTH_TIMEOUT_S)
     try:
@@ -223,7 +229,7 @@ def answers(host: str, port: int) -> bool:
         connection.close()
 
 
-def at_once(servers: Sequence[T], action: Callable[[T], None]) -> None:
+def for_all_at_once(servers: Sequence[T], action: Callable[[T], None]) -> None:
     """Do it to all servers at once; raises the first error when one fails, without waiting for the others."""
     pool = ThreadPoolExecutor(len(servers), thread_name_prefix="server")
     try:

@@ -42,14 +42,13 @@ def fused_linear_logprob_and_entropy(
     All ranks of ``tp_group`` call, forward and backward. Forward: one all-gather of 16 bytes per scored token and rank.
     Backward: the logits are computed again; one all-reduce sums the hidden states' gradient over the vocabulary shards, as
     after any column-parallel linear. Under sequence parallelism the hidden states are all-gathered forward and again backward,
-    and their gradient is reduce-scattered instead.
+    and their gradient is reduce-scattered instead. Arguments that are not listed are those of `logprob_and_entropy`.
 
     Args:
         hidden_TH: [T, H], the same on all ranks; with ``sequence_parallel`` this rank's rows, [T/p, H].
         weight_VpH: [V/p, H], rank r's rows of the head, in the hidden states' dtype. The logits of a chunk have that dtype too,
             so the scores are those of the unfused head.
         labels_T: int64 [T], all tokens' also under sequence parallelism; likewise ``mask_T``.
-        others: as in `logprob_and_entropy`.
 
     Returns:
         fp32 [T] each (fp64 for fp64 input), the same on all ranks, differentiable (once) in hidden states and weight. The

@@ -80,12 +80,6 @@ def layers_of(config: RunConfig) -> str:
     return "te" if platform_of(config) == "cuda" and config.engine.layers != "local" else "local"
 
 
-def needs_reference(config: RunConfig) -> bool:
-    """Whether a term of the objective is against a frozen copy of the first weights."""
-    objective = config.objective
-    return any(term is not None and term.against == "reference" for term in (objective.kl_mask, objective.kl, objective.kl_cov))
-
-
 def micro_batch_tokens(config: RunConfig, longest: int) -> int:
     """T: the bound, or the longest sequence where that is longer, over the context-parallel ranks."""
     return -(-max(config.engine.micro_batch_tokens, longest) // config.engine.parallel.cp)
@@ -147,7 +141,7 @@ def rank_memory(spec: ModelSpec, config: RunConfig, stage: int, *, longest: int,
         weights=b * count + _fp8_copies(spec, config),
         gradients=4 * count,
         optimizer=(8 if config.model.dtype == "float32" else 12) * _optimized(spec, config, count),
-        reference=b * count + _fp8_copies(spec, config) if needs_reference(config) else 0,
+        reference=b * count + _fp8_copies(spec, config) if config.objective.needs_reference else 0,
         activations=_activations(spec, config, stage, tokens, in_flight, boundary),
         logits=logits,
         transient=transient,

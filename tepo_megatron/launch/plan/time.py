@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.config import RunConfig
-from tepo_megatron.launch.plan.memory import ELEMENT_BYTES, needs_reference
+from tepo_megatron.launch.plan.memory import ELEMENT_BYTES
 from tepo_megatron.launch.plan.rollout import ServerMemory, Sync
 from tepo_megatron.launch.plan.shapes import (
     active_parameters,
@@ -71,7 +71,7 @@ def step_time(spec: ModelSpec, config: RunConfig, lengths: Lengths, server: Serv
     tokens, responses = sequences * lengths.mean, sequences * lengths.response
     token = forward_flops(spec, lengths.mean)
     passes = 4 if config.engine.recompute == "full" else 3
-    scores = 2 if needs_reference(config) else 1
+    scores = 2 if config.objective.needs_reference else 1
     peak = cluster.gpu_tflops * 1e12 * parallel.world_size
     bubble = _bubble(config, tokens / config.train.minibatches)
     prefill = rollout.prompts_per_step * lengths.prompt * token

@@ -7,6 +7,7 @@ import warnings
 import pytest
 
 from tepo_megatron.config.objective import PRESETS, ObjectiveConfig
+from tepo_megatron.config.objective_terms import KLTerm
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -40,6 +41,22 @@ def test_null_switches_off_and_a_regulariser_can_be_switched_on():
     config = ObjectiveConfig(preset="grpo", kl={}, entropy={"coefficient": 0.01}, mismatch={"cap": 3.0})
     assert config.kl.against == "reference"
     assert (config.entropy.kind, config.mismatch.kind) == ("fixed", "truncate")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("term", ["kl_mask", "kl", "kl_cov"])
+def test_a_reference_model_is_needed_where_a_kl_term_is_against_it(preset, term):
+    assert not ObjectiveConfig(preset=preset).needs_reference
+    assert not ObjectiveConfig(preset=preset, **{term: {"against": "old"}}).needs_reference
+    assert ObjectiveConfig(preset=preset, **{term: {"against": "reference"}}).needs_reference
+
+
+def test_a_kl_term_that_is_added_counts_without_being_listed():
+    class WithAnotherTerm(ObjectiveConfig):
+        another: KLTerm | None = None
+
+    assert not WithAnotherTerm().needs_reference
+    assert WithAnotherTerm(another={"coefficient": 0.1, "against": "reference"}).needs_reference
 
 
 @pytest.mark.parametrize(

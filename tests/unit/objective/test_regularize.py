@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from objective_batches import make_batch, masks, whole
 
 from tepo_megatron.config.objective import ObjectiveConfig
-from tepo_megatron.config.objective_choices import KL
+from tepo_megatron.config.objective_terms import KL
 from tepo_megatron.objective import build_objective
 from tepo_megatron.objective.regularize import kl_penalty
+from tests.support.objective_batches import make_batch, masks, whole
 
 LOGITS = st.lists(st.floats(-2, 2), min_size=5, max_size=5).map(lambda row: torch.tensor(row, dtype=torch.float64))
 
@@ -21,7 +21,7 @@ def _penalties(policy, old, reference, **term):
 
 @given(LOGITS, LOGITS, LOGITS, st.sampled_from(["k1", "k3"]), st.sampled_from(["old", "reference"]))
 def test_importance_weighted_kl_is_unbiased_under_samples_of_the_old_policy(new, old, reference, estimator, against):
-    """E over a ~ π_old is KL(π_θ‖π_old) or KL(π_θ‖π_ref), in value and in gradient (TEPO.md §4)."""
+    """E over a ~ π_old is KL(π_θ‖π_old) or KL(π_θ‖π_ref), in value and in gradient (docs/tepo.md, equation 8)."""
     logits = new.requires_grad_()
     policy, old, reference = logits.log_softmax(-1), old.log_softmax(-1), reference.log_softmax(-1)
     estimate = (old.exp() * _penalties(policy, old, reference, estimator=estimator, against=against, weight="importance")).sum()

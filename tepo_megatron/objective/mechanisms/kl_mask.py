@@ -1,0 +1,59 @@
+"""TEPO's token-level KL mask (docs/tepo.md, "Token-level KL mask")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from tepo_megatron.objective.regularize import kl_penalty
+
+if TYPE_CHECKING:
+    from tepo_megatron.config.objective import ObjectiveConfig
+    from tepo_megatron.config.objective_terms import KLMask
+    from tepo_megatron.objective.values import StepValues, TokenValues
+
+
+@dataclass(frozen=True)
+class KLMaskPenalty:
+    """β · KL at response tokens with a positive advantage and falling entropy (docs/tepo.md, equations 6 and 7)."""
+
+    takes_gradient: ClassVar[bool] = False
+    term: KLMask
+
+    @classmethod
+    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> KLMaskPenalty | None:
+        """Nothing of the step is needed; the means of the covariance statistic are already in ``TokenValues.covariance_T``."""
+        del step
+        return None if config.kl_mask is None else cls(config.kl_mask)
+
+    def choose(self, values: TokenValues) -> Tensor:
+        """M_it = 1[A_i > 0] · 1[ΔH_it < 0]. Raises ValueError where ΔH is to be measured and H(π_old) is not known."""
+        return values.mask_T & (values.advantage_T > 0) & _FALLING[self.term.falling](self.term, values)
+
+    def penalty(self, values: TokenValues) -> Tensor:
+        """β · KL_it, [T]."""
+        return self.term.coefficient * kl_penalty(self.term, values.delta_T, values.reference_delta_T)
+
+
+def _measured(term: KLMask, values: TokenValues) -> Tensor:
+    """1[ΔH < −tolerance], ΔH = H(π_θ) − H(π_old) of the full distributions (our interpretation ``measured``)."""
+    if values.entropy_change_T is None:
+        raise ValueError(
+            "objective.kl_mask.falling = 'measured' needs old_entropy_T; score the batch before the step, or "
+            "choose 'covariance'"
+        )
+    # Two forward passes of the same weights can differ by rounding, in either direction. Without the tolerance, tokens of a
+    # first update, where nothing has changed yet, would then count as falling.
+    return values.entropy_change_T < -term.tolerance
+
+
+def _covariance(term: KLMask, values: TokenValues) -> Tensor:
+    """1[c > 0] of the covariance statistic, which predicts ΔH < 0 (our interpretation ``covariance``)."""
+    del term
+    return values.covariance_T > 0
+
+
+_FALLING = {"measured": _measured, "covariance": _covariance}
+"""The ways to decide that ΔH < 0, bool [T], by the name that ``objective.kl_mask.falling`` gives them."""

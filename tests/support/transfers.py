@@ -1,0 +1,70 @@
+"""All ranks of a plan as threads of one process, over transports of any kind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.bridge.geometry import ReshardPlan
+from tepo_megatron.bridge.layouts import megatron_ranks, tensor_shapes, vllm_ranks
+from tepo_megatron.bridge.reshard.plan import reshard_plan
+from tepo_megatron.bridge.transfer import move
+from tepo_megatron.bridge.transfer.messages import destination_ends, queues, source_ends, wire_dtype
+from tepo_megatron.bridge.transfer.sender import decode_order, encode_order
+from tepo_megatron.bridge.transfer.transport import Transport
+from tests.support.reshard_models import Case, numbered_model, parameters
+from tests.support.thread_transport import Mailbox
+
+Params = dict[str, Tensor]
+
+
+def carry_out(
+    plan: ReshardPlan,
+    sources: Sequence[Params],
+    destinations: Sequence[Params],
+    *,
+    limit: int,
+    boxes: Sequence[Transport] | None = None,
+) -> list[list[str]]:
+    """All ranks as threads; returns what each destination reported complete, in order."""
+    wire = wire_dtype(next(iter(sources[0].values())).dtype, next(iter(destinations[0].values())).dtype)
+    world = plan.num_sources + plan.num_destinations
+    boxes = boxes or mailboxes(world)
+    completed: list[list[str]] = [[] for _ in destinations]
+
+    def give(rank: int) -> None:
+        outgoing = queues(source_ends(plan, rank), itemsize=wire.itemsize, limit=limit)
+        move.send(boxes[rank], outgoing, sources[rank], wire)
+
+    def take(rank: int) -> None:
+        order = decode_order(encode_order(destination_ends(plan, rank), wire, limit))
+        move.receive(boxes[plan.num_sources + rank], order.incoming, destinations[rank], order.wire, completed[rank].append)
+
+    with ThreadPoolExecutor(world) as pool:
+        work = [pool.submit(give, rank) for rank in range(plan.num_sources)]
+        work += [pool.submit(take, rank) for rank in range(plan.num_destinations)]
+        for request in work:
+            request.result()
+    return completed
+
+
+def mailboxes(world: int) -> list[Mailbox]:
+    letters: dict[tuple[int, int, int], Tensor] = {}
+    arrived = threading.Condition()
+    return [Mailbox(rank, letters, arrived) for rank in range(world)]
+
+
+def setting(case: Case) -> tuple[ReshardPlan, list[Params], list[Params]]:
+    """A plan, the sources' parameters and those that the destinations must end up with."""
+    plan = reshard_plan(case.spec, case.source, case.destination, case.local)
+    model = numbered_model(tensor_shapes(case.spec))
+    sources = parameters(megatron_ranks(case.spec, case.source), model)
+    return plan, sources, parameters(vllm_ranks(case.spec, case.destination), model)
+
+
+def blank(params: Params, dtype: torch.dtype | None = None) -> Params:
+    return {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in params.items()}

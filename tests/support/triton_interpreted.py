@@ -1,0 +1,172 @@
+"""Triton's kernels in its interpreter, against the dense fp64 oracle. `test_triton_sweep.py` runs this file in a process of its
+own, with TRITON_INTERPRET=1. A tile there is 128 columns, a row comes in as many as 8 parts.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tepo_megatron.bench.score_methods import methods
+from tepo_megatron.vocab_parallel import fused_linear_logprob_and_entropy, logprob_and_entropy
+from tepo_megatron.vocab_parallel.combine import combine, merge
+from tepo_megatron.vocab_parallel.dense import dense_logprob_and_entropy
+from tepo_megatron.vocab_parallel.shard import LocalLabels, Scoring
+from tepo_megatron.vocab_parallel.triton_sweep import gradient, statistics
+from tests.support.score_cases import cases, compare, loss
+
+
+@settings(max_examples=50)
+@given(cases(max_width=700), st.booleans())
+def test_matches_the_dense_oracle(case, inplace):
+    logits, *rest = case
+    compare(logits.float(), *rest, inplace=inplace, backend="triton", tolerance=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_lose_nothing_but_the_gradients_rounding(dtype):
+    logits, labels, mask = (4 * torch.randn(12, 333)).to(dtype), torch.randint(0, 301, (12,)), torch.rand(12) < 0.6
+    logits[3, 7:200] = -torch.inf
+    options = {"temperature": 0.7, "vocab_size": 301, "mask_T": mask.index_fill(0, torch.tensor([3]), True)}
+    labels[3] = 300
+    rounding = torch.finfo(dtype).eps
+    compare(
+        *(logits, labels, options, torch.randn(2, 12)),
+        **{"inplace": True, "backend": "triton", "tolerance": 1e-5, "gradient_tolerance": rounding},
+    )
+
+
+def test_fp64_is_as_exact_as_in_torch():
+    compare(
+        *(torch.randn(4, 50, dtype=torch.float64), torch.arange(4), {"vocab_size": 47}, torch.randn(2, 4)),
+        **{"inplace": False, "backend": "triton", "tolerance": 1e-9},
+    )
+
+
+def test_a_large_offset_costs_no_digits():
+    shifted = (torch.randn(20, 300, dtype=torch.float64) + 1000).float()
+    labels = torch.arange(20)
+    scores, oracle = logprob_and_entropy(shifted, labels, backend="triton"), dense_logprob_and_entropy(shifted, labels)
+    assert (scores.logprob - oracle.logprob).abs().max() < 2e-6
+    assert (scores.entropy - oracle.entropy).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("used", [["logprob"], ["entropy"], ["logprob", "entropy"]])
+def test_in_place_writes_the_same_bits(used):
+    """With masked rows and padding, both full of NaN; also where only one of the outputs is used."""
+    logits, labels, mask = 3 * torch.randn(7, 290), torch.randint(0, 270, (7,)), torch.rand(7) < 0.5
+    logits[~mask] = torch.nan
+    logits[:, 270:] = torch.nan
+    gradients, options = [], {"vocab_size": 270, "mask_T": mask, "temperature": 1.3}
+    for inplace in (False, True):
+        leaf = logits.clone().requires_grad_()
+        scores = logprob_and_entropy(leaf.view_as(leaf), labels, inplace_backward=inplace, backend="triton", **options)
+        sum(getattr(scores, name).sum() for name in used).backward()
+        assert (leaf.grad.data_ptr() == leaf.data_ptr()) == inplace
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
+    assert not gradients[0][~mask].any()
+    assert not gradients[0][:, 270:].any()
+    dense = logits.double().requires_grad_()
+    oracle = dense_logprob_and_entropy(dense, labels, **options)
+    sum(getattr(oracle, name).sum() for name in used).backward()
+    torch.testing.assert_close(gradients[0].double(), dense.grad.nan_to_num(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["rows apart", "columns apart", "transposed"])
+def test_strides(layout):
+    whole = torch.randn(2, 5, 2 * 200)
+    logits = {"rows apart": whole[0, :, :200], "columns apart": whole[0, :, ::2], "transposed": whole[0, :, :200].t()}[layout]
+    labels = torch.arange(logits.shape[0]) % logits.shape[1]
+    leaf, dense = logits.requires_grad_(), logits.detach().double().requires_grad_()
+    scores, oracle = logprob_and_entropy(leaf, labels, backend="triton"), dense_logprob_and_entropy(dense, labels)
+    weights = torch.randn(2, labels.numel())
+    torch.testing.assert_close(scores.entropy.double(), oracle.entropy, rtol=1e-5, atol=1e-5)
+    own = torch.autograd.grad(loss(scores, weights), leaf)[0]
+    torch.testing.assert_close(own.double(), torch.autograd.grad(loss(oracle, weights), dense)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_more_than_two_billion_logits(tmp_path):
+    """The third row starts beyond 2³¹ elements; the file that stands for the tensor is sparse."""
+    stride = 2**30 + 16
+    elements = torch.from_file(str(tmp_path / "logits"), shared=True, size=2 * stride + 300, dtype=torch.bfloat16)
+    logits = elements.as_strided((3, 300), (stride, 1)).copy_(torch.randn(3, 300))
+    labels, expected = torch.tensor([3, 7, 299]), logits.clone().requires_grad_()
+    leaf = logits.requires_grad_()
+    logprob_and_entropy(leaf.view_as(leaf), labels, inplace_backward=True, backend="triton").logprob.sum().backward()
+    logprob_and_entropy(expected, labels, backend="torch").logprob.sum().backward()
+    torch.testing.assert_close(leaf.detach(), expected.grad)  # autograd keeps a copy of a gradient with such strides
+
+
+def _shard(labels, rank, width, vocab, temperature):
+    """What `plan_scoring` makes of a call on one of several ranks."""
+    columns = min(max(vocab - rank * width, 0), width)
+    column = labels - rank * width
+    inside = (column >= 0) & (column < columns)
+    return Scoring(None, temperature, columns, labels.numel(), None, LocalLabels(torch.where(inside, column, 0), inside))
+
+
+@pytest.mark.parametrize(("world", "width", "vocab"), [(2, 150, 300), (2, 150, 270), (3, 140, 200)])
+def test_shards(world, width, vocab):
+    """Even, padded, and with a shard that is all padding; each rank's statistics and gradient, without a group between them."""
+    logits, labels, weights = 3 * torch.randn(5, world * width), torch.randint(0, vocab, (5,)), torch.randn(2, 5)
+    dense = logits.double().requires_grad_()
+    oracle = dense_logprob_and_entropy(dense, labels, temperature=0.7, vocab_size=vocab)
+    loss(oracle, weights).backward()
+    scorings = [_shard(labels, rank, width, vocab, 0.7) for rank in range(world)]
+    shards, stats_pR4 = logits.split(width, 1), torch.full((world, 5, 4), torch.nan)
+    for shard, scoring, stats_R4 in zip(shards, scorings, stats_pR4, strict=True):
+        statistics(shard, scoring, stats_R4)
+    scores = combine(merge(stats_pR4, 0.7), None, 0.7, None)
+    torch.testing.assert_close(scores.logprob_R.double(), oracle.logprob.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores.entropy_R.double(), oracle.entropy.detach(), rtol=1e-5, atol=1e-5)
+    out = torch.full_like(logits, torch.nan)
+    for shard, scoring, out_shard in zip(shards, scorings, out.split(width, 1), strict=True):
+        gradient(shard, scoring, scores, *weights, out_shard)
+    torch.testing.assert_close(out.double(), dense.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_fused_with_the_head(monkeypatch):
+    """The chunks' statistics and gradients are the kernels'; with a mask, padding, and a last chunk that is shorter."""
+    monkeypatch.setattr("tepo_megatron.vocab_parallel.fused_linear._CHUNK_BYTES", {"cpu": 16 * 210 * 4})
+    labels, mask = torch.randint(0, 201, (30,)), torch.rand(30) < 0.8
+    hidden, head = torch.randn(30, 6).requires_grad_(), torch.randn(210, 6).requires_grad_()
+    options, weights = {"temperature": 0.8, "vocab_size": 201, "mask_T": mask}, torch.randn(2, 30)
+    scores = fused_linear_logprob_and_entropy(hidden, head, labels, backend="triton", **options)
+    dense_hidden, dense_head = hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()
+    oracle = dense_logprob_and_entropy(dense_hidden @ dense_head.t(), labels, **options)
+    own = torch.autograd.grad(loss(scores, weights), (hidden, head))
+    expected = torch.autograd.grad(loss(oracle, weights), (dense_hidden, dense_head))
+    torch.testing.assert_close(scores.logprob.double(), oracle.logprob.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores.entropy.double(), oracle.entropy.detach(), rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(own, expected, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("bad", "everywhere", "message"),
+    [
+        (torch.nan, False, "tensor-parallel rank 0, first at token 2"),
+        (torch.inf, False, "tensor-parallel rank 0, first at token 2"),
+        (-torch.inf, True, "every logit of token 2 is −inf"),
+    ],
+)
+def test_impossible_logits_are_named(bad, everywhere, message):
+    logits = torch.zeros(4, 300)
+    logits[2, slice(None) if everywhere else 170] = bad
+    with pytest.raises(ValueError, match=message):
+        logprob_and_entropy(logits, torch.zeros(4, dtype=torch.int64), backend="triton")
+
+
+def test_what_the_benchmark_measures_is_the_same_gradient():
+    """On a GPU: with torch and Triton, whole and the kernels alone."""
+    logits, labels, weights = torch.randn(6, 300), torch.randint(0, 300, (6,)), torch.randn(2, 6)
+    gradients = []
+    for name, method in methods("cuda", logits, labels).items():
+        if "tepo" in name or "Triton" in name:
+            leaf = logits.clone().requires_grad_()
+            torch.autograd.backward(method(leaf.view_as(leaf), labels), list(weights))
+            gradients.append(leaf.grad)
+    assert len(gradients) == 5
+    for gradient_TV in gradients:
+        torch.testing.assert_close(gradient_TV, gradients[0], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,34 @@
+"""One rank of a run whose servers are driven as on the trainer's GPUs, where there are none: colocated OVERRIDE…
+
+The trainer's storages are really offloaded and onloaded. vLLM's server sleeps and wakes, which moves no memory on a CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.config.load import load_run
+from tepo_megatron.rollout.server import Server
+from tepo_megatron.torchrun import run_rank
+from tepo_megatron.train import inputs
+from tepo_megatron.train.training import train_model
+
+RUN = Path(__file__).parents[3] / "examples" / "tiny" / "run.yaml"
+command = Server._command
+
+
+def without_sleep_mode(server: Server, on_gpu: bool) -> list[str]:
+    """vLLM refuses the option on a CPU, and has the routes without it."""
+    return [part for part in command(server, on_gpu) if part != "--enable-sleep-mode"]
+
+
+def allow(*_: Any) -> None:
+    """In place of the check that would refuse shared GPUs on a CPU."""
+
+
+if __name__ == "__main__":
+    inputs.check_placement = allow
+    Server._command = without_sleep_mode  # type: ignore[method-assign]
+    sys.exit(run_rank(load_run(RUN, sys.argv[1:]), train_model))

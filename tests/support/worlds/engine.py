@@ -1,0 +1,60 @@
+"""What every rank of an engine test does; started by torchrun: engine CASE.json.
+
+Trains a few optimizer steps on given rollouts under one parallel layout, and writes what the tests compare with other layouts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.rollout.record import read_rollouts
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    case: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    out = Path(case["out"])
+    config = RunConfig.model_validate(case["config"])
+
+    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.train.minibatches import minibatches
+
+    engine = Engine(config, Path(config.model.path))
+    start = 0
+    if case["resume"]:
+        start = engine.load(Path(case["resume"]))["step"]
+    else:
+        engine.export(out / "initial")
+    is_root = engine.ranks.rank == 0
+    report: dict[str, Any] = {"updates": [], "digest": engine.weights_version(start).digest}
+    report["prompt_logprobs"] = engine.prompt_logprobs(case["prompt"])
+    for step in range(start, case["steps"]):
+        rollouts = read_rollouts(Path(case["rollouts"]), step) if is_root else None
+        batch = engine.score(engine.batch_from_root(rollouts))
+        if step == 0:
+            report["old_logprobs"] = batch.old_logprobs_T.tolist()
+            report["old_entropy"] = batch.old_entropy_T.tolist()
+        for part in minibatches(batch, config.train.minibatches, seed=config.seed, step=step):
+            result = engine.update(part)
+            report["updates"].append(
+                {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **result.extrema}
+                | {name: total / count if count else 0.0 for name, (total, count) in result.sums.items()}
+            )
+        if step + 1 == case["save_at"]:
+            engine.save(out / "checkpoints", step=step + 1, state={"note": "kept"})
+    engine.export(out / "trained")
+    if is_root:
+        (out / "report.json").write_text(json.dumps(report))
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What every rank of a test of models with experts does; started by torchrun: moe CASE.json.
+
+Takes one model and split after the other: exports what was loaded, scores, trains two steps, saving after each, exports. A run
+that resumes loads another split's checkpoint instead of its first step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.rollout.record import read_rollouts
+from tepo_megatron.types import Batch, ObjectiveOutput, TokenScores
+from tests.support.model_worlds import in_turn
+
+
+class MeanSurprise:
+    """Minus the mean log-probability of the labels: a loss that any other library can compute."""
+
+    needs_reference = False
+
+    def advantages(self, batch: Batch) -> Tensor:
+        return torch.zeros(batch.num_sequences)
+
+    def prepare(self, batch: Batch) -> Tensor:
+        return batch.loss_mask_T.sum()
+
+    def __call__(self, scores: TokenScores, batch: Batch, context: Tensor) -> ObjectiveOutput:
+        return ObjectiveOutput(-scores.logprob[batch.loss_mask_T].sum(), context)
+
+
+def one_model(config: RunConfig, rollouts: Path, out: Path, resume: str | None) -> Any:
+    """Everything that the tests look at, below ``out``. Returns the engine."""
+    from tepo_megatron.engine.engine import Engine
+
+    engine = Engine(config, Path(config.model.path), MeanSurprise())
+    is_root = engine.ranks.rank == 0
+    built = {name: tuple(param.shape) for name, param in engine.params.items()}
+    assert built == dict(engine.layouts[engine.ranks.rank].params)
+    engine.export(out / "initial")
+    batch = engine.score(engine.batch_from_root(read_rollouts(rollouts, 0) if is_root else None))
+    assert batch.old_logprobs_T is not None
+    report: dict[str, Any] = {"logprobs": batch.old_logprobs_T.tolist(), "updates": []}
+    for step in (1, 2):
+        if resume and step == 1:
+            engine.load(Path(resume))
+            continue
+        result = engine.update(batch)
+        report["updates"].append([result.loss, result.grad_norm])
+        engine.save(out / "checkpoints", step=step, state={})
+    engine.export(out / "trained")
+    if is_root:
+        (out / "report.json").write_text(json.dumps(report))
+    return engine
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    case: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+
+    def trained(run: dict[str, Any]) -> Any:
+        return one_model(RunConfig.model_validate(run["config"]), Path(case["rollouts"]), Path(run["out"]), run["resume"])
+
+    in_turn(case["runs"], trained)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""A trainer at TP2 × PP2 puts its weights into real vLLM servers, shard to shard.
+
+reshard_vllm SERVED TRAINED OUT TP COUNT KILL
+
+The servers start with the weights of SERVED, the trainer with those of TRAINED, so that greedy tokens tell whose are in use.
+Writes OUT/report.json. With KILL = 1 the last server is killed in the middle of a second sync, revived and synced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tepo_megatron.bridge.transfer.sender import ShardSender
+from tepo_megatron.config import RunConfig
+from tepo_megatron.rollout.fleet import Fleet, ServerDied
+from tepo_megatron.train.weights import make_shard_sender
+from tepo_megatron.types import Rollout, WeightsVersion
+from tests.support.random_models import EOS, LENGTH, PROMPTS
+
+
+def update_weights(engine: Any, fleet: Fleet | None, sender: ShardSender, version: int) -> bool:
+    """One sync, as the loop does it; whether a server died."""
+    died = False
+    if fleet is None:
+        sender.update_as_non_root()
+    else:
+        try:
+            fleet.update_weights_from_shards(WeightsVersion(version), sender)
+        except ServerDied:
+            fleet.revive()
+            died = True
+    return bool(engine.broadcast_from_root(died))
+
+
+def look(engine: Any, fleet: Fleet | None) -> dict[str, Any]:
+    """What every server says, and how far the trainer's log-probs are from those it sampled with."""
+    rollouts, greedy = None, []
+    if fleet is not None:
+        sampled = fleet.generate(PROMPTS, n=4, temperature=1.0, max_new_tokens=LENGTH, seed=1)
+        rollouts = [
+            Rollout(str(g), g, PROMPTS[g], r.response_ids, r.logprobs, r.finish_reason, r.weights_version, reward=float(at % 2))
+            for g, group in enumerate(sampled)
+            for at, r in enumerate(group)
+        ]
+        for client in fleet._clients:
+            arguments = {"n": 1, "temperature": 0.0, "max_new_tokens": LENGTH, "seed": None, "stop_token_ids": [EOS]}
+            assert fleet.weights_version is not None
+            groups = [client.generate(prompt, **arguments, version=fleet.weights_version) for prompt in PROMPTS]
+            greedy.append([list(group[0].response_ids) for group in groups])
+    batch = engine.score(engine.batch_from_root(rollouts))
+    gap = (batch.old_logprobs_T - batch.sampler_logprobs_T)[batch.loss_mask_T].abs().max()
+    version = fleet.weights_version.step if fleet is not None and fleet.weights_version is not None else None
+    return {"greedy": greedy, "gap": float(gap), "version": version}
+
+
+def kill_when_sending(sender: Any, fleet: Fleet | None) -> None:
+    """The next time rank 0 is about to send, when the others already do, the last server dies."""
+    if fleet is None:
+        return
+    send_shards, process = sender.send_shards, fleet._servers[-1]._process
+
+    def send_late(cancelled: Callable[[], bool]) -> None:
+        sender.send_shards = send_shards
+        time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGKILL)
+        send_shards(cancelled)
+
+    sender.send_shards = send_late
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    served, trained, out = map(Path, sys.argv[1:4])
+    tp, count, kill = map(int, sys.argv[4:])
+    server = {"tp": tp, "count": count, "max_model_len": 64, "max_num_seqs": 32, "transfer_timeout_s": 60}
+    config = RunConfig.model_validate({"engine": {"parallel": {"tp": 2, "pp": 2}}, "rollout": {"server": server}})
+    fleet = None
+    if int(os.environ["RANK"]) == 0:
+        fleet = Fleet(config.rollout.server, model_dir=served, dtype="float32", stop_token_ids=[EOS], log_dir=out)
+        fleet.start()
+    from tepo_megatron.engine.engine import Engine
+
+    try:
+        engine = Engine(config, trained)
+        sender = make_shard_sender(config, engine)
+        assert not update_weights(engine, fleet, sender, 1)
+        report = {"first": look(engine, fleet)}
+        if kill:
+            kill_when_sending(sender, fleet)
+            began = time.monotonic()
+            report["died"] = update_weights(engine, fleet, sender, 2)
+            report["noticed_s"] = time.monotonic() - began
+            assert not update_weights(engine, fleet, sender, 2)
+            report["again"] = look(engine, fleet)
+    finally:
+        if fleet is not None:
+            fleet.stop()
+    if fleet is not None:
+        (out / "report.json").write_text(json.dumps(report))
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

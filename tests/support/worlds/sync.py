@@ -1,0 +1,139 @@
+"""A trainer at TP2 hands its weights to a real vLLM server and says what each side then computes: sync OUT.
+
+Writes OUT/report.json: per sync the server's greedy tokens, the largest difference between the log-probs that it sampled with
+and the trainer's for the same tokens, and what the canary says of it; and OUT/model-N, the weights of sync N.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.data.builtin import resolve_model_path
+from tepo_megatron.data.problems import load_problems
+from tepo_megatron.data.tokenizer import load_tokenizer
+from tepo_megatron.rollout.canary import Canary, canary_prompt, tolerance
+from tepo_megatron.rollout.fleet import Fleet
+from tepo_megatron.train.weights import make_shard_sender
+from tepo_megatron.types import Rollout
+
+TEMPERATURE = 0.8
+
+
+def sample(fleet: Fleet, prompts: list[tuple[int, ...]], seed: int) -> list[Rollout]:
+    groups = fleet.generate(prompts, n=4, temperature=TEMPERATURE, max_new_tokens=24, seed=seed)
+    return [
+        Rollout(
+            problem_id=str(group),
+            group=group,
+            prompt_ids=prompts[group],
+            response_ids=tuple(response.response_ids),
+            sampler_logprobs=tuple(response.logprobs),
+            finish_reason=response.finish_reason,
+            weights_version=response.weights_version,
+            reward=float(at % 2),
+        )
+        for group, responses in enumerate(groups)
+        for at, response in enumerate(responses)
+    ]
+
+
+def ask(canary: Canary, engine: Any, fleet: Fleet | None, step: int) -> float | str:
+    """The canary's largest difference, or what it stops the run with; every rank calls, rank 0 gets it."""
+    prompt = canary_prompt(engine.spec.vocab_size, engine.spec.max_positions)
+    logprobs = engine.prompt_logprobs(prompt)
+    if fleet is None:
+        return 0.0
+    try:
+        return canary.check(step, prompt, logprobs, fleet.prompt_logprobs(prompt))
+    except RuntimeError as error:
+        return str(error)
+
+
+def ask_with_a_permuted_tensor(engine: Any, fleet: Fleet | None) -> float | str:
+    """As it would be if one projection had come to the servers with its rows in another order."""
+    weight = engine.params["decoder.layers.0.self_attention.linear_proj.weight"].data
+    kept = weight.clone()
+    weight.copy_(kept.roll(1, 0))
+    said = ask(Canary(tolerance(engine.config)), engine, fleet, 2)
+    weight.copy_(kept)
+    return said
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    out = Path(sys.argv[1])
+    config = RunConfig.model_validate(
+        {
+            "engine": {"parallel": {"tp": 2, "sequence_parallel": True}},
+            # Far larger than in a real run, so that stale weights could not pass for new ones.
+            "optimizer": {"lr": 3e-3},
+            "rollout": {"sampling": {"temperature": TEMPERATURE}},
+        }
+    )
+    model_dir = resolve_model_path("builtin:tiny")
+    from tepo_megatron.engine.engine import Engine
+
+    engine = Engine(config, model_dir)
+    sender = make_shard_sender(config, engine)
+    tokenizer = load_tokenizer(model_dir)
+    prompts = [tuple(tokenizer.prompt_ids(problem.prompt)) for problem in load_problems("builtin:addition-heldout")[:8]]
+    fleet = None
+    if engine.ranks.rank == 0:
+        fleet = Fleet(
+            config.rollout.server,
+            model_dir=model_dir,
+            dtype="float32",
+            stop_token_ids=tokenizer.eos_ids,
+            log_dir=out,
+        )
+        fleet.start()
+        urls = [server.url for server in fleet._servers]
+    report: list[dict[str, Any]] = []
+    try:
+        canary = Canary(tolerance(config))
+        for sync in range(3):
+            version = engine.weights_version(sync)
+            if fleet is not None:
+                fleet.update_weights_from_shards(version, sender)
+            else:
+                sender.update_as_non_root()
+            canary_gap = ask(canary, engine, fleet, sync)
+            engine.export(out / f"model-{sync}")
+            rollouts = sample(fleet, prompts, seed=sync) if fleet is not None else None
+            batch = engine.score(engine.batch_from_root(rollouts))
+            assert batch.old_logprobs_T is not None
+            gap = (batch.old_logprobs_T - batch.sampler_logprobs_T)[batch.loss_mask_T]
+            if fleet is not None:
+                greedy = fleet.generate(prompts, n=1, temperature=0.0, max_new_tokens=24, seed=0)
+                report.append(
+                    {
+                        "greedy": [list(group[0].response_ids) for group in greedy],
+                        "version": greedy[0][0].weights_version.step,
+                        "digest": greedy[0][0].weights_version.digest,
+                        "canary": canary_gap,
+                        "logprob_gap": float(gap.abs().max()),
+                        "mismatch_kl": float((gap.exp() - gap - 1).mean()),
+                    }
+                )
+            permuted = ask_with_a_permuted_tensor(engine, fleet) if sync == 2 else 0.0
+            engine.update(batch)
+        stale = ask(canary, engine, fleet, 3)
+    finally:
+        if fleet is not None:
+            fleet.stop()
+    if engine.ranks.rank == 0:
+        wrong = {"permuted": permuted, "stale": stale, "urls": urls}
+        (out / "report.json").write_text(json.dumps({"prompts": prompts, "eos": tokenizer.eos_ids, "syncs": report, **wrong}))
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

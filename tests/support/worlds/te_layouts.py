@@ -1,0 +1,71 @@
+"""Builds real Transformer Engine layers, and holds their parameters against the bridge's table: te_layouts MODELS.json.
+
+Without a GPU torch.cuda's answers are replaced first: parameters are made on the CPU, and nothing is computed. Prints JSON:
+model and recipe → parameters whose shape is not the table's, each with both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tepo_megatron.bridge.architecture import model_spec
+from tepo_megatron.bridge.layouts import MegatronParallel, megatron_ranks
+from tepo_megatron.config import RunConfig
+
+RECIPES = ("none", "delayed", "tensorwise", "blockwise")
+
+
+def pretend_a_hopper() -> None:
+    """What Megatron-Core and Transformer Engine ask while they make a layer."""
+    torch.cuda.is_available = lambda: True
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    torch.cuda.Stream = torch.cuda.Event = torch.cuda.current_stream = lambda *_, **__: None
+
+
+def differences(built: dict[str, tuple[int, ...]], table: dict[str, tuple[int, ...]]) -> dict[str, list[Any]]:
+    return {
+        name: [built.get(name), table.get(name)] for name in built.keys() | table.keys() if built.get(name) != table.get(name)
+    }
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    from tepo_megatron.engine import parallel, platform_cpu
+    from tepo_megatron.engine.layers import Layers
+    from tepo_megatron.engine.model import build_model, transformer_config
+    from tepo_megatron.engine.platform import Platform
+
+    has_gpu = torch.cuda.is_available()
+    if not has_gpu:
+        platform_cpu.install()
+    cuda = Platform("cuda", torch.device("cuda" if has_gpu else "cpu"), "nccl" if has_gpu else "gloo")
+    here = cuda if has_gpu else Platform("cpu", torch.device("cpu"), "gloo")
+    ranks = parallel.initialize(RunConfig().engine.parallel, here, seed=0)
+    if not has_gpu:
+        pretend_a_hopper()
+    found = {}
+    for name, raw in json.loads(Path(sys.argv[1]).read_text()).items():
+        spec, table = model_spec(raw, name), megatron_ranks(model_spec(raw, name), MegatronParallel(fused_norms=True))[0].params
+        for recipe in RECIPES:
+            run = RunConfig.model_validate({"model": {"dtype": "bfloat16"}, "engine": {"fp8": {"recipe": recipe}}})
+            config = transformer_config(spec, run.model, run.engine, cuda, Layers("te"))
+            config.use_cpu_initialization = not has_gpu
+            with here.megatron() if not has_gpu else contextlib.nullcontext():
+                model = build_model(spec, config, ranks, Layers("te"))
+            built = {key: tuple(value.shape) for key, value in model.named_parameters()}
+            found[f"{name} {recipe}"] = differences(built, dict(table))
+    parallel.destroy()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
