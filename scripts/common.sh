@@ -9,10 +9,10 @@ die() {
   exit 1
 }
 
-# Prints the first of PYTHON, python3.12, python3.11 and python3 that this project runs on.
+# Prints the first of PYTHON, python3.12, python3.11, python3.13 and python3 that this project runs on.
 find_python() {
   local candidate
-  for candidate in ${PYTHON:-} python3.12 python3.11 python3; do
+  for candidate in ${PYTHON:-} python3.12 python3.11 python3.13 python3; do
     if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
       echo "$candidate"
       return

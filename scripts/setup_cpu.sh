@@ -4,7 +4,7 @@
 #   bash scripts/setup_cpu.sh            set up (about 1.5 minutes and 3 GB the first time)
 #   bash scripts/setup_cpu.sh --lock     renew requirements/cpu.txt from requirements/cpu.in, in an environment of its own
 #
-# PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or newer).
+# PYTHON=/path/to/python3.12 chooses the interpreter (3.11, 3.12 or 3.13).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/common.sh

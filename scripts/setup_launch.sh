@@ -4,7 +4,7 @@
 #   bash scripts/setup_launch.sh            set up (about half a minute)
 #   bash scripts/setup_launch.sh --lock     renew requirements/launch.txt from requirements/launch.in
 #
-# PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or newer).
+# PYTHON=/path/to/python3.12 chooses the interpreter (3.11, 3.12 or 3.13).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/common.sh
