@@ -98,7 +98,7 @@ def main() -> None:
         engine = Engine(config, start, objective=CrossEntropy())
         examples = as_rollouts(supervised_examples(args.steps * args.batch, args.noise, args.seed), tokenizer)
         for step in track(range(args.steps), description="supervised steps"):
-            batch = engine.share(examples[step * args.batch : (step + 1) * args.batch])
+            batch = engine.batch_from_root(examples[step * args.batch : (step + 1) * args.batch])
             result = engine.update(batch)
             if (step + 1) % 20 == 0:
                 print(f"step {step + 1}: cross-entropy {result.loss:.4f}, gradient norm {result.grad_norm:.3f}")

@@ -75,7 +75,7 @@ def measure(setting: StepSetting, recipe: str, folder: Path) -> StepMeasurement:
     rollouts = make_rollouts(setting, engine.spec.vocab_size)
     logprobs, grad_norms, score_s, update_s = [], [], [], []
     for _ in range(setting.steps):
-        batch, seconds = _timed(lambda: engine.score(engine.share(rollouts)))
+        batch, seconds = _timed(lambda: engine.score(engine.batch_from_root(rollouts)))
         assert batch.old_logprobs_T is not None
         logprobs.append(float(batch.old_logprobs_T[batch.loss_mask_T].double().mean()))
         score_s.append(seconds)

@@ -13,21 +13,10 @@ from tepo_megatron.data.prompts import encode_prompt
 from tepo_megatron.data.tokenizer import Tokenizer
 from tepo_megatron.evaluate.estimators import avg_at_k, pass_at_k
 from tepo_megatron.reward.pool import RewardResult
-from tepo_megatron.types import Problem
+from tepo_megatron.types import Problem, Response
 
 CORRECT = 1.0
 """A response counts as correct when its reward is at least this."""
-
-
-class Response(Protocol):
-    """What a sampler returns for one response: ids with the end token if it was drawn, and one log-prob per id."""
-
-    @property
-    def response_ids(self) -> Sequence[int]: ...
-    @property
-    def logprobs(self) -> Sequence[float]: ...
-    @property
-    def finish_reason(self) -> str: ...
 
 
 class Generate(Protocol):

@@ -181,7 +181,13 @@ class Server:
             options["--quantization"] = config.quantization
         if config.max_model_len is not None:
             options["--max-model-len"] = config.max_model_len
-        flags = ["--skip-tokenizer-init", "--disable-log-stats", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
+        flags = [
+            "--enable-scale-out",
+            "--skip-tokenizer-init",
+            "--disable-log-stats",
+            "--disable-uvicorn-access-log",
+            "--disable-fastapi-docs",
+        ]
         if config.placement == "colocated":
             flags.append("--enable-sleep-mode")
         if not on_gpu:

@@ -13,9 +13,9 @@ from tepo_megatron.data.problems import load_problems
 from tepo_megatron.data.prompts import encode_prompt, usable_problems
 from tepo_megatron.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from tepo_megatron.engine.checkpoint_folder import newest
-from tepo_megatron.engine.placement import check_placement, this_machine
 from tepo_megatron.reward.verifiers import resolve_verifier
 from tepo_megatron.rollout.quantization import check_quantization
+from tepo_megatron.train.placement import check_placement, this_machine
 from tepo_megatron.types import Problem
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_worlds import save_random_model
+from tests.support.model_worlds import save_random_model
 from safetensors.torch import load_file
 
 from tepo_megatron.bridge.architecture import read_model_spec
@@ -29,8 +29,8 @@ from tepo_megatron.engine.batch import pack
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
 from tepo_megatron.bridge.geometry import Box
 from tepo_megatron.types import Rollout, WeightsVersion
+from tests.support.programs import run_program
 
-WORLD = Path(__file__).with_name("architectures_world.py")
 VOCABULARY = 61
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -142,15 +142,7 @@ class Worlds:
                 runs.append({"config": self._config(split, name, out), "out": str(out)})
         case = self.folder / f"world-{size}.json"
         case.write_text(json.dumps({"runs": runs, "rollouts": str(self.folder / "rollouts")}))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-        done = subprocess.run(
-            [*command, str(WORLD), str(case)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, f"the world of {size} failed:\n{done.stderr[-4000:]}"
+        run_program("architectures", case, ranks=size)
 
     def _config(self, split: Split, name: str, out: Path) -> dict[str, Any]:
         parallel = {"tp": split.tp, "pp": split.pp, "sequence_parallel": split.sequence_parallel}

@@ -24,8 +24,8 @@ from tepo_megatron.engine.batch import pack
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
 from tepo_megatron.bridge.geometry import Box, Shard
 from tepo_megatron.types import Rollout, WeightsVersion
+from tests.support.programs import run_program
 
-WORLD = Path(__file__).with_name("engine_world.py")
 TEMPERATURE = 0.7
 PROMPT = [7, 60, 1, 33, 0, 12, 12, 58]
 STEPS = 2
@@ -141,16 +141,7 @@ class Worlds:
             "resume": str(resume) if resume else None,
         }
         (out / "case.json").write_text(json.dumps(case))
-        world = str(layout.tp * layout.pp * layout.dp)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", world]
-        done = subprocess.run(
-            [*command, str(WORLD), str(out / "case.json")],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, f"{asdict(layout)} failed:\n{done.stderr[-4000:]}"
+        run_program("engine", out / "case.json", ranks=layout.tp * layout.pp * layout.dp)
         return out
 
 

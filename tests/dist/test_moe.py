@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_worlds import save_random_model
+from tests.support.model_worlds import save_random_model
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from tepo_megatron.engine.moe import check_parallel
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
 from tepo_megatron.bridge.geometry import Box
 from tepo_megatron.types import Rollout, WeightsVersion
+from tests.support.programs import run_program
 
 MODELS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4},
@@ -155,15 +156,7 @@ class Worlds:
                 runs.append({"config": config, "out": str(out), "resume": start and str(start)})
         case = self.folder / f"world-{size}.json"
         case.write_text(json.dumps({"runs": runs, "rollouts": str(self.folder / "rollouts")}))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-        done = subprocess.run(
-            [*command, str(Path(__file__).with_name("moe_world.py")), str(case)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=400,
-        )
-        assert done.returncode == 0, f"the world of {size} failed:\n{done.stderr[-6000:]}"
+        run_program("moe", case, ranks=size)
 
     def _config(self, split: Split, model: str) -> dict[str, Any]:
         return {

@@ -16,8 +16,8 @@ from tepo_megatron.config import ParallelConfig, RunConfig
 from tepo_megatron.engine import parallel
 from tepo_megatron.engine.platform import Platform
 from tepo_megatron.launch.plan.memory import rank_memory
+from tests.support.programs import run_program
 
-WORLD = Path(__file__).with_name("memory_world.py")
 SEQUENCES, TOKENS, VOCABULARY = 8, 64, 8192
 
 
@@ -64,13 +64,8 @@ def test_the_predicted_peak_is_within_a_tenth_of_the_measured(split: dict[str, i
 
 
 def start(world: int, case: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"] if world > 1 else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    done = subprocess.run(
-        [sys.executable, *launcher, str(WORLD), str(case)], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    environment = {"GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    run_program("memory", case, ranks=world if world > 1 else None, environment=environment)
 
 
 @pytest.mark.parametrize("given", [{"pp": 2, "vpp": 2}, {"cp": 2}], ids=["vpp", "cp"])

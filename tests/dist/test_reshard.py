@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import run_dist
+from tests.support.launch import run_dist
 from torch import Tensor
 
 from tepo_megatron.bench.reshard import run
@@ -22,8 +22,7 @@ from tepo_megatron.bridge.transfer.sender import ShardSender, decode_order, orde
 from tepo_megatron.bridge.transfer.transport import connect
 from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "bridge"))
-from reshard_models import numbered_model, parameters, small_spec
+from tests.support.reshard_models import numbered_model, parameters, small_spec
 
 HOST, TIMEOUT_S = "127.0.0.1", 60.0
 LEAVES = 2
@@ -38,19 +37,19 @@ def trainer(rank: int, case: Any, sender: ShardSender, number: int) -> str:
     """One update on a trainer rank; what went wrong."""
     if rank:
         dist.broadcast(torch.zeros(1, dtype=torch.int64), src=0)
-        sender.follow()
+        sender.update_as_non_root()
         return ""
-    port = torch.tensor([sender.open(HOST) if number in (0, LEAVES + 1) else 0])
+    port = torch.tensor([sender.open_rendezvous(HOST) if number in (0, LEAVES + 1) else 0])
     dist.broadcast(port, src=0)
-    sender.announce()
+    sender.broadcast_rendezvous()
     try:
-        sender.join()
-        sender.send()
+        sender.join_group()
+        sender.send_shards()
     except RuntimeError as error:
         sender.close()
-        sender.conclude(arrived=False)
+        sender.finish_update(arrived=False)
         return str(error)
-    sender.conclude(arrived=True)
+    sender.finish_update(arrived=True)
     return ""
 
 
@@ -81,7 +80,7 @@ def updates(rank: int, world: int, source: MegatronParallel, destination: VllmPa
     is_trainer = rank < plan.num_sources
     trainers = dist.new_group(list(range(plan.num_sources)))
 
-    def told(value: Any) -> Any:
+    def broadcast_from_root(value: Any) -> Any:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=trainers)
         return box[0]
@@ -93,7 +92,8 @@ def updates(rank: int, world: int, source: MegatronParallel, destination: VllmPa
     for number, model in enumerate(models):
         if is_trainer:
             params.update(values(megatron_ranks(spec, source), model, rank, trained))
-            sender = sender or ShardSender(plan, params, rank=rank, dtype=served, told=told, timeout_s=TIMEOUT_S)
+            options = {"dtype": served, "broadcast_from_root": broadcast_from_root, "timeout_s": TIMEOUT_S}
+            sender = sender or ShardSender(plan, params, rank=rank, **options)
             seen.append((trainer(rank, plan, sender, number), True))
         else:
             layouts, at = vllm_ranks(spec, destination), rank - plan.num_sources

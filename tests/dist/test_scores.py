@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-from launch import run_dist
+from tests.support.launch import run_dist
 
 from tepo_megatron.vocab_parallel import fused_linear_logprob_and_entropy, logprob_and_entropy
 from tepo_megatron.vocab_parallel.dense import dense_logprob_and_entropy

@@ -7,16 +7,12 @@ trainer's, and give the log-probs that the trainer gives. Whole servers are the 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from random_models import MODELS, greedy, random_model
+from tests.support.programs import run_program
+from tests.support.random_models import MODELS, greedy, random_model
 
 SERVED, TRAINED = 0, 1
 """Seeds of the weights that the engines start with, and of the trainer's."""
@@ -49,15 +45,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for role, seed in (("served", SERVED), ("trained", TRAINED)):
             random_model(name, seed).save_pretrained(folder / name / role)
     (folder / "cases.json").write_text(json.dumps(CASES))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    done = subprocess.run(
-        [*command, str(Path(__file__).with_name("architectures_vllm_world.py")), str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-8000:]
+    run_program("architectures_vllm", folder, ranks=4)
     return json.loads((folder / "report.json").read_text())
 
 

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.programs import run_program
 
 
 def test_shards_are_quantised_as_full_tensors_are_and_the_canary_passes(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("quantized_world.py")), str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_program("quantized_server", tmp_path)
     said = json.loads((tmp_path / "report.json").read_text())
     # To the last bit: the same FP8 weights and the same scales, whoever took the tensors apart.
     assert said["first_by_shards"] == said["first_from_disk"]

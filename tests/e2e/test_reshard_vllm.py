@@ -5,16 +5,13 @@ log-probs the trainer's. All architectures are the subject of ``test_architectur
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from random_models import greedy, random_model
+from tests.support.programs import run_program
+from tests.support.random_models import greedy, random_model
 
 SERVED, TRAINED = 0, 1
 """Seeds of the weights that the servers start with, and of the trainer's."""
@@ -23,16 +20,7 @@ SERVED, TRAINED = 0, 1
 def run_world(folder: Path, model: str, *, tp: int, count: int, kill: bool) -> dict[str, Any]:
     for name, seed in (("served", SERVED), ("trained", TRAINED)):
         random_model(model, seed).save_pretrained(folder / name)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    arguments = [str(folder / "served"), str(folder / "trained"), str(folder), str(tp), str(count), str(int(kill))]
-    done = subprocess.run(
-        [*command, str(Path(__file__).with_name("reshard_world.py")), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-8000:]
+    run_program("reshard_vllm", folder / "served", folder / "trained", folder, tp, count, int(kill), ranks=4)
     return json.loads((folder / "report.json").read_text())
 
 

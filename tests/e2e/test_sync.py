@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +12,13 @@ from safetensors.torch import load_file
 
 from tepo_megatron.bridge.geometry import Box, Shard
 from tepo_megatron.bridge.transfer.fingerprint import fingerprint
+from tests.support.programs import run_program
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("sync")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(Path(__file__).with_name("sync_world.py")), str(out)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_program("sync", out, ranks=2)
     return out, json.loads((out / "report.json").read_text())
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from tepo_megatron.rollout.record import read_rollouts, write_rollouts
+from tepo_megatron.types import WeightsVersion
+from tests.support.programs import run_program
 
 RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
 STEPS = 10
@@ -30,7 +35,16 @@ SMALL = [
     "train.minibatches=2",
 ]
 KEYS = {
-    *("step", "weights_version", "reward/mean", "reward/std", "response_len/mean", "groups/zero_variance", "entropy/mean"),
+    *(
+        "step",
+        "weights_version/min",
+        "weights_version/max",
+        "reward/mean",
+        "reward/std",
+        "response_len/mean",
+        "groups/zero_variance",
+        "entropy/mean",
+    ),
     *("entropy/delta", "kl/masked", "mask/fraction", "ratio/mean", "ratio/min", "ratio/max", "clip/low", "clip/high"),
     *("mismatch/kl", "grad_norm", "lr", "tokens/s"),
     *(f"time/{phase}" for phase in ("rollout", "reward", "score", "update", "sync", "eval", "other", "step")),
@@ -135,8 +149,6 @@ def test_sampler_and_trainer_agree_on_every_rollout(trained: Path) -> None:
 
 
 def test_recorded_rollouts_carry_the_version_that_sampled_them(trained: Path) -> None:
-    from tepo_megatron.rollout.record import read_rollouts
-
     for step in range(STEPS):
         rollouts = read_rollouts(trained / "rollouts", step)
         assert len(rollouts) == 32
@@ -144,7 +156,8 @@ def test_recorded_rollouts_carry_the_version_that_sampled_them(trained: Path) ->
         (digest,) = {rollout.weights_version.digest for rollout in rollouts}
         if step == 5:
             assert digest == json.loads((trained / "checkpoints/step_000005/state.json").read_text())["weights_digest"]
-        assert rows(trained)[step + 1]["weights_version"] == step
+        row = rows(trained)[step + 1]
+        assert (row["weights_version/min"], row["weights_version/max"]) == (step, step)
 
 
 def test_replayed_rollouts_reproduce_the_run_to_the_last_bit(trained: Path, tmp_path: Path) -> None:
@@ -164,14 +177,24 @@ def test_replayed_rollouts_reproduce_the_run_to_the_last_bit(trained: Path, tmp_
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(trained: Path, tmp_path: Path) -> None:
-    """Also one that had written a checkpoint, and not yet the row of that step."""
-    replay = f"rollout.replay={trained / 'rollouts'}"
+    """Also one that had written a checkpoint, and not yet the row of that step.
+
+    The rollouts are stamped with other versions, which the rows then show: they are read off the rollouts.
+    """
+    stamped = tmp_path / "stamped"
+    for step in range(STEPS):
+        given = read_rollouts(trained / "rollouts", step)
+        write_rollouts(
+            stamped, step, [replace(each, weights_version=WeightsVersion(41 + at % 2)) for at, each in enumerate(given)]
+        )
+    replay = f"rollout.replay={stamped}"
     out = tmp_path / "resumed"
     train(f"output={out}", *SMALL, replay, "train.steps=4")
     metrics = out / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
     train(f"output={out}", *SMALL, replay, "train.resume=true")
     assert [row["step"] for row in rows(out)] == list(range(STEPS + 1))
+    assert {(row["weights_version/min"], row["weights_version/max"]) for row in rows(out)[1:]} == {(41, 42)}
     weights = "model/model.safetensors"
     assert (out / weights).read_bytes() == (trained / weights).read_bytes()
 
@@ -182,9 +205,7 @@ def test_a_run_that_takes_turns_with_its_servers_is_the_same_run(trained: Path, 
     """
     out = tmp_path / "colocated"
     given = [f"output={out}", *SMALL, "train.steps=4", "train.save_every=2", "rollout.server.placement=colocated"]
-    command = [sys.executable, *TORCHRUN, str(Path(__file__).with_name("colocated_world.py")), *given]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_program("colocated", *given, ranks=2)
 
     def figures(folder: Path) -> list[dict[str, Any]]:
         return [{name: row[name] for name in row if name not in EVALUATION_KEYS} for row in without_times(folder)[:5]]

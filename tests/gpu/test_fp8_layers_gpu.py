@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
-from launch import run_dist
-from small_llama import draw_rollouts, write_llama
+from tests.support.launch import run_dist
+from tests.support.small_llama import draw_rollouts, write_llama
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,7 +42,7 @@ def work(rank: int, world: int, model: Path, folder: Path, engine_section: dict[
     }
     engine = Engine(RunConfig.model_validate(config), model)
     exported = {name: tensor.float().cpu() for name, tensor in engine.stream_weights() if tensor is not None}
-    batch = engine.score(engine.share(draw_rollouts(LENGTHS)))
+    batch = engine.score(engine.batch_from_root(draw_rollouts(LENGTHS)))
     results = [engine.update(batch) for _ in range(3)]
     trained = engine.score(batch).old_logprobs_T
     engine.load(engine.save(folder, step=3, state={}))

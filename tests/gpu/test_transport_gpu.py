@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +15,8 @@ from tepo_megatron.bridge.transfer import move
 from tepo_megatron.bridge.transfer.sender import ShardSender, decode_order, order_key
 from tepo_megatron.bridge.transfer.transport import TransportName, connect
 from tepo_megatron.bridge.transfer.transports import Member, join
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "dist"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "bridge"))
-from launch import run_dist
-from reshard_models import numbered_model, parameters, small_spec
+from tests.support.launch import run_dist
+from tests.support.reshard_models import numbered_model, parameters, small_spec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")]
 
@@ -43,19 +38,26 @@ def sends(kind: TransportName, device: torch.device, updates: int, dies: bool) -
     plan = reshard_plan(SPEC, MegatronParallel(), VllmParallel(), {0: 0} if kind == "ipc" else None)
     params = {name: tensor.float().to(device) for name, tensor in parameters(SOURCES, MODEL)[0].items()}
     sender = ShardSender(
-        plan, params, rank=0, dtype=torch.float32, told=lambda value: value, timeout_s=TIMEOUT_S, device=device, transport=kind
+        plan,
+        params,
+        rank=0,
+        dtype=torch.float32,
+        broadcast_from_root=lambda value: value,
+        timeout_s=TIMEOUT_S,
+        device=device,
+        transport=kind,
     )
-    dist.broadcast(torch.tensor([sender.open(HOST)]), src=0)
-    sender.join()
+    dist.broadcast(torch.tensor([sender.open_rendezvous(HOST)]), src=0)
+    sender.join_group()
     for _ in range(updates):
-        sender.send()
+        sender.send_shards()
         for tensor in params.values():
             tensor *= 2
     failed_after = -1.0
     if dies:
         began = time.monotonic()
         with pytest.raises(RuntimeError, match=r"sending|NCCL could not start"):
-            sender.send()
+            sender.send_shards()
         failed_after = time.monotonic() - began
     sender.close()
     return failed_after
@@ -100,16 +102,16 @@ def test_a_worker_that_leaves_ends_the_sending_long_before_the_time_out(kind: Tr
 
 
 def test_what_leaves_a_gpu_frees_its_memory_and_comes_back() -> None:
-    from tepo_megatron.engine.offload import Parking
+    from tepo_megatron.engine.offload import OffloadedStorages
 
     device = torch.device("cuda", 0)
     whole = torch.randn(2**24, device=device)
     views, alone = [whole[: 2**20].view(1024, 1024), whole[2**20 :]], torch.randn(1000, device=device)
     before, used = [tensor.cpu() for tensor in (*views, alone)], torch.cuda.memory_allocated()
-    parking = Parking(device)
+    storages = OffloadedStorages(device)
     for _ in range(2):
-        parking.leave([*views, alone])
-        assert parking.nbytes >= whole.nbytes + alone.nbytes
+        storages.offload([*views, alone])
+        assert storages.nbytes >= whole.nbytes + alone.nbytes
         assert torch.cuda.memory_allocated() <= used - whole.nbytes
-        parking.come_back()
+        storages.onload()
         assert all(torch.equal(tensor.cpu(), value) for tensor, value in zip((*views, alone), before, strict=True))

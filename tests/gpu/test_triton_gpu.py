@@ -1,18 +1,13 @@
 """Triton's kernels on a GPU, against the dense fp64 oracle, at the sizes that they are made for."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "vocab_parallel"))
-from score_cases import cases, compare, loss
-
 from tepo_megatron.vocab_parallel import fused_linear_logprob_and_entropy, logprob_and_entropy
 from tepo_megatron.vocab_parallel.dense import dense_logprob_and_entropy
+from tests.support.score_cases import cases, compare, loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, torch sees none")]
 

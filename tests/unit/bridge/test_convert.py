@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from convert_models import all_tensors, assert_same, make_checkpoint, make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -19,6 +18,7 @@ from tepo_megatron.bridge.architecture import read_model_spec
 from tepo_megatron.bridge.layouts import MegatronParallel, megatron_layout
 from tepo_megatron.bridge.storage.convert import check_imported, export_model, import_model
 from tepo_megatron.bridge.storage.stored import box_key
+from tests.support.convert_models import all_tensors, assert_same, make_checkpoint, make_model
 
 
 @pytest.fixture

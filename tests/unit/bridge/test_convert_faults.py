@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from convert_models import assert_same, make_checkpoint, make_model
 from safetensors.torch import load_file, save_file
 
 from tepo_megatron.bridge.architecture import read_model_spec
@@ -20,6 +19,7 @@ from tepo_megatron.bridge.layouts import MegatronParallel, megatron_layout
 from tepo_megatron.bridge.storage import convert
 from tepo_megatron.bridge.storage.convert import check_imported, export_model, import_model
 from tepo_megatron.bridge.storage.stored import open_weights
+from tests.support.convert_models import assert_same, make_checkpoint, make_model
 
 
 @pytest.fixture

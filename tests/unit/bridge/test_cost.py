@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
-from reshard_models import Case, cases, small_spec
 from typer.testing import CliRunner
 
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, tensor_shapes, vllm_ranks
@@ -16,6 +15,7 @@ from tepo_megatron.bridge.reshard.cost import Cluster, traffic
 from tepo_megatron.bridge.reshard.plan import reshard_plan
 from tepo_megatron.bridge.reshard.plan_json import plan_from_json
 from tepo_megatron.cli.main import app
+from tests.support.reshard_models import Case, cases, small_spec
 
 
 def weights(spec: object) -> int:

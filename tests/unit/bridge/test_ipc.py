@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,11 +25,9 @@ from tepo_megatron.bridge.transfer import messages, transport
 from tepo_megatron.bridge.transfer.messages import largest_bytes, queues, source_ends
 from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
 from tepo_megatron.bridge.transfer.transports.ipc import CudaHandles, IpcGroup, join_ipc
-
-sys.path.insert(0, str(Path(__file__).parent))
-from reshard_models import Case, cases, small_spec
-from thread_transport import Mailbox
-from transfers import blank, carry_out, mailboxes, setting
+from tests.support.reshard_models import Case, cases, small_spec
+from tests.support.thread_transport import Mailbox
+from tests.support.transfers import blank, carry_out, mailboxes, setting
 
 CPU = torch.device("cpu")
 

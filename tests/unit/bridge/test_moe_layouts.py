@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.parallel_state import RankGenerator
-from reshard_models import MOE, Case, cases, small_spec
 from safetensors.torch import load_file
 
 from tepo_megatron.bridge.architecture import read_model_spec
@@ -23,6 +22,7 @@ from tepo_megatron.bridge.layouts import (
     vllm_ranks,
 )
 from tepo_megatron.bridge.transfer.gather import gather_sources, shards_to_write
+from tests.support.reshard_models import MOE, Case, cases, small_spec
 
 SIZES: dict[str, Any] = {
     "hidden_size": 24,

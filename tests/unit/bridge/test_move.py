@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,11 +15,9 @@ from tepo_megatron.bridge.reshard.plan import reshard_plan
 from tepo_megatron.bridge.transfer import messages
 from tepo_megatron.bridge.transfer.messages import End, message_bytes, queues, wire_dtype
 from tepo_megatron.bridge.transfer.verification import BLOCK_BYTES, TensorDigests, digest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from reshard_models import Case, cases, small_spec
-from thread_transport import Mailbox
-from transfers import blank, carry_out, mailboxes, setting
+from tests.support.reshard_models import Case, cases, small_spec
+from tests.support.thread_transport import Mailbox
+from tests.support.transfers import blank, carry_out, mailboxes, setting
 
 
 @settings(max_examples=40, deadline=None)

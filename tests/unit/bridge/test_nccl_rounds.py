@@ -6,12 +6,10 @@ NCCL itself: tests/gpu.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,11 +20,9 @@ from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel
 from tepo_megatron.bridge.transfer import messages
 from tepo_megatron.bridge.transfer.transports import nccl
 from tepo_megatron.bridge.transfer.transports.nccl import NcclGroup
-
-sys.path.insert(0, str(Path(__file__).parent))
-from fake_nccl import Fabric, FakeProcessGroup
-from reshard_models import Case, cases, small_spec
-from transfers import blank, carry_out, setting
+from tests.support.fake_nccl import Fabric, FakeProcessGroup
+from tests.support.reshard_models import Case, cases, small_spec
+from tests.support.transfers import blank, carry_out, setting
 
 CPU = torch.device("cpu")
 

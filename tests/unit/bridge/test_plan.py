@@ -11,7 +11,6 @@ from itertools import combinations
 import pytest
 import torch
 from hypothesis import given, settings
-from reshard_models import Case, cases, numbered_model, parameters, small_spec
 
 from tepo_megatron.bridge.geometry import Box, Region, ReshardPlan, Shard, ShardLayout
 from tepo_megatron.bridge.layouts import (
@@ -26,6 +25,7 @@ from tepo_megatron.bridge.layouts import (
 from tepo_megatron.bridge.reshard.plan import layer_of, plan_moves, reshard_plan
 from tepo_megatron.bridge.reshard.plan_json import plan_from_json, plan_to_json
 from tepo_megatron.bridge.reshard.proof import prove
+from tests.support.reshard_models import Case, cases, numbered_model, parameters, small_spec
 
 
 def plan_of(case: Case) -> ReshardPlan:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from reshard_models import numbered_model, parameters
 from safetensors.torch import load_file, save_file
 
 from tepo_megatron.bridge.architecture import ModelSpec, model_spec, read_model_spec
@@ -29,6 +25,8 @@ from tepo_megatron.bridge.layouts import (
 )
 from tepo_megatron.bridge.layouts.vllm import vllm_layers
 from tepo_megatron.bridge.reshard.plan import reshard_plan
+from tests.support.programs import run_program
+from tests.support.reshard_models import numbered_model, parameters
 
 LLAMA_ROPE = {
     "rope_type": "llama3",
@@ -199,10 +197,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for number, rank in enumerate(ranks(tp, pp)):
                 job["loaded"].append({"name": f"{name}-{tp}-{pp}-{number}", "folder": str(folder), "rank": rank})
     (out / "job.json").write_text(json.dumps(job))
-    program = [sys.executable, str(Path(__file__).with_name("vllm_oracle.py")), str(out / "job.json"), str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_program("vllm_oracle", out / "job.json", out, environment={"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
     return out
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tepo_megatron.engine import platform_cpu
+from tests.support.programs import run_program
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +19,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(**sizes, tie_word_embeddings=True)
     LlamaForCausalLM(config).save_pretrained(model)
-    probe = Path(__file__).with_name("patch_probe.py")
-    done = subprocess.run([sys.executable, str(probe), str(model)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(run_program("patch_probe", model).splitlines()[-1])
 
 
 def test_with_all_patches_megatron_trains(outcomes: dict[str, str | None]) -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-WORLD = Path(__file__).with_name("te_layouts.py")
+from tests.support.programs import run_program
+
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 96, "head_dim": 16}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 
@@ -40,8 +39,6 @@ MODELS = {
 def test_parameters_are_those_of_the_table(tmp_path: Path) -> None:
     models = tmp_path / "models.json"
     models.write_text(json.dumps(MODELS))
-    done = subprocess.run([sys.executable, str(WORLD), str(models)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(run_program("te_layouts", models).splitlines()[-1])
     assert len(found) == 4 * len(MODELS)
     assert not any(found.values()), found

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from objective_batches import make_batch
 
 from tepo_megatron.config.objective import ObjectiveConfig
 from tepo_megatron.objective import build_objective, group_advantages, overlong_penalty
+from tests.support.objective_batches import make_batch
 
 REWARDS = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.7, 1.0]), st.integers(-2, 2)), min_size=1, max_size=12)
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from objective_batches import make_batch
 
 from tepo_megatron.config.objective import PRESETS, ObjectiveConfig
 from tepo_megatron.objective import build_objective
+from tests.support.objective_batches import make_batch
 
 
 @pytest.fixture

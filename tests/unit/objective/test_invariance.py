@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective_batches import assert_same, make_batch, masks, pick, summary, whole
 
 from tepo_megatron.config.objective import PRESETS, ObjectiveConfig
 from tepo_megatron.objective import build_objective
 from tepo_megatron.types import TokenScores
+from tests.support.objective_batches import assert_same, make_batch, masks, pick, summary, whole
 
 VARIANTS = {
     **{name: {"preset": name} for name in PRESETS},

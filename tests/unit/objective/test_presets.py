@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from objective_batches import assert_same, make_batch, masks, whole
 
 from tepo_megatron.config.objective import PRESETS, ObjectiveConfig
 from tepo_megatron.objective import build_objective
 from tepo_megatron.types import Batch, TokenScores
+from tests.support.objective_batches import assert_same, make_batch, masks, whole
 
 
 def _pad(values, batch):

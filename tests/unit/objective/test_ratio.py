@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from objective_batches import make_batch, masks, whole
 
 from tepo_megatron.config.objective import ObjectiveConfig
 from tepo_megatron.objective import build_objective
 from tepo_megatron.types import TokenScores
+from tests.support.objective_batches import make_batch, masks, whole
 
 
 def _objective(ratio, **overrides):

@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from objective_batches import make_batch, masks, whole
 
 from tepo_megatron.config.objective import ObjectiveConfig
 from tepo_megatron.config.objective_choices import KL
 from tepo_megatron.objective import build_objective
 from tepo_megatron.objective.regularize import kl_penalty
+from tests.support.objective_batches import make_batch, masks, whole
 
 LOGITS = st.lists(st.floats(-2, 2), min_size=5, max_size=5).map(lambda row: torch.tensor(row, dtype=torch.float64))
 

@@ -5,15 +5,14 @@ The scales are compared with float64 over the whole tensors, so that a worker wh
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+
+from tests.support.programs import run_program
 
 SIZES = {
     "vocab_size": 61,  # no multiple of TP, nor of what vLLM pads to
@@ -44,18 +43,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
             model.model.layers[0].mlp.down_proj.weight[:128] = 0.0  # whole blocks, and whole rows, of zeros
         model.save_pretrained(models / name)
     (out / "new").symlink_to(models / "new")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *(str(Path(__file__).with_name("quantized_world.py")), str(models), str(out)),
-        ],
-        # vLLM compiles its quantiser of blocks, which takes longer than all else here.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    # vLLM compiles its quantiser of blocks, which takes longer than all else here.
+    environment = {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    run_program("quantized_shards", models, out, ranks=2, environment=environment)
     return out
 
 

@@ -183,7 +183,7 @@ def test_the_trainers_ranks_leave_a_meeting_to_which_a_server_does_not_come() ->
     word: queue.Queue[Any] = queue.Queue()
     plan = plan_moves(*[[layout] * 2 for layout in (LAYOUT, LAYOUT)])
 
-    def told(rank: int, value: Any) -> Any:
+    def broadcast(rank: int, value: Any) -> Any:
         if rank:
             return word.get(timeout=60)
         word.put(value)
@@ -191,16 +191,17 @@ def test_the_trainers_ranks_leave_a_meeting_to_which_a_server_does_not_come() ->
 
     options: dict[str, Any] = {"dtype": torch.float32, "timeout_s": 60.0}
     root, other = (
-        ShardSender(plan, {"p": torch.zeros(2, 2)}, rank=rank, told=partial(told, rank), **options) for rank in (0, 1)
+        ShardSender(plan, {"p": torch.zeros(2, 2)}, rank=rank, broadcast_from_root=partial(broadcast, rank), **options)
+        for rank in (0, 1)
     )
     with ThreadPoolExecutor(2) as pool:
-        root.open(HOST)
-        root.announce()
-        following, joining = pool.submit(other.follow), pool.submit(root.join)
+        root.open_rendezvous(HOST)
+        root.broadcast_rendezvous()
+        following, joining = pool.submit(other.update_as_non_root), pool.submit(root.join_group)
         with pytest.raises(TimeoutError):
             joining.result(0.5)
         root.close()
-        root.conclude(arrived=False)
+        root.finish_update(arrived=False)
         following.result(20)
         with pytest.raises(RuntimeError, match="left before all"):
             joining.result(20)
@@ -212,8 +213,8 @@ def test_rank_0_hears_why_another_rank_failed_and_nobody_waits_for_it(monkeypatc
     plan = plan_moves(*[[layout] * 2 for layout in (LAYOUT, LAYOUT)])
     options: dict[str, Any] = {"dtype": torch.float32, "timeout_s": 60.0}
     params = {"p": torch.zeros(2, 2)}
-    root = ShardSender(plan, params, rank=0, told=sent.put, **options)
-    other = ShardSender(plan, params, rank=1, told=lambda _: sent.get(timeout=60), **options)
+    root = ShardSender(plan, params, rank=0, broadcast_from_root=sent.put, **options)
+    other = ShardSender(plan, params, rank=1, broadcast_from_root=lambda _: sent.get(timeout=60), **options)
 
     def refuse() -> None:
         raise RuntimeError("no room for slots")
@@ -221,14 +222,14 @@ def test_rank_0_hears_why_another_rank_failed_and_nobody_waits_for_it(monkeypatc
     monkeypatch.setattr(other, "_gives", refuse)
     for _ in range(2):  # a new meeting forgets the failure of the last one
         with ThreadPoolExecutor(2) as pool:
-            root.open(HOST)
-            root.announce()
-            following, joining = pool.submit(other.follow), pool.submit(root.join)
+            root.open_rendezvous(HOST)
+            root.broadcast_rendezvous()
+            following, joining = pool.submit(other.update_as_non_root), pool.submit(root.join_group)
             with pytest.raises(RuntimeError, match="left before all"):
                 joining.result(20)
-            assert root.conclude(arrived=False) == "The first other trainer rank to fail was rank 1: no room for slots"
+            assert root.finish_update(arrived=False) == "The first other trainer rank to fail was rank 1: no room for slots"
             following.result(20)
-    assert root.conclude(arrived=False) == ""
+    assert root.finish_update(arrived=False) == ""
 
 
 @pytest.mark.parametrize("name", ["nccl", "ipc"])

@@ -27,7 +27,7 @@ def rollouts(count: int) -> list[Rollout]:
 
 
 class Recorder:
-    """Engine and driver at once; ``dies_at`` names calls under which a server dies, once each.
+    """Engine, driver and publisher at once; ``dies_at`` names calls under which a server dies, once each.
 
     It keeps count of who has the GPU, where they are shared: two of trainer, servers' weights and servers' caches at most, and
     never the trainer's optimizer beside anything of a server.
@@ -45,7 +45,16 @@ class Recorder:
             assert (self.trainer, self.servers) == (trainer, servers)
 
     # memory
-    def occupy(self, what: str) -> None:
+    def offload(self) -> None:
+        self._occupy("nothing")
+
+    def onload(self) -> None:
+        self._occupy("everything")
+
+    def onload_weights_only(self) -> None:
+        self._occupy("weights")
+
+    def _occupy(self, what: str) -> None:
         self.trainer = what
         allowed = {
             "everything": ("absent", "asleep"),
@@ -57,11 +66,11 @@ class Recorder:
     def memory(self) -> dict[str, float]:
         return {"memory/peak_gib": 1.0}
 
-    def rest(self) -> None:
+    def sleep_servers(self) -> None:
         assert self.servers == "awake"
         self.servers = "asleep" if self.shares_gpus else "awake"
 
-    def wake(self, died: bool) -> bool:
+    def revive_or_wake(self, died: bool) -> bool:
         self._check_gpus(trainer="nothing", servers="gone" if died else "weights")
         dies = "wake" in self.dies_at and self._dies("wake")
         self.servers = "asleep" if died or dies else "awake"  # a server that was revived sleeps
@@ -75,10 +84,10 @@ class Recorder:
         return False
 
     # engine
-    def told(self, value: bool) -> bool:
+    def broadcast_from_root(self, value: bool) -> bool:
         return value
 
-    def share(self, given: list[Rollout]) -> Batch:
+    def batch_from_root(self, given: list[Rollout]) -> Batch:
         return pack(given)
 
     def score(self, batch: Batch) -> Batch:
@@ -88,7 +97,7 @@ class Recorder:
 
     spec = SimpleNamespace(vocab_size=50, max_positions=64)
 
-    def version(self, step: int) -> WeightsVersion:
+    def weights_version(self, step: int) -> WeightsVersion:
         return WeightsVersion(step, f"{step:016x}")
 
     def prompt_logprobs(self, prompt: tuple[int, ...]) -> list[float]:
@@ -109,7 +118,7 @@ class Recorder:
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def attempt(self, work: Callable[[], Any]) -> tuple[Any, bool]:
+    def run_or_revive(self, work: Callable[[], Any]) -> tuple[Any, bool]:
         self._check_gpus(trainer="nothing", servers="awake")
         result = work()
         if result == "died":
@@ -117,7 +126,7 @@ class Recorder:
             return None, True
         return result, False
 
-    def ready(self) -> None:
+    def wait_until_ready(self) -> None:
         self._check_gpus(trainer="nothing", servers="absent")
         self.servers = "asleep"
         self.calls.append("ready")
@@ -126,22 +135,22 @@ class Recorder:
         self.drawn = step + 1
         return "died" if self._dies(f"collect {step}") else rollouts(6)
 
-    def publish(self, version: WeightsVersion, engine: Any) -> bool:
-        assert engine is self
-        assert version == self.version(version.step)
+    def update_weights(self, version: WeightsVersion, publisher: Any) -> bool:
+        assert publisher is self
+        assert version == self.weights_version(version.step)
         self._check_gpus(trainer="weights", servers="asleep")
-        died = self._dies(f"publish {version.step}")
+        died = self._dies(f"update weights {version.step}")
         self.servers = "gone" if died else "weights"
         return died
 
-    def compare(self, step: int, prompt: tuple[int, ...], logprobs: list[float]) -> Any:
+    def check_canary(self, step: int, prompt: tuple[int, ...], logprobs: list[float]) -> Any:
         assert len(logprobs) == len(prompt) - 1
-        return "died" if self._dies(f"compare {step}") else None
+        return "died" if self._dies(f"canary {step}") else None
 
     def evaluate(self, step: int) -> Any:
         return "died" if self._dies(f"evaluate {step}") else None
 
-    def logged(self, step: int) -> bool:
+    def has_logged(self, step: int) -> bool:
         return self.row == step
 
     def log(self, step: int, row: dict[str, float]) -> None:
@@ -175,7 +184,7 @@ def run(
         evaluate=EvaluateConfig(every=every),
     )
     recorder = Recorder(dies_at, shares_gpus=shares_gpus, row=row)
-    Loop(config, recorder, recorder, step=resumed).run()  # type: ignore[arg-type]
+    Loop(config, recorder, recorder, recorder, step=resumed).run()  # type: ignore[arg-type]
     assert recorder.trainer == "everything"  # what is exported afterwards is there
     return recorder.calls
 
@@ -186,16 +195,16 @@ STEP = ["score", "update 3", "update 3"]
 @pytest.mark.parametrize("shares_gpus", [False, True])
 def test_the_order_of_a_run(shares_gpus: bool) -> None:
     """On shared GPUs it is the same; who may be there when is what the recorder asserts."""
-    first = ["ready", "publish 0", "compare 0", "evaluate 0", "log 0"]
-    one = ["collect 0", *STEP, "save 1", "publish 1", "compare 1", "log 1"]
-    two = ["collect 1", *STEP, "save 2", "publish 2", "compare 2", "evaluate 2", "log 2"]
+    first = ["ready", "update weights 0", "canary 0", "evaluate 0", "log 0"]
+    one = ["collect 0", *STEP, "save 1", "update weights 1", "canary 1", "log 1"]
+    two = ["collect 1", *STEP, "save 2", "update weights 2", "canary 2", "evaluate 2", "log 2"]
     assert run(2, shares_gpus=shares_gpus) == first + one + two
 
 
 def test_a_canary_is_due_by_the_count_of_syncs() -> None:
     """One that a server's death repeats is one sync."""
-    calls = run(4, canary=3, dies_at=("publish 1", "compare 3"))
-    assert [call for call in calls if call.startswith("compare")] == ["compare 0", "compare 3", "compare 3"]
+    calls = run(4, canary=3, dies_at=("update weights 1", "canary 3"))
+    assert [call for call in calls if call.startswith("canary")] == ["canary 0", "canary 3", "canary 3"]
 
 
 @pytest.mark.parametrize(("save_every", "saved"), [(0, [3]), (2, [2, 3]), (3, [3])])
@@ -207,28 +216,28 @@ def test_the_last_step_is_evaluated_and_saved_once(save_every: int, saved: list[
 
 @pytest.mark.parametrize("shares_gpus", [False, True])
 def test_a_resumed_run_goes_on_after_the_last_row(shares_gpus: bool) -> None:
-    again = ["ready", "publish 2", "compare 2"]
+    again = ["ready", "update weights 2", "canary 2"]
     assert run(2, resumed=2, row=2, shares_gpus=shares_gpus) == again
-    third = ["collect 2", *STEP, "save 3", "publish 3", "compare 3", "evaluate 3", "log 3"]
+    third = ["collect 2", *STEP, "save 3", "update weights 3", "canary 3", "evaluate 3", "log 3"]
     assert run(3, resumed=2, row=2, shares_gpus=shares_gpus) == again + third
 
 
 @pytest.mark.parametrize("steps", [2, 4])
 def test_a_run_that_ended_between_checkpoint_and_row_is_evaluated_when_it_is_resumed(steps: int) -> None:
     calls = run(steps, resumed=2, row=1)
-    assert calls[:5] == ["ready", "publish 2", "compare 2", "evaluate 2", "log 2"]
+    assert calls[:5] == ["ready", "update weights 2", "canary 2", "evaluate 2", "log 2"]
     assert [call for call in calls if call.startswith("log")] == [f"log {step}" for step in range(2, steps + 1)]
 
 
 @pytest.mark.parametrize(
     ("dies_at", "expected"),
     [
-        (("collect 0",), ["collect 0", "publish 0", "compare 0", "collect 0"]),
-        (("evaluate 1",), ["evaluate 1", "publish 1", "compare 1", "evaluate 1"]),
-        (("publish 1",), ["publish 1", "publish 1", "compare 1"]),
-        (("compare 1",), ["publish 1", "compare 1", "publish 1", "compare 1", "evaluate 1"]),
-        (("collect 0", "publish 0"), ["collect 0", "publish 0", "compare 0", "collect 0"]),
-        (("wake",), ["publish 0", "wake", "publish 0", "compare 0"]),
+        (("collect 0",), ["collect 0", "update weights 0", "canary 0", "collect 0"]),
+        (("evaluate 1",), ["evaluate 1", "update weights 1", "canary 1", "evaluate 1"]),
+        (("update weights 1",), ["update weights 1", "update weights 1", "canary 1"]),
+        (("canary 1",), ["update weights 1", "canary 1", "update weights 1", "canary 1", "evaluate 1"]),
+        (("collect 0", "update weights 0"), ["collect 0", "update weights 0", "canary 0", "collect 0"]),
+        (("wake",), ["update weights 0", "wake", "update weights 0", "canary 0"]),
     ],
 )
 @pytest.mark.parametrize("shares_gpus", [False, True])

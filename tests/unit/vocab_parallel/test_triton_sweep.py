@@ -19,10 +19,10 @@ CUDA = torch.device("cuda")
 def test_values_in_the_interpreter():
     """Everything in triton_interpreted.py, in a process of its own: Triton looks at TRITON_INTERPRET when it is imported."""
     pytest.importorskip("triton", reason="Triton is not installed (scripts/test.sh installs it)")
-    here = Path(__file__)
-    command = [sys.executable, "-m", "pytest", "-q", str(here.with_name("triton_interpreted.py"))]
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-m", "pytest", "-q", str(root / "tests" / "support" / "triton_interpreted.py")]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=here.parents[3], env=environment, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
     assert "skipped" not in run.stdout
 

@@ -1,6 +1,6 @@
 """What every rank of a memory test does: two optimizer steps on the engine, and by how much the process grew at the second.
 
-    memory_world.py CASE.json     under torchrun, or alone for a world of one
+    memory CASE.json     under torchrun, or alone for a world of one
 
 The measure is the operating system's: the peak of the resident set during the second step, when Adam's states exist, less the
 resident set just before the engine is built. malloc must return freed memory at once (MALLOC_MMAP_THRESHOLD_) for it to mean
@@ -48,7 +48,7 @@ def main() -> None:
     gc.collect()
     before = resident("VmRSS")
     engine = Engine(config, Path(config.model.path))
-    batch = engine.score(engine.share(given))
+    batch = engine.score(engine.batch_from_root(given))
     engine.update(batch)
     Path("/proc/self/clear_refs").write_text("5")
     engine.update(batch)

@@ -31,12 +31,12 @@ def this_machine() -> Machine:
 
 
 def trains_on_gpus(config: RunConfig, machine: Machine) -> bool:
-    """Whether ``engine.platform`` comes to CUDA here."""
+    """Whether the trainer runs on GPUs here."""
     return config.engine.platform != "cpu" and machine.gpus > 0
 
 
 def choose_transport(config: RunConfig, machine: Machine) -> TransportName:
-    """What ``rollout.server.transport`` comes to here."""
+    """The transport that ``rollout.server.transport`` means here; ``auto`` is decided."""
     server = config.rollout.server
     if server.transport != "auto":
         return server.transport
@@ -52,6 +52,11 @@ def first_server_gpu(config: RunConfig, machine: Machine) -> int:
     if config.rollout.server.placement == "colocated" or not trains_on_gpus(config, machine):
         return 0
     return machine.local_ranks
+
+
+def takes_turns(config: RunConfig) -> bool:
+    """Whether trainer and servers are on the same GPUs, so that only one of them can have its memory there at a time."""
+    return config.rollout.server.placement == "colocated" and config.rollout.replay is None
 
 
 def shared_gpus(config: RunConfig) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""What every rank of a test of models with experts does; started by torchrun: moe_world.py CASE.json.
+"""What every rank of a test of models with experts does; started by torchrun: moe CASE.json.
 
 Takes one model and split after the other: exports what was loaded, scores, trains two steps, saving after each, exports. A run
 that resumes loads another split's checkpoint instead of its first step.
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model_worlds import in_turn
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.rollout.record import read_rollouts
 from tepo_megatron.types import Batch, ObjectiveOutput, TokenScores
+from tests.support.model_worlds import in_turn
 
 
 class MeanSurprise:
@@ -45,7 +45,7 @@ def one_model(config: RunConfig, rollouts: Path, out: Path, resume: str | None) 
     built = {name: tuple(param.shape) for name, param in engine.params.items()}
     assert built == dict(engine.layouts[engine.ranks.rank].params)
     engine.export(out / "initial")
-    batch = engine.score(engine.share(read_rollouts(rollouts, 0) if is_root else None))
+    batch = engine.score(engine.batch_from_root(read_rollouts(rollouts, 0) if is_root else None))
     assert batch.old_logprobs_T is not None
     report: dict[str, Any] = {"logprobs": batch.old_logprobs_T.tolist(), "updates": []}
     for step in (1, 2):
@@ -65,6 +65,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     case: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+
     def trained(run: dict[str, Any]) -> Any:
         return one_model(RunConfig.model_validate(run["config"]), Path(case["rollouts"]), Path(run["out"]), run["resume"])
 

@@ -1,6 +1,6 @@
-"""One rank of a run whose servers are driven as on the trainer's GPUs, where there are none: colocated_world.py OVERRIDE…
+"""One rank of a run whose servers are driven as on the trainer's GPUs, where there are none: colocated OVERRIDE…
 
-The trainer's storages really leave and come back. vLLM's server goes through sleep and waking, which move no memory on a CPU.
+The trainer's storages are really offloaded and onloaded. vLLM's server sleeps and wakes, which moves no memory on a CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tepo_megatron.torchrun import run_rank
 from tepo_megatron.train import inputs
 from tepo_megatron.train.training import train
 
-RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
+RUN = Path(__file__).parents[3] / "examples" / "tiny" / "run.yaml"
 command = Server._command
 
 

@@ -1,4 +1,4 @@
-"""What every rank of an engine test does; started by torchrun: engine_world.py CASE.json.
+"""What every rank of an engine test does; started by torchrun: engine CASE.json.
 
 Trains a few optimizer steps on given rollouts under one parallel layout, and writes what the tests compare with other layouts.
 """
@@ -34,11 +34,11 @@ def main() -> None:
     else:
         engine.export(out / "initial")
     is_root = engine.ranks.rank == 0
-    report: dict[str, Any] = {"updates": [], "digest": engine.version(start).digest}
+    report: dict[str, Any] = {"updates": [], "digest": engine.weights_version(start).digest}
     report["prompt_logprobs"] = engine.prompt_logprobs(case["prompt"])
     for step in range(start, case["steps"]):
         rollouts = read_rollouts(Path(case["rollouts"]), step) if is_root else None
-        batch = engine.score(engine.share(rollouts))
+        batch = engine.score(engine.batch_from_root(rollouts))
         if step == 0:
             report["old_logprobs"] = batch.old_logprobs_T.tolist()
             report["old_entropy"] = batch.old_entropy_T.tolist()

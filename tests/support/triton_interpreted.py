@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from score_cases import cases, compare, loss
 
 from tepo_megatron.bench.score_methods import methods
 from tepo_megatron.vocab_parallel import fused_linear_logprob_and_entropy, logprob_and_entropy
@@ -14,6 +13,7 @@ from tepo_megatron.vocab_parallel.combine import combine, merge
 from tepo_megatron.vocab_parallel.dense import dense_logprob_and_entropy
 from tepo_megatron.vocab_parallel.shard import LocalLabels, Scoring
 from tepo_megatron.vocab_parallel.triton_sweep import gradient, statistics
+from tests.support.score_cases import cases, compare, loss
 
 
 @settings(max_examples=50)

@@ -1,4 +1,4 @@
-"""What every rank of an architecture test does; started by torchrun: architectures_world.py CASE.json.
+"""What every rank of an architecture test does; started by torchrun: architectures CASE.json.
 
 Takes one model and layout after the other: exports what was loaded, scores, keeps the logits of that forward, trains a step,
 saves and exports.
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model_worlds import in_turn
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch import Tensor
 from tepo_megatron.config import RunConfig
 from tepo_megatron.rollout.record import read_rollouts
 from tepo_megatron.types import Batch
+from tests.support.model_worlds import in_turn
 
 
 def one_model(config: RunConfig, rollouts: Path, out: Path) -> Any:
@@ -30,7 +30,7 @@ def one_model(config: RunConfig, rollouts: Path, out: Path) -> Any:
     engine = Engine(config, Path(config.model.path))
     is_root = engine.ranks.rank == 0
     engine.export(out / "initial")
-    batch = engine.share(read_rollouts(rollouts, 0) if is_root else None)
+    batch = engine.batch_from_root(read_rollouts(rollouts, 0) if is_root else None)
     outputs: list[Tensor] = []  # of the model on this rank, for each micro-batch
     hook = engine.model.register_forward_hook(lambda _model, _inputs, output: outputs.append(output.clone()))
     batch = engine.score(batch)

@@ -1,4 +1,4 @@
-"""Two workers of vLLM's, gloo between them, with a model that quantises weights as it loads: quantized_world.py MODELS OUT.
+"""Two workers of vLLM's, gloo between them, with a model that quantises weights as it loads: quantized_shards MODELS OUT.
 
 For each quantisation Q, OUT/loaded-Q-RANK.safetensors holds the live tensors of a model that loaded MODELS/new from disk, and
 OUT/updated-Q-RANK.safetensors those of one that loaded MODELS/old and was then given the shards of MODELS/new, in another order

@@ -1,4 +1,4 @@
-"""Builds real Transformer Engine layers, and holds their parameters against the bridge's table: te_layouts.py MODELS.json.
+"""Builds real Transformer Engine layers, and holds their parameters against the bridge's table: te_layouts MODELS.json.
 
 Without a GPU torch.cuda's answers are replaced first: parameters are made on the CPU, and nothing is computed. Prints JSON:
 model and recipe → parameters whose shape is not the table's, each with both.

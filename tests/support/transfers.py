@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,10 +16,8 @@ from tepo_megatron.bridge.transfer import move
 from tepo_megatron.bridge.transfer.messages import destination_ends, queues, source_ends, wire_dtype
 from tepo_megatron.bridge.transfer.sender import decode_order, encode_order
 from tepo_megatron.bridge.transfer.transport import Transport
-
-sys.path.insert(0, str(Path(__file__).parent))
-from reshard_models import Case, numbered_model, parameters
-from thread_transport import Mailbox
+from tests.support.reshard_models import Case, numbered_model, parameters
+from tests.support.thread_transport import Mailbox
 
 Params = dict[str, Tensor]
 

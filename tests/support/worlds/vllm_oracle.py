@@ -1,4 +1,4 @@
-"""What vLLM's own model classes declare and load, for the tests of the layouts: ``python vllm_oracle.py JOB.json OUT``.
+"""What vLLM's own model classes declare and load, for the tests of the layouts: vllm_oracle JOB.json OUT.
 
 No process group: only the answers to "how many ranks, which one am I" are given, so that every rank of any world can be asked.
 Writes ``OUT/<name>.json`` (parameter → shape) for models on the meta device, ``OUT/<name>.safetensors`` (the loaded parameters)

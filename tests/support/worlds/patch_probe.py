@@ -1,5 +1,5 @@
 """Trains one step on two pipeline stages with full recomputation, once with all CPU patches and once without each:
-patch_probe.py MODEL.
+patch_probe MODEL.
 
 Prints a JSON object: which case → the first error, or null. Cases are forked from one process that has imported Megatron once.
 """
@@ -36,7 +36,7 @@ def train_one_step(model: Path) -> None:
         Rollout("p", 0, (3, 4), (5, 6, 7), (-1.0, -1.0, -1.0), "stop", WeightsVersion(0), reward=float(reward))
         for reward in (0, 1, 1)
     ]
-    engine.update(engine.score(engine.share(rollouts)))
+    engine.update(engine.score(engine.batch_from_root(rollouts)))
 
 
 def without(case: str) -> None:

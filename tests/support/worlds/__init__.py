@@ -1,0 +1,1 @@
+"""Programs that tests start as processes of their own, alone or one for each rank (``tests.support.programs``)."""

@@ -1,6 +1,0 @@
-"""Batches for the tests of the objective."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
