@@ -134,8 +134,9 @@ class Engine:
         return batch.with_(advantages_S=self.objective.advantages(batch))
 
     def score(self, batch: Batch) -> Batch:
-        """Adds log-probs and entropies of the policy as it stands (and log-probs of the reference, where the objective
-        asks).
+        """Adds log-probs and entropies of the policy as it stands (and log-probs of the reference, where the objective asks).
+
+        They are computed in the very micro-batches that ``update`` of the same batch will use. Every rank calls.
         """
         scores = score(self.forward, self.model, batch)
         batch = batch.with_(old_logprobs_T=scores.logprob, old_entropy_T=scores.entropy)

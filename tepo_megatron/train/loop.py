@@ -51,11 +51,13 @@ class Loop:
         rollouts = self.with_servers(lambda: driver.collect(self.step))
         with driver.phase("score"):
             self.onload_trainer()
-            batch = engine.score(engine.batch_from_root(rollouts))
+            batch = engine.batch_from_root(rollouts)
+            # Mini-batches first: each is scored in the very micro-batches of its update, so that rounding, which depends on a
+            # token's place in its micro-batch, cancels in ratios and in differences of entropies (decision 012).
+            parts = minibatches(batch, self.config.train.minibatches, seed=self.config.seed, step=self.step)
+            scored = [engine.score(part) for part in parts]
         with driver.phase("update"):
-            count = self.config.train.minibatches
-            parts = minibatches(batch, count, seed=self.config.seed, step=self.step)
-            updates = [engine.update(part) for part in parts]
+            updates = [engine.update(part) for part in scored]
         self.step += 1
         self.save_if_due()
         self.update_weights()

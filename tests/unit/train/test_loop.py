@@ -92,7 +92,7 @@ class Recorder:
 
     def score(self, batch: Batch) -> Batch:
         self._check_gpus(trainer="everything", servers="asleep")
-        self.calls.append("score")
+        self.calls.append(f"score {batch.num_sequences}")
         return batch
 
     spec = SimpleNamespace(vocab_size=50, max_positions=64)
@@ -189,7 +189,7 @@ def run(
     return recorder.calls
 
 
-STEP = ["score", "update 3", "update 3"]
+STEP = ["score 3", "score 3", "update 3", "update 3"]
 
 
 @pytest.mark.parametrize("shares_gpus", [False, True])
