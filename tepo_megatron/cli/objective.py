@@ -48,7 +48,7 @@ def preset_table() -> Table:
 
 
 def _say(section: Mapping[str, Any]) -> str:
-    """A section in a few words: its kind, then its other fields."""
+    """A section of the configuration in a few words: its kind, then its other fields."""
     values = [
         f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in section.items() if key != "kind"
     ]

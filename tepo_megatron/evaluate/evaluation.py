@@ -1,4 +1,4 @@
-"""One evaluation: greedy answers and k samples of held-out problems, scored and summed up."""
+"""One evaluation: answers held-out problems greedily and with k samples, and scores the answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CORRECT = 1.0
 
 
 class Generate(Protocol):
-    """Draw ``n`` responses for each prompt, in the prompts' order; temperature 0 is greedy."""
+    """Samples ``n`` responses for each prompt, in the prompts' order; temperature 0 is greedy."""
 
     def __call__(
         self, prompts: list[tuple[int, ...]], *, n: int, temperature: float, max_new_tokens: int, seed: int
@@ -28,14 +28,14 @@ class Generate(Protocol):
 
 
 class Scorer(Protocol):
-    """A ``RewardPool``, or what stands for one."""
+    """Scores responses: a ``RewardPool``, or a stand-in for it in tests."""
 
     def score(self, items: Sequence[tuple[Problem, str]]) -> list[RewardResult]: ...
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What an evaluation found.
+    """The result of an evaluation.
 
     ``metrics`` holds ``accuracy/greedy`` and, when samples were drawn, ``accuracy/avg@k`` and ``accuracy/pass@k`` for the
     ``k`` given here (0: greedy only). ``mean_response_len`` is in tokens over the greedy responses, the end token included.
@@ -73,7 +73,7 @@ def evaluate(
     seed: int,
     chat_template: bool = False,
 ) -> EvaluationResult:
-    """Answer held-out problems greedily, and ``config.samples`` times at the training temperature.
+    """Answers held-out problems greedily, and ``config.samples`` times at the training temperature.
 
     Called on rank 0 alone. The first ``config.problems`` are used, so that evaluations of a run compare; ``seed`` is for the
     samples.

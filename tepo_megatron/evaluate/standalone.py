@@ -22,11 +22,11 @@ from tepo_megatron.rollout.split import check_server_split
 
 
 def evaluate_model(config: RunConfig, model: Path | str) -> EvaluationResult:
-    """Evaluate a Hugging Face folder on ``config.data.heldout``, print a table, and write the answers shown.
+    """Evaluates a Hugging Face folder on ``config.data.heldout``, prints a table, and writes samples of the answers.
 
-    Everything but the model comes from ``config``: verifier, sampling, servers, ``evaluate``. Written to
-    ``<output>/eval``: ``metrics.json``, ``samples.jsonl`` and the servers' logs. One process calls; servers and verifiers are
-    ended however it returns.
+    Everything but the model comes from ``config``: verifier, sampling, servers, ``evaluate``. ``<output>/eval`` gets
+    ``metrics.json``, ``samples.jsonl`` and the servers' logs. One process calls; servers and verifiers are ended however it
+    returns.
 
     Raises:
         ValueError: a model, a data source or a verifier that cannot be used; a model that ``rollout.server.tp`` cannot split.
@@ -63,7 +63,7 @@ def evaluate_model(config: RunConfig, model: Path | str) -> EvaluationResult:
 
 
 def without_trainer(server: ServerConfig) -> ServerConfig:
-    """Where servers run that share their GPUs with nobody: on their own machine, awake."""
+    """The same server settings for a run without a trainer: colocated servers become local ones, which never sleep."""
     return server.model_copy(update={"placement": "local"}) if server.placement == "colocated" else server
 
 

@@ -1,4 +1,4 @@
-"""What ``tepo doctor --run RUN.yaml`` looks at besides: the disk, the ports and the servers of that run."""
+"""The further checks of ``tepo doctor --run RUN.yaml``: the disk, the ports and the servers of that run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from tepo_megatron.rollout.split import check_server_split
 
 _GIB = 2**30
 _BYTES_PER_CHECKPOINT_BYTE = 8
-"""A checkpoint holds fp32 weights and two fp32 moments; the model's files may be bf16, so up to 6, and the exported model 1."""
+"""Room for a checkpoint, over the size of the model's files: fp32 weights and two fp32 moments are 6 times bf16 files; the
+exported model is 1; rounded up.
+"""
 
 
 def run_checks(config: RunConfig) -> list[Callable[[], Check]]:
-    """The checks of one run."""
+    """Returns the checks of one run, to be called later."""
     checks: list[Callable[[], Check]] = [partial(_output_disk, config)]
     server = config.rollout.server
     if server.placement == "external":
@@ -94,7 +96,7 @@ def _server_port(config: RunConfig) -> Check:
 
 
 def _no_server(config: RunConfig) -> Check:
-    """Said once where not one of the external servers has registered."""
+    """One check instead of many where no external server has registered at all."""
     detail = f"no server is registered in {config.rollout.server.registry}"
     return Check("servers", "missing", detail, "start 'tepo serve' on their nodes, with this registry", needed=True)
 
