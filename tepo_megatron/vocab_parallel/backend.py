@@ -1,4 +1,4 @@
-"""The implementations of the two passes over a shard of logits, behind one name."""
+"""Chooses the implementation of the two passes over a shard of logits: one forward, one backward."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _IN_TORCH, _IN_CPP = RowSweeps(sweep), RowSweeps(native)
 
 
 class Backend(Protocol):
-    """One shard [T, Vp], with its padding columns and the rows that are not scored. No collective."""
+    """Computes the two passes over one shard [T, Vp], padding columns and rows that are not scored included. No collective."""
 
     def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_R4: Tensor) -> None:
-        """Fill in the packed statistics of the scored rows, contiguous [R, 4], see `combine`. fp32 (fp64 for fp64 logits)."""
+        """Writes the packed statistics of the scored rows (see `combine`) into a contiguous [R, 4], fp32 (fp64 for fp64)."""
 
     def gradient(
         self,
@@ -33,14 +33,14 @@ class Backend(Protocol):
         grad_entropy_T: Tensor | None,
         out_TVp: Tensor,
     ) -> None:
-        """Write the logits' gradient to all of ``out_TVp``, zeros for padding and masked rows included.
+        """Writes the gradient with respect to the logits to all of ``out_TVp``, zeros for padding and masked rows included.
 
-        ``out_TVp`` may be the logits themselves. Of the two gradients of the tokens' scores [T] one may be None.
+        ``out_TVp`` may be the logits themselves. One of the two gradients of the tokens' scores [T] may be None.
         """
 
 
 def get_backend(name: BackendName, device: torch.device) -> Backend:
-    """The backend of that name for logits on ``device``.
+    """Returns the backend of that name for logits on ``device``.
 
     ``torch`` works everywhere. ``cpp`` is for logits on CPU and needs a C++ compiler on its first use. ``triton`` is for GPUs
     (and for CPU in Triton's interpreter, which is for tests). ``auto`` is ``triton`` on a GPU where Triton is installed (CUDA

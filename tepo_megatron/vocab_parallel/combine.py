@@ -1,7 +1,7 @@
-"""From per-shard row statistics to log-prob and entropy: the one collective of the forward.
+"""Combines the shards' statistics of each row to log-prob and entropy: the one collective of the forward.
 
-A shard's statistics of a row, packed as 4 numbers: m = max x, s = Σ e^t, u = Σ e^t·t, y = x of the label (0 where another shard
-holds it), with t = (x − m)/temperature over the columns that are no padding.
+A shard packs its statistics of a row as 4 numbers: m = max x, s = Σ e^t, u = Σ e^t·t, y = x of the label (0 where another shard
+has it), with t = (x − m)/temperature. The maximum and the sums are over the columns that are not padding.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 EMPTY_MAX = -1e30
-"""Maximum of a shard without any finite logit. Finite, since −inf · 0 is NaN."""
+"""The maximum of a shard without any finite logit. It is finite, since −inf · 0 is NaN."""
 
 
 class RowScores(NamedTuple):
-    """Contiguous [R] each."""
+    """Scores of the R scored rows, and what the backward needs of them; each is a contiguous [R]."""
 
     logprob_R: Tensor
     entropy_R: Tensor
     max_R: Tensor
-    """Over the whole vocabulary, in units of the logits."""
+    """The largest logit of the whole vocabulary, not divided by the temperature."""
     log_sum_R: Tensor
-    """log Σ exp((x − max)/temperature) over the whole vocabulary; kept apart from the maximum, for their sum would round."""
+    """log Σ exp((x − max)/temperature) over the whole vocabulary; kept apart from the maximum, because adding the two would
+    round."""
 
 
 def combine(stats_R4: Tensor, rows_R: Tensor | None, temperature: float, tp_group: ProcessGroup | None) -> RowScores:
-    """Gather the shards' statistics (all ranks of the group call) and combine them; every rank returns the same.
+    """Gathers the shards' statistics (all ranks of the group call) and combines them; every rank returns the same.
 
     Raises:
         ValueError: on all ranks alike, if a row holds NaN or +inf, or nothing but −inf.
@@ -43,16 +44,18 @@ def combine(stats_R4: Tensor, rows_R: Tensor | None, temperature: float, tp_grou
     max_R, sum_R, weighted_R, label_R = merge(stats_pR4, temperature).unbind(-1)
     _check_finite(sum_R, stats_pR4[..., 1], rows_R)
     log_sum_R = sum_R.log()
+    # log p = t − log S, and H = −Σ p log p = log S − Σ p t = log S − U/S
     logprob_R = (label_R - max_R) / temperature - log_sum_R
     return RowScores(logprob_R, log_sum_R - weighted_R / sum_R, max_R.contiguous(), log_sum_R)
 
 
 def merge(stats_pR4: Tensor, temperature: float) -> Tensor:
-    """The packed statistics [R, 4] of rows that p disjoint sets of columns make up, from those of the sets."""
+    """Merges the packed statistics of p disjoint sets of columns, [p, R, 4], to those of their union, [R, 4]."""
     max_pR, sum_pR, weighted_pR, label_pR = stats_pR4.unbind(-1)
     max_R = max_pR.amax(0)
     shift_pR = (max_pR - max_R) / temperature
     scale_pR = shift_pR.exp()
+    # With the common maximum t becomes t + shift, so Σ e^t·t becomes e^shift · (Σ e^t·t + shift · Σ e^t).
     weighted_R = (scale_pR * (weighted_pR + shift_pR * sum_pR)).sum(0)
     return torch.stack([max_R, (scale_pR * sum_pR).sum(0), weighted_R, label_pR.sum(0)], -1)
 
@@ -63,6 +66,7 @@ def _check_finite(sum_R: Tensor, sum_pR: Tensor, rows_R: Tensor | None) -> None:
         return
     first = int(wrong_R.nonzero()[0])
     token = first if rows_R is None else int(rows_R[first])
+    # A NaN or +inf makes the sum of its shard NaN or inf, which names the rank; a finite sum of 0 means that all are −inf.
     ranks = (~sum_pR[:, first].isfinite()).nonzero().flatten().tolist()
     if ranks:
         raise ValueError(

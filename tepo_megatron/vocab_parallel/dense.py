@@ -1,4 +1,4 @@
-"""The oracle: log-prob and entropy of a whole vocabulary in fp64, by definition. For tests and benchmarks."""
+"""The oracle of tests and benchmarks: log-prob and entropy of a whole vocabulary in fp64, by their definitions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def dense_logprob_and_entropy(
     vocab_size: int | None = None,
     mask_T: Tensor | None = None,
 ) -> TokenScores:
-    """What `logprob_and_entropy` computes, from logits [T, V] in one piece; fp64 [T] each, differentiable by autograd.
+    """Computes what `logprob_and_entropy` does, from logits [T, V] in one piece; fp64 [T] each, differentiable by autograd.
 
     Columns from ``vocab_size`` on do not exist; −inf logits have probability 0 and add nothing to the entropy; tokens outside
     ``mask_T`` score 0.

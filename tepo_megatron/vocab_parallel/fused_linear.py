@@ -1,4 +1,4 @@
-"""Log-prob and entropy from hidden states and the output head's weight shard; the logits exist one row chunk at a time."""
+"""Computes log-prob and entropy from hidden states and a shard of the head's weight, with the logits of one chunk at a time."""
 
 from __future__ import annotations
 
@@ -111,6 +111,7 @@ class _FusedLinear(torch.autograd.Function):
         grad_hidden_RH = torch.empty_like(hidden_RH)
         grad_weight_VpH = torch.zeros_like(weight_VpH, dtype=compute_dtype(weight_VpH.dtype))
         for at, chunk, logits_cVp in _chunks(hidden_RH, weight_VpH, scoring):
+            # The logits are computed again rather than kept: keeping them is what this function avoids.
             torch.mm(hidden_RH[at], weight_VpH.t(), out=logits_cVp)
             ctx.backend.gradient(
                 logits_cVp,
@@ -118,7 +119,7 @@ class _FusedLinear(torch.autograd.Function):
                 RowScores(*(value_R[at] for value_R in rows)),
                 None if grad_logprob_R is None else grad_logprob_R[at],
                 None if grad_entropy_R is None else grad_entropy_R[at],
-                logits_cVp,
+                logits_cVp,  # the gradient takes the logits' place
             )
             torch.mm(logits_cVp, weight_VpH, out=grad_hidden_RH[at])
             _add_product(grad_weight_VpH, logits_cVp.t(), hidden_RH[at])
@@ -130,7 +131,7 @@ class _FusedLinear(torch.autograd.Function):
 
 
 def _chunks(hidden_RH: Tensor, weight_VpH: Tensor, scoring: Scoring) -> Iterator[tuple[slice, Scoring, Tensor]]:
-    """Cut the scored rows: where a chunk lies among them, its own `Scoring`, and a buffer for its logits, reused."""
+    """Cuts the scored rows into chunks: yields a range of rows, its own `Scoring`, and a buffer for its logits, reused."""
     width = weight_VpH.shape[0]
     budget = _CHUNK_BYTES.get(hidden_RH.device.type, _CHUNK_BYTES_ACCELERATOR)
     size = max(16, budget // (width * hidden_RH.dtype.itemsize))
@@ -143,21 +144,21 @@ def _chunks(hidden_RH: Tensor, weight_VpH: Tensor, scoring: Scoring) -> Iterator
 
 
 def _add_product(sum_VH: Tensor, left_Vc: Tensor, right_cH: Tensor) -> None:
-    """Add a matrix product to a sum of the same or a wider dtype."""
+    """Adds a matrix product to ``sum_VH``, whose dtype may be wider than the factors'."""
     if sum_VH.dtype == left_Vc.dtype:
         sum_VH.addmm_(left_Vc, right_cH)
         return
-    for start in range(0, sum_VH.shape[0], 4096):  # in parts, since the product is widened before it is added
+    for start in range(0, sum_VH.shape[0], 4096):  # in parts, because the product exists once more in the wider dtype
         sum_VH[start : start + 4096] += left_Vc[start : start + 4096] @ right_cH
 
 
 def _gather(hidden: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sequence-parallel shards [T/p, H] put together to [T, H]; without a group the input."""
+    """Gathers sequence-parallel shards [T/p, H] to [T, H]; without a group returns the input."""
     return hidden if group is None else all_gather(hidden, group)
 
 
 def _sum_over_shards(grad_TH: Tensor, tp_group: ProcessGroup | None, scatter_group: ProcessGroup | None) -> Tensor:
-    """Every vocabulary shard contributed to the hidden states' gradient: sum, and keep this rank's rows under SP."""
+    """Sums the hidden states' gradient, to which every vocabulary shard contributed; under SP keeps this rank's rows."""
     if tp_group is None or not grad_TH.numel():
         return grad_TH
     if scatter_group is None:

@@ -1,4 +1,4 @@
-"""The sweeps in C++, one pass each, for CPU: compiled on first use, several times faster than `sweep`.
+"""Sweeps over a shard on a CPU in C++, with one pass each: compiled on first use, several times faster than `sweep`.
 
 ``sweep.cpp`` is compiled for this machine's processor by ``c++`` (or the compiler that ``CXX`` names) and kept below the user's
 cache folder, under a name that changes with source, compiler and processor.
@@ -27,6 +27,7 @@ from tepo_megatron.vocab_parallel.shard import LocalLabels
 
 _LOG2_E = math.log2(math.e)
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+# No -ffast-math: it would allow the compiler to assume that there is no NaN, and `combine` looks for one.
 _FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC")
 _POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _FORWARD = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT, _FLOAT, _POINTER)
@@ -34,7 +35,7 @@ _BACKWARD = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT, *(_POINTER,) * 6, 
 
 
 def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_R4: Tensor) -> None:
-    """As `sweep.forward`, which fp64 logits are left to."""
+    """Does what `sweep.forward` does, and calls it for fp64 logits."""
     if logits_TV.dtype not in _NAMES:
         return sweep.forward(logits_TV, rows_R, temperature, stats_R4)
     logits_TV = _with_dense_rows(logits_TV)
@@ -48,7 +49,7 @@ def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_
         function(base_TV.data_ptr(), base_TV.stride(0), rows, len(out_R4), columns, scale, EMPTY_MAX, out_R4.data_ptr())
 
     _in_parts(part, stats_R4.shape[0])
-    stats_R4[:, 2] /= _LOG2_E
+    stats_R4[:, 2] /= _LOG2_E  # the C++ has t in units of log 2
 
 
 def backward(
@@ -61,14 +62,14 @@ def backward(
     grad_entropy_R: Tensor | None,
     out_TV: Tensor,
 ) -> None:
-    """As `sweep.backward`, which fp64 logits are left to."""
+    """Does what `sweep.backward` does, and calls it for fp64 logits."""
     if logits_TV.dtype not in _NAMES:
         return sweep.backward(logits_TV, rows_R, temperature, scores, labels, grad_logprob_R, grad_entropy_R, out_TV)
     logits_TV = _with_dense_rows(logits_TV)
     function = getattr(_library(), f"backward_{_NAMES[logits_TV.dtype]}")
     function.argtypes, function.restype = _BACKWARD, None
     grad_entropy_R = torch.zeros_like(grad_logprob_R) if grad_entropy_R is None else grad_entropy_R
-    scale_R = (-scores.log_sum_R).exp() / temperature
+    scale_R = (-scores.log_sum_R).exp() / temperature  # of `sweep.backward`, as are the terms below
     constant_R = -scale_R * (grad_logprob_R + grad_entropy_R * (scores.entropy_R - scores.log_sum_R))
     at_label_R = grad_logprob_R * labels.inside_R / temperature
     per_row = [scores.max_R, constant_R, -grad_entropy_R * scale_R / _LOG2_E, labels.column_R, at_label_R]
@@ -99,12 +100,12 @@ def _with_dense_rows(logits_TV: Tensor) -> Tensor:
 
 
 def _part_of(values_TV: Tensor, rows_R: Tensor | None, at: slice) -> tuple[Tensor, int | None]:
-    """Where a part of the scored rows starts, and the address of its row numbers, if the rows are numbered."""
+    """Returns where a part of the scored rows starts, and the address of its row numbers (None if all rows are scored)."""
     return (values_TV[at], None) if rows_R is None else (values_TV, rows_R[at].data_ptr())
 
 
 def _in_parts(part: Callable[[slice], None], count: int) -> None:
-    """The rows in as many threads as torch has."""
+    """Runs parts of the rows in as many threads as torch has, in parallel, since ctypes releases the interpreter's lock."""
     threads = min(torch.get_num_threads(), max(count, 1))
     cuts = [count * number // threads for number in range(threads + 1)]
     parts = [slice(first, last) for first, last in itertools.pairwise(cuts)]
@@ -117,7 +118,7 @@ def _in_parts(part: Callable[[slice], None], count: int) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """The compiled sweeps.
+    """Loads the compiled sweeps, compiling them first if there is no library for this source, compiler and processor.
 
     Raises:
         RuntimeError: there is no compiler, or it refuses.

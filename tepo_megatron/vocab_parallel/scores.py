@@ -1,4 +1,4 @@
-"""Log-prob and entropy of sharded logits: one collective forward, none backward."""
+"""Computes log-prob and entropy of sharded logits, with one collective forward and none backward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def logprob_and_entropy(
     inplace_backward: bool = False,
     backend: BackendName = "auto",
 ) -> TokenScores:
-    """Log-probability of each label and entropy of the whole distribution, softmax(logits / temperature).
+    """Computes the log-probability of each label, and the entropy of the whole distribution softmax(logits / temperature).
 
     Every rank of ``tp_group`` calls, with its own columns of the same rows and otherwise the same arguments, and gets the same
     result. One all-gather of 16 bytes per scored token and rank forward, no collective backward. The logits are upcast chunk by
@@ -79,7 +79,7 @@ class _LogprobAndEntropy(torch.autograd.Function):
         backend.statistics(logits_TVp, scoring, stats_R4)
         rows = combine(stats_R4, scoring.rows_R, scoring.temperature, scoring.tp_group)
         ctx.scoring, ctx.backend, ctx.inplace = scoring, backend, inplace
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a score that the loss does not use has gradient None, and costs nothing
         ctx.save_for_backward(logits_TVp, *rows)
         return to_tokens(rows.logprob_R, scoring), to_tokens(rows.entropy_R, scoring)
 
@@ -91,7 +91,7 @@ class _LogprobAndEntropy(torch.autograd.Function):
         logits_TVp, *saved = ctx.saved_tensors
         if grad_logprob_T is None and grad_entropy_T is None:
             return None, None, None, None
-        # detach() shares the version counter: whoever else saved the logits for a backward is told that they are gone
+        # detach() shares the version counter: autograd then refuses any other backward that saved the overwritten logits.
         out_TVp = logits_TVp.detach() if ctx.inplace else torch.empty_like(logits_TVp)
         ctx.backend.gradient(logits_TVp, ctx.scoring, RowScores(*saved), grad_logprob_T, grad_entropy_T, out_TVp)
         return out_TVp, None, None, None

@@ -18,30 +18,30 @@ if TYPE_CHECKING:
 
 
 class LocalLabels(NamedTuple):
-    """Labels as one shard sees them."""
+    """The labels of the scored rows, in the columns of one shard."""
 
     column_R: Tensor
-    """int64 [R]: column in this shard, 0 where the label lies in another."""
+    """int64 [R]: the label's column in this shard; 0 where another shard has the label."""
     inside_R: Tensor
-    """bool [R]: whether the label lies in this shard."""
+    """bool [R]: whether this shard has the label."""
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """One call, as this rank sees it: its columns, the rows to score, their labels, how."""
+    """The arguments of one call on this rank, checked: its columns, the rows to score, their labels."""
 
     tp_group: ProcessGroup | None
     temperature: float
     columns: int
-    """Columns of this shard that are no padding, its first ones; 0 where the whole shard is padding."""
+    """The number of columns of this shard that are not padding, which are its first; 0 if the whole shard is padding."""
     tokens: int
     rows_R: Tensor | None
-    """Scored rows, int64; None for all."""
+    """The numbers of the scored rows, int64; None if all are scored."""
     labels: LocalLabels
 
     @property
     def count(self) -> int:
-        """R."""
+        """R, the number of scored rows."""
         return self.labels.column_R.numel()
 
 
@@ -55,7 +55,7 @@ def plan_scoring(
     vocab_size: int | None,
     mask_T: Tensor | None,
 ) -> Scoring:
-    """Check the arguments of a call on ``tokens`` rows and a shard ``width`` columns wide, padding included.
+    """Checks the arguments of a call on ``tokens`` rows and a shard ``width`` columns wide, padding included.
 
     Raises:
         ValueError: temperature, vocabulary size, shapes, dtypes or a label are impossible; each message says what to do.
@@ -72,6 +72,7 @@ def plan_scoring(
     rows_R = _scored_rows(mask_T, labels_T, tokens)
     labels_R = labels_T if rows_R is None else labels_T[rows_R]
     _check_labels(labels_R, rows_R, vocab_size)
+    # Padding is at the end of the whole vocabulary: the last shards have it, and a small one may be padding alone.
     columns = min(max(vocab_size - rank * width, 0), width)
     column_R = labels_R - rank * width
     inside_R = (column_R >= 0) & (column_R < columns)
@@ -103,12 +104,12 @@ def _check_labels(labels_R: Tensor, rows_R: Tensor | None, vocab_size: int) -> N
 
 
 def to_tokens(values_R: Tensor, scoring: Scoring) -> Tensor:
-    """The scored rows' values at their tokens [T], 0 elsewhere."""
+    """Puts the values of the scored rows [R] at their tokens [T], with 0 elsewhere."""
     if scoring.rows_R is None:
         return values_R
     return values_R.new_zeros(scoring.tokens).index_copy(0, scoring.rows_R, values_R)
 
 
 def of_rows(values_T: Tensor, scoring: Scoring) -> Tensor:
-    """The tokens' values at the scored rows [R]."""
+    """Takes the values of the scored rows [R] out of those of all tokens [T]."""
     return values_T if scoring.rows_R is None else values_T[scoring.rows_R]
