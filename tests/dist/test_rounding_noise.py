@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +20,8 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.types import Batch
+from tepo_megatron.types import Batch, TokenScores
+from tepo_megatron.vocab_parallel import logprob_and_entropy
 from tests.support.launch import run_dist
 from tests.support.small_llama import draw_rollouts, write_llama
 
@@ -35,6 +38,16 @@ def by_place(logits_TVp: Tensor, first_column: int) -> Tensor:
     return (NOISE * torch.sin(12.9898 * row_T + 78.233 * rows + 37.719 * column_V + row_T * column_V)).to(logits_TVp.dtype)
 
 
+def noisy(engine: Any, scale: float = 1.0) -> Callable[..., TokenScores]:
+    """``logprob_and_entropy`` of logits with noise."""
+
+    def scores(logits_TVp: Tensor, *arguments: Any, **options: Any) -> TokenScores:
+        first_column = engine.ranks.tp_rank * logits_TVp.shape[1]
+        return logprob_and_entropy(logits_TVp + scale * by_place(logits_TVp, first_column), *arguments, **options)
+
+    return scores
+
+
 def first_update(config: RunConfig, model_dir: Path, *, whole_step_scored: bool) -> dict[str, float]:
     """Extrema and means of the first optimizer step after a rollout, on this rank's world."""
     from megatron.core import parallel_state
@@ -44,16 +57,11 @@ def first_update(config: RunConfig, model_dir: Path, *, whole_step_scored: bool)
     from tepo_megatron.train.minibatches import minibatches
 
     engine = Engine(config, model_dir)
-    real = forward.logprob_and_entropy
-
-    def noisy(logits_TVp: Tensor, *arguments: Any, **options: Any) -> Any:
-        first = engine.ranks.tp_rank * logits_TVp.shape[1]
-        return real(logits_TVp + by_place(logits_TVp, first), *arguments, **options)
 
     def cut(batch: Batch) -> Batch:
         return next(minibatches(batch, config.train.minibatches, seed=0, step=0))
 
-    with mock.patch.object(forward, "logprob_and_entropy", noisy):
+    with mock.patch.object(forward, "logprob_and_entropy", noisy(engine)):
         batch = engine.batch_from_root(draw_rollouts(LENGTHS) if engine.ranks.rank == 0 else None)
         scored = cut(engine.score(batch)) if whole_step_scored else engine.score(cut(batch))
         result = engine.update(scored)
@@ -106,3 +114,39 @@ def test_scored_in_other_micro_batches_the_noise_looks_like_a_change(model_dir: 
     ((figures,),) = run_dist(1, first_updates, [case(100)], model_dir, True)
     assert figures["ratio/max"] > 1 + 1e-3
     assert figures["mask/fraction"] > 0.1
+
+
+def measured(rank: int, world: int, cases: list[dict[str, Any]], model_dir: Path, *, scale: float) -> list[dict[str, float]]:
+    """The engine's own measurement of the noise, where logits get ``scale`` times the noise of this file."""
+    from megatron.core import parallel_state
+
+    from tepo_megatron.engine import forward
+    from tepo_megatron.engine.engine import Engine
+
+    warnings.filterwarnings("ignore")
+    os.environ["WORLD_SIZE"] = str(world)
+    found = []
+    for given in cases:
+        engine = Engine(RunConfig.model_validate(given), model_dir)
+        with mock.patch.object(forward, "logprob_and_entropy", noisy(engine, scale)):
+            found.append(engine.measure_noise(engine.batch_from_root(draw_rollouts(LENGTHS) if rank == 0 else None)))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.mark.parametrize("world", list(WORLDS))
+def test_the_noise_that_is_there_is_measured(world: int, model_dir: Path) -> None:
+    """Next to none on a CPU, in any layout; with noise added, as much as was added: twice as much where twice as much was."""
+    for found in run_dist(world, partial(measured, scale=0.0), WORLDS[world], model_dir):
+        assert all(value < 1e-6 for figures in found for value in figures.values())
+    for once, twice in zip(
+        run_dist(world, partial(measured, scale=1.0), WORLDS[world], model_dir),
+        run_dist(world, partial(measured, scale=2.0), WORLDS[world], model_dir),
+        strict=True,
+    ):
+        for given, small, large in zip(WORLDS[world], once, twice, strict=True):
+            for name in ("entropy/noise", "ratio/noise", "sequence_ratio/noise"):
+                assert 0 < small[f"{name}/p50"] <= small[f"{name}/p90"] <= small[f"{name}/p99"], (given, name)
+                assert large[f"{name}/p90"] == pytest.approx(2 * small[f"{name}/p90"], rel=0.1), (given, name)
+            # a log-prob moves by at most the noise at its label and the mean noise, in each of the two scores
+            assert small["ratio/noise/p99"] < 2 * 2 * NOISE * 1.1
