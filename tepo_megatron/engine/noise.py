@@ -53,6 +53,6 @@ def _spread(batch: Batch, forward: Forward, sequences: int) -> list[int]:
 
 
 def _quantiles(values: Tensor) -> dict[str, float]:
-    """Of fp32 values [N], N > 0."""
+    """Quantiles of fp32 values [N], N > 0."""
     levels = torch.tensor(list(QUANTILES.values()), dtype=values.dtype, device=values.device)
     return dict(zip(QUANTILES, values.quantile(levels).tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of the policy as it stands, for every token of a batch."""
+"""Computes log-probs and entropies of every token of a batch under the current weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tepo_megatron.types import Batch, TokenScores
 
 
 def score(forward: Forward, model: torch.nn.Module, batch: Batch) -> TokenScores:
-    """Scores of the whole batch, detached, the same on every rank; 0 outside the loss mask. Every rank calls.
+    """Scores the whole batch; detached, the same on every rank, 0 outside the loss mask. Every rank calls.
 
     They come out of the micro-batches that an update of the same batch is computed in.
     """
@@ -24,7 +24,7 @@ def score(forward: Forward, model: torch.nn.Module, batch: Batch) -> TokenScores
 def score_micro_batches(
     forward: Forward, model: torch.nn.Module, batch: Batch, micro_batches: Sequence[Sequence[int]]
 ) -> TokenScores:
-    """As :func:`score`, in micro-batches that the caller chose: this data-parallel rank's, as lists of sequence numbers.
+    """Does what :func:`score` does, in micro-batches that the caller chose: this data-parallel rank's, as lists of sequence numbers.
 
     Over all data-parallel ranks each sequence is in one micro-batch, and every rank has as many.
     """
@@ -36,6 +36,7 @@ def score_micro_batches(
         kept = forward.run(model, batch, micro_batches, keep, train=False)
     found = torch.zeros(2, batch.num_tokens, device=batch.tokens_T.device)
     if forward.ranks.tp_rank == 0:
+        # Only the last pipeline stage has scores; the list of the others is empty. What lies beyond ``at`` is padding.
         for sequences, scores in zip(micro_batches, kept, strict=False):
             at = batch.token_index(sequences)
             found[0, at] = scores["logprob"][: at.numel()]

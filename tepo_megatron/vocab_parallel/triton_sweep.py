@@ -58,7 +58,7 @@ def is_interpreted() -> bool:
 
 
 def statistics(logits_TVp: Tensor, scoring: Scoring, stats_R4: Tensor) -> None:
-    """Does what `Backend.statistics` says in one launch (a few small ones more for rows in parts). fp64 goes to `sweep`."""
+    """Does what `Backend.statistics` says, in one launch (a few small ones more for parts of rows). fp64 goes to `sweep`."""
     if logits_TVp.dtype == torch.float64:
         return _in_torch.statistics(logits_TVp, scoring, stats_R4)
     if not scoring.count:
