@@ -24,7 +24,7 @@ def score(forward: Forward, model: torch.nn.Module, batch: Batch) -> TokenScores
 def score_micro_batches(
     forward: Forward, model: torch.nn.Module, batch: Batch, micro_batches: Sequence[Sequence[int]]
 ) -> TokenScores:
-    """Does what :func:`score` does, in micro-batches that the caller chose: this data-parallel rank's, as lists of sequence numbers.
+    """Scores as :func:`score` does, in the caller's micro-batches: those of this data-parallel rank, as sequence numbers.
 
     Over all data-parallel ranks each sequence is in one micro-batch, and every rank has as many.
     """
