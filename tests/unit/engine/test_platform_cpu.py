@@ -52,10 +52,12 @@ def train_one_step(rank: int, world: int, model: Path, missing: str | None) -> N
     engine.update(engine.score(engine.batch_from_root(rollouts)))
 
 
+@pytest.mark.slow
 def test_with_all_patches_megatron_trains(model: Path) -> None:
     run_dist(2, train_one_step, model, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patch", [*PATCHES, MODE])
 def test_without_a_patch_megatron_fails(model: Path, patch: str) -> None:
     """If this fails, upstream no longer needs the patch: remove it."""

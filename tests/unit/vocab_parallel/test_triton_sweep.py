@@ -16,6 +16,7 @@ from tepo_megatron.vocab_parallel.row_sweeps import RowSweeps
 CUDA = torch.device("cuda")
 
 
+@pytest.mark.slow
 def test_values_in_the_interpreter():
     """Everything in triton_interpreted.py, in a process of its own: Triton looks at TRITON_INTERPRET when it is imported."""
     pytest.importorskip("triton", reason="Triton is not installed (scripts/test.sh installs it)")
