@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 TIMEOUT_S = 120.0
 
 
