@@ -21,8 +21,8 @@ _IN_TORCH, _IN_CPP = RowSweeps(sweep), RowSweeps(native)
 class Backend(Protocol):
     """One shard [T, Vp], with its padding columns and the rows that are not scored. No collective."""
 
-    def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_R4: Tensor) -> None:
-        """Fill in the packed statistics of the scored rows, contiguous [R, 4], see `combine`. fp32 (fp64 for fp64 logits)."""
+    def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
+        """Fill in the packed statistics of the scored rows, contiguous [R, K], see `combine`. fp32 (fp64 for fp64 logits)."""
 
     def gradient(
         self,
