@@ -45,7 +45,7 @@ class ObjectiveConfig(Section):
     """
 
     preset: str = "tepo"
-    """tepo, tepo_markov, grpo, dapo, gspo, dr_grpo, clip_cov, kl_cov or cispo; ``tepo objective list`` shows what they are."""
+    """A row of the table that ``tepo objective list`` prints."""
 
     advantage: Advantage = GroupAdvantage()
     """How the rewards of the responses to one prompt become advantages A, one for each response."""

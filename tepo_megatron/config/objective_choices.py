@@ -8,10 +8,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from tepo_megatron.config.base import Section
+from tepo_megatron.config.base import FiniteSection
 
 
-class OverlongConfig(Section):
+class OverlongConfig(FiniteSection):
     """DAPO's soft penalty for long responses, added to the reward before the advantage is formed."""
 
     max_tokens: PositiveInt
@@ -32,7 +32,7 @@ class OverlongConfig(Section):
         return self
 
 
-class _Advantage(Section):
+class _Advantage(FiniteSection):
     overlong: OverlongConfig | None = None
     """Lowers the reward of long responses before the advantage is formed (DAPO); null: off."""
 
@@ -60,13 +60,13 @@ class LeaveOneOutAdvantage(_Advantage):
     kind: Literal["leave_one_out"] = "leave_one_out"
 
 
-class TokenRatio(Section):
+class TokenRatio(FiniteSection):
     """π_θ / π_old of each token by itself: exp(δ)."""
 
     kind: Literal["token"] = "token"
 
 
-class SequenceRatio(Section):
+class SequenceRatio(FiniteSection):
     """One ratio s_i for all tokens of response i, through which they also share one gradient (GSPO)."""
 
     kind: Literal["sequence"] = "sequence"
@@ -74,7 +74,7 @@ class SequenceRatio(Section):
     """true: s_i is the geometric mean of the token ratios; false: their product."""
 
 
-class SequenceTokenRatio(Section):
+class SequenceTokenRatio(FiniteSection):
     """The value of the sequence ratio, with each token's own gradient: sg[s_i] · exp(δ − sg[δ]); sg stops the gradient."""
 
     kind: Literal["sequence_token"] = "sequence_token"
@@ -82,7 +82,7 @@ class SequenceTokenRatio(Section):
     """true: s_i is the geometric mean of the token ratios; false: their product. Our interpretation: the mean, as in GSPO."""
 
 
-class _Range(Section):
+class _Range(FiniteSection):
     """The interval [1 − low, 1 + high] for a ratio: about 0.2 for token ratios, 3e-4 for length-normalised sequence ratios."""
 
     low: NonNegativeFloat
@@ -130,7 +130,7 @@ class ClipCov(_Range):
         return self
 
 
-class ClipWeight(Section):
+class ClipWeight(FiniteSection):
     """The ratio as a detached weight of the log-probability, bounded above (CISPO)."""
 
     kind: Literal["clip_weight"] = "clip_weight"
@@ -141,25 +141,25 @@ class ClipWeight(Section):
     """The weight is at most 1 + high. The value is ours, to be tuned."""
 
 
-class NoTrustRegion(Section):
+class NoTrustRegion(FiniteSection):
     """ratio · A, without a bound."""
 
     kind: Literal["none"] = "none"
 
 
-class TokenMean(Section):
+class TokenMean(FiniteSection):
     """Sum over response tokens, divided by their number in the whole optimizer step."""
 
     kind: Literal["token_mean"] = "token_mean"
 
 
-class SequenceMean(Section):
+class SequenceMean(FiniteSection):
     """Mean over the sequences of the optimizer step of each sequence's mean over its response tokens."""
 
     kind: Literal["sequence_mean"] = "sequence_mean"
 
 
-class ConstantSum(Section):
+class ConstantSum(FiniteSection):
     """Sum over response tokens, divided by a constant that does not depend on how long the responses turned out."""
 
     kind: Literal["constant"] = "constant"

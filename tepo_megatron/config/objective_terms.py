@@ -4,17 +4,27 @@ A field whose docstring says *our interpretation* fills a gap that the TEPO pape
 π_θ is the policy that is trained, π_old the policy before the update, δ = log π_θ − log π_old at a token of a response.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from tepo_megatron.config.base import Section
+from tepo_megatron.config.base import FiniteSection
 
 
-class KLTerm(Section):
+def _acts(coefficient: Any) -> Any:
+    if coefficient == 0:
+        raise ValueError("a coefficient of 0 adds nothing; give a positive one, or null for the whole section")
+    return coefficient
+
+
+Coefficient = Annotated[PositiveFloat, BeforeValidator(_acts)]
+"""What a term is multiplied by."""
+
+
+class KLTerm(FiniteSection):
     """The fields of every KL term."""
 
-    coefficient: NonNegativeFloat
+    coefficient: Coefficient
     """What the KL is multiplied by before it is subtracted from the surrogate."""
 
     estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
@@ -30,7 +40,7 @@ class KLTerm(Section):
 class KLMask(KLTerm):
     """TEPO's token-level KL mask: a KL penalty on the response tokens with a positive advantage and falling entropy only."""
 
-    coefficient: NonNegativeFloat = 1.0
+    coefficient: Coefficient = 1.0
     """β, which the KL is multiplied by. Our interpretation, no value is known: at 1 the penalty's gradient is as large as the
     surrogate's where r · δ equals the ratio times A, r = π_θ/π_old."""
 
@@ -54,11 +64,20 @@ class KLMask(KLTerm):
     """``measured`` only: the entropy has to fall by more than this, in nats. Our interpretation: 1e-5, above the rounding of
     fp32, so that a first update, where nothing has changed yet, masks nothing."""
 
+    @model_validator(mode="after")
+    def _tolerance_acts(self) -> Self:
+        if self.falling != "measured" and self.tolerance != type(self).model_fields["tolerance"].default:
+            raise ValueError(
+                f"kl_mask.tolerance = {self.tolerance:g} does nothing beside kl_mask.falling = {self.falling!r}, which "
+                "measures no entropy; leave it out, or set kl_mask.falling = 'measured'"
+            )
+        return self
+
 
 class KL(KLTerm):
     """A KL penalty on every response token."""
 
-    coefficient: NonNegativeFloat = 0.04
+    coefficient: Coefficient = 0.04
     """What the KL is multiplied by before it is subtracted from the surrogate; 0.04 is the value of the GRPO paper."""
 
     against: Literal["old", "reference"] = "reference"
@@ -68,7 +87,7 @@ class KL(KLTerm):
 class KLCov(KLTerm):
     """A KL penalty on the response tokens of highest covariance (KL-Cov)."""
 
-    coefficient: NonNegativeFloat = 1.0
+    coefficient: Coefficient = 1.0
     """What the KL is multiplied by before it is subtracted from the surrogate."""
 
     estimator: Literal["k1", "k2", "k3", "abs"] = "abs"
@@ -78,15 +97,15 @@ class KLCov(KLTerm):
     """Penalised tokens, as a share of all response tokens of the step; at least one if any covariance is positive."""
 
 
-class FixedEntropyBonus(Section):
+class FixedEntropyBonus(FiniteSection):
     """coefficient · H(π_θ) at every response token, added to the surrogate."""
 
     kind: Literal["fixed"] = "fixed"
-    coefficient: NonNegativeFloat
-    """What the entropy of a token, in nats, is multiplied by; 0: no bonus."""
+    coefficient: Coefficient
+    """What the entropy of a token, in nats, is multiplied by."""
 
 
-class AdaptiveEntropyBonus(Section):
+class AdaptiveEntropyBonus(FiniteSection):
     """A bonus that fades as the entropy of the pre-update policy rises to the target.
 
     The factor is coefficient · clip((target − H_old) / target, 0, 1), H_old the mean over the response tokens of the optimizer
@@ -94,14 +113,14 @@ class AdaptiveEntropyBonus(Section):
     """
 
     kind: Literal["adaptive"] = "adaptive"
-    coefficient: NonNegativeFloat
+    coefficient: Coefficient
     """The largest value of the coefficient, reached where the entropy of π_old is 0."""
 
     target: PositiveFloat
     """The mean entropy of π_old from which on there is no bonus, in nats per token."""
 
 
-class Truncate(Section):
+class Truncate(FiniteSection):
     """Importance weights π_old / π_sampler, bounded above, detached."""
 
     kind: Literal["truncate"] = "truncate"
@@ -112,7 +131,7 @@ class Truncate(Section):
     """The largest weight; larger ones are set to it."""
 
 
-class MaskOutside(Section):
+class MaskOutside(FiniteSection):
     """Importance weights π_old / π_sampler, 0 where they lie outside [low, high], detached (IcePop)."""
 
     kind: Literal["mask"] = "mask"

@@ -44,7 +44,7 @@ class Objective:
     @property
     def needs_entropy_gradient(self) -> bool:
         """Whether the gradient flows through ``TokenScores.entropy``; without, the scores' backward is cheaper."""
-        return self.config.entropy is not None and self.config.entropy.coefficient > 0
+        return self.config.entropy is not None
 
     @property
     def needs_reference(self) -> bool:

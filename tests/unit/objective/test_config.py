@@ -69,6 +69,15 @@ def test_a_kl_term_that_is_added_counts_without_being_listed():
         ({"mismatch": {"kind": "mask", "low": 6.0}}, "must be below mismatch.high"),
         ({"advantage": {"overlong": {"max_tokens": 8, "buffer_tokens": 8}}}, "must be below max_tokens"),
         ({"trust_regoin": {}}, "Extra inputs"),
+        (
+            {"kl_mask": {"coefficient": 0}},
+            "a coefficient of 0 adds nothing; give a positive one, or null for the whole section",
+        ),
+        ({"kl": {"against": "reference", "coefficient": 0.0}}, "a coefficient of 0 adds nothing"),
+        ({"entropy": {"coefficient": 0}}, "a coefficient of 0 adds nothing"),
+        ({"kl_mask": {"falling": "covariance", "tolerance": 0.1}}, r"tolerance = 0\.1 does nothing .*falling = 'measured'"),
+        ({"trust_region": {"high": float("inf")}}, "finite"),
+        ({"mismatch": {"cap": float("inf")}}, "finite"),
         ({"ratio": {"kind": "tokens"}}, "'token', 'sequence', 'sequence_token'"),
     ],
 )

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from objective_batches import assert_same, make_batch, masks, pick, summary, whole
 from torch import Tensor
 
 from tepo_megatron.config.objective import ObjectiveConfig
 from tepo_megatron.objective import build_objective, mechanisms
 from tepo_megatron.objective.values import StepValues, TokenValues
+from tests.support.objective_batches import assert_same, make_batch, masks, pick, summary, whole
 
 
 @dataclass(frozen=True)
