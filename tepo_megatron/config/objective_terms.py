@@ -60,15 +60,16 @@ class KLMask(KLTerm):
     """How ΔH < 0 is decided at a token. ``measured``: the entropy of π_θ over the whole vocabulary is below that of π_old;
     ``covariance``: predicted, where (log π_old − mean)(A − mean) > 0. Our interpretation: ``measured``."""
 
-    tolerance: NonNegativeFloat = 1e-5
-    """``measured`` only: the entropy has to fall by more than this, in nats. Our interpretation: 1e-5, above the rounding of
-    fp32, so that a first update, where nothing has changed yet, masks nothing."""
+    tolerance: NonNegativeFloat | Literal["auto"] = "auto"
+    """``measured`` only: the entropy has to fall by more than this, in nats. ``auto``: by more than the rounding noise that the
+    run measures, twice the 99th percentile of ``entropy/noise`` (``engine.noise_every``), and by 1e-5 at least, which is above
+    the rounding of fp32. Our interpretation: ``auto``."""
 
     @model_validator(mode="after")
     def _tolerance_acts(self) -> Self:
         if self.falling != "measured" and self.tolerance != type(self).model_fields["tolerance"].default:
             raise ValueError(
-                f"kl_mask.tolerance = {self.tolerance:g} does nothing beside kl_mask.falling = {self.falling!r}, which "
+                f"kl_mask.tolerance = {self.tolerance} does nothing beside kl_mask.falling = {self.falling!r}, which "
                 "measures no entropy; leave it out, or set kl_mask.falling = 'measured'"
             )
         return self

@@ -76,6 +76,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _noise_is_measured_where_it_is_used(self) -> "RunConfig":
+        mask = self.objective.kl_mask
+        if mask is not None and mask.falling == "measured" and mask.tolerance == "auto" and not self.engine.noise_every:
+            raise ValueError(
+                "objective.kl_mask.tolerance = auto takes the rounding noise that the run measures, but engine.noise_every = 0 "
+                "measures none; set engine.noise_every = 50, or a tolerance in nats"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _quantised_rollouts_fit(self) -> "RunConfig":
         server = self.rollout.server
         if server.quantization == "none":

@@ -94,6 +94,8 @@ class Engine:
             self._build()
         self.reference = self._build_reference() if self.objective.needs_reference else None
         self.updates = 0
+        self.entropy_noise = 0.0
+        """The 99th percentile of the entropies' noise as last measured, in nats; 0 before."""
         self.host_group = parallel.host_group(self.platform)
         self.offloader = self._make_offloader() if shares_gpus else None
 
@@ -146,11 +148,14 @@ class Engine:
         return batch
 
     def measure_noise(self, batch: Batch) -> dict[str, float]:
-        """Quantiles of how far scores of the same weights differ by a token's place (``engine/noise.py``), for the metrics.
+        """Measures how far scores of the same weights differ by a token's place (``engine/noise.py``): quantiles, for metrics
+        and for the objective's tolerance.
 
         ``batch`` is a step's, not yet divided. Every rank calls; all get the same.
         """
-        return measure_noise(self.forward, self.model, batch, self.config.engine.noise_sequences)
+        found = measure_noise(self.forward, self.model, batch, self.config.engine.noise_sequences)
+        self.entropy_noise = found["entropy/noise/p99"]
+        return found
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
         """The natural-log probability of every token of ``prompt`` but the first, under temperature 1, on every rank."""
@@ -161,7 +166,9 @@ class Engine:
 
     def update(self, batch: Batch) -> UpdateResult:
         """One optimizer step on a mini-batch that ``score`` has seen."""
-        result = update(self.forward, self.ddp, self.optimizer, self.schedule, self.objective, batch)
+        result = update(
+            self.forward, self.ddp, self.optimizer, self.schedule, self.objective, batch, entropy_noise=self.entropy_noise
+        )
         self.updates += 1
         return result
 

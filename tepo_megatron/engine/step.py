@@ -33,7 +33,7 @@ class StepObjective(Protocol):
     @property
     def needs_reference(self) -> bool: ...
     def advantages(self, batch: Batch) -> Tensor: ...
-    def prepare(self, batch: Batch) -> Any: ...
+    def prepare(self, batch: Batch, *, entropy_noise: float) -> Any: ...
     def __call__(self, scores: TokenScores, batch: Batch, context: Any) -> ObjectiveOutput: ...
 
 
@@ -63,13 +63,16 @@ def update(
     schedule: OptimizerParamScheduler,
     objective: StepObjective,
     batch: Batch,
+    *,
+    entropy_noise: float = 0.0,
 ) -> UpdateResult:
     """Makes one optimizer step on the whole mini-batch, of which this rank computes its share. Every rank calls.
 
-    ``batch`` carries advantages, old log-probs and old entropies. Raises RuntimeError if the gradient is not finite; the
+    ``batch`` carries advantages, old log-probs and old entropies; ``entropy_noise`` is what rounding alone may change an
+    entropy by, in nats. Raises RuntimeError if the gradient is not finite; the
     weights are then as they were.
     """
-    context = objective.prepare(batch)
+    context = objective.prepare(batch, entropy_noise=entropy_noise)
 
     def loss(scores: TokenScores, micro: Batch) -> tuple[Tensor, dict[str, Any]]:
         output = objective(scores, micro, context)

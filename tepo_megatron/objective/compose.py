@@ -65,9 +65,9 @@ class Objective:
             return group_advantages(rewards_S, batch.groups_S, std=choice.std, eps=choice.eps)
         return group_advantages(rewards_S, batch.groups_S, kind=choice.kind)
 
-    def prepare(self, batch: Batch) -> StepContext:
+    def prepare(self, batch: Batch, *, entropy_noise: float = 0.0) -> StepContext:
         """Denominator and statistics of one optimizer step, from its whole mini-batch; see `prepare_step`."""
-        return prepare_step(self.config, batch)
+        return prepare_step(self.config, batch, entropy_noise=entropy_noise)
 
     def __call__(
         self, scores: TokenScores, batch: Batch, context: StepContext, *, reduce: Reduce | None = None

@@ -38,12 +38,13 @@ class StepContext:
     """The KL terms and token-level mechanisms of the objective, each with what it had to know of the whole mini-batch."""
 
 
-def prepare_step(config: ObjectiveConfig, batch: Batch) -> StepContext:
+def prepare_step(config: ObjectiveConfig, batch: Batch, *, entropy_noise: float = 0.0) -> StepContext:
     """The context of one optimizer step. Pure; every rank that holds the whole mini-batch gets the same without a collective.
 
     Args:
         batch: all sequences of the optimizer step, of all data-parallel ranks, with ``advantages_S`` and ``old_logprobs_T``;
             ``old_entropy_T`` and ``reference_logprobs_T`` where the objective needs them.
+        entropy_noise: how far two entropies of one token and the same weights may differ by rounding, in nats.
 
     Raises:
         ValueError: a field is missing or has another shape, a log-probability at a response token is not finite, or there is no
@@ -65,6 +66,7 @@ def prepare_step(config: ObjectiveConfig, batch: Batch) -> StepContext:
         mismatch_R=logprob_R - batch.sampler_logprobs_T[mask_T],
         covariance_R=covariance_statistic(logprob_R, advantage_R, logprob_mean, advantage_mean),
         old_entropy_R=None if batch.old_entropy_T is None else batch.old_entropy_T[mask_T],
+        entropy_noise=entropy_noise,
     )
     old_entropy = None if step.old_entropy_R is None else exact_mean(step.old_entropy_R)
     return StepContext(

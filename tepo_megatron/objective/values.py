@@ -21,6 +21,8 @@ class StepValues:
     """The covariance statistic, see ``covariance.py``."""
     old_entropy_R: Tensor | None
     """H(π_old) of the full distribution, in nats."""
+    entropy_noise: float = 0.0
+    """How far two entropies of the same token and weights may differ by rounding, in nats; 0 where that was not measured."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from tepo_megatron.rollout.record import read_rollouts, write_rollouts
 from tepo_megatron.train.inputs import Inputs
 from tepo_megatron.train.metrics import Stopwatch
 from tepo_megatron.train.minibatches import derive_seed
+from tepo_megatron.train.noise_floor import below_the_noise
 from tepo_megatron.train.output import Output
 from tepo_megatron.train.placement import first_server_gpu, this_machine
 from tepo_megatron.types import Problem, Rollout, WeightsVersion
@@ -63,6 +64,7 @@ class RootDriver:
         self._evaluation: dict[str, float] = {}
         self._versions: dict[str, float] = {}
         self._failed_rewards = 0
+        self._said_noise = False
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         self.output.progress.phase(name)
@@ -207,6 +209,10 @@ class RootDriver:
             figures["reward/failed"] = float(self._failed_rewards)
         self._versions, self._evaluation, self._canary_figures, self._failed_rewards = {}, {}, {}, 0
         self.output.write_row(step, {**figures, **split})
+        if not self._said_noise:
+            for sentence in below_the_noise(self.config.objective, figures):
+                self.output.message(sentence)
+                self._said_noise = True
 
     def state(self) -> dict[str, Any]:
         return {"sampler": self.sampler.state()}

@@ -15,29 +15,40 @@ if TYPE_CHECKING:
     from tepo_megatron.objective.values import StepValues, TokenValues
 
 
+NOISE_MULTIPLE = 2.0
+"""``tolerance: auto`` in units of the measured noise, which is that of a difference of entropies: twice is safely above."""
+
+LEAST_TOLERANCE = 1e-5
+"""Nats; above the rounding of fp32, where the noise that was measured is less."""
+
+
 @dataclass(frozen=True)
 class KLMaskPenalty:
     """β · KL at response tokens with a positive advantage and falling entropy (docs/tepo.md, equations 6 and 7)."""
 
     takes_gradient: ClassVar[bool] = False
     term: KLMask
+    tolerance: float
+    """Nats by which a measured entropy has to fall."""
 
     @classmethod
     def prepare(cls, config: ObjectiveConfig, step: StepValues) -> KLMaskPenalty | None:
-        """Nothing of the step is needed; the means of the covariance statistic are already in ``TokenValues.covariance_T``."""
-        del step
-        return None if config.kl_mask is None else cls(config.kl_mask)
+        """Of the step only the noise of its entropies is needed, for ``tolerance: auto``."""
+        if config.kl_mask is None:
+            return None
+        given = config.kl_mask.tolerance
+        return cls(config.kl_mask, max(LEAST_TOLERANCE, NOISE_MULTIPLE * step.entropy_noise) if given == "auto" else given)
 
     def choose(self, values: TokenValues) -> Tensor:
         """M_it = 1[A_i > 0] · 1[ΔH_it < 0]. Raises ValueError where ΔH is to be measured and H(π_old) is not known."""
-        return values.mask_T & (values.advantage_T > 0) & _FALLING[self.term.falling](self.term, values)
+        return values.mask_T & (values.advantage_T > 0) & _FALLING[self.term.falling](values, self.tolerance)
 
     def penalty(self, values: TokenValues) -> Tensor:
         """β · KL_it, [T]."""
         return self.term.coefficient * kl_penalty(self.term, values.delta_T, values.reference_delta_T)
 
 
-def _measured(term: KLMask, values: TokenValues) -> Tensor:
+def _measured(values: TokenValues, tolerance: float) -> Tensor:
     """1[ΔH < −tolerance], ΔH = H(π_θ) − H(π_old) of the full distributions (our interpretation ``measured``)."""
     if values.entropy_change_T is None:
         raise ValueError(
@@ -46,12 +57,12 @@ def _measured(term: KLMask, values: TokenValues) -> Tensor:
         )
     # Two forward passes of the same weights can differ by rounding, in either direction. Without the tolerance, tokens of a
     # first update, where nothing has changed yet, would then count as falling.
-    return values.entropy_change_T < -term.tolerance
+    return values.entropy_change_T < -tolerance
 
 
-def _covariance(term: KLMask, values: TokenValues) -> Tensor:
+def _covariance(values: TokenValues, tolerance: float) -> Tensor:
     """1[c > 0] of the covariance statistic, which predicts ΔH < 0 (our interpretation ``covariance``)."""
-    del term
+    del tolerance
     return values.covariance_T > 0
 
 

@@ -60,7 +60,9 @@ def test_a_padding_sequence_changes_nothing(variant, rows, tokens, seed):
     expected = summary([objective(scores, batch, context)], scores)
     for rubbish in (0.0, torch.nan, -torch.inf):
         padded = _pad(batch, tokens, rubbish)
-        logprob, entropy = (torch.cat([values, values.new_full((tokens,), rubbish)]) for values in vars(scores).values())
+        logprob, entropy = (
+            torch.cat([values, values.new_full((tokens,), rubbish)]) for values in (scores.logprob, scores.entropy)
+        )
         for used in (context, objective.prepare(padded)):
             assert_same(summary([objective(TokenScores(logprob, entropy), padded, used)], scores), expected)
 

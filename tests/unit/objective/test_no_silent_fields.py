@@ -117,7 +117,7 @@ def _scalars(node: dict[str, Any], value: Any) -> Iterator[Any]:
         elif option.get("type") == "boolean":
             yield not value
         elif option.get("type") in ("integer", "number"):
-            near = 0.5 if value is None else value
+            near = value if isinstance(value, int | float) else 0.5
             numbers = (near * 1.5, near * 0.5, near * 4, near * 0.1, near * 1e4, near + 0.4, near - 0.4, near + 2)
             yield from (round(number) if option["type"] == "integer" else number for number in numbers)
         elif option.get("type") == "null":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.config import EngineConfig, EvaluateConfig, RolloutConfig, RunConfig, TrainConfig
+from tepo_megatron.config import EngineConfig, EvaluateConfig, ObjectiveConfig, RolloutConfig, RunConfig, TrainConfig
 from tepo_megatron.config.rollout import CanaryConfig
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.engine.step import UpdateResult
@@ -189,6 +189,7 @@ def run(
 ) -> list[str]:
     config = RunConfig(
         engine=EngineConfig(noise_every=noise_every),
+        objective=ObjectiveConfig(preset="grpo"),
         rollout=RolloutConfig(prompts_per_step=3, samples_per_prompt=2, canary=CanaryConfig(every=canary)),
         train=TrainConfig(steps=steps, minibatches=2, save_every=save_every),
         evaluate=EvaluateConfig(every=every),
