@@ -20,3 +20,30 @@ find_python() {
   done
   die "no Python 3.11, 3.12 or 3.13 found; install one, or name it: PYTHON=/path/to/python3.11 bash $0"
 }
+
+# lock NAME PURPOSE [PACKAGE…]: writes requirements/NAME.txt, the complete pins of what requirements/NAME.in asks for, without the packages.
+lock() {
+  local name=$1 purpose=$2 folder package without=(--exclude pip)
+  for package in "${@:3}"; do
+    without+=(--exclude "$package")
+  done
+  folder=$(mktemp -d)
+  "$(find_python)" -m venv "$folder"
+  "$folder/bin/python" -m pip install -qq -r "requirements/$name.in"
+  {
+    echo "# Complete pins of the environment that $purpose. Made by: bash scripts/$(basename "$0") --lock"
+    "$folder/bin/python" -m pip freeze --all "${without[@]}"
+  } >"requirements/$name.txt"
+  rm -rf "$folder"
+  say "wrote requirements/$name.txt"
+}
+
+# make_venv FOLDER: an environment there, unless there is one.
+make_venv() {
+  local python
+  if [[ ! -x $1/bin/python ]]; then
+    python=$(find_python)
+    say "making $1 with $("$python" --version)"
+    "$python" -m venv "$1"
+  fi
+}

@@ -159,12 +159,16 @@ class Batch:
 class TokenScores:
     """What the objective needs of the logits: log-probability of the label and entropy of the whole distribution.
 
-    Both fp32 [T], natural logarithm, and differentiable with respect to the logits (or hidden states and head weight) that they
-    were computed from. Under tensor parallelism every rank of the group holds the same values.
+    Each fp32 [T], natural logarithm. The first two are differentiable with respect to the logits (or hidden states and head
+    weight) that they were computed from. Under tensor parallelism every rank of the group holds the same values.
     """
 
     logprob: Tensor
     entropy: Tensor
+    entropy_slope: Tensor | None = None
+    """How fast the entropy H changes when the logits move by e_k − p, as a policy-gradient step on the label k with a positive
+    advantage moves them: Σ_j p_j² (log p_j + H) − p_k (log p_k + H), p the probabilities. Below 0 the step lowers the entropy.
+    Detached; None where it was not asked for."""
 
 
 @dataclass(frozen=True)

@@ -56,10 +56,12 @@ def _kernels(logits: Tensor, labels: Tensor) -> Method:
     """The two passes alone, without the work on [T] between them: checks, labels, the collective, combining the shards."""
     group, backend = dist.group.WORLD, get_backend("triton", logits.device)
     tokens, width = logits.shape
-    scoring = plan_scoring(labels, tokens=tokens, width=width, tp_group=group, temperature=1.0, vocab_size=None, mask_T=None)
+    scoring = plan_scoring(
+        labels, tokens=tokens, width=width, tp_group=group, temperature=1.0, vocab_size=None, mask_T=None, entropy_slope=False
+    )
     stats = torch.empty(tokens, 4, device=logits.device)
     backend.statistics(logits, scoring, stats)
-    scores = combine(stats, None, 1.0, group)
+    scores, _ = combine(stats, None, 1.0, group)
     return lambda logits, labels: _Kernels.apply(logits, scoring, scores, backend)
 
 

@@ -86,7 +86,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts in the place of every layer's MLP: ``count`` MLPs, of which a router chooses ``per_token`` for each token.
+    """The experts that replace every layer's MLP: ``count`` MLPs, of which a router chooses ``per_token`` for each token.
 
     The router's softmax is over all experts. With ``renormalize`` the probabilities of the chosen ones are scaled to sum to 1.
     """

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.fp8 import Fp8Config
@@ -34,6 +34,14 @@ class EngineConfig(Section):
     score_backend: Literal["auto", "torch", "cpp", "triton"] = "auto"
     """What sweeps the logits for log-probs and entropies: ``cpp`` on a CPU with a compiler, ``triton`` on a GPU, ``torch``
     anywhere. ``auto`` is ``triton`` on a GPU where Triton is installed, else ``torch``."""
+
+    noise_every: NonNegativeInt = 50
+    """Steps from one measurement of the rounding noise to the next, the first included: a few sequences are scored twice, in
+    different micro-batches. It gives ``entropy/noise``, ``ratio/noise`` and ``sequence_ratio/noise``. 0: never."""
+
+    noise_sequences: PositiveInt = 8
+    """How many of the step's sequences are scored twice, from the shortest to the longest; a multiple of the data-parallel
+    size."""
 
     @model_validator(mode="after")
     def _layers_fit_the_platform(self) -> "EngineConfig":

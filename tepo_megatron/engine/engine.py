@@ -30,6 +30,7 @@ from tepo_megatron.engine.fp8_weights import PlainWeights, load_weights
 from tepo_megatron.engine.layers import choose_layers
 from tepo_megatron.engine.model import build_model, transformer_config
 from tepo_megatron.engine.moe import check_parallel, gathers_tokens
+from tepo_megatron.engine.noise import measure_noise
 from tepo_megatron.engine.offload import Offloader
 from tepo_megatron.engine.optimizer import build_optimizer, build_schedule
 from tepo_megatron.engine.optimizer_state import set_master
@@ -134,14 +135,22 @@ class Engine:
         return batch.with_(advantages_S=self.objective.advantages(batch))
 
     def score(self, batch: Batch) -> Batch:
-        """Adds log-probs and entropies of the policy as it stands (and log-probs of the reference, where the objective
-        asks).
+        """Adds log-probs and entropies of the policy as it stands (and log-probs of the reference, where the objective asks).
+
+        They are computed in the very micro-batches that ``update`` of the same batch will use. Every rank calls.
         """
         scores = score(self.forward, self.model, batch)
         batch = batch.with_(old_logprobs_T=scores.logprob, old_entropy_T=scores.entropy)
         if self.reference is not None:
             batch = batch.with_(reference_logprobs_T=score(self.forward, self.reference, batch).logprob)
         return batch
+
+    def measure_noise(self, batch: Batch) -> dict[str, float]:
+        """Quantiles of how far scores of the same weights differ by a token's place (``engine/noise.py``), for the metrics.
+
+        ``batch`` is a step's, not yet divided. Every rank calls; all get the same.
+        """
+        return measure_noise(self.forward, self.model, batch, self.config.engine.noise_sequences)
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
         """The natural-log probability of every token of ``prompt`` but the first, under temperature 1, on every rank."""

@@ -51,16 +51,19 @@ class Loop:
         rollouts = self.with_servers(lambda: driver.collect(self.step))
         with driver.phase("score"):
             self.onload_trainer()
-            batch = engine.score(engine.batch_from_root(rollouts))
+            batch = engine.batch_from_root(rollouts)
+            noise = engine.measure_noise(batch) if self.noise_is_due() else {}
+            # Mini-batches first: each is scored in the very micro-batches of its update, so that rounding, which depends on a
+            # token's place in its micro-batch, cancels in ratios and in differences of entropies (decision 012).
+            parts = minibatches(batch, self.config.train.minibatches, seed=self.config.seed, step=self.step)
+            scored = [engine.score(part) for part in parts]
         with driver.phase("update"):
-            count = self.config.train.minibatches
-            parts = minibatches(batch, count, seed=self.config.seed, step=self.step)
-            updates = [engine.update(part) for part in parts]
+            updates = [engine.update(part) for part in scored]
         self.step += 1
         self.save_if_due()
         self.update_weights()
         self.evaluate()
-        driver.log(self.step, {**summarize(batch, updates), **engine.memory()})
+        driver.log(self.step, {**summarize(batch, updates), **noise, **engine.memory()})
 
     def update_weights(self) -> None:
         """The servers' weights become the trainer's, and a canary shows that they do; every later rollout carries their
@@ -96,6 +99,10 @@ class Loop:
         """Servers on the trainer's GPUs sleep, and what it needs for training is onloaded. Elsewhere it is there anyway."""
         self.driver.sleep_servers()
         self.engine.onload()
+
+    def noise_is_due(self) -> bool:
+        every = self.config.engine.noise_every
+        return bool(every) and self.step % every == 0
 
     def evaluate(self) -> None:
         every = self.config.evaluate.every

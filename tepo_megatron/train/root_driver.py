@@ -55,7 +55,7 @@ class RootDriver:
                 first_gpu=first_server_gpu(config, this_machine()),
             )
             if config.rollout.server.placement != "colocated":
-                # The servers take tens of seconds to come up; the model is built meanwhile.
+                # Servers take tens of seconds to start; the model is built meanwhile.
                 self._starting = ThreadPoolExecutor(1, "fleet").submit(self.fleet.start)
         self._drawn: tuple[int, list[Problem]] = (-1, [])
         self._canary = Canary(tolerance(config))
@@ -104,6 +104,7 @@ class RootDriver:
         if self.config.rollout.replay is not None:
             with self.phase("rollout"):
                 return read_rollouts(self.config.rollout.replay, step)
+        # A step that a server's death repeats asks again, and must get the same problems.
         if self._drawn[0] != step:
             self._drawn = (step, self.sampler.next(self.config.rollout.prompts_per_step))
         problems = self._drawn[1]

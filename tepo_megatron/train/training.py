@@ -29,6 +29,7 @@ def train_model(config: RunConfig) -> None:
     is_root = int(os.environ.get("RANK", 0)) == 0
     _end_non_root_ranks_promptly(is_root)
     model_dir = check_model(config)
+    # Unwound in reverse: the engine leaves its groups first, then servers and verifiers end, and the files are closed last.
     with contextlib.ExitStack() as stack:
         output: Output | None = None
         driver: Driver = NonRootDriver()

@@ -21,8 +21,8 @@ _IN_TORCH, _IN_CPP = RowSweeps(sweep), RowSweeps(native)
 class Backend(Protocol):
     """Computes the two passes over one shard [T, Vp], padding columns and rows that are not scored included. No collective."""
 
-    def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_R4: Tensor) -> None:
-        """Writes the packed statistics of the scored rows (see `combine`) into a contiguous [R, 4], fp32 (fp64 for fp64)."""
+    def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
+        """Writes the packed statistics of the scored rows (see `combine`) into a contiguous [R, K], fp32 (fp64 for fp64)."""
 
     def gradient(
         self,

@@ -35,11 +35,13 @@ def fused_linear_logprob_and_entropy(
     vocab_size: int | None = None,
     mask_T: Tensor | None = None,
     sequence_parallel: bool = False,
+    entropy_slope: bool = False,
     backend: BackendName = "auto",
 ) -> TokenScores:
     """`logprob_and_entropy` of ``hidden @ weightᵀ`` without ever holding the logits.
 
-    All ranks of ``tp_group`` call, forward and backward. Forward: one all-gather of 16 bytes per scored token and rank.
+    All ranks of ``tp_group`` call, forward and backward. Forward: one all-gather of 16 bytes (24 with the entropy's slope) per
+    scored token and rank.
     Backward: the logits are computed again; one all-reduce sums the hidden states' gradient over the vocabulary shards, as
     after any column-parallel linear. Under sequence parallelism the hidden states are all-gathered forward and again backward,
     and their gradient is reduce-scattered instead. Arguments that are not listed are those of `logprob_and_entropy`.
@@ -51,8 +53,8 @@ def fused_linear_logprob_and_entropy(
         labels_T: int64 [T], all tokens' also under sequence parallelism; likewise ``mask_T``.
 
     Returns:
-        fp32 [T] each (fp64 for fp64 input), the same on all ranks, differentiable (once) in hidden states and weight. The
-        weight's gradient is accumulated over the chunks in fp32.
+        fp32 [T] each (fp64 for fp64 input), the same on all ranks, differentiable (once) in hidden states and weight, but for
+        the slope. The weight's gradient is accumulated over the chunks in fp32.
 
     Raises:
         ValueError: as `logprob_and_entropy`, or hidden states and weight do not fit together.
@@ -73,6 +75,7 @@ def fused_linear_logprob_and_entropy(
         temperature=temperature,
         vocab_size=vocab_size,
         mask_T=mask_T,
+        entropy_slope=entropy_slope,
     )
     apply = _FusedLinear.apply
     scores = apply(hidden_TH, weight_VpH, scoring, get_backend(backend, hidden_TH.device), gather_group)  # type: ignore[no-untyped-call]
@@ -83,22 +86,25 @@ class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight_VpH: Tensor, scoring: Scoring, backend: Backend, gather_group: ProcessGroup | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         hidden_RH = of_rows(_gather(hidden, gather_group), scoring)
-        stats_R4 = hidden.new_empty(scoring.count, 4, dtype=compute_dtype(hidden.dtype))
+        stats_RK = hidden.new_empty(scoring.count, scoring.statistics, dtype=compute_dtype(hidden.dtype))
         for at, chunk, logits_cVp in _chunks(hidden_RH, weight_VpH, scoring):
             torch.mm(hidden_RH[at], weight_VpH.t(), out=logits_cVp)
-            backend.statistics(logits_cVp, chunk, stats_R4[at])
-        rows = combine(stats_R4, scoring.rows_R, scoring.temperature, scoring.tp_group)
+            backend.statistics(logits_cVp, chunk, stats_RK[at])
+        rows, slope_R = combine(stats_RK, scoring.rows_R, scoring.temperature, scoring.tp_group)
         ctx.scoring, ctx.backend, ctx.gather_group = scoring, backend, gather_group
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight_VpH, *rows)
-        return to_tokens(rows.logprob_R, scoring), to_tokens(rows.entropy_R, scoring)
+        slope_T = None if slope_R is None else to_tokens(slope_R, scoring)
+        if slope_T is not None:
+            ctx.mark_non_differentiable(slope_T)
+        return to_tokens(rows.logprob_R, scoring), to_tokens(rows.entropy_R, scoring), slope_T
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None
+        ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight_VpH, *saved = ctx.saved_tensors
         if grad_logprob_T is None and grad_entropy_T is None:

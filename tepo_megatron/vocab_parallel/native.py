@@ -30,26 +30,37 @@ _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "b
 # No -ffast-math: it would allow the compiler to assume that there is no NaN, and `combine` looks for one.
 _FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC")
 _POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_FORWARD = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT, _FLOAT, _POINTER)
+_FORWARD = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT, _FLOAT, _POINTER, _SIZE)
 _BACKWARD = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT, *(_POINTER,) * 6, _SIZE)
 
 
-def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_R4: Tensor) -> None:
+def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_RK: Tensor) -> None:
     """Does what `sweep.forward` does, and calls it for fp64 logits."""
     if logits_TV.dtype not in _NAMES:
-        return sweep.forward(logits_TV, rows_R, temperature, stats_R4)
+        return sweep.forward(logits_TV, rows_R, temperature, stats_RK)
     logits_TV = _with_dense_rows(logits_TV)
     function = getattr(_library(), f"forward_{_NAMES[logits_TV.dtype]}")
     function.argtypes, function.restype = _FORWARD, None
 
     def part(at: slice) -> None:
         base_TV, rows = _part_of(logits_TV, rows_R, at)
-        out_R4 = stats_R4[at]
-        scale, columns = _LOG2_E / temperature, logits_TV.shape[1]
-        function(base_TV.data_ptr(), base_TV.stride(0), rows, len(out_R4), columns, scale, EMPTY_MAX, out_R4.data_ptr())
+        out_RK = stats_RK[at]
+        function(
+            base_TV.data_ptr(),
+            base_TV.stride(0),
+            rows,
+            len(out_RK),
+            logits_TV.shape[1],
+            _LOG2_E / temperature,
+            EMPTY_MAX,
+            out_RK.data_ptr(),
+            out_RK.shape[1],
+        )
 
-    _in_parts(part, stats_R4.shape[0])
-    stats_R4[:, 2] /= _LOG2_E  # the C++ has t in units of log 2
+    _in_parts(part, stats_RK.shape[0])
+    stats_RK[:, 2] /= _LOG2_E  # the C++ has t in units of log 2
+    if stats_RK.shape[1] == 6:
+        stats_RK[:, 5] /= _LOG2_E
 
 
 def backward(

@@ -15,7 +15,7 @@ from tepo_megatron.vocab_parallel.shard import LocalLabels, Scoring, of_rows
 class Sweep(Protocol):
     """The two functions of `sweep`, which say what they read and write, or of another module that does the same."""
 
-    def forward(self, logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_R4: Tensor) -> None: ...
+    def forward(self, logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_RK: Tensor) -> None: ...
 
     def backward(
         self,
@@ -36,16 +36,16 @@ class RowSweeps:
 
     sweep: Sweep
 
-    def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_R4: Tensor) -> None:
+    def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
         rows_R, labels = scoring.rows_R, scoring.labels
         if not scoring.columns:  # a shard of padding alone: it must not change the other shards' sums
-            stats_R4.zero_()[:, 0] = EMPTY_MAX
+            stats_RK.zero_()[:, 0] = EMPTY_MAX
             return
-        self.sweep.forward(logits_TVp[:, : scoring.columns], rows_R, scoring.temperature, stats_R4)
+        self.sweep.forward(logits_TVp[:, : scoring.columns], rows_R, scoring.temperature, stats_RK)
         row_R = torch.arange(labels.column_R.numel(), device=logits_TVp.device) if rows_R is None else rows_R
         # A label of another shard has column 0 here, so that the indexing is valid; its logit is then replaced by 0.
-        label_logit_R = logits_TVp[row_R, labels.column_R].to(stats_R4.dtype)
-        stats_R4[:, 3] = torch.where(labels.inside_R, label_logit_R, 0.0)
+        label_logit_R = logits_TVp[row_R, labels.column_R].to(stats_RK.dtype)
+        stats_RK[:, 3] = torch.where(labels.inside_R, label_logit_R, 0.0)
 
     def gradient(
         self,

@@ -38,6 +38,13 @@ class Scoring:
     rows_R: Tensor | None
     """The numbers of the scored rows, int64; None if all are scored."""
     labels: LocalLabels
+    entropy_slope: bool = False
+    """Whether the slope of the entropy is asked for."""
+
+    @property
+    def statistics(self) -> int:
+        """K, the numbers that `combine` takes of a row: 4, or 6 for the slope of the entropy."""
+        return 6 if self.entropy_slope else 4
 
     @property
     def count(self) -> int:
@@ -54,6 +61,7 @@ def plan_scoring(
     temperature: float,
     vocab_size: int | None,
     mask_T: Tensor | None,
+    entropy_slope: bool,
 ) -> Scoring:
     """Checks the arguments of a call on ``tokens`` rows and a shard ``width`` columns wide, padding included.
 
@@ -77,7 +85,7 @@ def plan_scoring(
     column_R = labels_R - rank * width
     inside_R = (column_R >= 0) & (column_R < columns)
     labels = LocalLabels(torch.where(inside_R, column_R, 0), inside_R)
-    return Scoring(tp_group, temperature, columns, tokens, rows_R, labels)
+    return Scoring(tp_group, temperature, columns, tokens, rows_R, labels, entropy_slope)
 
 
 def _scored_rows(mask_T: Tensor | None, labels_T: Tensor, tokens: int) -> Tensor | None:

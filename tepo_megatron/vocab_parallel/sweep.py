@@ -29,8 +29,10 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_R4: Tensor) -> None:
-    """Writes maximum, Σ e^t and Σ e^t·t of each scored row to ``stats_R4[:, :3]``, as `combine` takes them."""
+def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_RK: Tensor) -> None:
+    """Writes maximum, Σ e^t and Σ e^t·t of each scored row to ``stats_RK[:, :3]``, as `combine` takes them; with K = 6 also
+    Σ e^2t and Σ e^2t·t to ``stats_RK[:, 4:]``.
+    """
     workspace = _workspace(logits_TV)
     for at, where in _chunks(rows_R, logits_TV.shape[0], workspace.shape[1]):
         t_cV, e_cV = workspace[:, : at.stop - at.start]
@@ -39,9 +41,12 @@ def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_
         max_c1 = source_cV.amax(1, keepdim=True).clamp(min=EMPTY_MAX)
         _exponents(source_cV, max_c1, temperature, t_cV)
         torch.exp2(t_cV, out=e_cV)
-        stats_R4[at, 0:1] = max_c1
-        stats_R4[at, 1] = e_cV.sum(1)
-        stats_R4[at, 2] = e_cV.mul_(t_cV).sum(1) / _LOG2_E
+        stats_RK[at, 0:1] = max_c1
+        stats_RK[at, 1] = e_cV.sum(1)
+        stats_RK[at, 2] = t_cV.mul_(e_cV).sum(1) / _LOG2_E
+        if stats_RK.shape[1] == 6:
+            stats_RK[at, 5] = t_cV.mul_(e_cV).sum(1) / _LOG2_E
+            stats_RK[at, 4] = e_cV.mul_(e_cV).sum(1)
 
 
 def backward(

@@ -43,10 +43,12 @@ def _exponents(x: tl.tensor, highest: tl.tensor, to_log2: float) -> tl.tensor:
 
 
 @triton.jit
-def _add_tile(
-    x: tl.tensor, highest: tl.tensor, total: tl.tensor, weighted: tl.tensor, to_log2: float
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Adds a tile to the threads' maxima, Σ e^t and Σ e^t·t [THREADS]; t is in units of log 2 here."""
+def _add_tile(x: tl.tensor, sums: tl.tuple, to_log2: float, SQUARES: tl.constexpr) -> tl.tuple:
+    """Adds a tile to the threads' maxima, Σ e^t and Σ e^t·t [THREADS]; t is in units of log 2 here.
+
+    With SQUARES also to Σ e^2t and Σ e^2t·t; without, they stay 0 and take no instruction.
+    """
+    highest, total, weighted, square, weighted_square = sums
     higher = tl.maximum(highest, tl.max(tl.max(x, 2), 0))
     t = _exponents(x, higher[None, :, None], to_log2)
     e = tl.exp2(t)
@@ -55,7 +57,12 @@ def _add_tile(
     scale = tl.exp2(shift)
     weighted = scale * (weighted + shift * total) + tl.sum(tl.sum(e * t, 2), 0)
     total = scale * total + tl.sum(tl.sum(e, 2), 0)
-    return higher, total, weighted
+    if SQUARES:
+        e2 = e * e
+        scale = scale * scale
+        weighted_square = scale * (weighted_square + shift * square) + tl.sum(tl.sum(e2 * t, 2), 0)
+        square = scale * square + tl.sum(tl.sum(e2, 2), 0)
+    return higher, total, weighted, square, weighted_square
 
 
 @triton.jit
@@ -71,12 +78,14 @@ def statistics_kernel(
     width: int,
     span: int,
     to_log2: float,
+    STATISTICS: tl.constexpr,
     VECTORS: tl.constexpr,
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> None:
-    """Program (r, j) writes the packed statistics of part j of the r-th scored row to ``parts`` [J, R, 4]."""
+    """Program (r, j) writes the packed statistics of part j of the r-th scored row to ``parts`` [J, R, STATISTICS]."""
     TILE: tl.constexpr = VECTORS * THREADS * VECTOR
+    SQUARES: tl.constexpr = STATISTICS == 6
     r, part = tl.program_id(0), tl.program_id(1)
     row = r.to(tl.int64)
     if rows is not None:
@@ -88,24 +97,29 @@ def statistics_kernel(
     first = part * span
     stop = tl.minimum(first + span, columns)
     whole = first + (stop - first) // TILE * TILE
-    highest = tl.full([THREADS], _EMPTY, tl.float32)
-    total, weighted = tl.zeros([THREADS], tl.float32), tl.zeros([THREADS], tl.float32)
+    zeros = tl.zeros([THREADS], tl.float32)
+    sums = (tl.full([THREADS], _EMPTY, tl.float32), zeros, zeros, zeros, zeros)
     for start in range(first, whole, TILE):
         x = tl.load(_at(source, start + tile, column_stride)).to(tl.float32)
-        highest, total, weighted = _add_tile(x, highest, total, weighted, to_log2)
+        sums = _add_tile(x, sums, to_log2, SQUARES)
     if whole < stop:  # loads are bounded by the width, mostly a multiple of a vector's, which the true vocabulary need not be
         rest = whole + tile
         x = tl.load(_at(source, rest, column_stride), mask=rest < width, other=0).to(tl.float32)
-        highest, total, weighted = _add_tile(tl.where(rest < stop, x, float("-inf")), highest, total, weighted, to_log2)
+        sums = _add_tile(tl.where(rest < stop, x, float("-inf")), sums, to_log2, SQUARES)
     # Every thread has a maximum and sums of its own until here; they are merged as `combine.merge` does with shards.
+    highest, total, weighted, square, weighted_square = sums
     top = tl.max(highest, 0)
     shift = _exponents(highest, top, to_log2)
     scale = tl.exp2(shift)
-    target = parts + (part * tl.num_programs(0) + r) * 4
+    target = parts + (part * tl.num_programs(0) + r) * STATISTICS
     tl.store(target, top)
     tl.store(target + 1, tl.sum(scale * total, 0))
     tl.store(target + 2, tl.sum(scale * (weighted + shift * total), 0) * _LN_2)
     tl.store(target + 3, label)
+    if SQUARES:
+        scale = scale * scale
+        tl.store(target + 4, tl.sum(scale * square, 0))
+        tl.store(target + 5, tl.sum(scale * (weighted_square + shift * square), 0) * _LN_2)
 
 
 @triton.jit

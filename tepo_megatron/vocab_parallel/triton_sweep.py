@@ -57,14 +57,14 @@ def is_interpreted() -> bool:
     return not isinstance(triton_kernels.statistics_kernel, triton.JITFunction)
 
 
-def statistics(logits_TVp: Tensor, scoring: Scoring, stats_R4: Tensor) -> None:
+def statistics(logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
     """Does what `Backend.statistics` says, in one launch (a few small ones more for parts of rows). fp64 goes to `sweep`."""
     if logits_TVp.dtype == torch.float64:
-        return _in_torch.statistics(logits_TVp, scoring, stats_R4)
+        return _in_torch.statistics(logits_TVp, scoring, stats_RK)
     if not scoring.count:
         return
     grid = _cut(logits_TVp, scoring.count, scoring.columns)
-    parts_JR4 = stats_R4[None] if grid.parts == 1 else stats_R4.new_empty(grid.parts, scoring.count, 4)
+    parts_JRK = stats_RK[None] if grid.parts == 1 else stats_RK.new_empty(grid.parts, scoring.count, scoring.statistics)
     with _on_device_of(logits_TVp):
         triton_kernels.statistics_kernel[(scoring.count, grid.parts)](
             logits_TVp,
@@ -72,15 +72,16 @@ def statistics(logits_TVp: Tensor, scoring: Scoring, stats_R4: Tensor) -> None:
             scoring.rows_R,
             scoring.labels.column_R,
             scoring.labels.inside_R,
-            parts_JR4,
+            parts_JRK,
             scoring.columns,
             logits_TVp.shape[1],
             grid.span,
             _LOG2_E / scoring.temperature,
+            STATISTICS=scoring.statistics,
             **grid.constants,
         )
     if grid.parts > 1:
-        stats_R4.copy_(merge(parts_JR4, scoring.temperature))
+        stats_RK.copy_(merge(parts_JRK, scoring.temperature))
 
 
 def gradient(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.programs import run_program
+from tests.support.launch import run_world
 from tests.support.random_models import MODELS, greedy, random_model
 
 SERVED, TRAINED = 0, 1
@@ -45,7 +45,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for role, seed in (("served", SERVED), ("trained", TRAINED)):
             random_model(name, seed).save_pretrained(folder / name / role)
     (folder / "cases.json").write_text(json.dumps(CASES))
-    run_program("architectures_vllm", folder, ranks=4)
+    run_world("architectures_vllm", 4, folder)
     return json.loads((folder / "report.json").read_text())
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.support.programs import run_program
+from tests.support.launch import run_world
 
 
 def test_shards_are_quantised_as_full_tensors_are_and_the_canary_passes(tmp_path: Path) -> None:
-    run_program("quantized_server", tmp_path)
+    run_world("quantized_server", 1, tmp_path)
     said = json.loads((tmp_path / "report.json").read_text())
     # To the last bit: the same FP8 weights and the same scales, whoever took the tensors apart.
     assert said["first_by_shards"] == said["first_from_disk"]

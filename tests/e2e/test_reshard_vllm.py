@@ -10,28 +10,28 @@ from typing import Any
 
 import pytest
 
-from tests.support.programs import run_program
+from tests.support.launch import run_world
 from tests.support.random_models import greedy, random_model
 
 SERVED, TRAINED = 0, 1
 """Seeds of the weights that the servers start with, and of the trainer's."""
 
 
-def run_world(folder: Path, model: str, *, tp: int, count: int, kill: bool) -> dict[str, Any]:
+def updated_servers(folder: Path, model: str, *, tp: int, count: int, kill: bool) -> dict[str, Any]:
     for name, seed in (("served", SERVED), ("trained", TRAINED)):
         random_model(model, seed).save_pretrained(folder / name)
-    run_program("reshard_vllm", folder / "served", folder / "trained", folder, tp, count, int(kill), ranks=4)
+    run_world("reshard_vllm", 4, folder / "served", folder / "trained", folder, tp, count, int(kill))
     return json.loads((folder / "report.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def two_servers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_world(tmp_path_factory.mktemp("llama"), "Llama", tp=1, count=2, kill=True)
+    return updated_servers(tmp_path_factory.mktemp("llama"), "Llama", tp=1, count=2, kill=True)
 
 
 @pytest.fixture(scope="module")
 def one_split_server(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_world(tmp_path_factory.mktemp("qwen2"), "Qwen2-tied", tp=2, count=1, kill=False)
+    return updated_servers(tmp_path_factory.mktemp("qwen2"), "Qwen2-tied", tp=2, count=1, kill=False)
 
 
 def check(model: str, seen: dict[str, Any], *, servers: int, version: int) -> None:

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 
 from tepo_megatron.bridge.geometry import Box, Shard
 from tepo_megatron.bridge.transfer.fingerprint import fingerprint
-from tests.support.programs import run_program
+from tests.support.launch import run_world
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("sync")
-    run_program("sync", out, ranks=2)
+    run_world("sync", 2, out)
     return out, json.loads((out / "report.json").read_text())
 
 

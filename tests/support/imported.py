@@ -2,8 +2,8 @@
 
 import warnings
 
-warnings.filterwarnings("ignore")
-
-import tepo_megatron.engine.engine  # noqa: E402
-import tepo_megatron.rollout.record  # noqa: E402
-import tepo_megatron.train.minibatches  # noqa: E402, F401
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import tepo_megatron.engine.engine
+    import tepo_megatron.rollout.record
+    import tepo_megatron.train.minibatches  # noqa: F401

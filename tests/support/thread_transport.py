@@ -3,19 +3,49 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+TIMEOUT_S = 120.0
+
+
+class Letters:
+    """Messages on their way, by sender, receiver and number. Whoever takes one waits for this one alone: were all woken by
+    every message, 40 ranks would do little else.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slots: defaultdict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
+
+    def put(self, key: tuple[int, int, int], letter: Tensor) -> None:
+        self._slot(key).put(letter)
+
+    def take(self, key: tuple[int, int, int]) -> Tensor:
+        try:
+            letter = self._slot(key).get(timeout=TIMEOUT_S)
+        except queue.Empty:
+            raise RuntimeError("timed out") from None
+        with self._lock:
+            del self._slots[key]
+        return letter
+
+    def _slot(self, key: tuple[int, int, int]) -> queue.SimpleQueue[Tensor]:
+        with self._lock:
+            return self._slots[key]
+
 
 class Mailbox:
     """One rank's transport. Ranks of one world share ``letters``, and send by copy."""
 
-    def __init__(self, rank: int, letters: dict[tuple[int, int, int], Tensor], arrived: threading.Condition) -> None:
-        self.rank, self.letters, self.arrived = rank, letters, arrived
+    def __init__(self, rank: int, letters: Letters) -> None:
+        self.rank, self.letters = rank, letters
         self.landing: dict[tuple[int, int], Tensor] = {}
         self.largest = 0
 
@@ -27,9 +57,7 @@ class Mailbox:
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
         self.largest = max(self.largest, data.nbytes)
-        with self.arrived:
-            self.letters[self.rank, peer, number] = data.clone()
-            self.arrived.notify_all()
+        self.letters.put((self.rank, peer, number), data.clone())
 
     def receive(self, data: Tensor, peer: int, number: int) -> None:
         assert data.is_contiguous()
@@ -38,11 +66,7 @@ class Mailbox:
     def wait(self, peer: int, number: int) -> None:
         if (peer, number) not in self.landing:
             return
-        with self.arrived:
-            key = (peer, self.rank, number)
-            if not self.arrived.wait_for(lambda: key in self.letters, timeout=20):
-                raise RuntimeError("timed out")
-            letter = self.letters.pop(key)
+        letter = self.letters.take((peer, self.rank, number))
         landing = self.landing.pop((peer, number))
         assert letter.shape == landing.shape
         assert letter.dtype == landing.dtype

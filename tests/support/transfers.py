@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +16,7 @@ from tepo_megatron.bridge.transfer.messages import destination_ends, queues, sou
 from tepo_megatron.bridge.transfer.sender import decode_order, encode_order
 from tepo_megatron.bridge.transfer.transport import Transport
 from tests.support.reshard_models import Case, numbered_model, parameters
-from tests.support.thread_transport import Mailbox
+from tests.support.thread_transport import Letters, Mailbox
 
 Params = dict[str, Tensor]
 
@@ -53,9 +52,8 @@ def carry_out(
 
 
 def mailboxes(world: int) -> list[Mailbox]:
-    letters: dict[tuple[int, int, int], Tensor] = {}
-    arrived = threading.Condition()
-    return [Mailbox(rank, letters, arrived) for rank in range(world)]
+    letters = Letters()
+    return [Mailbox(rank, letters) for rank in range(world)]
 
 
 def setting(case: Case) -> tuple[ReshardPlan, list[Params], list[Params]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import importlib.util, os, pkgutil, sys, warnings
 warnings.filterwarnings("ignore")
@@ -66,6 +68,7 @@ def run(script: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_importing_every_module_changes_nothing() -> None:
     run(SCRIPT)
 

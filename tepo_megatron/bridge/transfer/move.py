@@ -71,7 +71,7 @@ def receive(
             missing[segment.end.name] += segment.numel
     staging = _Staging(transport, incoming, wire)
     arriving: dict[int, dict[int, Tensor]] = {}
-    for number in range(-WINDOW, _num_rounds(incoming)):
+    for number in range(-WINDOW, _num_rounds(incoming)):  # below 0 there is nothing to wait for, only messages to start
         for peer, queue in _queues_with(incoming, number):
             with _naming_tensors("receiving", peer, queue, number):
                 transport.wait(peer, number)
@@ -169,7 +169,7 @@ class _Staging:
 
 
 def _pack(message: Message, params: Mapping[str, Tensor], staging: _Staging, peer: int, number: int) -> Tensor:
-    """Returns the values of a message, flat: within the parameter where they lie in one piece, or copied into a buffer."""
+    """Returns the values of a message, flat: as a view of the parameter where possible, or copied into a buffer."""
     if (data := _param_view(message, params, staging.wire, staging.devices[peer])) is not None:
         return data
     data = staging.buffer(peer, number, numel_of(message))

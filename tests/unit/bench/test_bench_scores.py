@@ -10,6 +10,7 @@ from tepo_megatron.bench.settings import ScoreMeasurement
 from tepo_megatron.cli.bench import app
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path):
     options = ["--tp", "1", "--tokens", "64", "--vocab", "512", "--dtype", "fp32", "--repeats", "1"]
     done = CliRunner().invoke(app, ["scores", *options, "--output", str(tmp_path)])

@@ -17,6 +17,7 @@ def setting(**changes: object) -> StepSetting:
     return StepSetting(**{**values, **changes})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_recipe_repeated_gives_the_same_policy() -> None:
     first, second = run(setting(), ["none", "none"])
     assert first.drift(second) == 0

@@ -164,7 +164,7 @@ def test_another_host_or_gpu_is_refused(what: str) -> None:
     store: Any = Store()
     boxes = mailboxes(1)
     join_ipc(joining(boxes[0]), store, 0, CPU, receivers={1: 8}, senders=(), handles=Memory())
-    box = Box(1, boxes[0].letters, boxes[0].arrived)
+    box = Box(1, boxes[0].letters)
     elsewhere = Memory({"host": "h", "gpu": "g"} | {what: "elsewhere"})
     with pytest.raises(RuntimeError, match=rf"rank 0 .* is on {what} [hg], rank 1 on {what} elsewhere; CUDA IPC needs"):
         join_ipc(joining(box), store, 1, CPU, receivers={}, senders=(0,), handles=elsewhere)

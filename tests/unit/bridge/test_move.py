@@ -81,7 +81,7 @@ def test_one_flipped_bit_is_noticed_and_its_tensor_ranks_and_digests_are_named(
     victim = data.draw(st.integers(0, plan.num_destinations - 1), label="destination rank")
     size = sum(moved.numel * 4 for moved in plan.receives(victim))
     old = boxes[plan.num_sources + victim]
-    bad = boxes[plan.num_sources + victim] = Damaging(old.rank, old.letters, old.arrived)
+    bad = boxes[plan.num_sources + victim] = Damaging(old.rank, old.letters)
     bad.at = data.draw(st.integers(0, size - 1), label="byte")
     found = [blank(params, torch.float32) for params in expected]
     with pytest.raises(RuntimeError, match=r"1 tensors did not arrive as they were sent") as caught:

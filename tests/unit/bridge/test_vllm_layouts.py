@@ -212,6 +212,7 @@ def as_matrix(shape: Sequence[int]) -> list[int]:
     return [shape[0] * shape[1], shape[2]] if len(shape) == 3 else list(shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_plans_of_large_models_fill_every_parameter_that_vllm_declares(oracle: Path, name: str) -> None:
     large = LARGE[name]
@@ -231,6 +232,7 @@ def test_plans_of_large_models_fill_every_parameter_that_vllm_declares(oracle: P
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize(("tp", "pp"), SMALL_SPLITS)
 def test_moved_weights_are_what_vllm_loads_from_disk(oracle: Path, name: str, tp: int, pp: int) -> None:
@@ -256,6 +258,7 @@ def test_moved_weights_are_what_vllm_loads_from_disk(oracle: Path, name: str, tp
             assert torch.equal(values.float(), loaded[param].view(as_matrix(loaded[param].shape))), (rank, param)
 
 
+@pytest.mark.slow
 def test_layers_are_divided_as_vllm_divides_them(oracle: Path) -> None:
     expected = json.loads((oracle / "pp.json").read_text())
     ours = [[[stage.start, stage.stop] for stage in vllm_layers(layers, pp)] for layers, pp in LAYERS_AND_STAGES]

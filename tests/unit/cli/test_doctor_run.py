@@ -119,7 +119,7 @@ def test_a_server_that_answers_is_told_with_its_latency(tmp_path: Path, status: 
 
     config = load_run(None, ["rollout.server.placement=external", f"rollout.server.registry={tmp_path}"])
     with ThreadingHTTPServer(("127.0.0.1", 0), Health) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         register(tmp_path, 0, Registration(url, "life"))
         check = diagnose(run_checks(config))[-1]

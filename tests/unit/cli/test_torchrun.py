@@ -91,6 +91,7 @@ def is_running(pid_file: Path) -> bool:
     return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
+@pytest.mark.slow
 def test_ranks_that_end_well_are_silent(start, tmp_path: Path) -> None:
     out, err = (parent := start("ok")).communicate(timeout=120)
     assert (parent.returncode, out, err) == (0, "", "")
@@ -98,6 +99,7 @@ def test_ranks_that_end_well_are_silent(start, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("torchelastic_*"))
 
 
+@pytest.mark.slow
 def test_a_sentence_of_one_rank_is_told_once_and_last(start, tmp_path: Path) -> None:
     _, err = (parent := start("sentence")).communicate(timeout=120)
     assert parent.returncode == 1
@@ -105,6 +107,7 @@ def test_a_sentence_of_one_rank_is_told_once_and_last(start, tmp_path: Path) -> 
     assert (tmp_path / "cleaned0").exists()
 
 
+@pytest.mark.slow
 def test_a_bug_has_its_traceback_once(start) -> None:
     _, err = (parent := start("bug")).communicate(timeout=120)
     assert parent.returncode == 1
@@ -112,6 +115,7 @@ def test_a_bug_has_its_traceback_once(start) -> None:
     assert err.endswith("error: rank 1: KeyError: 'missing'\n")
 
 
+@pytest.mark.slow
 def test_the_cause_is_told_and_not_what_it_did_to_the_other_ranks(start) -> None:
     """Rank 1 fails of what rank 0 does on its way out, and ends first."""
     _, err = (parent := start("leaving")).communicate(timeout=120)
@@ -119,18 +123,21 @@ def test_the_cause_is_told_and_not_what_it_did_to_the_other_ranks(start) -> None
     assert err == "error: overrides: 1 problem in the configuration\n  train.steps: got 0; allowed: an integer > 0\n"
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_killed_is_told(start) -> None:
     _, err = (parent := start("kill")).communicate(timeout=120)
     assert parent.returncode == 128 + signal.SIGKILL
     assert err.startswith("error: rank 1 was ended by SIGKILL")
 
 
+@pytest.mark.slow
 def test_another_world_than_the_run_needs_is_told_with_both_numbers(start) -> None:
     _, err = (parent := start("ok", "engine.parallel.tp=4")).communicate(timeout=120)
     assert parent.returncode == 1
     assert "tp × pp × dp = 4 × 1 × 1 = 4 ranks, but WORLD_SIZE is 2; start torchrun with --nproc-per-node 4" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_every_rank_after_it_cleaned_up(start, tmp_path: Path, number: signal.Signals) -> None:
     parent = start("wait")
@@ -143,6 +150,7 @@ def test_a_signal_ends_every_rank_after_it_cleaned_up(start, tmp_path: Path, num
     assert (tmp_path / "cleaned1").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
 def test_ranks_do_not_outlive_a_parent_that_was_killed(start, tmp_path: Path) -> None:
     parent = start("wait")

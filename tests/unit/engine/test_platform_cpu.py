@@ -2,34 +2,67 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import os
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 from tepo_megatron.engine import platform_cpu
-from tests.support.programs import run_program
+from tests.support.launch import run_dist
+
+MODE = "torch function mode"
+PATCHES = [patch.key for patch in platform_cpu.patches()]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = tmp_path_factory.mktemp("model")
+    folder = tmp_path_factory.mktemp("model")
     sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(**sizes, tie_word_embeddings=True)
-    LlamaForCausalLM(config).save_pretrained(model)
-    return json.loads(run_program("patch_probe", model).splitlines()[-1])
+    LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)).save_pretrained(folder)
+    return folder
 
 
-def test_with_all_patches_megatron_trains(outcomes: dict[str, str | None]) -> None:
-    assert outcomes["none"] is None
+def train_one_step(rank: int, world: int, model: Path, missing: str | None) -> None:
+    """Two pipeline stages with full recomputation; without one of the patches."""
+    from tepo_megatron.config import EngineConfig, ParallelConfig, RunConfig, TrainConfig
+    from tepo_megatron.engine import platform
+    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.types import Rollout, WeightsVersion
+
+    warnings.filterwarnings("ignore")
+    every = platform_cpu.patches()
+    platform_cpu.patches = lambda: [patch for patch in every if patch.key != missing]
+    if missing == MODE:
+        platform.platform_cpu.cuda_means_cpu = contextlib.nullcontext
+    os.environ["WORLD_SIZE"] = str(world)
+    config = RunConfig(
+        engine=EngineConfig(parallel=ParallelConfig(pp=world), recompute="full", micro_batch_tokens=8),
+        train=TrainConfig(steps=1, minibatches=1),
+    )
+    engine = Engine(config, model)
+    rollouts = [
+        Rollout("p", 0, (3, 4), (5, 6, 7), (-1.0, -1.0, -1.0), "stop", WeightsVersion(0), reward=float(reward))
+        for reward in (0, 1, 1)
+    ]
+    engine.update(engine.score(engine.batch_from_root(rollouts)))
 
 
-@pytest.mark.parametrize("patch", [*(patch.key for patch in platform_cpu.patches()), "torch function mode"])
-def test_without_a_patch_megatron_fails(outcomes: dict[str, str | None], patch: str) -> None:
+@pytest.mark.slow
+def test_with_all_patches_megatron_trains(model: Path) -> None:
+    run_dist(2, train_one_step, model, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("patch", [*PATCHES, MODE])
+def test_without_a_patch_megatron_fails(model: Path, patch: str) -> None:
     """If this fails, upstream no longer needs the patch: remove it."""
-    assert outcomes[patch] is not None
+    with pytest.raises(RuntimeError, match=r"rank [01] of 2 raised:"):
+        run_dist(2, train_one_step, model, patch)
 
 
 def test_a_megatron_that_was_not_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

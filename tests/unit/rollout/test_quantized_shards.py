@@ -26,6 +26,8 @@ SIZES = {
     "initializer_range": 0.1,
     "tie_word_embeddings": False,
 }
+pytestmark = pytest.mark.slow
+
 RANKS = range(2)
 FP8_MAX = 448.0
 Shards = dict[str, Tensor]

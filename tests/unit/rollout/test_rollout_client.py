@@ -37,7 +37,7 @@ def serve() -> Iterator[Serve]:
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         servers.append(server)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         return Client(f"http://127.0.0.1:{server.server_port}", KEY, timeout_s)
 
     yield start

@@ -53,7 +53,7 @@ class StandIn:
         self.port = self.http.server_port
         self.url = f"http://127.0.0.1:{self.port}"
         self.alive = False
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
     def start(self, taken: Any = ()) -> None:
         self.calls.append("start")

@@ -32,7 +32,7 @@ class Health(BaseHTTPRequestHandler):
 def url() -> Iterator[str]:
     """A server that says it is well."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Health)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.config import EvaluateConfig, RolloutConfig, RunConfig, TrainConfig
+from tepo_megatron.config import EngineConfig, EvaluateConfig, RolloutConfig, RunConfig, TrainConfig
 from tepo_megatron.config.rollout import CanaryConfig
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.engine.step import UpdateResult
@@ -37,6 +37,7 @@ class Recorder:
         self.calls: list[str] = []
         self.row = row
         self.dies_at = list(dies_at)
+        self.noted = 0
         self.shares_gpus = shares_gpus
         self.trainer, self.servers = "everything", "absent"
 
@@ -92,8 +93,13 @@ class Recorder:
 
     def score(self, batch: Batch) -> Batch:
         self._check_gpus(trainer="everything", servers="asleep")
-        self.calls.append("score")
+        self.calls.append(f"score {batch.num_sequences}")
         return batch
+
+    def measure_noise(self, batch: Batch) -> dict[str, float]:
+        self._check_gpus(trainer="everything", servers="asleep")
+        self.calls.append("noise")
+        return {"entropy/noise/p99": 0.25}
 
     spec = SimpleNamespace(vocab_size=50, max_positions=64)
 
@@ -162,6 +168,8 @@ class Recorder:
             assert row["entropy/mean"] == pytest.approx(0.75)
             assert row["ratio/max"] == 1.5
             assert row["memory/peak_gib"] == 1.0
+            assert ("entropy/noise/p99" in row) == (self.calls.count("noise") > self.noted)
+            self.noted = self.calls.count("noise")
 
     def state(self) -> dict[str, Any]:
         return {"drawn": self.drawn}
@@ -175,10 +183,12 @@ def run(
     canary: int = 1,
     save_every: int = 1,
     shares_gpus: bool = False,
+    noise_every: int = 50,
     resumed: int = 0,
     row: int | None = None,
 ) -> list[str]:
     config = RunConfig(
+        engine=EngineConfig(noise_every=noise_every),
         rollout=RolloutConfig(prompts_per_step=3, samples_per_prompt=2, canary=CanaryConfig(every=canary)),
         train=TrainConfig(steps=steps, minibatches=2, save_every=save_every),
         evaluate=EvaluateConfig(every=every),
@@ -189,16 +199,23 @@ def run(
     return recorder.calls
 
 
-STEP = ["score", "update 3", "update 3"]
+STEP = ["score 3", "score 3", "update 3", "update 3"]
 
 
 @pytest.mark.parametrize("shares_gpus", [False, True])
 def test_the_order_of_a_run(shares_gpus: bool) -> None:
     """On shared GPUs it is the same; who may be there when is what the recorder asserts."""
     first = ["ready", "update weights 0", "canary 0", "evaluate 0", "log 0"]
-    one = ["collect 0", *STEP, "save 1", "update weights 1", "canary 1", "log 1"]
+    one = ["collect 0", "noise", *STEP, "save 1", "update weights 1", "canary 1", "log 1"]
     two = ["collect 1", *STEP, "save 2", "update weights 2", "canary 2", "evaluate 2", "log 2"]
     assert run(2, shares_gpus=shares_gpus) == first + one + two
+
+
+@pytest.mark.parametrize(("noise_every", "measured"), [(0, 0), (1, 4), (2, 2), (3, 2), (50, 1)])
+def test_noise_is_measured_in_the_first_step_and_every_so_many(noise_every: int, measured: int) -> None:
+    calls = run(4, noise_every=noise_every)
+    assert calls.count("noise") == measured
+    assert not measured or calls.index("noise") < calls.index("score 3")
 
 
 def test_a_canary_is_due_by_the_count_of_syncs() -> None:
