@@ -1,4 +1,4 @@
-"""``model``: which one is trained."""
+"""``model``: the model that is trained."""
 
 from pathlib import Path
 from typing import Literal

@@ -1,4 +1,4 @@
-"""A whole run."""
+"""The configuration of a whole run, with the checks that concern several sections."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from tepo_megatron.config.train import TrainConfig
 
 
 class RunConfig(Section):
-    """Everything that a run can be told: the sections of its YAML. Made by `load_run`, immutable, checked as a whole."""
+    """Everything that can be set for a run: the sections of its YAML. Made by `load_run`, immutable, checked as a whole."""
 
     name: str = "run"
     """Free text that names the run in the progress view, in pictures and in plans."""

@@ -13,7 +13,7 @@ Status = Literal["ok", "warn", "missing", "fail"]
 class Check:
     """What one check found: ``detail`` is a version or a measure, ``advice`` what it enables or how to mend it.
 
-    ``needed`` tells whether a run on CPU needs it.
+    ``needed``: a run on a CPU needs it.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What ``tepo doctor`` looks at, one function each: distributions by their metadata, the machine by asking the system.
+"""The checks of ``tepo doctor``, one function each: of distributions by their metadata, of the machine by asking the system.
 
 A check returns a ``Check``; to add one, write it and put it into ``CHECKS``. Nothing that is looked at is imported.
 """
@@ -32,7 +32,7 @@ def _python() -> Check:
 
 
 def _dependencies() -> Check:
-    """Our own requirements against what is installed."""
+    """Compares our own requirements with what is installed."""
     wrong = []
     for wanted in requirements_of(_OURS):
         version = installed_version(wanted.name)
@@ -69,7 +69,7 @@ def _torch() -> Check:
 
 
 def _pinned(name: str, distribution: str, advice: str) -> Check:
-    """A distribution that our metadata asks for, with the range that it gives."""
+    """Checks a distribution that our metadata requires against the range that it gives."""
     version = installed_version(distribution)
     wanted = next((each.specifier for each in requirements_of(_OURS) if each.name == distribution), None)
     if version is None:
@@ -125,7 +125,7 @@ def _nemo_run() -> Check:
 
 
 def _launcher() -> Check:
-    """NeMo-Run, where jobs are submitted."""
+    """Checks NeMo-Run, which submitting jobs needs."""
     version = installed_version("nemo-run")
     if version is None:
         return Check("nemo-run", "missing", "", "run scripts/setup_launch.sh, and use .venv-launch/bin/tepo", needed=True)
@@ -154,7 +154,7 @@ def _cores() -> Check:
 
 
 def _memory() -> Check:
-    """The machine's memory, or the container's if that is less."""
+    """Says how much memory the machine has, or the container if that has less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()).isdigit():
@@ -195,7 +195,7 @@ def _shared_memory() -> Check:
 
 
 def _loopback() -> Check:
-    """Whether a socket on 127.0.0.1 can be listened on and reached."""
+    """Checks that a process can listen on 127.0.0.1 and be reached there."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -226,7 +226,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     _shared_memory,
     _loopback,
 )
-"""In the order of the table."""
+"""The checks of every machine, in the order of the table."""
 
 LAUNCH_CHECKS: tuple[Callable[[], Check], ...] = (_python, _launcher, _slurm, _disk)
-"""Where jobs are submitted: no torch, no vLLM."""
+"""The checks of a machine that submits jobs, which needs neither torch nor vLLM."""

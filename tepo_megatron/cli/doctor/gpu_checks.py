@@ -1,4 +1,4 @@
-"""What ``tepo doctor`` says of the optional GPU packages, and whose fused kernels a run here will use."""
+"""The checks of ``tepo doctor`` for optional GPU packages, and for whose fused kernels a run here will use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def transformer_engine() -> Check:
 
 
 def apex() -> Check:
-    """NVIDIA's, or the project of that name on PyPI, which is told by the fused optimizers that it lacks."""
+    """Checks that a package named apex is NVIDIA's: the project of that name on PyPI has no fused optimizers."""
     version = installed_version("apex")
     if version is None:
         return Check("apex", "missing", "", "optional on GPU; built from NVIDIA's source, never from PyPI")
@@ -37,7 +37,7 @@ def apex() -> Check:
 
 
 def kernels() -> Check:
-    """Whose Adam and norm, by what is installed; the engine itself also tries the import."""
+    """Says whose Adam and norm a run will use, by what is installed; the engine itself also tries the import."""
     found = packages.installed_packages()
     adam, why_adam = packages.adam_kernel(found)
     norm, why_norm = packages.norm_kernel("te" if found.te is not None and has_gpu() else "local")

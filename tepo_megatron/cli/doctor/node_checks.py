@@ -1,4 +1,4 @@
-"""What ``tepo doctor --nodes n1,n2`` looks at: whether each node answers, and how far its clock is from this machine's."""
+"""The checks of ``tepo doctor --nodes n1,n2``: whether each node answers, and how far its clock is from this machine's."""
 
 from __future__ import annotations
 
