@@ -1,8 +1,12 @@
 """For all tests."""
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import settings
 
 # Two shared cores: how long an example takes says nothing. The same examples every time, so that a failure of CI is one of
@@ -10,7 +14,26 @@ from hypothesis import settings
 settings.register_profile("shared_machine", deadline=None, derandomize=True)
 settings.load_profile("shared_machine")
 
+# Tensors here are small: threads that wait for one another would take most of the time, above all where tests run side by side.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
+
 # Processes that tests start import this checkout, and tests.support, as the tests do by pytest's `pythonpath`.
 ROOT = str(Path(__file__).parents[1])
 if os.environ.get("PYTHONPATH", "").split(os.pathsep)[0] != ROOT:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Called where there are several workers (-n)."""
+    from tests.support.schedule import Schedule
+
+    config.option.loadscopereorder = False  # xdist's own order: files with the most tests first
+    return Schedule(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        from tests.support.schedule import longest_first
+
+        items[:] = longest_first(items)

@@ -1,0 +1,38 @@
+"""How the suite is divided among the workers of pytest-xdist.
+
+Tests that start servers, which have several GB of memory, are in two groups, each of which is one worker's: no more than two
+of them run at a time. Of all others a worker takes a file at once, and makes its fixtures once. What takes longest goes first,
+so that workers end at about the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from xdist.scheduler import LoadScopeScheduling
+
+IN_TURN = (("tests/e2e/test_training_run.py", "tests/slurm/"), ("tests/e2e/",))
+"""The two groups: whole runs; servers."""
+
+
+class Schedule(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        """What this test is taken together with."""
+        file = nodeid.partition("::")[0]
+        return next((group[0] for group in IN_TURN if file.startswith(group)), file)
+
+
+def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The two groups, then worlds, then files with a slow test; files stay together."""
+
+    def place(item: pytest.Item) -> int:
+        if item.nodeid.startswith("tests/dist/"):
+            return len(IN_TURN)
+        last = len(IN_TURN) + 1 + ("slow" not in item.keywords)
+        return next((number for number, group in enumerate(IN_TURN) if item.nodeid.startswith(group)), last)
+
+    files: dict[object, int] = {}
+    for item in items:
+        files[item.path] = min(place(item), files.get(item.path, place(item)))
+    return sorted(items, key=lambda item: files[item.path])
