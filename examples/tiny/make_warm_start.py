@@ -30,6 +30,7 @@ class CrossEntropy:
     """Next-token cross-entropy with the objective's interface: a sum over tokens, divided once by their number in the step."""
 
     needs_reference = False
+    needs_entropy_slope = False
     needs_entropy_gradient = False
 
     def advantages(self, batch: Batch) -> torch.Tensor:

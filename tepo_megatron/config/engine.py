@@ -32,8 +32,9 @@ class EngineConfig(Section):
     attention, ``full`` every layer's. More of it takes less memory and more time."""
 
     score_backend: Literal["auto", "torch", "cpp", "triton"] = "auto"
-    """What sweeps the logits for log-probs and entropies: ``cpp`` on a CPU with a compiler, ``triton`` on a GPU, ``torch``
-    anywhere. ``auto`` is ``triton`` on a GPU where Triton is installed, else ``torch``."""
+    """What sweeps the logits for log-probs and entropies: ``cpp`` on a CPU with a C++ compiler, ``triton`` on a GPU, ``torch``
+    anywhere. ``auto`` is ``triton`` on a GPU where Triton is installed, ``cpp`` on a CPU where it can be compiled, else
+    ``torch``. They agree to fp32 rounding; the same one gives the same bits."""
 
     noise_every: NonNegativeInt = 50
     """Steps from one measurement of the rounding noise to the next, the first included: a few sequences are scored twice, in

@@ -56,9 +56,11 @@ class KLMask(KLTerm):
     """``importance`` multiplies by r = π_θ/π_old, with gradient. Our interpretation: with k3 against π_old the penalty is then
     r · δ − r + 1, unbiased for KL(π_θ‖π_old) under samples of π_old."""
 
-    falling: Literal["measured", "covariance"] = "measured"
+    falling: Literal["measured", "covariance", "first_order"] = "measured"
     """How ΔH < 0 is decided at a token. ``measured``: the entropy of π_θ over the whole vocabulary is below that of π_old;
-    ``covariance``: predicted, where (log π_old − mean)(A − mean) > 0. Our interpretation: ``measured``."""
+    ``covariance``: predicted, where (log π_old − mean)(A − mean) > 0; ``first_order``: a policy-gradient step on the token
+    lowers the entropy of π_θ to first order, which is exact also where bf16 drowns what is measured. Our interpretation:
+    ``measured``."""
 
     tolerance: NonNegativeFloat | Literal["auto"] = "auto"
     """``measured`` only: the entropy has to fall by more than this, in nats. ``auto``: by more than the rounding noise that the
@@ -71,6 +73,15 @@ class KLMask(KLTerm):
             raise ValueError(
                 f"kl_mask.tolerance = {self.tolerance} does nothing beside kl_mask.falling = {self.falling!r}, which "
                 "measures no entropy; leave it out, or set kl_mask.falling = 'measured'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tolerance_is_of_what_is_measured(self) -> Self:
+        if self.falling != "measured" and self.tolerance != type(self).model_fields["tolerance"].default:
+            raise ValueError(
+                f"kl_mask.tolerance = {self.tolerance:g} has no effect beside kl_mask.falling = {self.falling}, which measures "
+                "no entropies; leave it out, or set falling = measured"
             )
         return self
 

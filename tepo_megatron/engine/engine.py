@@ -89,6 +89,7 @@ class Engine:
             score_backend=config.engine.score_backend,
             token_multiple=fp8.token_multiple(config.engine),
             gathers_tokens=gathers_tokens(layout, self.platform),
+            entropy_slope=self.objective.needs_entropy_slope,
         )
         with self.platform.megatron():
             self._build()

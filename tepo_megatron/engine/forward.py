@@ -41,6 +41,9 @@ class Forward:
     gathers_tokens: bool = False
     """Whether ranks that share experts gather their tokens, which needs micro-batches of one length (``engine/moe.py``)."""
 
+    entropy_slope: bool = False
+    """Whether scores that are trained on have ``TokenScores.entropy_slope``."""
+
     def micro_batches(self, batch: Batch) -> list[list[int]]:
         """Returns this data-parallel rank's micro-batches, as lists of sequence numbers."""
         lengths = batch.lengths_S.tolist()
@@ -63,7 +66,7 @@ class Forward:
         padded = [pad_to(micro, size) for micro, size in zip(members, sizes, strict=True)]
         with self.platform.megatron():
             return get_forward_backward_func()(
-                forward_step_func=lambda data, module: self._step(next(data), module, loss),
+                forward_step_func=lambda data, module: self._step(next(data), module, loss, train=train),
                 data_iterator=enumerate(padded),
                 model=[model],
                 num_microbatches=len(padded),
@@ -76,7 +79,7 @@ class Forward:
         return -(-tokens // self.token_multiple) * self.token_multiple
 
     def _step(
-        self, numbered: tuple[int, Batch], model: torch.nn.Module, loss: LossFunction
+        self, numbered: tuple[int, Batch], model: torch.nn.Module, loss: LossFunction, *, train: bool
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
         number, micro = numbered
         longest = int(micro.lengths_S.max())
@@ -85,7 +88,7 @@ class Forward:
 
         def reduce(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             try:
-                value, kept = loss(self._scores(logits[0], micro), micro)
+                value, kept = loss(self._scores(logits[0], micro, train=train), micro)
             except ValueError as error:
                 raise ValueError(f"micro-batch {number}: {error}") from error
             # Megatron expects (loss, number of tokens to divide by, values to keep); nothing is divided there (engine/step.py)
@@ -93,7 +96,7 @@ class Forward:
 
         return output, reduce
 
-    def _scores(self, logits_TVp: Tensor, micro: Batch) -> TokenScores:
+    def _scores(self, logits_TVp: Tensor, micro: Batch, *, train: bool) -> TokenScores:
         return logprob_and_entropy(
             logits_TVp,
             micro.labels_T,
@@ -102,5 +105,6 @@ class Forward:
             vocab_size=self.vocab_size,
             mask_T=micro.loss_mask_T,
             inplace_backward=True,  # nothing reads the logits after the loss
+            entropy_slope=train and self.entropy_slope,
             backend=self.score_backend,
         )

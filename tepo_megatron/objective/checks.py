@@ -41,6 +41,8 @@ def check_scores(scores: TokenScores, batch: Batch) -> None:
     _check_mask(batch)
     _check_token_values("scores.logprob", scores.logprob, batch)
     _check_token_values("scores.entropy", scores.entropy, batch)
+    if scores.entropy_slope is not None:
+        _check_token_values("scores.entropy_slope", scores.entropy_slope, batch)
 
 
 def _check_mask(batch: Batch) -> None:

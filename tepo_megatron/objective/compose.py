@@ -47,6 +47,11 @@ class Objective:
         return self.config.entropy is not None
 
     @property
+    def needs_entropy_slope(self) -> bool:
+        """Whether scores of a micro-batch need ``TokenScores.entropy_slope``."""
+        return self.config.kl_mask is not None and self.config.kl_mask.falling == "first_order"
+
+    @property
     def needs_reference(self) -> bool:
         """Whether batches need ``reference_logprobs_T``."""
         return self.config.needs_reference
@@ -111,6 +116,7 @@ class Objective:
         assert batch.old_logprobs_T is not None
         reference_T = batch.reference_logprobs_T if self.needs_reference else None
         old_entropy_T = batch.old_entropy_T
+        slope_T = scores.entropy_slope
         # `where` and not a product: outside the mask there may be rubbish, and 0 · nan is nan.
         advantage_T = torch.where(mask_T, batch.advantages_S[index_T], 0.0)
         logprob_T = torch.where(mask_T, scores.logprob, 0.0)
@@ -128,6 +134,7 @@ class Objective:
             reference_delta_T=None if reference_T is None else logprob_T - torch.where(mask_T, reference_T, 0.0),
             entropy_T=entropy_T,
             entropy_change_T=change_T,
+            entropy_slope_T=None if slope_T is None else torch.where(mask_T, slope_T.detach(), 0.0),
             mismatch_T=old_T - torch.where(mask_T, batch.sampler_logprobs_T, 0.0),
             covariance_T=covariance_statistic(old_T, advantage_T, context.logprob_mean, context.advantage_mean),
         )

@@ -48,6 +48,8 @@ class TokenValues:
     """H(π_θ) of the full distribution, in nats."""
     entropy_change_T: Tensor | None
     """H(π_θ) − H(π_old), detached."""
+    entropy_slope_T: Tensor | None
+    """The slope of H(π_θ) along a policy-gradient step on the label, see `TokenScores`; where the objective needs it."""
     mismatch_T: Tensor
     """log π_old − log π_sampler."""
     covariance_T: Tensor

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import logging
 from typing import Literal, Protocol
 
 import torch
@@ -44,13 +46,15 @@ def get_backend(name: BackendName, device: torch.device) -> Backend:
 
     ``torch`` works everywhere. ``cpp`` is for logits on CPU and needs a C++ compiler on its first use. ``triton`` is for GPUs
     (and for CPU in Triton's interpreter, which is for tests). ``auto`` is ``triton`` on a GPU where Triton is installed (CUDA
-    builds of torch for Linux bring it), and ``torch`` otherwise.
+    builds of torch for Linux bring it), ``cpp`` on a CPU where it can be compiled, and ``torch`` otherwise; on a CPU a sentence
+    in the log then says why.
 
     Raises:
         ValueError: the name is unknown, or the backend is not for this device or not installed.
     """
     if name == "auto":
         name = "triton" if device.type == "cuda" and _has_triton() else "torch"
+        name = _fastest_on_cpu() if device.type == "cpu" else name
     if name == "torch":
         return _IN_TORCH
     if name == "triton":
@@ -60,6 +64,16 @@ def get_backend(name: BackendName, device: torch.device) -> Backend:
     if device.type != "cpu":
         raise ValueError(f"backend = 'cpp' is for logits on CPU, these are on {device}; use backend = 'auto'")
     return _IN_CPP
+
+
+@functools.cache
+def _fastest_on_cpu() -> BackendName:
+    """Says once why it is torch, where it is."""
+    why_not = native.why_not()
+    if why_not is None:
+        return "cpp"
+    logging.getLogger(__name__).warning("scores are computed in torch, two to three times slower than in C++: %s", why_not)
+    return "torch"
 
 
 def _has_triton() -> bool:

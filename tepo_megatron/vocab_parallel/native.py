@@ -1,12 +1,14 @@
 """Sweeps over a shard on a CPU in C++, with one pass each: compiled on first use, several times faster than `sweep`.
 
 ``sweep.cpp`` is compiled for this machine's processor by ``c++`` (or the compiler that ``CXX`` names) and kept below the user's
-cache folder, under a name that changes with source, compiler and processor.
+cache folder, under a name that changes with source, compiler and processor. It links nothing of torch, so it outlives an update
+of it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import itertools
@@ -132,7 +134,7 @@ def _library() -> ctypes.CDLL:
     """Loads the compiled sweeps, compiling them first if there is no library for this source, compiler and processor.
 
     Raises:
-        RuntimeError: there is no compiler, or it refuses.
+        RuntimeError: there is no compiler, or it refuses, or the cache folder does not take the library or give it to run.
     """
     source = Path(__file__).with_name("sweep.cpp")
     compiler = os.environ.get("CXX", "c++")
@@ -140,13 +142,37 @@ def _library() -> ctypes.CDLL:
     digest = hashlib.sha256("\0".join([source.read_text(), target, *_FLAGS]).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tepo_megatron"
     library = cache / f"sweep-{digest}.so"
-    if not library.exists():
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+    try:
+        if not library.exists():
+            _build([compiler, *_FLAGS, str(source)], library)
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise RuntimeError(
+            f"backend = 'cpp' cannot be kept in {cache} or loaded from it: {error}; set XDG_CACHE_HOME to a folder that takes "
+            "files and runs them, or use backend = 'torch'"
+        ) from error
+
+
+def _build(command: list[str], library: Path) -> None:
+    """Compile it, or wait for another process that does. Whoever is interrupted leaves no half of a library."""
+    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (library.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if library.exists():
+            return
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             built = Path(scratch) / library.name
-            _run([compiler, *_FLAGS, str(source), "-o", str(built)])
-            built.replace(library)  # in one move: other ranks may be doing the same
-    return ctypes.CDLL(str(library))
+            _run([*command, "-o", str(built)])
+            built.replace(library)  # in one move: whoever does not lock sees all of it or nothing
+
+
+def why_not() -> str | None:
+    """Why the sweeps cannot be compiled here, a sentence; None where they can. Compiles them, if nobody has."""
+    try:
+        _library()
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 def _run(command: list[str]) -> str:

@@ -48,7 +48,7 @@ def logprob_and_entropy(
         inplace_backward: write the gradient over the logits' storage. For logits that nothing else reads after the loss.
         entropy_slope: compute `TokenScores.entropy_slope` in the same sweep, for the logits divided by the temperature.
         backend: ``torch``; ``cpp`` for logits on CPU, several times faster, compiled on first use; ``triton`` for logits on a
-            GPU; ``auto``: ``triton`` on a GPU where Triton is installed, else ``torch``.
+            GPU; ``auto``: ``triton`` on a GPU where Triton is installed, ``cpp`` on a CPU with a C++ compiler, else ``torch``.
 
     Returns:
         fp32 [T] each (fp64 for fp64 logits), natural logarithm, differentiable (once) in the logits, but for the slope.

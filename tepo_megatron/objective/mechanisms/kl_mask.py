@@ -40,7 +40,11 @@ class KLMaskPenalty:
         return cls(config.kl_mask, max(LEAST_TOLERANCE, NOISE_MULTIPLE * step.entropy_noise) if given == "auto" else given)
 
     def choose(self, values: TokenValues) -> Tensor:
-        """M_it = 1[A_i > 0] · 1[ΔH_it < 0]. Raises ValueError where ΔH is to be measured and H(π_old) is not known."""
+        """M_it = 1[A_i > 0] · 1[ΔH_it < 0].
+
+        Raises:
+            ValueError: ΔH is to be measured and H(π_old) is not known, or predicted from a slope that is not known.
+        """
         return values.mask_T & (values.advantage_T > 0) & _FALLING[self.term.falling](values, self.tolerance)
 
     def penalty(self, values: TokenValues) -> Tensor:
@@ -66,5 +70,18 @@ def _covariance(values: TokenValues, tolerance: float) -> Tensor:
     return values.covariance_T > 0
 
 
-_FALLING = {"measured": _measured, "covariance": _covariance}
+def _first_order(values: TokenValues, tolerance: float) -> Tensor:
+    """1[A · slope < 0]: a step on the token, whose size is A · ratio and whose ratio is positive, lowers H(π_θ) to first order
+    (our interpretation ``first_order``).
+    """
+    del tolerance
+    if values.entropy_slope_T is None:
+        raise ValueError(
+            "objective.kl_mask.falling = 'first_order' needs scores.entropy_slope; score with logprob_and_entropy(..., "
+            "entropy_slope=True), as objective.needs_entropy_slope says"
+        )
+    return values.advantage_T * values.entropy_slope_T < 0
+
+
+_FALLING = {"measured": _measured, "covariance": _covariance, "first_order": _first_order}
 """The ways to decide that ΔH < 0, bool [T], by the name that ``objective.kl_mask.falling`` gives them."""

@@ -25,6 +25,7 @@ class MeanSurprise:
     """Minus the mean log-probability of the labels: a loss that any other library can compute."""
 
     needs_reference = False
+    needs_entropy_slope = False
 
     def advantages(self, batch: Batch) -> Tensor:
         return torch.zeros(batch.num_sequences)

@@ -1,5 +1,7 @@
 """KL estimators, the KL mask, the entropy bonus."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,7 @@ from tepo_megatron.config.objective import ObjectiveConfig
 from tepo_megatron.config.objective_terms import KL
 from tepo_megatron.objective import build_objective
 from tepo_megatron.objective.regularize import kl_penalty
+from tepo_megatron.vocab_parallel import logprob_and_entropy
 from tests.support.objective_batches import make_batch, masks, whole
 
 LOGITS = st.lists(st.floats(-2, 2), min_size=5, max_size=5).map(lambda row: torch.tensor(row, dtype=torch.float64))
@@ -70,6 +73,27 @@ def test_measured_mask(rows, seed, tolerance):
     expected = torch.where(chosen, 3.0 * delta * delta.exp(), 0.0) / tokens
     torch.testing.assert_close(gradient - plain_gradient, expected, rtol=1e-9, atol=1e-12)
     assert metrics["mask/fraction"].tolist() == [chosen.sum().item(), tokens.item()]
+
+
+def test_first_order_mask_by_hand():
+    """p = (0.5, 0.3, 0.2): H = 1.0296530; Σ p² (log p + H) = 0.0841265 − 0.0156888 − 0.0231914 = 0.0452463.
+
+    p_k (log p_k + H) = 0.1682529, −0.0522959, −0.1159570: a step on the likeliest token alone lowers the entropy.
+    """
+    batch, _ = make_batch([[True, True, True], [True]], rewards=[1.0, 0.0], groups=[0, 0])
+    logits = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log().expand(4, 3)
+    found = logprob_and_entropy(logits.clone().requires_grad_(), torch.tensor([0, 1, 2, 0]), entropy_slope=True)
+    expected = [0.0452463 - 0.1682529, 0.0452463 + 0.0522959, 0.0452463 + 0.1159570, 0.0452463 - 0.1682529]
+    assert found.entropy_slope.tolist() == pytest.approx(expected, abs=1e-6)
+    batch = batch.with_(old_logprobs_T=found.logprob.detach() - 0.1, old_entropy_T=found.entropy.detach())
+    with_mask, without = (build_objective(ObjectiveConfig(kl_mask=mask)) for mask in ({"falling": "first_order"}, None))
+    assert with_mask.needs_entropy_slope
+    assert not without.needs_entropy_slope
+    assert not build_objective(ObjectiveConfig()).needs_entropy_slope
+    loss, _, metrics, _ = whole(with_mask, batch, found)
+    kl = 0.1 * math.exp(0.1) - math.exp(0.1) + 1  # of the first token; that of the fourth has a negative advantage
+    assert (loss - whole(without, batch, found)[0]).item() == pytest.approx(kl / 4)
+    assert metrics["mask/fraction"].tolist() == [1, 4]
 
 
 @given(masks(), st.integers(0, 99))

@@ -228,12 +228,3 @@ def test_hidden_states_and_head_must_fit():
         fused_linear_logprob_and_entropy(torch.zeros(3, 4), torch.zeros(5, 4, dtype=torch.bfloat16), torch.tensor([0, 1, 2]))
     with pytest.raises(ValueError, match="hidden_TH is"):
         fused_linear_logprob_and_entropy(torch.zeros(3, 4), torch.zeros(5, 3), torch.tensor([0, 1, 2]))
-
-
-def test_a_missing_compiler_is_named(monkeypatch):
-    from tepo_megatron.vocab_parallel import native
-
-    native._library.cache_clear()
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(RuntimeError, match="install a C\\+\\+ compiler, name one in CXX, or use backend = 'torch'"):
-        logprob_and_entropy(torch.zeros(1, 2), torch.tensor([0]), backend="cpp")
