@@ -1,6 +1,6 @@
 BIN := .venv/bin
 
-.PHONY: check format test
+.PHONY: check docs format test
 
 check: ## style, types, directions of imports, shell scripts
 	$(BIN)/ruff check .
@@ -8,6 +8,9 @@ check: ## style, types, directions of imports, shell scripts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/shellcheck scripts/*.sh tepo_megatron/launch/templates/*.sh .ci/run
+
+docs: ## the documentation and the pages of the public names, in site/
+	bash scripts/build_docs.sh
 
 format:
 	$(BIN)/ruff check --fix .

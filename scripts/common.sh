@@ -9,14 +9,41 @@ die() {
   exit 1
 }
 
-# Prints the first of PYTHON, python3.12, python3.11 and python3 that this project runs on.
+# Prints the first of PYTHON, python3.12, python3.11, python3.13 and python3 that this project runs on.
 find_python() {
   local candidate
-  for candidate in ${PYTHON:-} python3.12 python3.11 python3; do
+  for candidate in ${PYTHON:-} python3.12 python3.11 python3.13 python3; do
     if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; then
       echo "$candidate"
       return
     fi
   done
   die "no Python 3.11, 3.12 or 3.13 found; install one, or name it: PYTHON=/path/to/python3.11 bash $0"
+}
+
+# lock NAME PURPOSE [PACKAGE…]: writes requirements/NAME.txt, the complete pins of what requirements/NAME.in asks for, without the packages.
+lock() {
+  local name=$1 purpose=$2 folder package without=(--exclude pip)
+  for package in "${@:3}"; do
+    without+=(--exclude "$package")
+  done
+  folder=$(mktemp -d)
+  "$(find_python)" -m venv "$folder"
+  "$folder/bin/python" -m pip install -qq -r "requirements/$name.in"
+  {
+    echo "# Complete pins of the environment that $purpose. Made by: bash scripts/$(basename "$0") --lock"
+    "$folder/bin/python" -m pip freeze --all "${without[@]}"
+  } >"requirements/$name.txt"
+  rm -rf "$folder"
+  say "wrote requirements/$name.txt"
+}
+
+# make_venv FOLDER: an environment there, unless there is one.
+make_venv() {
+  local python
+  if [[ ! -x $1/bin/python ]]; then
+    python=$(find_python)
+    say "making $1 with $("$python" --version)"
+    "$python" -m venv "$1"
+  fi
 }

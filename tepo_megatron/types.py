@@ -1,4 +1,6 @@
-"""Everything that crosses a layer or a process.
+"""Values that pass between rooms neither of which imports the other, and between processes.
+
+What a room makes for those that stand on it stays in that room (``bridge.geometry``, ``bridge.architecture``).
 
 Axes in names: S sequences, T tokens of all sequences packed one behind the other, V vocabulary, p tensor-parallel size.
 A value at position t of a ``_T`` tensor speaks of the *label* at t, the token that follows t in its sequence.
@@ -31,6 +33,21 @@ class WeightsVersion:
 
     step: int
     digest: str = ""
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled continuation of a prompt.
+
+    ``logprobs`` has one natural-log probability per response id, under the temperature it was drawn with (under temperature 1
+    where it was decoded greedily). ``finish_reason`` is ``"stop"`` (an end token was drawn, and is the last id) or ``"length"``
+    (cut). ``weights_version``: the weights that drew all its tokens, as the server said.
+    """
+
+    response_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    weights_version: WeightsVersion
 
 
 @dataclass(frozen=True)
@@ -142,12 +159,16 @@ class Batch:
 class TokenScores:
     """What the objective needs of the logits: log-probability of the label and entropy of the whole distribution.
 
-    Both fp32 [T], natural logarithm, and differentiable with respect to the logits (or hidden states and head weight) that they
-    were computed from. Under tensor parallelism every rank of the group holds the same values.
+    Each fp32 [T], natural logarithm. The first two are differentiable with respect to the logits (or hidden states and head
+    weight) that they were computed from. Under tensor parallelism every rank of the group holds the same values.
     """
 
     logprob: Tensor
     entropy: Tensor
+    entropy_slope: Tensor | None = None
+    """How fast the entropy H changes when the logits move by e_k − p, as a policy-gradient step on the label k with a positive
+    advantage moves them: Σ_j p_j² (log p_j + H) − p_k (log p_k + H), p the probabilities. Below 0 the step lowers the entropy.
+    Detached; None where it was not asked for."""
 
 
 @dataclass(frozen=True)

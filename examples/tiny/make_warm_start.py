@@ -30,6 +30,7 @@ class CrossEntropy:
     """Next-token cross-entropy with the objective's interface: a sum over tokens, divided once by their number in the step."""
 
     needs_reference = False
+    needs_entropy_slope = False
     needs_entropy_gradient = False
 
     def advantages(self, batch: Batch) -> torch.Tensor:
@@ -98,7 +99,7 @@ def main() -> None:
         engine = Engine(config, start, objective=CrossEntropy())
         examples = as_rollouts(supervised_examples(args.steps * args.batch, args.noise, args.seed), tokenizer)
         for step in track(range(args.steps), description="supervised steps"):
-            batch = engine.share(examples[step * args.batch : (step + 1) * args.batch])
+            batch = engine.batch_from_root(examples[step * args.batch : (step + 1) * args.batch])
             result = engine.update(batch)
             if (step + 1) % 20 == 0:
                 print(f"step {step + 1}: cross-entropy {result.loss:.4f}, gradient norm {result.grad_norm:.3f}")

@@ -1,1 +1,1 @@
-"""Measurements of parts of the system, as commands."""
+"""Benchmarks of parts of the system, which ``tepo bench`` runs."""

@@ -1,4 +1,4 @@
-"""Everything that only a GPU can show, in one go, with one report. ``scripts/gpu_check.sh`` calls it."""
+"""Runs every check that needs a GPU and writes one report. ``scripts/gpu_check.sh`` calls it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from tepo_megatron.bench.gpu_checks import PARTS, Part
 from tepo_megatron.bench.results import markdown, write_report
-from tepo_megatron.cli.doctor.check import version_of
+from tepo_megatron.versions import installed_version
 
 NO_GPU = 3
 """Exit status where there is no GPU, so that nothing was checked."""
@@ -28,14 +28,14 @@ TAIL = 2000
 """Characters of a failed part's output that the report keeps."""
 
 PACKAGES = ("torch", "tepo-megatron", "megatron-core", "transformer-engine", "triton", "vllm", "apex")
-"""Whose versions the report carries, where they are installed."""
+"""The report has the versions of these packages, where they are installed."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one part. ``reason``: why it was not run, or the end of what it printed before it failed."""
+    """The outcome of one part. ``reason``: why it was not run, or the end of what it printed before it failed."""
 
     name: str
     what: str
@@ -51,11 +51,11 @@ class Gpu:
     memory_gib: float
     capability: str
     cuda: str
-    """Of torch."""
+    """The version that torch was built for."""
 
 
 def select(only: str) -> list[Part]:
-    """The parts with these names. Raises ValueError for a name that is none."""
+    """Returns the parts with these comma-separated names (all if empty). Raises ValueError for an unknown name."""
     names = [name.strip() for name in only.split(",") if name.strip()]
     known = [part.name for part in PARTS]
     if unknown := [name for name in names if name not in known]:
@@ -64,20 +64,20 @@ def select(only: str) -> list[Part]:
 
 
 def find_gpu() -> Gpu | str:
-    """The first GPU that torch can use, or why there is none."""
+    """Returns the first GPU that torch can use, or a sentence that says why there is none."""
     import torch
 
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a build without CUDA; install one with it (docs/gpu.md)"
     if not torch.cuda.is_available():
-        return f"torch {torch.__version__} sees no GPU (nvidia-smi tells more)"
+        return f"torch {torch.__version__} sees no GPU (nvidia-smi says more)"
     properties = torch.cuda.get_device_properties(0)
     capability = f"{properties.major}.{properties.minor}"
     return Gpu(properties.name, properties.total_memory / 2**30, capability, torch.version.cuda)
 
 
 def obstacle(part: Part, gpu: Gpu) -> str:
-    """Why a part cannot run here, or nothing."""
+    """Returns why a part cannot run here, or an empty string."""
     missing = [name for name in part.packages if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} not installed (docs/gpu.md)"
@@ -87,7 +87,7 @@ def obstacle(part: Part, gpu: Gpu) -> str:
 
 
 def run_part(part: Part, gpu: Gpu, *, say: Say) -> Outcome:
-    """Runs one part in a process of its own, with a time limit; whatever goes wrong in it is its outcome."""
+    """Runs one part in a process of its own, with a time limit. Whatever fails in it becomes its outcome."""
     if reason := obstacle(part, gpu):
         say(f"{part.name}: not run, {reason}")
         return Outcome(part.name, part.what, "not run", reason=reason)
@@ -108,7 +108,7 @@ def run_part(part: Part, gpu: Gpu, *, say: Say) -> Outcome:
 
 
 def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
-    """What ``python -m command`` printed, and what went wrong, if anything did."""
+    """Runs ``python -m command``; returns what it printed, and what went wrong (empty if nothing did)."""
     process = subprocess.Popen(
         [sys.executable, "-m", *command],
         stdout=subprocess.PIPE,
@@ -129,12 +129,12 @@ COLUMNS = ("part", "state", "seconds", "figures, or why not")
 
 
 def write_results(outcomes: Sequence[Outcome], gpu: Gpu, output: Path, started: datetime.datetime) -> tuple[Path, Path]:
-    """All numbers, and the table, in ``<output>/<gpu>/<date and time>.{json,md}``."""
+    """Writes all numbers and the table to ``<output>/<gpu>/<date and time>.{json,md}``; returns both paths."""
     folder = output / re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
     record = {"gpu": asdict(gpu), "parts": [asdict(outcome) for outcome in outcomes]}
     table = markdown(COLUMNS, [cells(outcome) for outcome in outcomes])
     note = f"{gpu.name}, {gpu.memory_gib:.0f} GiB, compute capability {gpu.capability}, CUDA {gpu.cuda}"
-    packages = [name for name in PACKAGES if version_of(name)]
+    packages = [name for name in PACKAGES if installed_version(name)]
     return write_report(folder, started.strftime("%Y-%m-%dT%H%MZ"), record, table, note=note, packages=packages)
 
 

@@ -1,4 +1,4 @@
-"""What ``tepo bench gpu`` runs: each part a command of its own, the packages that it needs, and the figures to read from it."""
+"""The parts of ``tepo bench gpu``: each is a command, the packages that it needs, and a reader of its figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from tepo_megatron.bench.settings import ScoreMeasurement, StepMeasurement
 
 Figures = Callable[[Path, str], Mapping[str, Any]]
-"""Folder of the part's results and what it printed → the figures of the report. Raises ValueError if they are not there."""
+"""(folder of the part's results, what it printed) → figures of the report. Raises ValueError if they are missing."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Part:
 
 
 def pytest_figures(_: Path, printed: str) -> Mapping[str, Any]:
-    """The counts of pytest's last line. A run without a passed test shows nothing, and is an error."""
+    """Reads the counts in pytest's last line. A run without a passed test shows nothing, and is an error."""
     counts = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|error|errors|skipped)\b", printed)}
     if not counts.get("passed"):
         raise ValueError(f"no test passed: {counts or 'pytest printed no counts'}")
@@ -47,7 +47,7 @@ def _read(folder: Path, pattern: str) -> dict[str, Any]:
 
 
 def score_figures(folder: Path, _: str) -> Mapping[str, Any]:
-    """Of Triton's rows, by shape: bandwidth forward and backward over a copy's, and memory beyond the logits over theirs."""
+    """Reads, for each shape, Triton's bandwidth forward and backward over a copy's, and its memory over the logits'."""
     figures = {}
     for row in (ScoreMeasurement(**row) for row in _read(folder, "scores-cuda*.json")["results"]):
         if "triton" in row.method.lower() and row.copy_gbps:
@@ -59,7 +59,7 @@ def score_figures(folder: Path, _: str) -> Mapping[str, Any]:
 
 
 def step_figures(folder: Path, _: str) -> Mapping[str, Any]:
-    """Of every recipe: time, memory, and the largest difference of the mean log-prob from the first recipe's."""
+    """Reads, for each recipe, time, memory, and the largest difference of the mean log-prob from the first recipe's."""
     results = [StepMeasurement(**row) for row in _read(folder, "step-*-cuda.json")["results"]]
     return {
         row.recipe: {
@@ -73,7 +73,7 @@ def step_figures(folder: Path, _: str) -> Mapping[str, Any]:
 
 
 def run_figures(folder: Path, _: str) -> Mapping[str, Any]:
-    """Of the last step of a run: how long the weights took, and how far server and trainer differ."""
+    """Reads, from the last step of a run, how long the weights took, and how far server and trainer differ."""
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     wanted = ("time/step", "time/sync", "canary/max_logprob_gap", "mismatch/kl", "memory/peak_gib")
     return {"steps": len(rows) - 1} | {name: rows[-1][name] for name in wanted if name in rows[-1]}

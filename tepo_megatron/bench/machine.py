@@ -1,4 +1,4 @@
-"""What a measurement was taken on."""
+"""Describes the machine that a measurement was taken on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def describe_machine() -> str:
-    """Cores, processor and load."""
+    """Returns cores, processor and load as text."""
     cpu = platform.processor() or platform.machine()
     if (info := Path("/proc/cpuinfo")).is_file():
         names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]

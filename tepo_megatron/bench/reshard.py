@@ -1,4 +1,4 @@
-"""Weights from trainer ranks to server workers, shard to shard, beside what else there is."""
+"""Measures a weight sync from shard to shard, and compares it with the alternatives."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tepo_megatron.bench.settings import ReshardMeasurement, ReshardSetting
 
 
 def run(setting: ReshardSetting, repeats: int) -> list[ReshardMeasurement]:
-    """Measures all ways in turn, in processes of one thread each.
+    """Measures all methods in turn, in processes of one thread each.
 
-    Raises ValueError for a split that Megatron or vLLM could not make, RuntimeError if a way brings other weights than another.
+    Raises ValueError for a split that Megatron or vLLM could not make, RuntimeError if two methods leave different weights.
     """
     import torch.multiprocessing as mp
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -61,7 +61,7 @@ def cells(row: ReshardMeasurement, rows: Sequence[ReshardMeasurement]) -> tuple[
 def write_results(
     results: Sequence[ReshardMeasurement], folder: Path, setting: ReshardSetting, repeats: int
 ) -> tuple[Path, Path]:
-    """``reshard-<split>.json`` and ``.md`` with date, machine and versions."""
+    """Writes ``reshard-<split>.json`` and ``.md`` with date, machine and versions; returns both paths."""
     record = {"setting": asdict(setting), "repeats": repeats, "results": [asdict(row) for row in results]}
     stem = f"reshard-tp{setting.tp}pp{setting.pp}-to-{setting.servers}xtp{setting.server_tp}-{setting.dtype}"
     table = markdown(COLUMNS, [cells(row, results) for row in results])

@@ -1,4 +1,4 @@
-"""What each process of ``tepo bench reshard`` does: the trainer's ranks first, then the servers' workers."""
+"""The processes of ``tepo bench reshard``. The trainer's ranks come first, then the servers' workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tepo_megatron.bridge.geometry import ReshardPlan, ShardLayout
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_ranks, vllm_ranks
 from tepo_megatron.bridge.reshard.plan import reshard_plan
 from tepo_megatron.bridge.transfer import broadcast, messages, move, verification
-from tepo_megatron.bridge.transfer.gather import gather_to_root, sources
+from tepo_megatron.bridge.transfer.gather import gather_sources, gather_to_root
 from tepo_megatron.bridge.transfer.transport import connect, listen
 from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
 
@@ -30,7 +30,7 @@ Params = dict[str, Tensor]
 
 
 def spec_of(setting: ReshardSetting) -> ModelSpec:
-    """A Llama of 206 M parameters at 12 layers."""
+    """Returns the model that is moved: a Llama, with 206 M parameters at 12 layers."""
     return ModelSpec(
         architecture="LlamaForCausalLM",
         num_layers=setting.layers,
@@ -49,34 +49,34 @@ def spec_of(setting: ReshardSetting) -> ModelSpec:
 
 
 def splits(setting: ReshardSetting) -> tuple[MegatronParallel, VllmParallel]:
-    """The trainer's and the servers'."""
+    """Returns the trainer's split of the model and the servers'."""
     return MegatronParallel(tp=setting.tp, pp=setting.pp), VllmParallel(tp=setting.server_tp, replicas=setting.servers)
 
 
 def plan_of(setting: ReshardSetting) -> ReshardPlan:
-    """The plan that is measured. Raises ValueError for a split that Megatron or vLLM could not make."""
+    """Returns the plan that is measured. Raises ValueError for a split that Megatron or vLLM could not make."""
     return reshard_plan(spec_of(setting), *splits(setting))
 
 
 @dataclass
 class Rank:
-    """One process: its shards, and what it takes to move them."""
+    """One process: its shards, and what it needs to move them."""
 
     rank: int
     plan: ReshardPlan
     layouts: list[ShardLayout]
-    """Of the sources."""
+    """The layouts of the source ranks."""
     params: Params
     queues: messages.Queues
     pairs: GlooGroup
-    """All ranks."""
+    """The group of all ranks."""
     star: GlooGroup | None
-    """The trainer's rank 0 and the destinations; None on the trainer's other ranks."""
+    """The group of the trainer's rank 0 and the destinations; None on the trainer's other ranks."""
     own: ShardLayout
     copies: int
-    """Servers that each get a whole model."""
+    """The number of servers, each of which gets a whole model."""
     digest_seconds: float = 0.0
-    """Processor time."""
+    """Processor time that the digests took."""
 
     @property
     def is_source(self) -> bool:
@@ -87,14 +87,14 @@ class Rank:
         return next(iter(self.params.values())).dtype
 
     def reshard(self) -> None:
-        """The project's own way."""
+        """Moves the shards by the plan: the project's own way."""
         if self.is_source:
             move.send(self.pairs, self.queues, self.params, self.dtype)
         else:
             move.receive(self.pairs, self.queues, self.params, self.dtype)
 
     def reshard_timed(self) -> None:
-        """The same, and ``digest_seconds`` says what the digests took of it."""
+        """Does as :meth:`reshard`, and measures ``digest_seconds``."""
         self.digest_seconds = 0.0
 
         def timed(data: Tensor) -> Tensor:
@@ -107,16 +107,16 @@ class Rank:
             self.reshard()
 
     def reshard_unverified(self) -> None:
-        """The same without reading the bytes once more for digests."""
+        """Does as :meth:`reshard`, without reading the bytes once more for digests."""
         with mock.patch.object(move, "digest", return_value=torch.zeros((), dtype=torch.int64)):
             self.reshard()
 
     def gather_and_broadcast(self) -> None:
-        """Full tensors on rank 0, one after the other; from there to all destinations, which slice them."""
+        """Gathers full tensors on rank 0, one after the other, and broadcasts them to all destinations, which slice them."""
         shapes = self.own.shapes
         manifest = [(name, shape, str(self.dtype).removeprefix("torch.")) for name, shape in shapes.items()]
         if self.is_source:
-            stream = gather_to_root(sources(self.layouts), shapes, self.params)
+            stream = gather_to_root(gather_sources(self.layouts), shapes, self.params)
             if self.star is None:
                 for _ in stream:
                     continue
@@ -132,8 +132,8 @@ class Rank:
                 self.params[shard.param][shard.at.slices] = tensor[shard.box.slices]
 
     def raw_copy(self) -> None:
-        """Messages of the same sizes between the same ranks, from and into one buffer each; nothing packed, nothing read."""
-        largest = max(sum(piece.numel for piece in message) for queue in self.queues.values() for message in queue)
+        """Sends messages of the same sizes between the same ranks, from and into plain buffers, without packing or digests."""
+        largest = max(messages.numel_of(message) for queue in self.queues.values() for message in queue)
         slots = {
             (peer, slot): torch.zeros(largest, dtype=self.dtype) for peer in self.queues for slot in range(messages.WINDOW)
         }
@@ -141,23 +141,23 @@ class Rank:
         for number in range(max(map(len, self.queues.values())) + messages.WINDOW):
             for peer, queue in self.queues.items():
                 if 0 <= number - messages.WINDOW < len(queue):
-                    self.pairs.finish(peer, number - messages.WINDOW)
+                    self.pairs.wait(peer, number - messages.WINDOW)
                 if number < len(queue):
-                    numel = sum(piece.numel for piece in queue[number])
+                    numel = messages.numel_of(queue[number])
                     start(slots[peer, number % messages.WINDOW][:numel], peer, number)
 
     def received(self, method: str) -> int:
-        """Bytes that this rank gets from others."""
+        """Returns the bytes that this rank receives from others."""
         if method == "gather and broadcast":
-            everything = sum(piece.numel for piece in self.plan.moves) // self.copies
+            everything = sum(planned.numel for planned in self.plan.moves) // self.copies
             if self.is_source:
                 held = sum(tensor.numel() for tensor in self.params.values())
                 return (everything - held) * self.dtype.itemsize if self.rank == 0 else 0
             return everything * self.dtype.itemsize
         if self.is_source:
             return 0
-        pieces = [piece for queue in self.queues.values() for message in queue for piece in message]
-        return sum(piece.numel for piece in pieces) * self.dtype.itemsize
+        elements = sum(messages.numel_of(message) for queue in self.queues.values() for message in queue)
+        return elements * self.dtype.itemsize
 
 
 def make_rank(setting: ReshardSetting, rank: int) -> Rank:
@@ -194,7 +194,7 @@ def make_rank(setting: ReshardSetting, rank: int) -> Rank:
 
 
 def worker(rank: int, setting: ReshardSetting, port: int, repeats: int, inbox: Any) -> None:
-    """One process. Rank 0 puts the list of measurements, as JSON, into ``inbox``."""
+    """Runs one process. Rank 0 puts the list of measurements, as JSON, into ``inbox``."""
     torch.set_num_threads(1)
     world = setting.sources + setting.destinations
     store = dist.TCPStore(HOST, port, world + 1, is_master=False)  # type: ignore[attr-defined]
@@ -207,8 +207,8 @@ def worker(rank: int, setting: ReshardSetting, port: int, repeats: int, inbox: A
             "raw point-to-point copy": own.raw_copy,
             "gather and broadcast": own.gather_and_broadcast,
         }
-        rows, digesting = [], list[float]()
-        outcomes: list[int] = []
+        rows, digest_seconds = [], list[float]()
+        outcomes: list[int] = []  # one hash of all received parameters for each method and repeat
         seconds: dict[str, list[float]] = {name: [] for name in methods}
         peaks: dict[str, list[int]] = {name: [] for name in methods}
         for _ in range(repeats):  # in turn, so that a busy moment of the machine meets all of them
@@ -216,7 +216,7 @@ def worker(rank: int, setting: ReshardSetting, port: int, repeats: int, inbox: A
                 with _peak(peaks[name]):
                     seconds[name].append(_slowest(work))
                 if name == "shard to shard":
-                    digesting.append(own.digest_seconds)
+                    digest_seconds.append(own.digest_seconds)
                 if not own.is_source and name != "raw point-to-point copy":
                     outcomes.append(hash(tuple(int(verification.digest(tensor)) for tensor in own.params.values())))
                     for tensor in own.params.values():
@@ -224,7 +224,7 @@ def worker(rank: int, setting: ReshardSetting, port: int, repeats: int, inbox: A
         if len(set(outcomes)) > 1:
             raise RuntimeError(f"rank {rank} got different weights by different ways; the measurement is void")
         for name in methods:
-            digest_s = _greatest(min(digesting)) if name == "shard to shard" else 0.0
+            digest_s = _greatest(min(digest_seconds)) if name == "shard to shard" else 0.0
             rows.append(_row(own, name, min(seconds[name]), max(peaks[name], default=None)) | {"digest_seconds": digest_s})
     if rank == 0:
         inbox.put(json.dumps(rows))
@@ -233,6 +233,7 @@ def worker(rank: int, setting: ReshardSetting, port: int, repeats: int, inbox: A
 
 
 def _row(own: Rank, method: str, seconds: float, peak: int | None) -> dict[str, Any]:
+    """Gathers the measurements of all ranks; a peak is None where it is not known."""
     mine = torch.tensor([own.received(method), -1 if peak is None else peak])
     gathered = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)
@@ -250,6 +251,7 @@ def _row(own: Rank, method: str, seconds: float, peak: int | None) -> dict[str, 
 
 
 def _slowest(work: Callable[[], None]) -> float:
+    """Runs ``work`` on all ranks at the same time, and returns the seconds of the slowest."""
     dist.barrier()
     began = time.perf_counter()
     work()
@@ -257,7 +259,7 @@ def _slowest(work: Callable[[], None]) -> float:
 
 
 def _greatest(value: float) -> float:
-    """Of all ranks'."""
+    """Returns the greatest value of all ranks."""
     found = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
@@ -265,12 +267,12 @@ def _greatest(value: float) -> float:
 
 @contextmanager
 def _peak(into: list[int]) -> Iterator[None]:
-    """Appends the peak of resident memory within the block, beyond what there was; nothing where Linux does not tell."""
+    """Appends the peak of resident memory in the block, in bytes beyond what there was; nothing where it is not known."""
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     if not reset.exists():
         yield
         return
-    reset.write_text("5")  # the peak starts anew
+    reset.write_text("5")  # resets VmHWM, the peak of resident memory, to its present value
     before = _kib(status, "VmRSS")
     yield
     into.append(max(0, _kib(status, "VmHWM") - before) * 1024)
@@ -281,7 +283,7 @@ def _kib(status: Path, key: str) -> int:
 
 
 def _group(members: list[int], rank: int) -> GlooGroup | None:
-    """A transfer group of some of the ranks, None on the others. All ranks call: the first member tells them the port."""
+    """Forms a transfer group of some of the ranks; returns None on the others. All ranks call it, to learn the port."""
     port, store = torch.zeros(1, dtype=torch.int64), None
     if rank == members[0]:
         store, port[0] = listen(HOST)

@@ -1,4 +1,4 @@
-"""How a measurement is kept: JSON with all numbers, Markdown with the table."""
+"""Writes measurements: JSON with all numbers, Markdown with the table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tepo_megatron.bench.machine import describe_machine
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Returns a Markdown table."""
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
 
@@ -28,7 +28,7 @@ def write_report(
     note: str,
     packages: Sequence[str] = ("torch", "tepo-megatron"),
 ) -> tuple[Path, Path]:
-    """``<stem>.json`` with ``record`` and ``<stem>.md`` with the Markdown ``table``, both with date, machine and versions."""
+    """Writes ``<stem>.json`` with ``record`` and ``<stem>.md`` with ``table``, both with date, machine and versions."""
     folder.mkdir(parents=True, exist_ok=True)
     head: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""The methods that ``tepo bench scores`` compares. Called in a tensor-parallel rank's process, Megatron's groups made."""
+"""The methods that ``tepo bench scores`` compares. A tensor-parallel rank calls them after Megatron's groups were made."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tepo_megatron.vocab_parallel.shard import Scoring, plan_scoring
 
 Outputs = tuple[Tensor, ...]
 Method = Callable[[Tensor, Tensor], Outputs]
-"""Logits shard [T, V/p] and labels [T] to the outputs [T] that a backward starts from."""
+"""(logits shard [T, V/p], labels [T]) → the outputs [T] that a backward starts from."""
 
 DENSE = "dense torch log_softmax"
 
 
 def methods(device: str, logits: Tensor, labels: Tensor) -> dict[str, Method]:
-    """By name, for logits such as these."""
+    """Returns the methods by name that can score logits like these."""
     own: dict[str, dict[str, Method]] = {
         "cpu": {
             "tepo_megatron": partial(_own, backend="torch"),
@@ -53,13 +53,15 @@ def _own(logits: Tensor, labels: Tensor, **options: Any) -> Outputs:
 
 
 def _kernels(logits: Tensor, labels: Tensor) -> Method:
-    """The two passes without what is done on [T] between them: checks, labels, the collective, combining the shards."""
+    """The two passes alone, without the work on [T] between them: checks, labels, the collective, combining the shards."""
     group, backend = dist.group.WORLD, get_backend("triton", logits.device)
     tokens, width = logits.shape
-    scoring = plan_scoring(labels, tokens=tokens, width=width, tp_group=group, temperature=1.0, vocab_size=None, mask_T=None)
+    scoring = plan_scoring(
+        labels, tokens=tokens, width=width, tp_group=group, temperature=1.0, vocab_size=None, mask_T=None, entropy_slope=False
+    )
     stats = torch.empty(tokens, 4, device=logits.device)
     backend.statistics(logits, scoring, stats)
-    scores = combine(stats, None, 1.0, group)
+    scores, _ = combine(stats, None, 1.0, group)
     return lambda logits, labels: _Kernels.apply(logits, scoring, scores, backend)
 
 
@@ -106,7 +108,7 @@ class _GatherColumns(torch.autograd.Function):
 
 
 class _Floor(torch.autograd.Function):
-    """No mathematics: the memory traffic that any method has."""
+    """Does no mathematics, only the memory traffic that every method has."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Outputs:

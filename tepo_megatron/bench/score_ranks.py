@@ -1,4 +1,4 @@
-"""What each process of ``tepo bench scores`` does: one tensor-parallel rank that measures the methods in turn."""
+"""The processes of ``tepo bench scores``: each is a tensor-parallel rank that measures the methods in turn."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tepo_megatron.bench.score_methods import DENSE, Method, Outputs, methods
 
 R = TypeVar("R")
 _SCRATCH_BYTES = 2**30
-"""Written before a GPU's time is taken: that empties the cache, and gives the CPU time to be ahead with its launches."""
+"""Bytes written before a time is taken on a GPU: this empties its cache, and lets the CPU launch kernels ahead of it."""
 
 
 def worker(
     rank: int, tp: int, port: int, device: str, shapes: Sequence[tuple[int, int, str]], repeats: int, inbox: Any
 ) -> None:
-    """One rank; rank 0 puts the measurements into ``inbox`` as JSON."""
+    """Runs one rank. Rank 0 puts the measurements into ``inbox`` as JSON."""
     warnings.simplefilter("ignore")  # Megatron's, about accelerators that are not measured here
     os.environ["KINETO_LOG_LEVEL"] = "99"
     if device == "cpu":
@@ -86,7 +86,7 @@ def _measure_shape(shape: tuple[int, int, str], tp: int, device: str, repeats: i
 
 
 def _run(method: Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> tuple[float, float]:
-    """Forward and backward on a copy that may be overwritten; the seconds of each."""
+    """Runs forward and backward on a copy that may be overwritten; returns the seconds of each."""
     leaf = logits.clone().requires_grad_()
     given = leaf.view_as(leaf)
     _settle(logits)
@@ -101,7 +101,7 @@ def _of_outputs(gradients: Tensor, outputs: Outputs) -> list[Tensor]:
 
 
 def _timed(work: Callable[[], R], device: torch.device) -> tuple[R, float]:
-    """What ``work`` returns, and its seconds: those of the GPU, by events, where there is one."""
+    """Returns the result of ``work`` and its seconds, on a GPU by its own events."""
     if device.type == "cpu":
         start = time.perf_counter()
         return work(), time.perf_counter() - start
@@ -120,7 +120,9 @@ def _scratch() -> Tensor:
 
 
 def _copy_gbps(repeats: int) -> float:
-    """10⁹ bytes a second, read and written, of a large copy within the GPU's memory: the best of the repeats, at least 10."""
+    """Returns the bandwidth of a large copy within the GPU's memory, in 10⁹ bytes/s read and written: the best of the repeats,
+    which are at least 10.
+    """
     source = torch.randint(0, 2**31, (_SCRATCH_BYTES // 8,), device="cuda")
     target = torch.empty_like(source)
     seconds = min(_timed(lambda: target.copy_(source), source.device)[1] for _ in range(max(repeats, 10)))
@@ -134,7 +136,7 @@ def _settle(like: Tensor) -> None:
 
 
 def _peak_extra(method: Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> int:
-    """Bytes held beyond the logits, at most."""
+    """Returns the most bytes that were held beyond the logits."""
     copy = logits.numel() * logits.element_size()
     if logits.is_cuda:
         _scratch()
@@ -155,7 +157,7 @@ def _peak_extra(method: Method, logits: Tensor, labels: Tensor, gradients: Tenso
 
 
 def _count_collectives(method: Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> tuple[int, int]:
-    """How many collectives a forward and a backward start."""
+    """Counts the collectives that a forward and a backward start."""
     originals = {name: getattr(dist, name) for name in dir(dist) if name.startswith(("all_", "reduce_scatter", "broadcast"))}
     count = 0
 

@@ -1,4 +1,4 @@
-"""Time and memory of log-prob and entropy over a sharded vocabulary, beside what else there is."""
+"""Measures time and memory of log-prob and entropy over a sharded vocabulary, and compares them with the alternatives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULTS = {
 
 
 def run(*, tp: int, device: str, shapes: Sequence[tuple[int, int, str]], repeats: int) -> list[ScoreMeasurement]:
-    """Measure all methods on shapes (tokens, vocabulary, ``bf16`` or ``fp32``) with ``tp`` processes of one thread each.
+    """Measures all methods on shapes (tokens, vocabulary, ``bf16`` or ``fp32``) with ``tp`` processes of one thread each.
 
     Raises:
         ValueError: a dtype or a size is impossible, or GPUs or Triton are missing here.
@@ -79,7 +79,7 @@ def cells(row: ScoreMeasurement, peers: Sequence[ScoreMeasurement]) -> tuple[str
 
 
 def write_results(results: Sequence[ScoreMeasurement], folder: Path, **arguments: Any) -> tuple[Path, Path]:
-    """``scores-<device>-tp<n>.json`` and ``.md`` with date, machine and versions."""
+    """Writes ``scores-<device>-tp<n>.json`` and ``.md`` with date, machine and versions; returns both paths."""
     rows = []
     for row in results:
         peers = [peer for peer in results if shape_name(peer) == shape_name(row)]

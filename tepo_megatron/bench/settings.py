@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ScoreMeasurement:
-    """One method on one shape; times are the best of the repeats, each the slowest rank's."""
+    """The figures of one method on one shape; times are the best of the repeats, each the slowest rank's."""
 
     tokens: int
     vocab: int
@@ -23,7 +23,7 @@ class ScoreMeasurement:
     backward_collectives: int
     shard_bytes: int
     copy_gbps: float | None
-    """10⁹ bytes a second that a large copy within the same GPU reads and writes, measured in the same run; None on a CPU."""
+    """Bandwidth of a large copy within the same GPU in the same run, in 10⁹ bytes/s read and written; None on a CPU."""
 
     @property
     def total_ms(self) -> float:
@@ -31,22 +31,24 @@ class ScoreMeasurement:
 
     @property
     def gbps(self) -> tuple[float, float]:
-        """10⁹ bytes a second of those that must move: the shard is read once forward, read and written once backward."""
+        """Bandwidth forward and backward in 10⁹ bytes/s, of the bytes that must move: the shard is read once forward, read and
+        written once backward.
+        """
         return self.shard_bytes / self.forward_ms / 1e6, 2 * self.shard_bytes / self.backward_ms / 1e6
 
 
 @dataclass(frozen=True)
 class ReshardMeasurement:
-    """One way of moving the weights: the best of the repeats, each as long as its slowest rank."""
+    """The figures of one method of moving weights: the best of the repeats, each as long as its slowest rank."""
 
     method: str
     seconds: float
     wire_bytes: int
-    """Received by all ranks together from other ranks."""
+    """Bytes that all ranks together receive from other ranks."""
     largest_link: int
-    """Received by the rank that receives most."""
+    """Bytes that the busiest rank receives."""
     peak_source: int | None
-    """The most that a trainer rank needed beyond its shards, in bytes; None where the system does not tell."""
+    """The most bytes that a trainer rank needed beyond its shards; None where the system does not report them."""
     peak_destination: int | None
     digest_seconds: float
     """Processor time that the busiest rank spends on digests (the least of the repeats)."""
@@ -54,7 +56,7 @@ class ReshardMeasurement:
 
 @dataclass(frozen=True)
 class ReshardSetting:
-    """Which split goes to which. The model is a Llama of ``layers`` layers, 1024 wide, with 32 000 tokens."""
+    """The two splits between which weights move. The model is a Llama of ``layers`` layers, 1024 wide, with 32 000 tokens."""
 
     tp: int
     pp: int
@@ -73,12 +75,12 @@ class ReshardSetting:
 
 
 WARM_UP = 3
-"""Steps whose time does not count: the first ones compile, allocate, and gather FP8's history."""
+"""The first steps, whose time does not count: they compile, allocate, and fill FP8's history."""
 
 
 @dataclass(frozen=True)
 class StepSetting:
-    """What is trained on what: ``sequences`` responses of ``length`` tokens."""
+    """The model and the data of a measurement: ``sequences`` responses of ``length`` tokens."""
 
     size: str
     steps: int
@@ -88,7 +90,7 @@ class StepSetting:
     micro_batch_tokens: int
 
     def run_config(self, recipe: str) -> dict[str, Any]:
-        """The run's configuration, as YAML would give it."""
+        """Returns the run's configuration as a mapping, as YAML would give it."""
         return {
             "model": {"dtype": self.dtype},
             "engine": {"micro_batch_tokens": self.micro_batch_tokens, "fp8": {"recipe": recipe}},
@@ -98,7 +100,7 @@ class StepSetting:
 
 @dataclass(frozen=True)
 class StepMeasurement:
-    """One recipe; the lists have an entry for each step. ``logprobs``: mean over all response tokens, before the step."""
+    """The figures of one recipe, in lists with an entry for each step. ``logprobs``: mean over response tokens, before it."""
 
     recipe: str
     platform: str
@@ -110,10 +112,10 @@ class StepMeasurement:
 
     @property
     def seconds(self) -> float:
-        """Of scoring and update, without the first steps."""
+        """Median seconds of scoring and update, without the first steps."""
         steps = [a + b for a, b in zip(self.score_s, self.update_s, strict=True)]
         return statistics.median(steps[WARM_UP:] or steps)
 
     def drift(self, other: StepMeasurement) -> float:
-        """The largest difference of the two means of log-probs, in nats a token, over all steps."""
+        """The largest difference between the mean log-probs of the two, in nats per token, over all steps."""
         return max(abs(a - b) for a, b in zip(self.logprobs, other.logprobs, strict=True))

@@ -1,4 +1,4 @@
-"""Optimizer steps under one FP8 recipe beside another: time, memory, and how far the learning differs."""
+"""Compares optimizer steps under FP8 recipes: time, memory, and how far the policies part."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def run(setting: StepSetting, recipes: Sequence[str]) -> list[StepMeasurement]:
-    """Every recipe in a process of its own, on the same weights and rollouts.
+    """Measures each recipe in a process of its own, on the same weights and rollouts.
 
     Raises ValueError for an unknown size, a number of sequences that makes no groups, or a recipe that the config refuses.
     """
@@ -84,7 +84,7 @@ def cells(row: StepMeasurement, first: StepMeasurement, setting: StepSetting) ->
 
 
 def write_results(results: Sequence[StepMeasurement], folder: Path, setting: StepSetting) -> tuple[Path, Path]:
-    """``step-<size>-<platform>.json`` and ``.md`` with date, machine and versions."""
+    """Writes ``step-<size>-<platform>.json`` and ``.md`` with date, machine and versions; returns both paths."""
     record = {"setting": asdict(setting), "results": [asdict(row) for row in results]}
     table = markdown(COLUMNS, [cells(row, results[0], setting) for row in results])
     stem = f"step-{setting.size}-{results[0].platform}"

@@ -1,4 +1,4 @@
-"""One process of ``tepo bench step``: a random model, made up rollouts, optimizer steps on them."""
+"""One process of ``tepo bench step``: optimizer steps of a random model on random rollouts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ GROUP, PROMPT = 4, 16
 """Samples of one prompt, and its tokens."""
 
 STD = 0.02
-"""Of the random weights, as models of these sizes are initialised."""
+"""Standard deviation of the random weights, as models of these sizes are initialised."""
 
 
 def make_model(folder: Path, description: Mapping[str, Any]) -> None:
-    """A Hugging Face folder of random bf16 weights; norms are 1. Made on the GPU where there is one."""
+    """Writes a Hugging Face folder of random bf16 weights, norms 1, drawn on the GPU where there is one."""
     source = folder.with_name(folder.name + "-description")
     source.mkdir(parents=True)
     (source / "config.json").write_text(json.dumps(description))
@@ -44,7 +44,7 @@ def _random_weights(spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
 
 
 def make_rollouts(setting: StepSetting, vocab_size: int) -> list[Rollout]:
-    """Random responses, every second one rewarded, so that half of them are to become likelier."""
+    """Returns random responses, every second one rewarded, so that training makes half of them likelier."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocab_size, (setting.sequences, PROMPT + setting.length), generator=generator).tolist()
     return [
@@ -68,14 +68,14 @@ def worker(_: int, setting: StepSetting, recipe: str, folder: Path, out: Path) -
 
 
 def measure(setting: StepSetting, recipe: str, folder: Path) -> StepMeasurement:
-    """Scores and updates on the same rollouts, ``setting.steps`` times, in this process alone."""
+    """Scores and updates on the same rollouts ``setting.steps`` times, in this process alone; returns the figures."""
     from tepo_megatron.engine.engine import Engine
 
     engine = Engine(RunConfig.model_validate(setting.run_config(recipe)), folder)
     rollouts = make_rollouts(setting, engine.spec.vocab_size)
     logprobs, grad_norms, score_s, update_s = [], [], [], []
     for _ in range(setting.steps):
-        batch, seconds = _timed(lambda: engine.score(engine.share(rollouts)))
+        batch, seconds = _timed(lambda: engine.score(engine.batch_from_root(rollouts)))
         assert batch.old_logprobs_T is not None
         logprobs.append(float(batch.old_logprobs_T[batch.loss_mask_T].double().mean()))
         score_s.append(seconds)
@@ -96,7 +96,7 @@ def _timed(work: Any) -> tuple[Any, float]:
 
 
 def _peak_bytes(platform: str) -> int:
-    """Of the GPU what torch had allocated; without one, of the whole process."""
+    """Peak memory in bytes: what torch had allocated on the GPU; without one, of the whole process."""
     return (
         torch.cuda.max_memory_allocated() if platform == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     )

@@ -1,1 +1,1 @@
-"""Megatron shards ⇄ Hugging Face names ⇄ vLLM: where each part of each weight lies, and how it travels."""
+"""The bridge from Megatron's shards to vLLM's: layouts by the names of Hugging Face tensors, plans, transfers, storage."""

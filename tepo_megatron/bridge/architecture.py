@@ -1,4 +1,4 @@
-"""A Hugging Face ``config.json`` read into the few numbers that layouts and engine need."""
+"""Reads a Hugging Face ``config.json`` into the few numbers that layouts and engine need."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """What sets one architecture apart from the plain decoder (RMSNorm, RoPE, grouped queries, SwiGLU, no biases).
+    """The differences of one architecture from the plain decoder (RMSNorm, RoPE, grouped queries, SwiGLU, no biases).
 
-    ``ffn_size`` names the field with the size of the MLP, or of each expert. ``defaults`` is what ``config.json`` means where
-    it is silent; ``only`` lists fields of which one value is supported, so that no feature is silently ignored.
+    ``ffn_size`` names the field with the size of the MLP, or of each expert. ``defaults`` are the values of fields that
+    ``config.json`` leaves out. ``only`` lists fields of which one value is supported, so that no feature is silently ignored.
     """
 
     qkv_bias: bool = False
@@ -79,16 +79,16 @@ KNOWN_ARCHITECTURES = tuple(FAMILIES)
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's frequency scaling; Megatron-Core has the other three constants built in, so they are checked, not carried."""
+    """Llama 3's frequency scaling. Megatron-Core has the other three constants built in, so they are checked and not stored."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class Experts:
-    """What stands in the place of every layer's MLP: ``count`` MLPs, of which a router chooses ``per_token`` for each token.
+    """The experts that replace every layer's MLP: ``count`` MLPs, of which a router chooses ``per_token`` for each token.
 
-    The router's softmax is over all experts; ``renormalize``: the probabilities of the chosen ones are made to sum to 1.
+    The router's softmax is over all experts. With ``renormalize`` the probabilities of the chosen ones are scaled to sum to 1.
     """
 
     count: int
@@ -100,8 +100,8 @@ class Experts:
 class ModelSpec:
     """The shape of a decoder, in Hugging Face's terms.
 
-    ``qkv_bias``: the query, key and value projections (and no others) have biases. ``qk_norm``: queries and keys pass an
-    RMSNorm of ``head_dim`` weights, shared by the heads of a layer, before RoPE. ``experts``: None for a dense model;
+    With ``qkv_bias`` the query, key and value projections (and no others) have biases. With ``qk_norm`` queries and keys pass
+    an RMSNorm of ``head_dim`` weights, shared by the heads of a layer, before RoPE. ``experts`` is None for a dense model.
     ``ffn_size`` is the size of the MLP, or of each expert.
     """
 
@@ -123,7 +123,7 @@ class ModelSpec:
     experts: Experts | None = None
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Rows of the embedding and the head in Megatron: the next multiple of tp."""
+        """Returns the rows of the embedding and of the head in Megatron: the next multiple of tp."""
         return -(-self.vocab_size // tp) * tp
 
     def check_parallel(self, *, tp: int, pp: int, ep: int = 1, etp: int | None = None) -> None:
@@ -149,7 +149,7 @@ class ModelSpec:
             )
 
     def check_training(self, *, tp: int, ep: int, etp: int | None, sequence_parallel: bool) -> None:
-        """Raises ValueError where Megatron could hold this model split so, but would not train it, or not right."""
+        """Raises ValueError where Megatron could hold this model split so, but would not train it, or would train it wrong."""
         if self.experts is None:
             return
         if tp > 1 and not sequence_parallel:
@@ -168,7 +168,7 @@ def read_model_spec(folder: Path) -> ModelSpec:
     """Reads ``folder/config.json``.
 
     Raises ValueError for a missing or damaged file, an unknown architecture (with the known ones), or a feature of a known
-    one that the engine does not carry; a silently ignored feature would be a wrong model.
+    one that the engine does not support; a silently ignored feature would be a wrong model.
     """
     path = folder / "config.json"
     try:
@@ -181,7 +181,7 @@ def read_model_spec(folder: Path) -> ModelSpec:
 
 
 def model_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
-    """The spec that a parsed ``config.json`` describes; ``where`` names it in errors. Raises as :func:`read_model_spec`."""
+    """Returns the spec of a parsed ``config.json``; ``where`` names it in errors. Raises as :func:`read_model_spec`."""
     architecture = (raw.get("architectures") or ["<none>"])[0]
     family = FAMILIES.get(architecture)
     if family is None:
@@ -196,8 +196,8 @@ def model_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
             num_layers=_size(raw, "num_hidden_layers", where),
             hidden_size=_size(raw, "hidden_size", where),
             num_heads=heads,
-            num_kv_heads=_size({"num_key_value_heads": heads, **_said(raw)}, "num_key_value_heads", where),
-            head_dim=_size({"head_dim": raw["hidden_size"] // heads, **_said(raw)}, "head_dim", where),
+            num_kv_heads=_size({"num_key_value_heads": heads, **_without_nulls(raw)}, "num_key_value_heads", where),
+            head_dim=_size({"head_dim": raw["hidden_size"] // heads, **_without_nulls(raw)}, "head_dim", where),
             ffn_size=_size(raw, family.ffn_size, where),
             vocab_size=_size(raw, "vocab_size", where),
             tied_embeddings=raw.get("tie_word_embeddings", False),
@@ -215,12 +215,13 @@ def model_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
     return spec
 
 
-def _said(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Without nulls, which mean the default."""
+def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Removes fields that are null, which means the default."""
     return {key: value for key, value in raw.items() if value is not None}
 
 
 def _size(raw: Mapping[str, Any], key: str, where: str) -> int:
+    """Returns a field that must be a positive whole number."""
     value = raw[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{where}: {key} = {value!r} is no positive whole number; the model folder is damaged")
@@ -228,7 +229,7 @@ def _size(raw: Mapping[str, Any], key: str, where: str) -> int:
 
 
 def _experts(raw: Mapping[str, Any], where: str) -> Experts:
-    """Transformers 5 writes ``num_local_experts`` for every family; Qwen's own folders say ``num_experts``."""
+    """Reads the experts. Transformers 5 writes ``num_local_experts`` for every family, Qwen's own folders ``num_experts``."""
     count = _size(raw, "num_experts" if raw.get("num_experts") is not None else "num_local_experts", where)
     per_token = _size(raw, "num_experts_per_tok", where)
     if per_token > count:
@@ -266,7 +267,7 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family, where: str) -> N
 
 
 def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """Transformers 5 keeps ``rope_parameters``; older folders ``rope_theta`` and ``rope_scaling``."""
+    """Reads theta and scaling. Transformers 5 writes ``rope_parameters``, older folders ``rope_theta`` and ``rope_scaling``."""
     parameters = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {})}
     theta = float(parameters.get("rope_theta", 10000.0))
     kind = parameters.get("rope_type", parameters.get("type", "default"))

@@ -1,4 +1,7 @@
-"""Where parts of tensors lie, and which of them move: boxes, shards, layouts of ranks, plans. Pure values, no communication."""
+"""Boxes of tensors, the shards and layouts of ranks that are made of them, and plans of moves between ranks.
+
+These are pure values; nothing here communicates.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,13 @@ class Box:
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def intersection(self, other: Box) -> Box | None:
-        """What both cover, in the same coordinates, or None."""
+        """Returns the part that both boxes cover, in the same coordinates, or None."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def relative_to(self, origin: tuple[int, ...]) -> Box:
-        """The same part, in the coordinates of a tensor whose first element is at ``origin`` here."""
+        """Returns the same box in the coordinates of a tensor whose first element is at ``origin`` here."""
         return Box(
             tuple(a - o for a, o in zip(self.start, origin, strict=True)),
             tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
@@ -53,10 +56,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Which part of which Hugging Face tensor a rank holds.
+    """The parts of Hugging Face tensors that a rank holds.
 
-    ``shapes`` names every tensor of the whole model, in the order in which it is streamed; ``shards`` what lies on this rank.
-    ``params`` gives the full shape of each of this rank's parameters, with the rows that pad the vocabulary.
+    ``shapes`` names every tensor of the whole model, in the order in which they are streamed; ``shards`` are the parts on this
+    rank. ``params`` gives the full shape of each of this rank's parameters, with the rows that pad the vocabulary.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -66,7 +69,7 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class Region:
-    """``count`` equal boxes of a tensor, each ``step`` rows (indices of dimension 0) after the one before it; none overlap."""
+    """``count`` equal boxes of a tensor, each ``step`` rows (indices of dimension 0) after the one before; none overlap."""
 
     box: Box
     count: int = 1
@@ -77,16 +80,17 @@ class Region:
         return self.count * math.prod(self.box.shape)
 
     def view(self, tensor: Tensor) -> Tensor:
-        """This part of ``tensor``, to read and write: [count, rows, …], the same shape for both regions of a ``Move``."""
+        """Returns this part of ``tensor`` as a writable view [count, rows, …]; both regions of a move have the same shape."""
         first, last = self.box.start[0], self.box.stop[0] + (self.count - 1) * self.step
         inner = tensor[(slice(first, last), *self.box.slices[1:])]
-        # unfold appends the rows of a box as the last dimension.
+        # unfold gives windows of rows at equal distances as a view, without a copy: window n is box n. It puts the rows of a
+        # window into a new last dimension. It refuses a step of 0, which a single box has; with one window any step will do.
         return inner.unfold(0, self.box.shape[0], max(self.step, 1)).movedim(-1, 1)
 
 
 @dataclass(frozen=True)
 class Move:
-    """Elements of the Hugging Face tensor ``tensor`` that go from a parameter of a source rank to one of a destination rank.
+    """Elements of the Hugging Face tensor ``tensor`` that travel from a source rank's parameter to a destination rank's.
 
     ``source`` and ``destination`` number ranks of two worlds. With the parameters of both sides at hand, a move is
     ``move.destination_region.view(theirs[move.destination_param]).copy_(move.source_region.view(ours[move.source_param]))``.
@@ -107,12 +111,12 @@ class Move:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """Every move that takes a model from the source ranks to the destination ranks, in one order that all ranks share.
+    """All moves that bring a model from the source ranks to the destination ranks, in one order that all ranks share.
 
-    A rank that does its own moves in the order of :meth:`sends` or :meth:`receives` cannot deadlock: of all moves that are
-    left, the first one has both its ranks waiting for it. ``local`` maps a destination rank to the source rank that shares its
-    device (or process), between which nothing is sent. ``digest`` names the inputs of the plan (hex SHA-256): ranks whose plans
-    have the same digest agree on every move. Sizes are in elements; pass ``itemsize`` (bytes) to speak of bytes.
+    Ranks that do their own moves in the order of :meth:`sends` or :meth:`receives` cannot deadlock: the first of all moves that
+    are left is the next one of both its ranks. ``local`` maps a destination rank to the source rank that shares its device (or
+    process); nothing is sent between these two. ``digest`` identifies the inputs of the plan (hex SHA-256): ranks whose plans
+    have the same digest agree on every move. Sizes are in elements; methods that return bytes take an ``itemsize`` in bytes.
     """
 
     moves: tuple[Move, ...]
@@ -122,19 +126,19 @@ class ReshardPlan:
     digest: str = ""
 
     def is_local(self, move: Move) -> bool:
-        """Whether the two ranks of the move share a device, so that it is a copy."""
+        """Returns whether the two ranks of the move share a device, so that the move is a copy."""
         return self.local.get(move.destination) == move.source
 
     def sends(self, source: int) -> tuple[Move, ...]:
-        """What a source rank gives away, in order."""
+        """Returns the moves that a source rank sends, in the order of the plan."""
         return tuple(move for move in self.moves if move.source == source)
 
     def receives(self, destination: int) -> tuple[Move, ...]:
-        """What a destination rank gets, in order."""
+        """Returns the moves that a destination rank receives, in the order of the plan."""
         return tuple(move for move in self.moves if move.destination == destination)
 
     def bytes_between(self, itemsize: int, *, local: bool = False) -> dict[tuple[int, int], int]:
-        """(source, destination) → bytes, of pairs that share no device; with ``local`` of those that do, instead."""
+        """Returns (source, destination) → bytes for the pairs that share no device, or with ``local`` for the pairs that do."""
         total: dict[tuple[int, int], int] = {}
         for move in self.moves:
             if self.is_local(move) == local:

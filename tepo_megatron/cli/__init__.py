@@ -1,1 +1,1 @@
-"""The command ``tepo``: one file a command. A command imports what it needs when it runs: help must not wait for torch."""
+"""The command ``tepo``, one file for each sub-command. Imports of torch are inside functions, so that help is instant."""

@@ -69,7 +69,7 @@ def reshard_command(
 ) -> None:
     """Time, bytes and memory of a weight update between processes of this machine, over gloo; the servers are without vLLM.
 
-    Beside the project's own way, with and without its digests: gathering full tensors and broadcasting them, and a raw
+    It is compared, with and without its digests, with gathering full tensors and broadcasting them, and a raw
     point-to-point copy of as many bytes from and into plain buffers.
 
     [dim]tepo bench reshard --repeats 3[/]
@@ -95,7 +95,7 @@ def step_command(
     micro_batch_tokens: Annotated[int, typer.Option("--micro-batch-tokens", help="As engine.micro_batch_tokens.")] = 8192,
     output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("benchmarks/results"),
 ) -> None:
-    """Time and memory of scoring and updating a random model, for one recipe after the other, and what becomes of the policy.
+    """Time and memory of scoring and updating a random model, for one recipe after the other, and how far the policies part.
 
     Runs where engine.platform says (a GPU if there is one), on one rank.
 

@@ -56,7 +56,6 @@ def show_schema(
     if as_json:
         typer.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
         return
-    from tepo_megatron.cli.config import schema_table
 
     rows = [row for row in schema_rows() if under is None or f"{row.path}.".startswith(f"{under.rstrip('.')}.")]
     with user_errors():

@@ -1,4 +1,4 @@
-"""Standard output for people: Rich's renderables, whole where there is no terminal to fit into."""
+"""Writes tables for people to standard output: fitted to a terminal, at full width to a file or a pipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def console() -> Console:
-    """Rich's console on standard output."""
+    """Returns Rich's console on standard output."""
     from rich.console import Console
 
     # In a pipe there is no width to fit into: cells are better whole than cut.
@@ -24,7 +24,7 @@ def show(renderable: Any) -> None:
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
-    """Prints rows of figures: the first column to the left, the others to the right."""
+    """Prints rows of figures, the first column aligned to the left, the others to the right."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

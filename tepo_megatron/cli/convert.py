@@ -1,4 +1,4 @@
-"""``tepo import`` and ``tepo export``, and what they show while they write."""
+"""``tepo import`` and ``tepo export``, with their progress bar."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def import_command(
 ) -> None:
     """Cut a model's weights into files per rank, so that the ranks of a cluster do not all read the same big files.
 
-    Interrupted, it goes on where it was when the same command is run again.
+    After an interruption the same command continues where it stopped.
 
     [dim]tepo import models/llama-8b shards/llama-8b-tp4 --tp 4[/]
 
@@ -50,7 +50,7 @@ def export_command(
 ) -> None:
     """Make a Hugging Face folder of a checkpoint, to evaluate, serve or share it.
 
-    Interrupted, it goes on where it was when the same command is run again.
+    After an interruption the same command continues where it stopped.
 
     [dim]tepo export out/tiny/checkpoints/step_000100 out/tiny-100[/]
 
@@ -68,7 +68,7 @@ def export_command(
 
 @contextmanager
 def _progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, which goes when the work is done; nothing in a pipe."""
+    """A progress bar on a terminal, removed at the end; nothing in a file or a pipe."""
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn

@@ -1,4 +1,4 @@
-"""From an error that is a sentence for the user to that sentence and an exit code."""
+"""Turns errors that are sentences for the user into messages and exit codes."""
 
 from __future__ import annotations
 

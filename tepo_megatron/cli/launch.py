@@ -1,4 +1,4 @@
-"""``tepo launch``: run on a cluster, and look after the job."""
+"""``tepo launch``: submits a run to a cluster, and follows or cancels the job."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def status(run: RunFile, overrides: Overrides = None) -> None:
         config = _load(run, overrides or ())
         nemo.require_nemo_run()
         tunnel = nemo.connect(config.cluster)
-        job = state.recall(config, tunnel).job
+        job = state.load_job(config, tunnel).job
         typer.echo(f"job {job}: {state.status(job, tunnel)}")
 
 
@@ -115,7 +115,7 @@ def logs(
         config = _load(run, overrides or ())
         nemo.require_nemo_run()
         tunnel = nemo.connect(config.cluster)
-        state.tail(tunnel, state.log_pattern(config, state.recall(config, tunnel), role, rank), lines, follow=follow)
+        state.tail(tunnel, state.log_pattern(config, state.load_job(config, tunnel), role, rank), lines, follow=follow)
 
 
 @app.command()
@@ -127,13 +127,13 @@ def cancel(run: RunFile, overrides: Overrides = None) -> None:
         config = _load(run, overrides or ())
         nemo.require_nemo_run()
         tunnel = nemo.connect(config.cluster)
-        job = state.recall(config, tunnel).job
+        job = state.load_job(config, tunnel).job
         state.cancel(job, tunnel)
         typer.echo(f"cancelled job {job}")
 
 
 def _load(path: Path, overrides: Sequence[str]) -> RunConfig:
-    """The run as the nodes will read it."""
+    """Loads the run as the nodes will read it."""
     from tepo_megatron.config.load import load_run
     from tepo_megatron.launch.job import on_nodes
 
@@ -165,9 +165,9 @@ def _submit(config: RunConfig, scripts: dict[str, str]) -> None:
     check_cluster(config, tunnel)
     if config.train.save_every == 0:
         typer.echo("warning: train.save_every = 0: a job that is preempted begins anew; set it to a number of steps", err=True)
-    state.deliver(config, tunnel, scripts, submission(sys.argv))
+    state.upload(config, tunnel, scripts, submission(sys.argv))
     job = nemo.submit(config)
-    state.remember(config, tunnel, job)
+    state.save_job(config, tunnel, job)
     typer.echo(f"submitted job {job}; see: tepo launch status|logs|cancel {config.output}/resolved.yaml")
 
 
@@ -178,5 +178,5 @@ def _run_here(config: RunConfig, scripts: dict[str, str]) -> int:
 
     tunnel = nemo.connect(config.cluster)
     check_cluster(config, tunnel)
-    state.deliver(config, tunnel, scripts, submission(sys.argv))
-    return nemo.run_here(config)
+    state.upload(config, tunnel, scripts, submission(sys.argv))
+    return nemo.run_locally(config)

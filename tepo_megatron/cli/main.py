@@ -1,4 +1,4 @@
-"""The command ``tepo``, put together."""
+"""Puts the command ``tepo`` together from its sub-commands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The console script."""
+    """Runs ``tepo``; the entry point of the console script."""
     app()
 
 

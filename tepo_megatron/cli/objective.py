@@ -40,14 +40,15 @@ def preset_table() -> Table:
         table.add_column(column, overflow="fold")
     for name in PRESETS:
         config = ObjectiveConfig(preset=name).model_dump(exclude_none=True)
-        choices = [_say(config[choice]) for choice in ("advantage", "ratio", "trust_region", "aggregation")]
-        beside = [f"{key}: {_say(config[key])}" for key in ("kl_mask", "kl", "kl_cov", "entropy", "mismatch") if key in config]
+        del config["preset"]
+        choices = [_say(config.pop(choice)) for choice in ("advantage", "ratio", "trust_region", "aggregation")]
+        beside = [f"{key}: {_say(section)}" for key, section in config.items()]
         table.add_row(f"[bold]{name}[/]", *choices, "\n".join(beside) or "–")
     return table
 
 
 def _say(section: Mapping[str, Any]) -> str:
-    """A section in a few words: its kind, then its other fields."""
+    """A section of the configuration in a few words: its kind, then its other fields."""
     values = [
         f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in section.items() if key != "kind"
     ]

@@ -1,4 +1,4 @@
-"""What many commands take: a run's file and dotted overrides, and the configuration that they make."""
+"""The arguments that many commands share: a run's file and dotted overrides, and the configuration that they give."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def plan(
     exact: Annotated[bool, typer.Option("--exact", help="Build every rank's model without memory, and count.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For tools.")] = False,
 ) -> None:
-    """Reckon what a run needs: memory of trainer and servers, traffic, time of a step. No GPU, and without --exact no torch.
+    """Compute what a run needs: memory of trainer and servers, traffic, time of a step. No GPU, and without --exact no torch.
 
     Exit code 1 if it does not fit, with what to change.
 

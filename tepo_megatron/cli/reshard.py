@@ -54,7 +54,7 @@ def plan_command(
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan itself, as JSON.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print for tools.")] = False,
 ) -> None:
-    """Print what a weight sync puts on the links, and the time that it takes at least.
+    """Print the bytes that a weight sync puts on each kind of link, and a lower bound of its time.
 
     [dim]tepo reshard plan Llama-3.3-70B-Instruct --tp 8 --pp 4 --vpp 5 --servers 4 --server-tp 8[/]
     """

@@ -23,10 +23,14 @@ def serve(
     """
 
     def work(config: Any) -> None:
+        from tepo_megatron.bridge.architecture import read_model_spec
         from tepo_megatron.data.builtin import resolve_model_path
         from tepo_megatron.rollout.serve import Node
+        from tepo_megatron.rollout.split import check_server_split
 
-        with Node(config, model_dir=resolve_model_path(config.model.path), node=node, nodes=nodes) as servers:
+        model_dir = resolve_model_path(config.model.path)
+        check_server_split(config.rollout.server, read_model_spec(model_dir))
+        with Node(config, model_dir=model_dir, node=node, nodes=nodes) as servers:
             servers.watch()
 
     with user_errors():

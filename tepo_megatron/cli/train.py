@@ -31,8 +31,8 @@ def train(
         raise typer.Exit(launch(["train", str(run), *given], config.engine.parallel.world_size))
 
     def work(config: Any) -> None:
-        from tepo_megatron.train.training import train as train_run
+        from tepo_megatron.train.training import train_model
 
-        train_run(config)
+        train_model(config)
 
     raise typer.Exit(run_rank(config, work))

@@ -1,4 +1,4 @@
-"""Every knob once: pydantic models, filled from YAML and dotted overrides. No torch."""
+"""The configuration of a run: pydantic models, filled from YAML and dotted overrides. Every knob exists once. No torch."""
 
 from tepo_megatron.config.cluster import ClusterConfig
 from tepo_megatron.config.data import DataConfig

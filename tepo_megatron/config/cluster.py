@@ -1,4 +1,4 @@
-"""The machines: how many nodes for what, what their GPUs are, and how the cluster is asked for them."""
+"""``cluster``: how many nodes train and serve, what their GPUs are, and how Slurm is asked for them."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class ClusterConfig(Section):
-    """Nodes and GPUs are what ``tepo plan`` reckons with and ``tepo launch`` asks for; ``tepo train`` reads none of it."""
+    """The nodes and GPUs that ``tepo plan`` assumes and ``tepo launch`` asks for; ``tepo train`` reads none of it."""
 
     train_nodes: PositiveInt = 1
     """Nodes that train. More than one: engine.parallel fills all their GPUs."""
@@ -20,6 +20,8 @@ class ClusterConfig(Section):
     """Nodes that serve vLLM; 0: the servers run on the training node, on the GPUs that engine.parallel leaves free."""
 
     gpus_per_node: PositiveInt = 8
+    """GPUs of one node; all nodes have the same."""
+
     gpu_memory_gib: PositiveFloat = 79.0
     """Memory of one GPU, as torch reports it: 79 for an 80 GB H100 or A100, 139 for an H200."""
 
@@ -36,16 +38,16 @@ class ClusterConfig(Section):
     """Peak rate between nodes, in 10⁹ bytes/s, per GPU and direction: 50 is one 400 Gbit/s adapter for each GPU."""
 
     link_efficiency: Share = 0.7
-    """Which part of the peak rate of a link a plan reckons with."""
+    """The part of a link's peak rate that a plan assumes: an assumption, not measured."""
 
     train_mfu: Share = 0.4
-    """Model FLOPs utilisation that a plan reckons with in training: FLOPs over peak, outside the bubble of the pipeline."""
+    """Model FLOPs utilisation (FLOPs over peak) that a plan assumes in training, outside the pipeline's bubble."""
 
     score_mfu: Share = 0.45
-    """The same for passes without gradient: log-probs before the update, prompts in the servers."""
+    """The same for passes without a gradient: log-probs before the update, prompts in the servers."""
 
     decode_bandwidth: Share = 0.5
-    """Which part of the memory bandwidth a plan reckons with in token-by-token generation."""
+    """The part of the memory bandwidth that a plan assumes in token-by-token generation."""
 
     account: str | None = None
     """Slurm account that is charged."""

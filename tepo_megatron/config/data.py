@@ -1,4 +1,4 @@
-"""``data``: the problems."""
+"""``data``: the problems to train on and to evaluate on."""
 
 from pydantic import PositiveInt
 
@@ -7,13 +7,13 @@ from tepo_megatron.config.base import Section
 
 class DataConfig(Section):
     train: str = "builtin:addition"
-    """``builtin:NAME``, or a JSON-lines file with ``prompt``, ``answer`` and optionally ``id``."""
+    """Problems to train on: ``builtin:NAME``, or a JSON-lines file with ``prompt``, ``answer`` and optionally ``id``."""
 
     heldout: str = "builtin:addition-heldout"
-    """The same, for evaluation; never trained on."""
+    """Problems for evaluation, given in the same way; they are never trained on."""
 
     chat_template: bool = False
     """Wrap each prompt in the tokenizer's chat template as a user message."""
 
     max_prompt_tokens: PositiveInt | None = None
-    """Problems with a longer prompt are left out, and counted; default: no bound."""
+    """Largest length of a prompt in tokens; problems with a longer one are left out, and counted. Default: no bound."""

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.fp8 import Fp8Config
@@ -19,8 +19,8 @@ class EngineConfig(Section):
 
     fp8: Fp8Config = Fp8Config()
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The part of a GPU's memory beyond which the trainer's allocations fail; ``memory/peak_gib`` in the metrics says what it
-    took. In the colocated placement servers that sleep keep some too."""
+    """The part of a GPU's memory that the trainer may allocate; beyond it an allocation fails. The metric ``memory/peak_gib``
+    is what it used. In the colocated placement servers that sleep keep some memory too."""
 
     parallel: ParallelConfig = ParallelConfig()
 
@@ -28,11 +28,21 @@ class EngineConfig(Section):
     """Upper bound on the tokens packed into one micro-batch; a longer sequence gets a micro-batch of its own."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation, as in Megatron-Core."""
+    """Which activations are computed again in the backward pass rather than kept, as in Megatron-Core: ``selective`` those of
+    attention, ``full`` every layer's. More of it takes less memory and more time."""
 
     score_backend: Literal["auto", "torch", "cpp", "triton"] = "auto"
-    """What sweeps the logits for log-probs and entropies: ``cpp`` on a CPU with a compiler, ``triton`` on a GPU, ``torch``
-    anywhere. ``auto`` is ``triton`` on a GPU where Triton is installed, else ``torch``."""
+    """What sweeps the logits for log-probs and entropies: ``cpp`` on a CPU with a C++ compiler, ``triton`` on a GPU, ``torch``
+    anywhere. ``auto`` is ``triton`` on a GPU where Triton is installed, ``cpp`` on a CPU where it can be compiled, else
+    ``torch``. They agree to fp32 rounding; the same one gives the same bits."""
+
+    noise_every: NonNegativeInt = 50
+    """Steps from one measurement of the rounding noise to the next, the first included: a few sequences are scored twice, in
+    different micro-batches. It gives ``entropy/noise``, ``ratio/noise`` and ``sequence_ratio/noise``. 0: never."""
+
+    noise_sequences: PositiveInt = 8
+    """How many of the step's sequences are scored twice, from the shortest to the longest; a multiple of the data-parallel
+    size."""
 
     @model_validator(mode="after")
     def _layers_fit_the_platform(self) -> "EngineConfig":

@@ -1,4 +1,4 @@
-"""FP8 layers of Transformer Engine: every knob, and which of them go together. ``docs/fp8.md`` explains each."""
+"""``engine.fp8``: FP8 layers of Transformer Engine: every knob, and which of them go together (docs/fp8.md)."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""A run's YAML file and dotted overrides become a ``RunConfig``; what is wrong with them becomes sentences."""
+"""Loads a ``RunConfig`` from a run's YAML file and dotted overrides; turns what is wrong with them into sentences."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def dump_resolved(config: Section) -> str:
-    """The complete configuration as YAML; ``load_run`` of it gives an equal one."""
+    """Returns the complete configuration as YAML, from which ``load_run`` makes an equal one."""
     return _to_yaml(config.model_dump(mode="json"))
 
 
 def dump_diff(config: RunConfig) -> str:
-    """What differs from the defaults, as YAML that ``load_run`` makes the same configuration of; empty if nothing does."""
+    """Returns what differs from the defaults, as YAML from which ``load_run`` makes the same configuration."""
     differing = _diff(config, RunConfig())
     return _to_yaml(differing) if differing else ""
 
 
 def _read(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
-    """The file over its bases; ``above`` are the files that led here."""
+    """Reads a file, merged over its bases; ``above`` are the files that named it."""
     if path.resolve() in above:
         raise ConfigError(str(above[0]), [f"base: {path} is its own base; remove one of the two"])
     try:
@@ -99,7 +99,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
 
 
 def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> DictConfig:
-    """All overrides as one mapping; what cannot be parsed goes to ``problems``."""
+    """Returns all overrides as one mapping; what cannot be parsed goes to ``problems``."""
     parsed = OmegaConf.create()
     for override in overrides:
         key, equals, _ = override.partition("=")
@@ -117,7 +117,7 @@ def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> DictConfi
 
 
 def _merge(below: DictConfig, above: DictConfig) -> DictConfig:
-    """``above`` over ``below``; a section of another kind takes the place of the one below, whose fields it does not have."""
+    """Merges ``above`` over ``below``; a section of another kind replaces the one below, whose fields it does not have."""
     below = below.copy()
     _drop_other_kinds(below, above)
     merged = OmegaConf.merge(below, above)
@@ -137,27 +137,27 @@ def _drop_other_kinds(below: DictConfig, above: DictConfig) -> None:
 
 
 def _resolve(given: DictConfig) -> Any:
-    """The given values with ``${…}`` replaced; only keys that were given."""
+    """Returns the given values with ``${…}`` replaced, and only the keys that were given."""
     defaults = OmegaConf.create(RunConfig().model_dump(mode="json"))
     complete = OmegaConf.to_container(OmegaConf.merge(defaults, given), resolve=True, throw_on_missing=True)
     return _select(complete, OmegaConf.to_container(given))
 
 
 def _select(values: Any, shape: Any) -> Any:
-    """The part of ``values`` whose keys ``shape`` has: a default must not look as if it had been given."""
+    """Returns the part of ``values`` with the keys of ``shape``: a default must not look as if it had been given."""
     if isinstance(shape, Mapping) and isinstance(values, Mapping):
         return {key: _select(values[key], inner) for key, inner in shape.items()}
     return values
 
 
 def _describe_reference(error: OmegaConfBaseException) -> str:
-    """What ``${…}`` could not be replaced, in one line."""
+    """Says in one line which ``${…}`` could not be replaced."""
     what = str(error.msg or error).splitlines()[0]
     return f"{error.full_key}: {what}" if error.full_key else what
 
 
 def _describe_all(error: ValidationError) -> list[str]:
-    """One line for each place; the members of a union that all refused one value speak once."""
+    """Returns one line for each place; the members of a union that all refused one value give one line together."""
     return list(dict.fromkeys(_describe(detail) for detail in error.errors()))
 
 
@@ -200,7 +200,7 @@ def _describe_unknown(place: Place, given: Any) -> str:
 
 
 def _diff(section: Section, default: Section) -> dict[str, Any]:
-    """The fields of ``section`` that are not as in ``default``; one with a preset is compared with what the preset says."""
+    """Returns the fields of ``section`` that differ from ``default``; a section with a preset is compared with the preset."""
     if "preset" in type(section).model_fields:
         preset, usual = dict(section)["preset"], dict(default)["preset"]
         found = _differing(section, type(section).model_validate({"preset": preset}))
@@ -226,7 +226,7 @@ def _to_yaml(values: dict[str, Any]) -> str:
 
 
 def _escape(value: Any) -> Any:
-    r"""``${`` in text becomes ``\${``, so that reading it back does not take it for a reference."""
+    r"""``${`` in text becomes ``\${``, so that it is not taken for a reference when it is read back."""
     if isinstance(value, Mapping):
         return {key: _escape(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -7,6 +7,8 @@ from tepo_megatron.config.base import Section
 
 class LogConfig(Section):
     progress: Literal["auto", "live", "plain", "none"] = "auto"
-    """``auto``: a live view on a terminal, plain lines in a file or a pipe."""
+    """How the run shows its progress: ``live``, a view that redraws itself; ``plain``, a line for each step; ``none``.
+    ``auto``: live on a terminal, plain in a file or a pipe."""
 
     tensorboard: bool = True
+    """Also write the metrics as TensorBoard events, to ``<output>/tensorboard``; ``metrics.jsonl`` is written always."""

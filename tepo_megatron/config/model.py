@@ -1,4 +1,4 @@
-"""``model``: which one is trained."""
+"""``model``: the model that is trained."""
 
 from pathlib import Path
 from typing import Literal
@@ -11,7 +11,8 @@ class ModelConfig(Section):
     """Hugging Face folder with config.json, safetensors and tokenizer; ``builtin:tiny`` is the warm start in this package."""
 
     shards: Path | None = None
-    """Folder that ``tepo import`` made of ``path``: the trainer's ranks read their weights from it, the rest from ``path``."""
+    """Folder that ``tepo import`` wrote from ``path``: each rank of the trainer reads its shard there. Config, tokenizer and
+    the servers' weights still come from ``path``."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What weights and activations are kept in, in the trainer and (unless overridden there) in the rollout server."""

@@ -1,4 +1,4 @@
-"""The objective: four choices, the regularisers beside them, and presets that are only data."""
+"""The objective: four choices, what stands beside them, and presets that are only data."""
 
 import difflib
 import warnings
@@ -9,22 +9,18 @@ from pydantic import model_validator
 
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.objective_choices import (
-    KL,
     Advantage,
     Aggregation,
     Clip,
     ClipCov,
-    EntropyBonus,
     GroupAdvantage,
-    KLCov,
-    KLMask,
-    Mismatch,
     Ratio,
     SequenceTokenRatio,
     TokenMean,
     TokenRatio,
     TrustRegion,
 )
+from tepo_megatron.config.objective_terms import KL, EntropyBonus, KLCov, KLMask, KLTerm, Mismatch
 
 _TOKEN_CLIP = {"ratio": {"kind": "token"}, "trust_region": {"kind": "clip", "low": 0.2, "high": 0.2}, "kl_mask": None}
 
@@ -49,24 +45,42 @@ class ObjectiveConfig(Section):
     """
 
     preset: str = "tepo"
-    """tepo, tepo_markov, grpo, dapo, gspo, dr_grpo, clip_cov, kl_cov or cispo; ``tepo objective list`` shows what they are."""
+    """A row of the table that ``tepo objective list`` prints."""
 
     advantage: Advantage = GroupAdvantage()
+    """How the rewards of the responses to one prompt become advantages A, one for each response."""
+
     ratio: Ratio = SequenceTokenRatio()
-    """Reading: the token form of the length-normalised sequence ratio."""
+    """At which level π_θ is compared with π_old, the policy before the update. Our interpretation of TEPO: the token form of
+    the length-normalised sequence ratio."""
 
     trust_region: TrustRegion = Clip(low=3e-4, high=4e-4)
-    """Reading: GSPO's range, since the ratio is length-normalised."""
+    """How far a ratio may carry the surrogate away from 1. Our interpretation of TEPO: clip with GSPO's range, since the ratio
+    is length-normalised."""
 
     aggregation: Aggregation = TokenMean()
+    """How the values of the tokens become one number: what each counts, and what their sum is divided by."""
+
     kl_mask: KLMask | None = KLMask()
+    """TEPO's KL penalty on the tokens with a positive advantage and falling entropy; null: off."""
+
     kl: KL | None = None
+    """A KL penalty on every response token; null: off."""
+
     kl_cov: KLCov | None = None
+    """A KL penalty on the few tokens of highest covariance between log-probability and advantage (KL-Cov); null: off."""
+
     entropy: EntropyBonus | None = None
-    """Bonus for the entropy of the full distribution; kind ``fixed`` unless given."""
+    """A bonus for the entropy of the full distribution; kind ``fixed`` unless given; null: off."""
 
     mismatch: Mismatch | None = None
-    """Correction for a sampler whose probabilities differ from the trainer's; kind ``truncate`` unless given."""
+    """Weights for a sampler whose probabilities differ from the trainer's; kind ``truncate`` unless given; null: off."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a KL term is against the frozen reference model: then a copy of the first weights is kept, and scored."""
+        sections = (getattr(self, name) for name in type(self).model_fields)
+        return any(isinstance(section, KLTerm) and section.against == "reference" for section in sections)
 
     @model_validator(mode="before")
     @classmethod

@@ -1,25 +1,27 @@
-"""The parts that an objective is composed of: each choice and regulariser as a section of its own.
+"""The four choices that an objective is composed of, each alternative as a section of its own.
 
-A field whose docstring says *reading* fills a gap that the TEPO papers leave open; ``docs/tepo.md`` lists all of them.
+A field whose docstring says *our interpretation* fills a gap that the TEPO papers leave open; ``docs/tepo.md`` lists them all.
+π_θ is the policy that is trained, π_old the policy before the update, δ = log π_θ − log π_old at a token of a response.
 """
 
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from tepo_megatron.config.base import Section
+from tepo_megatron.config.base import FiniteSection
 
 
-class OverlongConfig(Section):
+class OverlongConfig(FiniteSection):
     """DAPO's soft penalty for long responses, added to the reward before the advantage is formed."""
 
     max_tokens: PositiveInt
-    """Responses longer than this get the whole penalty."""
+    """Response tokens from which on a response gets the whole penalty."""
 
     buffer_tokens: PositiveInt
-    """The penalty rises linearly from 0 over the last so many tokens before ``max_tokens``."""
+    """The penalty grows linearly, from 0, over the last so many tokens before ``max_tokens``."""
 
     penalty: PositiveFloat = 1.0
+    """What a response of ``max_tokens`` tokens or more loses of its reward."""
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> Self:
@@ -30,8 +32,9 @@ class OverlongConfig(Section):
         return self
 
 
-class _Advantage(Section):
+class _Advantage(FiniteSection):
     overlong: OverlongConfig | None = None
+    """Lowers the reward of long responses before the advantage is formed (DAPO); null: off."""
 
 
 class GroupAdvantage(_Advantage):
@@ -39,10 +42,10 @@ class GroupAdvantage(_Advantage):
 
     kind: Literal["group"] = "group"
     std: Literal["sample", "population"] = "sample"
-    """Divisor G − 1 or G. Reading: the sources write std only."""
+    """Divisor of the variance over a group of G responses: ``sample`` G − 1, ``population`` G. Our interpretation: G − 1."""
 
     eps: PositiveFloat = 1e-6
-    """Added to the standard deviation. Reading: the sources give no value."""
+    """Added to the standard deviation before the division. Our interpretation: the sources give no value."""
 
 
 class NoStdAdvantage(_Advantage):
@@ -57,29 +60,36 @@ class LeaveOneOutAdvantage(_Advantage):
     kind: Literal["leave_one_out"] = "leave_one_out"
 
 
-class TokenRatio(Section):
+class TokenRatio(FiniteSection):
+    """π_θ / π_old of each token by itself: exp(δ)."""
+
     kind: Literal["token"] = "token"
 
 
-class SequenceRatio(Section):
+class SequenceRatio(FiniteSection):
+    """One ratio s_i for all tokens of response i, through which they also share one gradient (GSPO)."""
+
     kind: Literal["sequence"] = "sequence"
     length_normalized: bool = True
-    """Geometric mean of the token ratios (True) or their product (False). Reading."""
+    """true: s_i is the geometric mean of the token ratios; false: their product."""
 
 
-class SequenceTokenRatio(Section):
-    """The value of the sequence ratio, with each token's own gradient: sg[s_i] · exp(δ − sg δ)."""
+class SequenceTokenRatio(FiniteSection):
+    """The value of the sequence ratio, with each token's own gradient: sg[s_i] · exp(δ − sg[δ]); sg stops the gradient."""
 
     kind: Literal["sequence_token"] = "sequence_token"
     length_normalized: bool = True
-    """Geometric mean of the token ratios (True) or their product (False). Reading."""
+    """true: s_i is the geometric mean of the token ratios; false: their product. Our interpretation: the mean, as in GSPO."""
 
 
-class _Range(Section):
+class _Range(FiniteSection):
     """The interval [1 − low, 1 + high] for a ratio: about 0.2 for token ratios, 3e-4 for length-normalised sequence ratios."""
 
     low: NonNegativeFloat
+    """The clip begins below a ratio of 1 − low: about 0.2 for token ratios, 3e-4 for length-normalised sequence ratios."""
+
     high: NonNegativeFloat
+    """The clip begins above a ratio of 1 + high: about 0.2 for token ratios, 4e-4 for length-normalised sequence ratios."""
 
     @field_validator("low")
     @classmethod
@@ -93,11 +103,11 @@ class _Range(Section):
 
 
 class Clip(_Range):
-    """min(ratio · A, clip(ratio) · A)."""
+    """min(ratio · A, clip(ratio, 1 − low, 1 + high) · A), as in PPO; A is the advantage."""
 
     kind: Literal["clip"] = "clip"
     dual: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip: where A < 0 the term is no lower than ``dual`` · A."""
+    """Dual clip: where A < 0 the surrogate is no lower than ``dual`` · A, however large the ratio; null: no such bound."""
 
 
 class ClipCov(_Range):
@@ -105,11 +115,13 @@ class ClipCov(_Range):
 
     kind: Literal["clip_cov"] = "clip_cov"
     fraction: Annotated[float, Field(gt=0, le=1)] = 2e-4
-    """Detached tokens, as a share of all response tokens of the optimizer step; at least one where there is a candidate."""
+    """Tokens that lose their gradient, as a share of all response tokens of the step; at least one if there is a candidate."""
 
     cov_low: float = 1.0
+    """Candidates have a covariance statistic of at least this: (log π_old − mean)(A − mean), means over the step's tokens."""
+
     cov_high: float = 5.0
-    """Candidates have a covariance statistic in [cov_low, cov_high]."""
+    """Candidates have a covariance statistic of at most this."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -118,137 +130,44 @@ class ClipCov(_Range):
         return self
 
 
-class ClipWeight(Section):
+class ClipWeight(FiniteSection):
     """The ratio as a detached weight of the log-probability, bounded above (CISPO)."""
 
     kind: Literal["clip_weight"] = "clip_weight"
     low: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Lower bound 1 − low of the weight; None: no bound."""
+    """The weight is at least 1 − low; null: no lower bound."""
 
     high: NonNegativeFloat = 4.0
-    """Upper bound 1 + high of the weight. Reading: to be tuned; the value here is ours."""
+    """The weight is at most 1 + high. The value is ours, to be tuned."""
 
 
-class NoTrustRegion(Section):
+class NoTrustRegion(FiniteSection):
+    """ratio · A, without a bound."""
+
     kind: Literal["none"] = "none"
 
 
-class TokenMean(Section):
+class TokenMean(FiniteSection):
     """Sum over response tokens, divided by their number in the whole optimizer step."""
 
     kind: Literal["token_mean"] = "token_mean"
 
 
-class SequenceMean(Section):
+class SequenceMean(FiniteSection):
     """Mean over the sequences of the optimizer step of each sequence's mean over its response tokens."""
 
     kind: Literal["sequence_mean"] = "sequence_mean"
 
 
-class ConstantSum(Section):
+class ConstantSum(FiniteSection):
     """Sum over response tokens, divided by a constant that does not depend on how long the responses turned out."""
 
     kind: Literal["constant"] = "constant"
     constant: PositiveFloat = 1024.0
-    """Usually the longest response allowed (``rollout.sampling.max_new_tokens``)."""
+    """The divisor, in tokens; usually the longest response allowed (``rollout.sampling.max_new_tokens``)."""
 
     per: Literal["sequence", "step"] = "sequence"
     """``sequence``: the divisor is the constant times the sequences of the optimizer step; ``step``: the constant alone."""
-
-
-class _Penalty(Section):
-    """What all KL terms have. d is log π_θ − log π_old or log π_θ − log π_ref at the sampled token."""
-
-    coefficient: NonNegativeFloat
-    estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """d · d²/2 · exp(−d) − 1 + d · |d|."""
-
-    against: Literal["old", "reference"] = "old"
-    weight: Literal["importance", "none"] = "none"
-    """``importance`` multiplies by π_θ/π_old, with gradient, so that the mean over samples of π_old estimates KL(π_θ‖·)."""
-
-
-class KLMask(_Penalty):
-    """TEPO's token-level KL: only tokens with a positive advantage and falling entropy."""
-
-    coefficient: NonNegativeFloat = 1.0
-    """β. Reading: no value is known. At 1 the penalty's gradient equals the surrogate's where π_θ/π_old · δ = A."""
-
-    estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """Reading."""
-
-    against: Literal["old", "reference"] = "old"
-    """Reading: π_old, the policy before the update; ``reference`` is a frozen model."""
-
-    weight: Literal["importance", "none"] = "importance"
-    """Reading: with k3 against π_old this is r·δ − r + 1, unbiased for KL(π_θ‖π_old) under samples of π_old."""
-
-    falling: Literal["measured", "covariance"] = "measured"
-    """How ΔH < 0 is decided. Reading: ``measured`` compares the two full-vocabulary entropies; ``covariance`` predicts it from
-    (log π_old − mean)(A − mean) > 0."""
-
-    tolerance: NonNegativeFloat = 1e-5
-    """``measured``: ΔH < −tolerance, in nats. Reading: 1e-5, above fp32 rounding, so that a first update, where ΔH = 0, masks
-    nothing."""
-
-
-class KL(_Penalty):
-    """A KL penalty on every response token."""
-
-    coefficient: NonNegativeFloat = 0.04
-    against: Literal["old", "reference"] = "reference"
-
-
-class KLCov(_Penalty):
-    """A KL penalty on the response tokens of highest covariance (KL-Cov)."""
-
-    coefficient: NonNegativeFloat = 1.0
-    estimator: Literal["k1", "k2", "k3", "abs"] = "abs"
-    fraction: Annotated[float, Field(gt=0, le=1)] = 2e-4
-    """Penalised tokens, as a share of all response tokens of the optimizer step; at least one."""
-
-
-class FixedEntropyBonus(Section):
-    kind: Literal["fixed"] = "fixed"
-    coefficient: NonNegativeFloat
-
-
-class AdaptiveEntropyBonus(Section):
-    """A bonus that fades as the entropy of the pre-update policy rises to the target.
-
-    Reading, of "adaptive token-level entropy regularization": coefficient · clip((target − H_old) / target, 0, 1), with H_old
-    the mean over the response tokens of the optimizer step. It has no state, so it is the same after a resume.
-    """
-
-    kind: Literal["adaptive"] = "adaptive"
-    coefficient: NonNegativeFloat
-    """Its largest value, reached at entropy 0."""
-
-    target: PositiveFloat
-    """Nats per token."""
-
-
-class Truncate(Section):
-    """Importance weights π_old / π_sampler, bounded above, detached."""
-
-    kind: Literal["truncate"] = "truncate"
-    level: Literal["token", "sequence"] = "token"
-    cap: PositiveFloat = 2.0
-
-
-class MaskOutside(Section):
-    """The same weights, and 0 where they lie outside [low, high] (IcePop)."""
-
-    kind: Literal["mask"] = "mask"
-    level: Literal["token", "sequence"] = "token"
-    low: NonNegativeFloat = 0.5
-    high: PositiveFloat = 5.0
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.low >= self.high:
-            raise ValueError(f"mismatch.low = {self.low:g} must be below mismatch.high = {self.high:g}")
-        return self
 
 
 _Kind = Field(discriminator="kind")
@@ -256,5 +175,3 @@ Advantage = Annotated[GroupAdvantage | NoStdAdvantage | LeaveOneOutAdvantage, _K
 Ratio = Annotated[TokenRatio | SequenceRatio | SequenceTokenRatio, _Kind]
 TrustRegion = Annotated[Clip | ClipCov | ClipWeight | NoTrustRegion, _Kind]
 Aggregation = Annotated[TokenMean | SequenceMean | ConstantSum, _Kind]
-EntropyBonus = Annotated[FixedEntropyBonus | AdaptiveEntropyBonus, _Kind]
-Mismatch = Annotated[Truncate | MaskOutside, _Kind]

@@ -16,10 +16,11 @@ class ParallelConfig(Section):
     """Data-parallel size. The world is tp × pp × cp × dp processes."""
 
     vpp: PositiveInt = 1
-    """Virtual pipeline stages per rank (interleaved 1F1B). ``tepo plan`` reckons with them; the engine refuses more than 1."""
+    """Virtual pipeline stages per rank (interleaved 1F1B). ``tepo plan`` computes with them; the engine refuses more than 1."""
 
     cp: PositiveInt = 1
-    """Context-parallel size: sequences are split over so many ranks. As ``vpp``: planned with, refused by the engine."""
+    """Context-parallel size: sequences are split over so many ranks. ``tepo plan`` computes with it; the engine refuses more
+    than 1."""
 
     ep: PositiveInt = 1
     """Expert-parallel size: the experts of a mixture-of-experts model are split over so many ranks, taken out of tp × dp."""

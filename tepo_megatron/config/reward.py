@@ -13,7 +13,7 @@ class RewardConfig(Section):
     ``(problem, response_text) -> float`` as ``package.module:function``. A reward of 1 or more counts as a correct answer."""
 
     workers: PositiveInt = 1
-    """Processes that run the verifier, beside rank 0."""
+    """Processes that run the verifier. Rank 0 starts them and waits for their results."""
 
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
     """Seconds per response; one that takes longer counts as failed, with reward ``failed_reward``."""

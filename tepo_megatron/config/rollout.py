@@ -1,4 +1,4 @@
-"""The sampler: how responses are drawn, and the vLLM servers that draw them."""
+"""``rollout``: how responses are sampled, and the vLLM servers that sample them."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,8 +10,10 @@ from tepo_megatron.config.base import Section
 
 class SamplingConfig(Section):
     max_new_tokens: PositiveInt = 512
+    """Largest length of a response in tokens; a longer one is cut there."""
+
     temperature: PositiveFloat = 1.0
-    """Sampling temperature; the trainer scores under the same one."""
+    """Sampling temperature. The trainer divides its logits by the same, so that both sides mean one distribution."""
 
 
 class ServerConfig(Section):
@@ -21,11 +23,11 @@ class ServerConfig(Section):
     elsewhere, and they are found in ``registry``; ``tepo launch`` sets both where a run has nodes for rollouts."""
 
     registry: Path | None = None
-    """Folder on a disk that all nodes share, in which external servers tell their address and the run's key lies."""
+    """Folder on a disk that all nodes share: external servers write their addresses there, and the run's key lies there."""
 
     interface: str | None = None
     """Interface of the nodes' inner network, such as ib0: external servers listen on its address only. Default: the address
-    that a node's own name stands for."""
+    that the node's own host name resolves to."""
 
     count: PositiveInt = 1
     """How many servers to start; prompts are spread over them."""
@@ -41,29 +43,34 @@ class ServerConfig(Section):
     """First port to try; the next free one is taken. 0 lets the operating system choose."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """``auto`` is ``model.dtype``."""
+    """What weights and activations are kept in, in the servers; ``auto`` is ``model.dtype``."""
 
     quantization: Literal["none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"] = "none"
-    """What the servers round the weights of linear layers to as they arrive, with one scale for each tensor, output channel or
-    block of 128 × 128: vLLM's online quantization, under its names. Needs dtype bfloat16."""
+    """What the servers round the weights of linear layers to when they receive them, with one scale for each tensor, output
+    channel or block of 128 × 128: vLLM's online quantization, under its names. Needs dtype bfloat16."""
 
     max_model_len: PositiveInt | None = None
-    """Prompt and response together; default: what the model's config allows."""
+    """Largest length of prompt and response together, in tokens; default: what the model's config allows."""
 
     max_num_seqs: PositiveInt = 512
-    """Sequences that a server runs at once."""
+    """Most sequences that a server decodes at once; more wait."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """The part of each GPU's memory that a server takes while it is awake. ``engine.gpu_memory_fraction`` is the trainer's."""
+    """The part of each GPU's memory that a server takes while awake; ``engine.gpu_memory_fraction`` bounds the trainer."""
 
     cpu_kv_cache_gib: PositiveInt = 1
-    """Memory for the KV cache where there is no GPU."""
+    """Memory of a worker for the KV cache where there is no GPU, in GiB."""
 
     cpu_threads: str = "auto"
     """``VLLM_CPU_OMP_THREADS_BIND``: the cores of each worker, such as ``0`` or ``0|1``; ``auto`` gives each worker one."""
 
     start_timeout_s: PositiveFloat = 300.0
+    """Seconds that a server may take from its start to its first answer; loading a large model from a slow disk needs more."""
+
     request_timeout_s: PositiveFloat = 600.0
+    """Seconds that a server may take to answer one request, such as the samples of one prompt. If it takes longer the run
+    stops, or starts the server again where it has died."""
+
     transfer: Literal["reshard", "gather"] = "reshard"
     """How weights reach the servers. ``reshard``: every trainer rank sends its shards straight to the workers that need them.
     ``gather``: rank 0 gathers each full tensor and broadcasts it, for models that the bridge's table does not know in vLLM."""
@@ -78,13 +85,13 @@ class ServerConfig(Section):
     """How long one message of a weight update may take before the update counts as failed."""
 
     max_restarts: NonNegativeInt = 3
-    """How often in a run servers that died are started again, all together."""
+    """How many times in a run servers that died are started again, over all servers."""
 
     extra_args: tuple[str, ...] = ()
     """More arguments for ``vllm.entrypoints.openai.api_server``, as on its command line."""
 
     def served_dtype(self, model_dtype: str) -> str:
-        """What ``dtype`` comes to where the trainer has the model in ``model_dtype``."""
+        """The servers' dtype for a trainer in ``model_dtype``: ``dtype``, with ``auto`` resolved."""
         return model_dtype if self.dtype == "auto" else self.dtype
 
     @field_validator("host")
@@ -109,7 +116,7 @@ class ServerConfig(Section):
 
     @model_validator(mode="after")
     def _transport_fits_the_placement(self) -> "ServerConfig":
-        if self.transport in ("nccl", "ipc") and self.transfer == "gather":
+        if self.transport not in ("auto", "gloo") and self.transfer == "gather":
             raise ValueError(f"transport = {self.transport} is for transfer = reshard; gather broadcasts over gloo")
         if self.transport == "ipc" and self.placement != "colocated":
             raise ValueError(
@@ -125,25 +132,28 @@ class ServerConfig(Section):
 
 
 class CanaryConfig(Section):
-    """A fixed prompt that trainer and servers score after a sync: what differs by more than ``tolerance`` stops the run."""
+    """A fixed prompt that trainer and servers score after a weight sync; a difference above ``tolerance`` stops the run."""
 
     every: NonNegativeInt = 1
-    """Syncs from one check to the next; 0: none."""
+    """Check after every so many weight syncs; 0: never."""
 
     tolerance: PositiveFloat | None = None
-    """Largest difference of a token's log-prob, in nats. Default: by the coarser dtype of the two sides (docs/numerics.md)."""
+    """Largest difference of a token's log-prob, in nats. Default: set by the coarser dtype of the two sides
+    (docs/numerics.md)."""
 
 
 class RolloutConfig(Section):
     prompts_per_step: PositiveInt = 64
+    """Prompts sampled from in a step; a step has this × ``samples_per_prompt`` responses."""
+
     samples_per_prompt: PositiveInt = 8
-    """G, the size of a group."""
+    """G, the responses to one prompt: the group whose rewards are compared for the advantage."""
 
     sampling: SamplingConfig = SamplingConfig()
     server: ServerConfig = ServerConfig()
     canary: CanaryConfig = CanaryConfig()
     uncorrected: bool = False
-    """Take samples of quantised servers as if the trainer had drawn them, without ``objective.mismatch``."""
+    """Train on samples of quantised servers without ``objective.mismatch``, as if the trainer's own weights had drawn them."""
 
     record: bool = False
     """Write every step's rollouts to ``<output>/rollouts/``."""

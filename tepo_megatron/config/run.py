@@ -1,4 +1,4 @@
-"""A whole run."""
+"""The configuration of a whole run, with the checks that concern several sections."""
 
 from pathlib import Path
 
@@ -19,11 +19,18 @@ from tepo_megatron.config.train import TrainConfig
 
 
 class RunConfig(Section):
+    """Everything that can be set for a run: the sections of its YAML. Made by `load_run`, immutable, checked as a whole."""
+
     name: str = "run"
+    """Free text that names the run in the progress view, in pictures and in plans."""
+
     output: Path = Path("out/run")
-    """Everything that the run writes goes below this folder."""
+    """The folder for everything that the run writes."""
 
     seed: int = 0
+    """Seed of everything random: order of problems, sampling, evaluation, mini-batches. On a CPU the same seed and the same
+    rollouts give the same weights, bit for bit."""
+
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -65,6 +72,16 @@ class RunConfig(Section):
             raise ValueError(
                 "engine.fp8.params = true with rollout.server.placement = colocated: weights kept in FP8 cannot leave the GPU "
                 "for the servers' turn, nor be read there by them; set engine.fp8.params = false, or another placement"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _noise_is_measured_where_it_is_used(self) -> "RunConfig":
+        mask = self.objective.kl_mask
+        if mask is not None and mask.falling == "measured" and mask.tolerance == "auto" and not self.engine.noise_every:
+            raise ValueError(
+                "objective.kl_mask.tolerance = auto takes the rounding noise that the run measures, but engine.noise_every = 0 "
+                "measures none; set engine.noise_every = 50, or a tolerance in nats"
             )
         return self
 

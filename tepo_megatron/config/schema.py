@@ -1,4 +1,4 @@
-"""What a run's configuration may say, read from pydantic's JSON schema: every field, its values, its default, its meaning."""
+"""Lists every field of a run's configuration with its values, default and meaning, from pydantic's JSON schema."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def json_schema() -> Node:
 
 
 def schema_rows() -> list[SchemaRow]:
-    """Every field of a run, in the order of declaration; a section with variants gives the rows of each."""
+    """Returns a row for every field of a run, in the order of declaration; a section with variants gives rows for each."""
     return list(_rows(json_schema(), "", json_schema().get("default"), ""))
 
 
 def allowed(node: Node) -> str:
-    """What a node takes, in words: the literal's values, the type with its bounds, or the variants of a section."""
+    """Says in words what a node takes: the literal's values, the type with its bounds, or the variants of a section."""
     node = _follow(node)
     if "discriminator" in node:
         tags = ", ".join(show(tag) for tag in node["discriminator"]["mapping"])
@@ -83,7 +83,7 @@ def allowed(node: Node) -> str:
 
 
 def locate(loc: tuple[int | str, ...]) -> Place:
-    """The place that an error of pydantic speaks of; names of union members, which no user writes, leave the path."""
+    """Returns the place that an error of pydantic is about, without the names of union members, which no user writes."""
     node, path, siblings = _follow(json_schema()), "", ()
     for step in loc:
         options = _options(node)
@@ -103,7 +103,7 @@ def locate(loc: tuple[int | str, ...]) -> Place:
 
 
 def show(value: Any, limit: int = 100) -> str:
-    """A value as YAML users write it (true, null, "text"), cut to ``limit`` characters."""
+    """Writes a value as users of YAML do (true, null, "text"), cut to ``limit`` characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
@@ -142,12 +142,12 @@ def _shown(default: Any) -> str:
 
 
 def _plain(docstring: str) -> str:
-    """A docstring as one line, its literals between single quotes of code."""
+    """Writes a docstring as one line, with single backticks."""
     return " ".join(docstring.replace("``", "`").split())
 
 
 def _follow(node: Node) -> Node:
-    """The node with ``$ref`` replaced by what it names; what stands beside the ``$ref`` goes first."""
+    """Replaces ``$ref`` by the node that it names; keys beside the ``$ref`` override those of the node."""
     while "$ref" in node:
         target = json_schema()["$defs"][node["$ref"].rsplit("/", 1)[1]]
         node = {**target, **{key: value for key, value in node.items() if key != "$ref"}}
@@ -155,7 +155,7 @@ def _follow(node: Node) -> Node:
 
 
 def _options(node: Node) -> dict[str, Node]:
-    """What a value here may be, by the label that pydantic gives it in an error's location; one entry if it is no union."""
+    """Returns what a value here may be, by pydantic's label for it in the location of an error; one entry if it is no union."""
     if "discriminator" in node:
         return {tag: _follow({"$ref": ref}) for tag, ref in node["discriminator"]["mapping"].items()}
     members = [member for member in node.get("anyOf") or node.get("oneOf") or [node] if member.get("type") != "null"]

@@ -1,4 +1,4 @@
-"""Where a model lies: a folder of the user's, or the one that ships with the package."""
+"""Finds the folder of a model: the user's, or the one that ships with the package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BUILTIN = "builtin:"
 
 
 def resolve_model_path(source: str) -> Path:
-    """The Hugging Face folder of a model: ``config.json``, safetensors and a tokenizer.
+    """Returns the Hugging Face folder of a model, after checking that it has ``config.json``, safetensors and a tokenizer.
 
     Args:
         source: ``builtin:NAME``, or a folder.
@@ -70,7 +70,7 @@ def _weight_problems(folder: Path) -> list[str]:
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with a safetensors file; only its header and size are looked at."""
+    """A sentence if a safetensors file is damaged, by its header and size, else None."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,4 +1,4 @@
-"""Where problems come from: built-in tasks and JSON-lines files."""
+"""Loads problems from built-in tasks and JSON-lines files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BUILTIN = "builtin:"
 
 
 def load_problems(source: str) -> list[Problem]:
-    """The problems of a data source, in its own order; never an empty list.
+    """Loads the problems of a data source, in its own order; never an empty list.
 
     Args:
         source: ``builtin:NAME``, or the path of a UTF-8 JSON-lines file. Each line is an object with ``prompt`` and
@@ -71,7 +71,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse_problem(line: bytes, default_id: str) -> Problem:
-    """One line's problem; the ValueError says what is wrong, and the caller says where."""
+    """Reads one line. The ValueError says what is wrong; the caller adds the file and the line."""
     try:
         # utf-8-sig: editors on Windows start a file with a byte-order mark.
         text = line.decode("utf-8-sig")

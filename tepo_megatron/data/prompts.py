@@ -1,4 +1,4 @@
-"""Problems to prompt ids, refusing what a tokenizer would lose."""
+"""Encodes prompts, and refuses characters that the tokenizer would lose."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tepo_megatron.types import Problem
 
 
 def encode_prompt(tokenizer: Tokenizer, problem: Problem, *, chat_template: bool = False) -> tuple[int, ...]:
-    """The ids that the model reads for a problem.
+    """Returns the token ids that the model reads for a problem.
 
     Raises:
         ValueError: the prompt has characters that the tokenizer does not know (the message names the problem and the
@@ -27,7 +27,7 @@ def encode_prompt(tokenizer: Tokenizer, problem: Problem, *, chat_template: bool
 
 
 def usable_problems(problems: Sequence[Problem], tokenizer: Tokenizer, config: DataConfig) -> tuple[list[Problem], int]:
-    """The problems whose prompt has at most ``config.max_prompt_tokens`` tokens, and how many were left out.
+    """Returns the problems whose prompt has at most ``config.max_prompt_tokens`` tokens, and how many were left out.
 
     Every prompt is encoded here, so that one that cannot be is found before a run starts.
 
@@ -48,7 +48,7 @@ def usable_problems(problems: Sequence[Problem], tokenizer: Tokenizer, config: D
 
 
 def unknown_characters(tokenizer: Tokenizer, text: str) -> str:
-    """The distinct characters of a text that the tokenizer does not know, in order of appearance."""
+    """Returns the distinct characters of a text that the tokenizer does not know, in order of appearance."""
     if tokenizer.unk_id is None:
         return ""
     return "".join(character for character in dict.fromkeys(text) if tokenizer.unk_id in tokenizer.encode(character))

@@ -10,7 +10,7 @@ from tepo_megatron.types import Problem
 
 
 class ProblemSampler:
-    """Shuffled passes over the problems: each comes once per epoch, and every epoch has an order of its own.
+    """Draws problems in shuffled epochs: each problem once in an epoch, every epoch in an order of its own.
 
     The order depends on the seed, the epoch and the number of problems alone, so ``state`` is small and restores exactly.
 
@@ -27,7 +27,7 @@ class ProblemSampler:
         self._start_epoch(0)
 
     def next(self, n: int) -> list[Problem]:
-        """The next ``n`` problems; a call that reaches the end of an epoch goes on with the next one."""
+        """Returns the next ``n`` problems; at the end of an epoch the next one begins."""
         batch: list[Problem] = []
         while len(batch) < n:
             if self._position == len(self._problems):
@@ -38,11 +38,11 @@ class ProblemSampler:
         return batch
 
     def state(self) -> dict[str, int | str]:
-        """For a checkpoint, in plain JSON values: the epoch, from 0, and how many of its problems were given."""
+        """Returns the state for a checkpoint as JSON values: the epoch, from 0, and how many of its problems were drawn."""
         return {"seed": self._seed, "epoch": self._epoch, "position": self._position, "problems": self._digest}
 
     def restore(self, state: Mapping[str, int | str]) -> None:
-        """Go on exactly where the sampler that returned ``state`` was.
+        """Continues exactly where the sampler that returned ``state`` was.
 
         Raises:
             ValueError: the state was taken with another seed or other problems.

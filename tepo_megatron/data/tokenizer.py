@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 UNKNOWN_TEXT = "\ufffd"
-"""What an id without text decodes to: the unknown token, or a row that pads the model's vocabulary. It must show: if it
+"""The text of an id that has none: the unknown token, or a row that pads the model's vocabulary. It must be visible: if it
 vanished, a wrong answer such as ``9<unk>5`` would read as the right one."""
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. Ids of the end of a response are ``eos_ids``, the tokenizer's own first."""
+    """Encodes text as ids and decodes them. ``eos_ids`` end a response, the tokenizer's own id first."""
 
     @property
     def bos_id(self) -> int | None: ...
@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
         """The text of ids: special tokens are left out, ids without text become ``UNKNOWN_TEXT``, all else is exact."""
 
     def prompt_ids(self, text: str, *, chat_template: bool = False) -> list[int]:
-        """What a model reads when it is asked ``text``: with the begin token where the tokenizer adds one, or as a user
+        """The ids that a model reads for the prompt ``text``: with the begin token where the tokenizer adds one, or as a user
         message in the chat template, up to where the answer begins.
 
         Raises:
@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(model_dir: str | Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face model folder.
+    """Loads the tokenizer of a Hugging Face model folder.
 
     A folder with ``tokenizer.model`` and no ``tokenizer.json`` is read by SentencePiece, any other by
     ``transformers.AutoTokenizer`` (without running code from the folder). End tokens are the tokenizer's, and those that
@@ -139,7 +139,7 @@ class HuggingFaceTokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer, model_dir: str | Path) -> None:
-    """Compare a tokenizer with the model that is to read its ids.
+    """Checks that a tokenizer fits the model that reads its ids.
 
     Args:
         model_dir: the model's folder; ``vocab_size`` and ``eos_token_id`` (one, several or absent) of ``config.json`` are read.
@@ -169,7 +169,7 @@ def check_tokenizer(tokenizer: Tokenizer, model_dir: str | Path) -> None:
 def _decode(
     ids: Sequence[int], special: frozenset[int] | set[int], unk_id: int | None, size: int, known: Callable[[list[int]], str]
 ) -> str:
-    """Decode the runs of known ids, and put ``UNKNOWN_TEXT`` where they are interrupted."""
+    """Decodes the runs of known ids, and puts ``UNKNOWN_TEXT`` in place of every other id."""
     runs: list[list[int]] = [[]]
     for token in ids:
         if token in special:
@@ -200,13 +200,13 @@ def _join(ids: Sequence[int]) -> str:
 
 
 def _id_or_none(piece_id: int) -> int | None:
-    """SentencePiece writes -1 for a special token that the model does not have."""
+    """None for -1, which SentencePiece gives for a special token that the model does not have."""
     return piece_id if piece_id >= 0 else None
 
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """The libraries raise errors of many types, bare ``Exception`` among them, for a file that is damaged."""
+    """Turns any error of the libraries, which raise many types for a damaged file, into one ValueError."""
     try:
         yield
     except Exception as error:
@@ -214,7 +214,7 @@ def _reading(folder: Path) -> Iterator[None]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is no file."""
+    """The JSON object in a file; empty if there is no file."""
     if not path.is_file():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""A character-level SentencePiece tokenizer for tiny models."""
+"""Makes a character-level SentencePiece tokenizer for tiny models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALPHABET = string.digits + "+-*=()? ." + string.ascii_lowercase + "\n" + ",:;!/'
 """Characters that every tokenizer made here knows: 60, which together with the four special tokens fill 64 rows."""
 
 SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
-"""In the order of their ids, from 0."""
+"""Listed in the order of their ids, from 0."""
 
 
 def train_char_tokenizer(texts: Iterable[str], out_dir: str | Path, vocab_size: int = 64) -> None:
@@ -76,7 +76,7 @@ def _train(characters: list[str], vocab_size: int) -> bytes:
 
 
 def _check_round_trip(model: bytes, characters: list[str]) -> None:
-    """SentencePiece keeps a few characters for itself (NUL, carriage return, U+2581, U+2585) and drops them silently."""
+    """Raises ValueError for characters that SentencePiece drops silently: NUL, carriage return, U+2581, U+2585."""
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     lost = [c for c in characters if processor.decode(processor.encode(c)) != c]
     if lost:

@@ -1,1 +1,1 @@
-"""The trainer on Megatron-Core: the only importer of megatron.core."""
+"""The trainer on Megatron-Core. Beside a benchmark, nothing else imports megatron.core."""

@@ -1,7 +1,7 @@
 """Causal attention over packed sequences without Transformer Engine.
 
 Megatron's own local attention refuses packed sequences. This one takes them in the same ``thd`` form that Transformer Engine
-does, so that batches look alike on every platform. The sequences are laid side by side as right-padded rows, for which plain
+does, so that batches look alike on every platform. The sequences become right-padded rows, for which plain
 causal attention is already exact: no query sees a later key, so none sees padding or another sequence.
 """
 
@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class PackedDotProductAttention(torch.nn.Module):
-    """A ``core_attention`` for Megatron's SelfAttention. No parameters, no dropout, same results as block-causal attention."""
+    """A ``core_attention`` for Megatron's SelfAttention: block-causal attention without parameters and without dropout."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str, **_: Any
@@ -36,10 +36,11 @@ class PackedDotProductAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams,
         **_: Any,
     ) -> Tensor:
-        """query [T, heads, d], key and value [T, key/value heads, d] → [T, heads · d], differentiable in all three."""
+        """Attends within each sequence: query [T, heads, d], key and value [T, key/value heads, d] → [T, heads · d]."""
         lengths = packed_seq_params.cu_seqlens_q.diff().long()
         longest = packed_seq_params.max_seqlen_q
         present = torch.arange(longest, device=lengths.device) < lengths[:, None]
+        # With grouped queries each key/value head serves this many neighbouring query heads.
         repeats = query.size(1) // key.size(1)
 
         def rows(packed: Tensor, repeat: int = 1) -> Tensor:

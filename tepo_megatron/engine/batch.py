@@ -1,4 +1,4 @@
-"""Rollouts into one packed batch, the same on every rank, and its division into micro-batches."""
+"""Packs rollouts into one batch, the same on every rank, and divides it into micro-batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tepo_megatron.types import Batch, Rollout
 
 
 def pack(rollouts: Sequence[Rollout]) -> Batch:
-    """All rollouts, prompt and response one behind the other, on the CPU. The label at t is the token at t + 1.
+    """Packs all rollouts on the CPU, each prompt followed by its response. The label at t is the token at t + 1.
 
     Raises ValueError for a rollout with an empty response or with log-probs of another length, naming it.
     """
@@ -25,7 +25,7 @@ def pack(rollouts: Sequence[Rollout]) -> Batch:
     for rollout in rollouts:
         _check(rollout)
         sequence = rollout.prompt_ids + rollout.response_ids
-        before = len(rollout.prompt_ids) - 1
+        before = len(rollout.prompt_ids) - 1  # the last prompt token predicts the first of the response
         tokens += sequence
         labels += (*sequence[1:], 0)
         mask += [False] * before + [True] * len(rollout.response_ids) + [False]
@@ -55,9 +55,9 @@ def _check(rollout: Rollout) -> None:
 
 
 def broadcast(batch: Batch | None, device: torch.device) -> Batch:
-    """Rank 0's batch, on every rank's ``device``. Every rank calls; only rank 0's argument is read.
+    """Sends rank 0's batch to every rank's ``device``. Every rank calls; only rank 0's argument is read.
 
-    Travels as two flat tensors (no pickle): one of integers, one of floats.
+    It is sent as two flat tensors, one of integers and one of floats, without pickle.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         assert batch is not None
@@ -88,7 +88,7 @@ def _integers(batch: Batch) -> list[Tensor]:
 
 
 def partition(lengths: Sequence[int], *, ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    """Which sequences go to which data-parallel rank's which micro-batch: ``result[rank][micro_batch]``.
+    """Assigns sequences to micro-batches of the data-parallel ranks: ``result[rank][micro_batch]`` lists their numbers.
 
     Every rank gets the same number of micro-batches, as Megatron's schedules need, none of them empty where there are enough
     sequences; token counts are balanced greedily, the longest sequence first. Deterministic, so that every rank computes the
@@ -99,6 +99,7 @@ def partition(lengths: Sequence[int], *, ranks: int, max_tokens: int) -> list[li
         raise ValueError(f"{len(lengths)} sequences cannot be spread over {ranks} data-parallel ranks; use more rollouts")
     order = sorted(range(len(lengths)), key=lambda at: (-lengths[at], at))
     most = len(lengths) // ranks
+    # From the least number of micro-batches that could hold all tokens upwards, until each holds no more than it may.
     for per_rank in range(min(most, -(-sum(lengths) // (ranks * max_tokens))), most + 1):
         bins = _fill(order, lengths, ranks * per_rank)
         if all(len(members) == 1 or sum(lengths[at] for at in members) <= max_tokens for members in bins):
@@ -107,6 +108,7 @@ def partition(lengths: Sequence[int], *, ranks: int, max_tokens: int) -> list[li
 
 
 def _fill(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Puts each sequence, in this order, into the one of ``count`` bins that has the fewest tokens so far."""
     bins: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
     for at in order:

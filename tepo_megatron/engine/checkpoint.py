@@ -1,4 +1,4 @@
-"""Checkpoints that any parallel layout can resume from: boxes of Hugging Face tensors in safetensors, and a JSON state.
+"""Writes and reads checkpoints that any parallel layout can resume from: boxes of Hugging Face tensors, and a JSON state.
 
     step_000100/state.json                    step, counters, whatever the caller adds
     step_000100/shards/rank00003-00001.safetensors   "master|model.norm.weight|0" → the box of that tensor that starts there
@@ -38,8 +38,9 @@ def save(
     shards: Sequence[Shard],
     keep: int,
 ) -> Path:
-    """Writes ``folder/step_XXXXXX`` and removes all but the newest ``keep``. ``shards``: what this rank writes; over all ranks
-    the model once. Every rank calls; it returns when all have written.
+    """Writes ``folder/step_XXXXXX`` and removes all but the newest ``keep``.
+
+    ``shards``: what this rank writes; over all ranks they are the model once. Every rank calls; returns when all have written.
     """
     out = checkpoint_folder(folder, step)
     partial = out.with_name(out.name + ".partial")
@@ -52,6 +53,7 @@ def save(
     write_stream(partial / SHARDS, f"rank{rank:05d}", _boxes(optimizer, params, shards))
     dist.barrier()
     if rank == 0:
+        # state.json comes last and the rename makes the checkpoint visible: a crash at any point leaves the older ones.
         (partial / "state.json").write_text(json.dumps({"step": step, **state}, indent=2) + "\n")
         if out.exists():
             shutil.rmtree(out)
@@ -68,6 +70,7 @@ def _boxes(
     by_param = _by_param(shards)
     for name, state, tensor in optimizer_state.collect(optimizer, params):
         for shard in by_param.get(name, ()):
+            # a copy, so that a box that waits to be written does not keep the whole parameter in memory
             yield box_key(state, shard.tensor, shard.box), tensor[shard.at.slices].clone()
 
 

@@ -1,4 +1,4 @@
-"""Names of checkpoints on disk; no Megatron, so that a run can be checked before it is started."""
+"""Finds checkpoints on disk. Imports no Megatron, so that a run can be checked before it starts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ def checkpoint_folder(parent: Path, step: int) -> Path:
 
 
 def finished(parent: Path) -> list[Path]:
-    """The finished checkpoints below a folder, oldest first."""
+    """Returns the finished checkpoints in a folder, oldest first."""
     found = (path for path in parent.glob("step_*") if path.suffix != ".partial" and (path / "state.json").exists())
     return sorted(found)
 
 
 def newest(parent: Path) -> Path:
-    """Raises ValueError if there is none."""
+    """Returns the newest finished checkpoint in a folder. Raises ValueError if there is none."""
     found = finished(parent)
     if not found:
         raise ValueError(f"train.resume = true, but {parent} has no finished checkpoint; start without it")

@@ -1,4 +1,4 @@
-"""Small values between ranks, without pickle."""
+"""Sends small values between ranks without pickle."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 
 def broadcast_json(value: Any, *, source: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
-    """``source``'s value, on every rank; the others' is not read. Anything that JSON carries (floats come through exactly).
+    """Returns ``source``'s value on every rank; the value of the others is not read.
 
-    ``group`` has all ranks, and works on tensors of ``device``; by default it is torch's own.
+    The value is anything that JSON carries; floats arrive exactly. ``group`` has all ranks and works on tensors of ``device``;
+    by default it is torch's own. Every rank calls.
     """
     if dist.get_world_size() == 1:
         return value

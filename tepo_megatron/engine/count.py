@@ -1,4 +1,4 @@
-"""The real Megatron model of every (tp, pp) rank, built without memory and without a world, and its parameters counted.
+"""Builds the real Megatron model of every (tp, pp) rank, without memory and without a world, and counts its parameters.
 
     python -m tepo_megatron.engine.count < REQUEST.json
 
@@ -27,8 +27,9 @@ from tepo_megatron.engine.platform import Platform, select_platform
 
 
 def count_parameters(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
-    """Parameters of each rank, ``[pp_rank][tp_rank]``, of the first data-parallel copy. Joins and leaves a world of torch's
-    ``fake`` backend for each rank, so this process must not be in a world already.
+    """Counts the parameters of each rank of the first data-parallel copy, ``[pp_rank][tp_rank]``.
+
+    Joins and leaves a world of torch's ``fake`` backend for each rank, so that this process must not be in a world already.
     """
     engine = EngineConfig(platform="cpu", parallel=parallel)
     platform = select_platform(engine)
@@ -40,7 +41,7 @@ def count_parameters(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int
 
 
 def _count_rank(spec: ModelSpec, engine: EngineConfig, platform: Platform, rank: int) -> int:
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend; torch has no public door to it
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend; torch has no public way to it
 
     parallel = engine.parallel
     world = parallel.world_size

@@ -1,10 +1,10 @@
-"""The trainer, as the loop sees it: score, update, stream weights, save, load."""
+"""The trainer, as the loop sees it: score, update, give weights, save, load."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,8 +18,9 @@ from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatro
 from tepo_megatron.bridge.reshard.plan import reshard_plan
 from tepo_megatron.bridge.storage.files import write_model
 from tepo_megatron.bridge.transfer.fingerprint import fingerprint
-from tepo_megatron.bridge.transfer.gather import gather_to_root, sources, written_by
+from tepo_megatron.bridge.transfer.gather import gather_sources, gather_to_root, shards_to_write
 from tepo_megatron.bridge.transfer.sender import ShardSender
+from tepo_megatron.bridge.transfer.transport import TransportName
 from tepo_megatron.config import RunConfig
 from tepo_megatron.engine import checkpoint, fp8, parallel
 from tepo_megatron.engine.batch import broadcast, pack
@@ -29,10 +30,10 @@ from tepo_megatron.engine.fp8_weights import PlainWeights, load_weights
 from tepo_megatron.engine.layers import choose_layers
 from tepo_megatron.engine.model import build_model, transformer_config
 from tepo_megatron.engine.moe import check_parallel, gathers_tokens
-from tepo_megatron.engine.offload import Occupied, Residence
+from tepo_megatron.engine.noise import measure_noise
+from tepo_megatron.engine.offload import Offloader
 from tepo_megatron.engine.optimizer import build_optimizer, build_schedule
 from tepo_megatron.engine.optimizer_state import set_master
-from tepo_megatron.engine.placement import choose_transport, shared_gpus, this_machine
 from tepo_megatron.engine.platform import select_platform
 from tepo_megatron.engine.score import score
 from tepo_megatron.engine.step import StepObjective, UpdateResult, finalize_gradients, update
@@ -53,9 +54,12 @@ class TensorMeta:
 class Engine:
     """Model, optimizer and objective on this rank. Every rank makes one, and calls every method in the same order."""
 
-    def __init__(self, config: RunConfig, model_dir: Path, objective: StepObjective | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, model_dir: Path, objective: StepObjective | None = None, *, shares_gpus: bool = False
+    ) -> None:
         """Builds process groups, model and optimizer. Weights come from ``config.model.shards`` where it is set, else from
-        ``model_dir``, a Hugging Face folder. ``objective`` replaces the config's.
+        ``model_dir``, a Hugging Face folder. ``objective`` replaces the config's. ``shares_gpus``: rollout servers run on the
+        trainer's GPUs, and the two take turns (:meth:`offload`).
 
         Raises ValueError for a model that does not fit the parallel layout or a folder that is not the model that it describes.
         """
@@ -75,7 +79,7 @@ class Engine:
             tp=layout.tp, pp=layout.pp, dp=layout.dp, fused_norms=self.layers.fused_norms, ep=layout.ep, etp=layout.etp
         )
         self.layouts = megatron_ranks(self.spec, self.split)
-        self.sources = sources(self.layouts)
+        self.sources = gather_sources(self.layouts)
         self.forward = Forward(
             ranks=self.ranks,
             platform=self.platform,
@@ -85,13 +89,16 @@ class Engine:
             score_backend=config.engine.score_backend,
             token_multiple=fp8.token_multiple(config.engine),
             gathers_tokens=gathers_tokens(layout, self.platform),
+            entropy_slope=self.objective.needs_entropy_slope,
         )
         with self.platform.megatron():
             self._build()
         self.reference = self._build_reference() if self.objective.needs_reference else None
         self.updates = 0
+        self.entropy_noise = 0.0
+        """The 99th percentile of the entropies' noise as last measured, in nats; 0 before."""
         self.host_group = parallel.host_group(self.platform)
-        self.residence = self._make_residence() if self.shares_gpus else None
+        self.offloader = self._make_offloader() if shares_gpus else None
 
     def _build(self) -> None:
         config = self.config
@@ -125,20 +132,31 @@ class Engine:
 
     # -- the algorithm ---------------------------------------------------------------------------------------------------
 
-    def share(self, rollouts: list[Rollout] | None) -> Batch:
-        """Rank 0's rollouts as one packed batch with advantages, on every rank."""
+    def batch_from_root(self, rollouts: list[Rollout] | None) -> Batch:
+        """Rank 0's rollouts as one packed batch with advantages, on every rank. Every rank calls; only rank 0's are read."""
         batch = broadcast(None if rollouts is None else pack(rollouts), self.platform.device)
         return batch.with_(advantages_S=self.objective.advantages(batch))
 
     def score(self, batch: Batch) -> Batch:
-        """Adds log-probs and entropies of the policy as it stands (and log-probs of the reference, where the objective
-        asks).
+        """Adds log-probs and entropies of the policy as it stands (and log-probs of the reference, where the objective asks).
+
+        They are computed in the very micro-batches that ``update`` of the same batch will use. Every rank calls.
         """
         scores = score(self.forward, self.model, batch)
         batch = batch.with_(old_logprobs_T=scores.logprob, old_entropy_T=scores.entropy)
         if self.reference is not None:
             batch = batch.with_(reference_logprobs_T=score(self.forward, self.reference, batch).logprob)
         return batch
+
+    def measure_noise(self, batch: Batch) -> dict[str, float]:
+        """Measures how far scores of the same weights differ by a token's place (``engine/noise.py``): quantiles, for metrics
+        and for the objective's tolerance.
+
+        ``batch`` is a step's, not yet divided. Every rank calls; all get the same.
+        """
+        found = measure_noise(self.forward, self.model, batch, self.config.engine.noise_sequences)
+        self.entropy_noise = found["entropy/noise/p99"]
+        return found
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
         """The natural-log probability of every token of ``prompt`` but the first, under temperature 1, on every rank."""
@@ -149,29 +167,36 @@ class Engine:
 
     def update(self, batch: Batch) -> UpdateResult:
         """One optimizer step on a mini-batch that ``score`` has seen."""
-        result = update(self.forward, self.ddp, self.optimizer, self.schedule, self.objective, batch)
+        result = update(
+            self.forward, self.ddp, self.optimizer, self.schedule, self.objective, batch, entropy_noise=self.entropy_noise
+        )
         self.updates += 1
         return result
 
     # -- memory on GPUs that the servers use too -------------------------------------------------------------------------
 
-    @property
-    def shares_gpus(self) -> bool:
-        """Whether rollout servers run on the trainer's GPUs, and the two take turns."""
-        return self.config.rollout.server.placement == "colocated" and self.config.rollout.replay is None
-
-    def _make_residence(self) -> Residence:
+    def _make_offloader(self) -> Offloader:
         frozen = [] if self.reference is None else [self.reference]
-        meet = partial(dist.barrier, self.host_group)
-        return Residence(self.model, self.ddp, self.optimizer, self.platform.device, meet, frozen)
+        barrier = partial(dist.barrier, self.host_group)
+        return Offloader(self.model, self.ddp, self.optimizer, self.platform.device, barrier, frozen)
 
-    def occupy(self, what: Occupied) -> None:
-        """Brings so much of the trainer onto the GPU and takes the rest away; does nothing where no server shares it.
+    def onload(self) -> None:
+        """Brings weights, optimizer states and gradients onto the GPU, for scores, updates and checkpoints.
 
-        Sending and the canary need the weights, scores, updates and checkpoints all of it. Every rank calls.
+        Every rank calls this and the next two; they do nothing where no server shares the GPUs.
         """
-        if self.residence is not None:
-            self.residence.occupy(what)
+        if self.offloader is not None:
+            self.offloader.onload_only("everything")
+
+    def onload_weights_only(self) -> None:
+        """Brings the weights onto the GPU, for sending them and for the canary, and offloads everything else to the host."""
+        if self.offloader is not None:
+            self.offloader.onload_only("weights")
+
+    def offload(self) -> None:
+        """Offloads everything to the host, so that the GPUs are the servers'."""
+        if self.offloader is not None:
+            self.offloader.onload_only("nothing")
 
     def memory(self) -> dict[str, float]:
         """GiB for the metrics, of the GPU with the most: the allocator's peak since the last call, and the most that the host
@@ -179,17 +204,17 @@ class Engine:
         """
         if self.platform.kind == "cpu":
             return {}
-        away = 0 if self.residence is None else self.residence.most_offloaded
-        most = torch.tensor([torch.cuda.max_memory_allocated(), away])
+        offloaded = 0 if self.offloader is None else self.offloader.most_offloaded
+        most = torch.tensor([torch.cuda.max_memory_allocated(), offloaded])
         torch.cuda.reset_peak_memory_stats()
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.host_group)
         return dict(zip(("memory/peak_gib", "memory/offloaded_gib"), (most / 2**30).tolist(), strict=True))
 
     # -- weights ---------------------------------------------------------------------------------------------------------
 
-    def version(self, step: int) -> WeightsVersion:
+    def weights_version(self, step: int) -> WeightsVersion:
         """The step, and the digest of the weights as they stand: the same on every rank. Every rank calls."""
-        own = fingerprint(written_by(self.sources, self.ranks.rank), PlainWeights(self.params))
+        own = fingerprint(shards_to_write(self.sources, self.ranks.rank), PlainWeights(self.params))
         total = torch.tensor(own - 2**64 * (own >= 2**63), device=self.platform.device)
         dist.all_reduce(total)  # int64 wraps around: modulo 2^64
         return WeightsVersion(step, f"{int(total) % 2**64:016x}")
@@ -204,24 +229,25 @@ class Engine:
         """Full tensors under their Hugging Face names, on rank 0; None elsewhere. Every rank must exhaust it."""
         return gather_to_root(self.sources, self.layouts[0].shapes, PlainWeights(self.params))
 
-    @cached_property
-    def sender(self) -> ShardSender:
-        """This rank's end of the way from shard to shard. Every rank makes it, on first use.
+    def make_shard_sender(
+        self, servers: VllmParallel, *, local: Mapping[int, int], dtype: torch.dtype, transport: TransportName, timeout_s: float
+    ) -> ShardSender:
+        """This rank's end of weight updates from shard to shard. Every rank calls, without communication.
+
+        ``servers`` is how the servers split the model, ``local`` maps a worker (numbered over all servers) to the trainer rank
+        on the same GPU, ``dtype`` is that of the servers' weights, ``transport`` how they travel. ``timeout_s`` in seconds.
 
         Raises ValueError where vLLM could not split the model over the workers of a server.
         """
-        server = self.config.rollout.server
-        servers = VllmParallel(tp=server.tp, replicas=server.count)
-        plan = reshard_plan(self.spec, self.split, servers, shared_gpus(self.config))
         return ShardSender(
-            plan,
+            reshard_plan(self.spec, self.split, servers, local),
             PlainWeights(self.params),
             rank=self.ranks.rank,
-            dtype=getattr(torch, server.served_dtype(self.config.model.dtype)),
-            told=self.told,
-            timeout_s=server.transfer_timeout_s,
+            dtype=dtype,
+            broadcast_from_root=self.broadcast_from_root,
+            timeout_s=timeout_s,
             device=self.platform.device,
-            transport=choose_transport(self.config, this_machine()),
+            transport=transport,
         )
 
     def export(self, out: Path) -> None:
@@ -243,12 +269,12 @@ class Engine:
             state={
                 "updates": self.updates,
                 "model": str(self.model_dir.resolve()),
-                "weights_digest": self.version(step).digest,
+                "weights_digest": self.weights_version(step).digest,
                 **state,
             },
             optimizer=self.optimizer,
             params=self.params,
-            shards=written_by(self.sources, self.ranks.rank),
+            shards=shards_to_write(self.sources, self.ranks.rank),
             keep=self.config.train.keep_checkpoints,
         )
 
@@ -260,7 +286,7 @@ class Engine:
         self.schedule.step(increment=self.updates)
         return state
 
-    def told(self, value: T) -> T:
+    def broadcast_from_root(self, value: T) -> T:
         """Rank 0's value, on every rank: anything that JSON carries. Every rank calls; only rank 0's argument is read.
 
         The others wait for as long as rank 0 takes to sample, and do so on the host: a GPU that waits is not free for a server.

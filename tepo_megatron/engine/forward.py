@@ -1,4 +1,4 @@
-"""A batch through Megatron's schedule: what scoring and updating have in common."""
+"""Runs a batch through Megatron's schedule; scoring and updating both use it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from tepo_megatron.vocab_parallel import logprob_and_entropy
 from tepo_megatron.vocab_parallel.backend import BackendName
 
 LossFunction = Callable[[TokenScores, Batch], tuple[Tensor, dict[str, Any]]]
-"""Scores and micro-batch → the scalar to differentiate (its sum over micro-batches and ranks is the loss) and what to keep."""
+"""(scores, micro-batch) → (scalar to differentiate, values to keep). The loss is the sum of the scalars over micro-batches and
+ranks.
+"""
 
 
 @dataclass(frozen=True)
 class Forward:
-    """How this run turns a packed micro-batch into token scores."""
+    """Turns packed micro-batches into token scores, with the settings of this run."""
 
     ranks: Ranks
     platform: Platform
@@ -34,22 +36,25 @@ class Forward:
     micro_batch_tokens: int
     score_backend: BackendName
     token_multiple: int
-    """Micro-batches are padded to a multiple of so many tokens: sequence parallelism splits them evenly, FP8 wants 16 or so."""
+    """Micro-batches are padded to a multiple of this: sequence parallelism splits tokens evenly, FP8 needs 16 or more."""
 
     gathers_tokens: bool = False
-    """Ranks that share experts gather their tokens, and pad micro-batches to one length for it (``engine/moe.py``)."""
+    """Whether ranks that share experts gather their tokens, which needs micro-batches of one length (``engine/moe.py``)."""
+
+    entropy_slope: bool = False
+    """Whether scores that are trained on have ``TokenScores.entropy_slope``."""
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
-        """This data-parallel rank's share of the batch, as lists of sequence numbers."""
+        """Returns this data-parallel rank's micro-batches, as lists of sequence numbers."""
         lengths = batch.lengths_S.tolist()
         return partition(lengths, ranks=self.ranks.dp, max_tokens=self.micro_batch_tokens)[self.ranks.dp_rank]
 
     def run(
         self, model: torch.nn.Module, batch: Batch, micro_batches: Sequence[Sequence[int]], loss: LossFunction, *, train: bool
     ) -> list[dict[str, Any]]:
-        """Forward, and backward if ``train``, over this rank's micro-batches.
+        """Runs forward, and backward if ``train``, over this rank's micro-batches.
 
-        Every rank calls. Returns what ``loss`` kept, per micro-batch, on the last pipeline stage; elsewhere an empty list.
+        Every rank calls. Returns what ``loss`` kept of each micro-batch on the last pipeline stage, elsewhere an empty list.
         """
         members = [batch.select(sequences) for sequences in micro_batches]
         # The stages of a pipeline exchange activations of one length, so there all micro-batches are padded alike.
@@ -61,11 +66,11 @@ class Forward:
         padded = [pad_to(micro, size) for micro, size in zip(members, sizes, strict=True)]
         with self.platform.megatron():
             return get_forward_backward_func()(
-                forward_step_func=lambda data, module: self._step(next(data), module, loss),
+                forward_step_func=lambda data, module: self._step(next(data), module, loss, train=train),
                 data_iterator=enumerate(padded),
                 model=[model],
                 num_microbatches=len(padded),
-                seq_length=sizes[0],
+                seq_length=sizes[0],  # a packed micro-batch is one sequence to Megatron; stages size their buffers by it
                 micro_batch_size=1,
                 forward_only=not train,
             )
@@ -74,7 +79,7 @@ class Forward:
         return -(-tokens // self.token_multiple) * self.token_multiple
 
     def _step(
-        self, numbered: tuple[int, Batch], model: torch.nn.Module, loss: LossFunction
+        self, numbered: tuple[int, Batch], model: torch.nn.Module, loss: LossFunction, *, train: bool
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
         number, micro = numbered
         longest = int(micro.lengths_S.max())
@@ -83,14 +88,15 @@ class Forward:
 
         def reduce(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             try:
-                value, kept = loss(self._scores(logits[0], micro), micro)
+                value, kept = loss(self._scores(logits[0], micro, train=train), micro)
             except ValueError as error:
                 raise ValueError(f"micro-batch {number}: {error}") from error
+            # Megatron expects (loss, number of tokens to divide by, values to keep); nothing is divided there (engine/step.py)
             return value, torch.zeros((), dtype=torch.int, device=value.device), kept
 
         return output, reduce
 
-    def _scores(self, logits_TVp: Tensor, micro: Batch) -> TokenScores:
+    def _scores(self, logits_TVp: Tensor, micro: Batch, *, train: bool) -> TokenScores:
         return logprob_and_entropy(
             logits_TVp,
             micro.labels_T,
@@ -98,6 +104,7 @@ class Forward:
             temperature=self.temperature,
             vocab_size=self.vocab_size,
             mask_T=micro.loss_mask_T,
-            inplace_backward=True,
+            inplace_backward=True,  # nothing reads the logits after the loss
+            entropy_slope=train and self.entropy_slope,
             backend=self.score_backend,
         )

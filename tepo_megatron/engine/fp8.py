@@ -1,5 +1,5 @@
-"""FP8: our section of the config as the fields of Megatron-Core's three configs, what it needs of GPU, Transformer Engine and
-model, and how micro-batches are padded for it.
+"""Translates the section ``engine.fp8`` to Megatron-Core's three configs, and checks what FP8 needs of GPU, Transformer Engine,
+model and micro-batches.
 
 Everything here is decided in Python, from values that are passed in, so that a CPU tests it. Sources: Megatron-Core 0.16.1's
 ``fp8_utils.get_fp8_recipe`` and ``get_fp8_align_size``; Transformer Engine's own checks in ``pytorch/quantization.py``.
@@ -18,13 +18,13 @@ from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.config import EngineConfig, Fp8Config, ParallelConfig
 
 Capability = tuple[int, int]
-"""(major, minor) of ``torch.cuda.get_device_capability``."""
+"""Compute capability of a GPU: (major, minor), as ``torch.cuda.get_device_capability`` returns it."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a recipe asks for. ``multiple``: widths of the layers' matrix products; ``tokens``: tokens of a micro-batch.
-    ``gathered``: the hidden size under sequence parallelism.
+    """What a recipe needs. Widths of the layers' matrix products must be multiples of ``multiple``, tokens of a micro-batch of
+    ``tokens``, and under sequence parallelism the hidden size of ``gathered``.
 
     ``cuda``: the CUDA that torch was built for, on GPUs of capability ``cuda_up_to`` and less (None: on all). ``below``: from
     this capability on there are no such kernels. ``probe``: where Transformer Engine answers for itself.
@@ -71,11 +71,13 @@ NEEDS = {
         tokens=32,
     ),
 }
-"""Of every recipe. TE versions are those that Megatron-Core asks for; it is made for 2.9 to 2.11, which have them all."""
+"""The needs of every recipe. The versions of Transformer Engine are those that Megatron-Core requires; it is made for 2.9 to
+2.11, which have all recipes.
+"""
 
 
 def layer_options(fp8: Fp8Config) -> dict[str, Any]:
-    """Fields of Megatron's ``TransformerConfig``. The embedding and the head are outside its FP8 context and stay bfloat16."""
+    """Returns fields of Megatron's ``TransformerConfig``. Embedding and head are outside its FP8 context and stay bfloat16."""
     if not fp8.enabled:
         return {"fp8": None}
     return {
@@ -92,7 +94,7 @@ def layer_options(fp8: Fp8Config) -> dict[str, Any]:
 
 
 def gather_options(fp8: Fp8Config) -> dict[str, Any]:
-    """Fields of Megatron's ``DistributedDataParallelConfig``: FP8 weights travel over the data-parallel ranks as they are.
+    """Returns fields of Megatron's ``DistributedDataParallelConfig``: FP8 weights are gathered over data-parallel ranks as FP8.
 
     MXFP8 weights cannot be: their two copies are quantised from bfloat16, which is gathered in the gradients' buffer.
     """
@@ -100,7 +102,7 @@ def gather_options(fp8: Fp8Config) -> dict[str, Any]:
 
 
 def optimizer_options(fp8: Fp8Config) -> dict[str, Any]:
-    """Fields of Megatron's ``OptimizerConfig``, by which the distributed optimizer makes FP8 weights of its fp32 masters."""
+    """Returns fields of Megatron's ``OptimizerConfig``: the distributed optimizer casts its fp32 masters to FP8 weights."""
     return {
         "fp8_recipe": fp8.recipe if fp8.params else None,
         "reuse_grad_buf_for_mxfp8_param_ag": fp8.params and fp8.recipe == "mxfp8",
@@ -108,21 +110,21 @@ def optimizer_options(fp8: Fp8Config) -> dict[str, Any]:
 
 
 def token_multiple(engine: EngineConfig) -> int:
-    """What the tokens of a micro-batch are padded to a multiple of, so that each rank's share of them suits FP8."""
+    """Returns the number whose multiples micro-batches are padded to, so that each rank's share of the tokens suits FP8."""
     ranks = engine.parallel.tp if engine.parallel.sequence_parallel else 1
     return ranks * (NEEDS[engine.fp8.recipe].tokens if engine.fp8.enabled else 1)
 
 
 def check_gpu(fp8: Fp8Config, *, capability: Capability, te: str, cuda: str) -> None:
-    """Refuses a recipe that this GPU, Transformer Engine (its version) or CUDA (torch's) has not, before anything is started.
+    """Checks that this GPU, the version of Transformer Engine and torch's CUDA have the recipe, before anything starts.
 
-    Raises ValueError that names what is there and what is needed.
+    Raises ValueError with what is there and what is needed.
     """
     if not fp8.enabled:
         return
     needs, asked = NEEDS[fp8.recipe], f"engine.fp8.recipe = {fp8.recipe}"
     here = f"{capability[0]}.{capability[1]}"
-    if Version(te) < Version(f"{needs.te}.dev0"):
+    if Version(te) < Version(f"{needs.te}.dev0"):  # a development build of the version has it already
         raise ValueError(
             f"{asked} is unknown to the installed Transformer Engine {te}, {needs.te} or newer is needed; upgrade it, or "
             f"choose one of {_known_to(te)}"
@@ -161,7 +163,7 @@ def _possible_on(capability: Capability) -> str:
 
 
 def ask_transformer_engine(fp8: Fp8Config) -> None:
-    """Transformer Engine's own answer for this GPU, which also looks at cuBLAS. Raises ValueError with its reason."""
+    """Asks Transformer Engine itself, which also looks at cuBLAS. Raises ValueError with its reason if it refuses."""
     if not fp8.enabled:
         return
     state = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
@@ -171,7 +173,7 @@ def ask_transformer_engine(fp8: Fp8Config) -> None:
 
 
 def check_model(fp8: Fp8Config, spec: ModelSpec, parallel: ParallelConfig) -> None:
-    """Refuses a model whose layers FP8 matrix products cannot compute under this layout, and layers in bf16 beyond the model.
+    """Checks that FP8 matrix products can compute the model's layers in this layout, and the layers that stay in bfloat16.
 
     The vocabulary is free: embedding and head are not in FP8. Raises ValueError with every width that does not fit.
     """
@@ -205,7 +207,7 @@ def check_model(fp8: Fp8Config, spec: ModelSpec, parallel: ParallelConfig) -> No
 
 
 def _widths(spec: ModelSpec, parallel: ParallelConfig) -> Iterator[tuple[str, int]]:
-    """The sizes of the layers' weights on a rank, each name once."""
+    """Yields the widths of the layers' weights on a rank, each with its name."""
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     mlp_ranks = parallel.tp if spec.experts is None or parallel.etp is None else parallel.etp
     yield "hidden size", spec.hidden_size

@@ -1,6 +1,6 @@
-"""Weights that Transformer Engine keeps in FP8 (``engine.fp8.params``), for the bridge, which reads and writes plain tensors.
+"""Gives the bridge plain tensors where Transformer Engine keeps weights in FP8 (``engine.fp8.params``).
 
-Such a parameter says that it is bfloat16, holds FP8 and scales, and can only be read and written whole.
+The dtype of such a parameter is bfloat16, but it holds FP8 and scales, and can only be read and written as a whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tepo_megatron.bridge.storage.files import load_into
 
 
 class PlainWeights(Mapping[str, Tensor]):
-    """Parameters as plain tensors, to be read: those in FP8 as the values that they stand for, made anew at each access."""
+    """A read-only view of parameters as plain tensors; those in FP8 are dequantised at each access."""
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self._params = params
@@ -34,9 +34,11 @@ class PlainWeights(Mapping[str, Tensor]):
 
 
 def load_weights(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``bridge.storage.files.load_into``, also for parameters in FP8. Returns for these, on the CPU, the values
-    before the rounding to FP8: what their masters must start from.
+    """Loads weights as ``bridge.storage.files.load_into`` does, also into parameters in FP8.
+
+    Returns, for the parameters in FP8, the values before rounding, on the CPU: their fp32 masters must start from these.
     """
+    # The bridge writes parts of a parameter, and one in FP8 takes only the whole: it is read into a plain tensor first.
     unrounded = {name: torch.empty(param.shape, dtype=param.dtype) for name, param in params.items() if is_float8tensor(param)}
     load_into(folder, layout, {**params, **unrounded})
     with torch.no_grad():

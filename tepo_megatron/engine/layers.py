@@ -1,7 +1,7 @@
-"""The one choice of layers, Transformer Engine's or Megatron-Core's own, and everything that follows from it.
+"""Chooses the layers, Transformer Engine's or Megatron-Core's own, and everything that follows from the choice.
 
-Made once, before any process group, by the config and by what is installed. Nothing else of the engine asks which platform it
-is on to know what its layers are.
+It is made once, before any process group, by the config and by what is installed. No other file decides anything about layers
+by looking at the platform.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tepo_megatron.engine.platform import Platform
 
 @dataclass(frozen=True)
 class Layers:
-    """Which layers, and what is installed that they can use."""
+    """The kind of layers, and the installed packages that they can use."""
 
     kind: Literal["te", "local"]
     packages: Packages = NO_PACKAGES
 
     @property
     def fused_norms(self) -> bool:
-        """Transformer Engine keeps the weights of two norms inside the linears behind them; the bridge must look there."""
+        """Whether the weights of two norms are inside the linears that follow, where the bridge must then look for them."""
         return self.kind == "te"
 
 
@@ -42,10 +42,10 @@ LOCAL = Layers("local")
 
 
 def choose_layers(config: EngineConfig, platform: Platform) -> Layers:
-    """The config's choice, checked against this machine (and against its GPU, for FP8). Every rank calls; no communication.
+    """Returns the config's layers, after checking that this machine (for FP8, its GPU) has them. No communication.
 
-    Raises RuntimeError where Transformer Engine should be there and cannot be imported, ValueError where there is no GPU for
-    what is asked, or its GPU has not the FP8 recipe.
+    Raises RuntimeError if Transformer Engine is needed and cannot be imported, ValueError if a GPU is needed and missing, or
+    does not have the FP8 recipe.
     """
     packages = installed_packages()
     problem = import_problem() if platform.kind == "cuda" and config.layers != "local" else None
@@ -58,7 +58,7 @@ def choose_layers(config: EngineConfig, platform: Platform) -> Layers:
 
 
 def decide(config: EngineConfig, platform: Literal["cpu", "cuda"], te_problem: str | None) -> Literal["te", "local"]:
-    """``te`` or ``local``. ``te_problem``: why Transformer Engine cannot be imported, None if it can. Raises as above."""
+    """Returns ``te`` or ``local``. ``te_problem``: why Transformer Engine cannot be imported, or None. Raises as above."""
     if platform == "cpu":
         for asked, name in ((config.layers == "te", "engine.layers = te"), (config.fp8.enabled, "engine.fp8")):
             if asked:
@@ -79,10 +79,10 @@ def decide(config: EngineConfig, platform: Literal["cpu", "cuda"], te_problem: s
 
 
 def import_problem() -> str | None:
-    """Why ``transformer_engine.pytorch`` cannot be imported, None if it can.
+    """Returns why ``transformer_engine.pytorch`` cannot be imported, None if it can.
 
     Megatron-Core tries the same import and would silently do without; a wrong build fails with more than ImportError (missing
-    libraries, its own assertions), and each of them is the user's answer.
+    libraries, its own assertions), and each of them is what the user must see.
     """
     try:
         importlib.import_module("transformer_engine.pytorch")
@@ -92,7 +92,7 @@ def import_problem() -> str | None:
 
 
 def kernel_options(layers: Layers) -> dict[str, Any]:
-    """Fields of ``TransformerConfig``: which fused kernels are switched on.
+    """Returns the fields of ``TransformerConfig`` that switch fused kernels on.
 
     There is no masked softmax outside Transformer Engine's attention, and neither bias nor dropout beside the residual, so the
     fusions for these stay off. Adding weight gradients inside the matrix product needs apex' extension also in the head.
@@ -109,7 +109,7 @@ def kernel_options(layers: Layers) -> dict[str, Any]:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's norm in Megatron's place for one; marking the weight is all that sequence parallelism needs of it."""
+    """torch's RMSNorm with the constructor that Megatron expects; sequence parallelism only needs its weight marked."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -118,7 +118,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def layer_spec(config: TransformerConfig, layers: Layers) -> ModuleSpec | TransformerBlockSubmodules:
-    """Transformer Engine's layers, or Megatron's local ones with our packed attention and norm."""
+    """Returns the spec of Transformer Engine's layers, or of Megatron's local ones with our packed attention and norm."""
     if layers.kind == "te":
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm

@@ -1,4 +1,4 @@
-"""From a Hugging Face spec to this rank's part of a Megatron GPTModel."""
+"""Builds this rank's part of a Megatron GPTModel from a Hugging Face spec."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tepo_megatron.engine.platform import Platform
 def transformer_config(
     spec: ModelSpec, model: ModelConfig, engine: EngineConfig, platform: Platform, layers: Layers
 ) -> TransformerConfig:
-    """Megatron's config of this model. Loss scaling is switched off here and explained in ``engine/step.py``."""
+    """Returns Megatron's config of this model. It switches loss scaling off, as ``engine/step.py`` explains."""
     dtype = getattr(torch, model.dtype)
     recompute_options: dict[str, dict[str, Any]] = {
         "none": {},
@@ -52,7 +52,7 @@ def transformer_config(
         # The random weights are overwritten, but drawing them is where Megatron marks which parameters are tensor-parallel.
         perform_initialization=True,
         use_cpu_initialization=platform.kind == "cpu",
-        calculate_per_token_loss=True,
+        calculate_per_token_loss=True,  # Megatron sums and does not divide: engine/step.py
         **recompute_options[engine.recompute],
         **kernel_options(layers),
         **fp8.layer_options(engine.fp8),
@@ -62,7 +62,7 @@ def transformer_config(
 
 @torch.no_grad()  # or else Transformer Engine keeps the random weights of FP8 parameters, to make masters of
 def build_model(spec: ModelSpec, config: TransformerConfig, ranks: Ranks, layers: Layers) -> GPTModel:
-    """This rank's part, with weights not yet loaded. Every rank calls (no communication)."""
+    """Builds this rank's part of the model; its weights are loaded later. Every rank calls (no communication)."""
     return GPTModel(
         config,
         layer_spec(config, layers),

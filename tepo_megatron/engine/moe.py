@@ -1,4 +1,4 @@
-"""Mixture-of-experts models: what Megatron must be told of them, and what it could not do right."""
+"""Mixture-of-experts models: Megatron's options for them, checks, and the router that replaces Megatron's on a CPU."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from tepo_megatron.engine.platform import Platform
 
 
 class Float32Router(TopKRouter):  # type: ignore[misc]  # Megatron's types are not followed
-    """Megatron's router where Transformer Engine is not there: its own function for the logits then fails by name."""
+    """Megatron's router for machines without Transformer Engine, where Megatron's function for the logits raises NameError."""
 
     def gating(self, input: Tensor) -> Tensor:
-        """Hidden states […, hidden] → logits […, experts], computed in fp32 whatever the weights' dtype."""
+        """Computes logits […, experts] from hidden states […, hidden], in fp32 whatever the weights' dtype."""
         return linear(input.float(), self.weight.float())
 
 
 def moe_options(spec: ModelSpec, parallel: ParallelConfig, platform: Platform, *, grouped: bool) -> dict[str, Any]:
-    """The fields of Megatron's ``TransformerConfig`` that a model with experts needs; none for a dense one. ``grouped``: one
-    grouped matrix product for all experts of a rank (Transformer Engine's), otherwise one MLP after the other.
+    """Returns the fields of Megatron's ``TransformerConfig`` that a model with experts needs; none for a dense one.
 
-    No auxiliary loss, no capacity, no dropped token: an expert takes whatever is routed to it, as in the model that was
-    pretrained, so that trainer and rollout servers agree. A softmax over the logits of the chosen experts is the softmax over
-    all, renormalised.
+    ``grouped``: one grouped matrix product for all experts of a rank (Transformer Engine's), otherwise one MLP after the other.
+    There is no auxiliary loss, no capacity and no dropped token: an expert takes all that is routed to it, as vLLM's does, so
+    that trainer and rollout servers agree.
     """
     if spec.experts is None:
         return {}
@@ -38,6 +37,7 @@ def moe_options(spec: ModelSpec, parallel: ParallelConfig, platform: Platform, *
         "num_moe_experts": spec.experts.count,
         "moe_ffn_hidden_size": spec.ffn_size,
         "moe_router_topk": spec.experts.per_token,
+        # A softmax over the chosen experts' logits alone is the softmax over all, renormalised to sum 1.
         "moe_router_pre_softmax": not spec.experts.renormalize,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
@@ -58,14 +58,14 @@ def check_parallel(spec: ModelSpec, parallel: ParallelConfig) -> None:
 
 
 def gathers_tokens(parallel: ParallelConfig, platform: Platform) -> bool:
-    """Whether the ranks that share experts gather the tokens of all, of which each must then have equally many."""
+    """Whether the ranks that share experts gather each other's tokens; each must then have equally many."""
     return parallel.ep > 1 and platform.kind == "cpu"
 
 
 def largest_in_group(sizes: list[int], device: torch.device) -> list[int]:
-    """The largest of each micro-batch's sizes over the ranks whose tokens are gathered for one set of experts.
+    """Returns, for each micro-batch, the largest size over the ranks whose tokens are gathered for one set of experts.
 
-    Every rank of such a group calls with as many sizes.
+    Every rank of such a group calls, with equally many sizes.
     """
     most = torch.tensor(sizes, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel_state.get_expert_tensor_and_model_parallel_group())

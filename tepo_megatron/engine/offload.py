@@ -1,7 +1,7 @@
-"""The trainer's memory on GPUs that it shares with rollout servers: it leaves for the host, and comes back as it was.
+"""The trainer's memory on GPUs that it shares with rollout servers: offloaded to the host, and onloaded again bit for bit.
 
-What leaves are whole storages, so that all views of them stay what they are: parameters in Megatron's parameter buffer, shards
-of the distributed optimizer, a tied head. While a storage is away its size is 0.
+Whole storages are offloaded, so that all views of them stay what they are: parameters in Megatron's parameter buffer, shards
+of the distributed optimizer, a tied head. An offloaded storage has size 0 on the device.
 """
 
 from __future__ import annotations
@@ -15,73 +15,73 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch import Tensor
 
-Occupied = Literal["everything", "weights", "nothing"]
+OnDevice = Literal["everything", "weights", "nothing"]
 
-_PARTS: dict[Occupied, frozenset[str]] = {
+_PARTS: dict[OnDevice, frozenset[str]] = {
     "everything": frozenset({"weights", "optimizer", "gradients"}),
     "weights": frozenset({"weights"}),
     "nothing": frozenset(),
 }
 
 
-PIECE_BYTES = 2**24
-"""Of host memory: torch pins powers of two only, so that a whole buffer could take twice its size."""
+CHUNK_BYTES = 2**24
+"""Size of a host buffer. torch pins powers of two only, so that one buffer for a whole storage could take twice its size."""
 
 
-class Parking:
-    """Storages of one device that are away together, their bytes in host memory (pinned where the device is a GPU), in pieces.
+class OffloadedStorages:
+    """Storages of one device that are offloaded together; their bytes lie in chunks of host memory (pinned for a GPU).
 
     Host memory is kept for the next time.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._away: list[tuple[Tensor, list[Tensor]]] = []
+        self._offloaded: list[tuple[Tensor, list[Tensor]]] = []
         self._spare: dict[int, list[Tensor]] = {}
 
     @property
     def nbytes(self) -> int:
-        """How much is away."""
-        return sum(piece.nbytes for _, kept in self._away for piece in kept)
+        """Bytes that are offloaded."""
+        return sum(chunk.nbytes for _, kept in self._offloaded for chunk in kept)
 
-    def leave(self, tensors: Iterable[Tensor]) -> None:
+    def offload(self, tensors: Iterable[Tensor]) -> None:
         """Copies the storages of ``tensors`` to the host and frees them; each once, whatever looks at it."""
-        assert not self._away, "they have left already"
+        assert not self._offloaded, "offloaded already"
         for storage in _storages(tensors, self._device).values():
             raw = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
-            pieces = raw.split(PIECE_BYTES)
-            kept = [self._host_memory(piece.numel()).copy_(piece, non_blocking=True) for piece in pieces]
-            self._away.append((raw, kept))
-        self._settle()
-        for raw, _ in self._away:
+            chunks = raw.split(CHUNK_BYTES)
+            kept = [self._host_memory(chunk.numel()).copy_(chunk, non_blocking=True) for chunk in chunks]
+            self._offloaded.append((raw, kept))
+        self._synchronize()
+        for raw, _ in self._offloaded:
             raw.untyped_storage().resize_(0)
 
-    def come_back(self) -> None:
-        """Gives every storage its memory and its bytes back."""
-        for raw, kept in self._away:
-            raw.untyped_storage().resize_(sum(piece.numel() for piece in kept))
-            for place, piece in zip(raw.split(PIECE_BYTES), kept, strict=True):
-                place.copy_(piece, non_blocking=True)
-        self._settle()
-        for piece in (piece for _, kept in self._away for piece in kept):
-            self._spare.setdefault(piece.numel(), []).append(piece)
-        self._away = []
+    def onload(self) -> None:
+        """Gives every storage its device memory and its bytes back."""
+        for raw, kept in self._offloaded:
+            raw.untyped_storage().resize_(sum(chunk.numel() for chunk in kept))
+            for target, chunk in zip(raw.split(CHUNK_BYTES), kept, strict=True):
+                target.copy_(chunk, non_blocking=True)
+        self._synchronize()
+        for chunk in (chunk for _, kept in self._offloaded for chunk in kept):
+            self._spare.setdefault(chunk.numel(), []).append(chunk)
+        self._offloaded = []
 
     def _host_memory(self, size: int) -> Tensor:
         spare = self._spare.get(size)
         return spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
-class Residence:
+class Offloader:
     """Which of weights, optimizer state and gradients is on the device. Every rank has one and calls it in step.
 
     ``model`` is the one that is trained and sent. The optimizer's state is its fp32 masters and moments; masters that are the
     model's parameters themselves count as weights, and ``frozen`` models, which are not sent, as optimizer state. Gradients are
-    not kept: they are zero between updates. ``meet`` returns when all ranks have called it.
+    not kept: they are zero between updates. ``barrier`` returns when all ranks have called it.
     """
 
     def __init__(
@@ -90,43 +90,43 @@ class Residence:
         ddp: DistributedDataParallel,
         optimizer: MegatronOptimizer,
         device: torch.device,
-        meet: Callable[[], None],
+        barrier: Callable[[], None],
         frozen: Iterable[torch.nn.Module] = (),
     ) -> None:
-        self._model, self._ddp, self._optimizer, self._device, self._meet = model, ddp, optimizer, device, meet
+        self._model, self._ddp, self._optimizer, self._device, self._barrier = model, ddp, optimizer, device, barrier
         self._frozen = torch.nn.ModuleList(frozen)
-        self._weights, self._state = Parking(device), Parking(device)
-        self._here = _PARTS["everything"]
+        self._weights, self._state = OffloadedStorages(device), OffloadedStorages(device)
+        self._on_device = _PARTS["everything"]
         self.most_offloaded = 0
-        """Bytes, of all times."""
+        """The most bytes that were ever offloaded at once."""
 
-    def occupy(self, what: Occupied) -> None:
-        """Brings ``what`` onto the device and takes everything else away.
+    def onload_only(self, what: OnDevice) -> None:
+        """Onloads ``what`` and offloads everything else. Every rank calls.
 
-        Nothing comes before all ranks have called, since rank 0 sends the servers to sleep first; and when this returns, all
-        ranks have made the room that they should.
+        Nothing is onloaded before all ranks have called, since rank 0 puts the servers to sleep first; and when this returns,
+        all ranks have offloaded what they should.
         """
-        coming, leaving = _PARTS[what] - self._here, self._here - _PARTS[what]
-        self._here = _PARTS[what]
+        coming, leaving = _PARTS[what] - self._on_device, self._on_device - _PARTS[what]
+        self._on_device = _PARTS[what]
         if "gradients" in leaving:
             self._ddp.offload_grad_buffers(synchronize=self._on_gpu, empty_cache=False)
         if "optimizer" in leaving:
             weights = _storages(_parameters(self._model), self._device)
             state = (tensor for tensor in _state(self._optimizer) if _identity(tensor) not in weights)
-            self._state.leave(chain(state, _parameters(self._frozen)))
+            self._state.offload(chain(state, _parameters(self._frozen)))
             _drop_copies(self._frozen)
         if "weights" in leaving:
-            self._weights.leave(_parameters(self._model))
+            self._weights.offload(_parameters(self._model))
             _drop_copies(self._model)
         self.most_offloaded = max(self.most_offloaded, self._weights.nbytes + self._state.nbytes)
         if leaving and self._on_gpu:
             torch.cuda.empty_cache()
         if coming or leaving:
-            self._meet()
+            self._barrier()
         if "weights" in coming:
-            self._weights.come_back()
+            self._weights.onload()
         if "optimizer" in coming:
-            self._state.come_back()
+            self._state.onload()
         if "gradients" in coming:
             self._ddp.restore_grad_buffers(synchronize=self._on_gpu)
 

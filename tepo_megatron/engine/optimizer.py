@@ -1,4 +1,4 @@
-"""Megatron's optimizer and learning-rate schedule, from our config."""
+"""Builds Megatron's optimizer and learning-rate schedule from our config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tepo_megatron.engine.fp8 import optimizer_options
 def build_optimizer(
     config: OptimizerConfig, model: ModelConfig, fp8: Fp8Config, ddp: DistributedDataParallel
 ) -> MegatronOptimizer:
-    """Adam over fp32 master weights (the parameters themselves if they are fp32). Every rank calls."""
+    """Builds Adam over fp32 master weights (the parameters themselves if they are fp32). Every rank calls."""
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -35,9 +35,9 @@ def build_optimizer(
 
 
 def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer, *, total_steps: int) -> OptimizerParamScheduler:
-    """Linear warm-up, then constant, linear or cosine until ``total_steps`` optimizer steps.
+    """Builds the schedule: linear warm-up, then constant, linear or cosine until ``total_steps`` optimizer steps.
 
-    Step it *before* the optimizer, so that the first update has a learning rate above 0.
+    Call its ``step`` before the optimizer's, so that the first update has a learning rate above 0.
     """
     return OptimizerParamScheduler(
         optimizer,
@@ -45,7 +45,7 @@ def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer, *, tot
         max_lr=config.lr,
         min_lr=config.min_lr,
         lr_warmup_steps=config.warmup_steps,
-        lr_decay_steps=max(total_steps, config.warmup_steps + 1),
+        lr_decay_steps=max(total_steps, config.warmup_steps + 1),  # Megatron asserts that it is more than the warm-up
         lr_decay_style=config.schedule,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,

@@ -1,7 +1,7 @@
-"""Adam's states in the shape of their parameters, whatever the optimizer that holds them.
+"""Reads and writes Adam's states in the shape of their parameters, whichever optimizer holds them.
 
-Megatron keeps them per parameter, or, with the distributed optimizer, as flat ranges over the data-parallel ranks. Here
-both become tensors of a parameter's local shape, so that a checkpoint depends on neither.
+Megatron keeps states per parameter or, with the distributed optimizer, as flat ranges over the data-parallel ranks. Both become
+tensors of a parameter's local shape here, so that a checkpoint does not depend on the optimizer.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
 def _is_parallel_expert(param: torch.nn.Parameter) -> bool:
-    """Whether the parameter's copies are on the expert-data-parallel ranks, not on the data-parallel ones; Megatron's mark."""
+    """Whether the copies of the parameter are on the expert-data-parallel ranks, by Megatron's mark on it."""
     return not getattr(param, "allreduce", True)
 
 
 def _optimizer_of(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> MegatronOptimizer:
-    """Megatron chains one optimizer for the dense weights and, under expert parallelism, one for the experts."""
+    """Returns the parameter's optimizer: Megatron chains one for dense weights and, under expert parallelism, another."""
     if isinstance(optimizer, ChainedOptimizer):
         return optimizer.chained_optimizers[1 if _is_parallel_expert(param) else 0]
     return optimizer
 
 
 def _held(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> tuple[Tensor, slice]:
-    """The fp32 tensor that Adam updates for this parameter, and which flat range of it it is; an empty range if none is
-    here.
+    """Returns the fp32 tensor that Adam updates for this parameter, and the flat range of the parameter that it is.
+
+    The range is empty on a rank that holds none of it.
     """
     if isinstance(optimizer, DistributedOptimizer):
         if param not in optimizer.model_param_group_index_map:
@@ -70,12 +71,13 @@ def collect(optimizer: MegatronOptimizer, params: dict[str, torch.nn.Parameter])
             if value is not None and owned.stop > owned.start:
                 full[owned] = value.detach().float().view(-1)
             if isinstance(inner, DistributedOptimizer):
+                # The ranks' ranges do not overlap and the rest is 0, so that the sum is the whole tensor, exactly.
                 dist.all_reduce(full, group=experts if _is_parallel_expert(param) else dense)
             yield name, state, full.view(param.shape)
 
 
 def restore(optimizer: MegatronOptimizer, param: torch.nn.Parameter, values: dict[str, Tensor], *, updates: int) -> None:
-    """Puts the states (in the parameter's local shape) back, the parameter itself included. No communication."""
+    """Writes the states (in the parameter's local shape) back, and the parameter itself. No communication."""
     inner = _optimizer_of(optimizer, param)
     counts_per_param = isinstance(inner.optimizer, (torch.optim.Adam, torch.optim.AdamW))
     with torch.no_grad():
@@ -94,7 +96,7 @@ def restore(optimizer: MegatronOptimizer, param: torch.nn.Parameter, values: dic
 
 
 def set_master(optimizer: MegatronOptimizer, param: torch.nn.Parameter, value: Tensor) -> None:
-    """Sets what Adam updates for this parameter, on the ranks that hold it, to ``value`` (in the parameter's local shape)."""
+    """Sets the tensor that Adam updates for this parameter to ``value`` (in its local shape), on the ranks that hold it."""
     main, owned = _held(_optimizer_of(optimizer, param), param)
     if owned.stop > owned.start:
         with torch.no_grad():

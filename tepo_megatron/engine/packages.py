@@ -1,17 +1,15 @@
-"""What of the optional GPU packages is installed, and whose fused kernels Megatron-Core will therefore use.
+"""Finds which optional GPU packages are installed, and so whose fused kernels Megatron-Core will use.
 
-Looks at metadata and files, and imports none of them: ``tepo doctor`` asks here too.
+Reads metadata and files, and imports none of the packages; ``tepo doctor`` uses it too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-TE_RANGE = ">=2.9,<2.12"
-"""What Megatron-Core 0.16 is made for."""
+from tepo_megatron.versions import TE_RANGE, installed_version
 
 INSTALL_TE = f"pip install --no-build-isolation 'transformer-engine[pytorch]{TE_RANGE}'"
 WGRAD = "fused_weight_gradient_mlp_cuda"
@@ -20,7 +18,7 @@ WGRAD = "fused_weight_gradient_mlp_cuda"
 
 @dataclass(frozen=True)
 class Packages:
-    """``te``: Transformer Engine's version, None without it. ``apex``: NVIDIA's is there. ``wgrad``: and its extension."""
+    """``te``: version of Transformer Engine, or None. ``apex``, ``wgrad``: whether NVIDIA's apex and its extension exist."""
 
     te: str | None = None
     apex: bool = False
@@ -31,16 +29,13 @@ NO_PACKAGES = Packages()
 
 
 def installed_packages() -> Packages:
-    """What is installed here. Nothing is imported, so a package that cannot be loaded counts as installed."""
-    try:
-        te = metadata.version("transformer-engine")
-    except metadata.PackageNotFoundError:
-        te = None
+    """Returns the packages installed here. Nothing is imported: a package that cannot be loaded counts as installed."""
+    te = installed_version("transformer-engine")
     return Packages(te=te, apex=is_nvidia_apex(package_folder("apex")), wgrad=find_spec(WGRAD) is not None)
 
 
 def package_folder(name: str) -> Path | None:
-    """Where a top-level package lies, without importing it."""
+    """Returns the folder of a top-level package without importing it, or None."""
     spec = find_spec(name)
     places = list(spec.submodule_search_locations or ()) if spec else []
     return Path(places[0]) if places else None
@@ -52,7 +47,7 @@ def is_nvidia_apex(folder: Path | None) -> bool:
 
 
 def adam_kernel(packages: Packages) -> tuple[str, str]:
-    """(whose Adam Megatron-Core takes, why): it tries Transformer Engine's, then apex', then torch's."""
+    """Returns (whose Adam Megatron-Core takes, why): it tries Transformer Engine's, then apex', then torch's."""
     if packages.te is not None:
         return "Transformer Engine's", "it is installed"
     if packages.apex:
@@ -61,7 +56,7 @@ def adam_kernel(packages: Packages) -> tuple[str, str]:
 
 
 def norm_kernel(layers: str) -> tuple[str, str]:
-    """(whose RMSNorm the layers have, why); ``layers`` is ``te`` or ``local``. apex has none that Megatron-Core would take."""
+    """Returns (whose RMSNorm the layers have, why); ``layers`` is ``te`` or ``local``. Megatron-Core takes none of apex."""
     if layers == "te":
         return "Transformer Engine's, fused into the linear that follows", "the layers are Transformer Engine's"
     return "torch's", "the layers are Megatron-Core's own, whose fused norm (apex') is no RMSNorm"

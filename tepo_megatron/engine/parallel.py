@@ -1,4 +1,4 @@
-"""Process groups: one call that makes them, one place that knows this rank's coordinates."""
+"""Makes the process groups, and holds this rank's coordinates in them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tepo_megatron.config import ParallelConfig
 from tepo_megatron.engine.platform import Platform
 
 TIMEOUT = timedelta(minutes=30)
-"""For collectives: ranks other than 0 wait in one while rank 0 collects rollouts."""
+"""Limit of a collective. The other ranks wait in one while rank 0 collects rollouts, so it must be longer than that."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process' place. ``tp_group`` is None when tp is 1."""
+    """The coordinates of this process, and the sizes of the groups. ``tp_group`` is None when tp is 1."""
 
     rank: int
     world: int
@@ -40,8 +40,8 @@ class Ranks:
 
     @property
     def last_stage_root(self) -> int:
-        """The global rank that reports for the last stage (tensor- and data-parallel rank 0 there)."""
-        return self.tp * self.dp * (self.pp - 1)
+        """The global rank of the last stage's tensor- and data-parallel rank 0, which reports for the stage."""
+        return self.tp * self.dp * (self.pp - 1)  # Megatron numbers stages outermost
 
 
 def initialize(config: ParallelConfig, platform: Platform, *, seed: int) -> Ranks:
@@ -83,12 +83,12 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int) -> Rank
 
 
 def host_group(platform: Platform) -> dist.ProcessGroup | None:
-    """A group of all ranks that waits on the host: torch's default one where that is gloo (None). Every rank calls."""
+    """Returns a group of all ranks that waits on the host, or None where torch's default group does. Every rank calls."""
     return None if platform.backend == "gloo" else dist.new_group(backend="gloo", timeout=TIMEOUT)
 
 
 def destroy() -> None:
-    """Leaves the world; safe to call twice. After a failure elsewhere the other ranks may be gone, so nothing is waited for."""
+    """Leaves the world; safe to call twice. It waits for no other rank, since after a failure others may be gone."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Where the trainer runs: CPU with gloo, or CUDA with NCCL."""
+"""Selects where the trainer runs: on a CPU with gloo, or on CUDA with NCCL."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from tepo_megatron.engine import platform_cpu
 
 @dataclass(frozen=True)
 class Platform:
+    """A kind of device, this rank's device, and torch.distributed's backend for it."""
+
     kind: Literal["cpu", "cuda"]
     device: torch.device
     backend: str
 
     def megatron(self) -> contextlib.AbstractContextManager[None]:
-        """The context in which Megatron's code is called."""
+        """Returns the context in which Megatron's code must be called."""
         return platform_cpu.cuda_means_cpu() if self.kind == "cpu" else contextlib.nullcontext()
 
 
 def select_platform(config: EngineConfig) -> Platform:
-    """The platform that the config asks for, made ready (device chosen, or CPU patches installed).
+    """Returns the config's platform, ready for use: the device is set, or the CPU patches are installed.
 
-    Raises RuntimeError where CUDA is asked for and torch sees none.
+    Raises RuntimeError if CUDA is asked for and torch sees no GPU.
     """
     has_gpu = torch.cuda.is_available()
     if config.platform == "cuda" and not has_gpu:

@@ -1,8 +1,8 @@
-"""Megatron-Core on a machine without a GPU: every place where it takes CUDA for granted, answered once.
+"""Makes Megatron-Core run on a machine without a GPU, by patching every place where it requires CUDA.
 
-Upstream has no door for this, so it is the one set of patches of the project (docs/design.md). ``install()`` is called
-explicitly, once per process, before a model is built; nothing is patched on import. Each patch says why it is there, and a
-test leaves it out and expects Megatron to fail, so that a patch that upstream no longer needs is found.
+Upstream has no interface for this. There are no other patches in the project (docs/decisions/005-cpu-patches.md).
+``install()`` is called explicitly, once per process, before a model is built; nothing is patched on import. Each patch says why
+it is there, and a test leaves it out and expects Megatron to fail, so that a patch that upstream no longer needs is found.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-TESTED_MEGATRON = "0.16"
+from tepo_megatron.versions import MEGATRON_LINE, MEGATRON_RANGE, in_range
 
 
 @dataclass(frozen=True)
 class Patch:
-    """``owner.name`` becomes ``replacement``; ``why`` says who asks for it."""
+    """Replaces ``owner.name`` by ``replacement``; ``why`` says what needs it."""
 
     owner: Any
     name: str
@@ -38,7 +38,7 @@ def _random_state(*_: Any, **__: Any) -> torch.Tensor:
 
 
 def patches() -> list[Patch]:
-    """Every patch, in order. Imports megatron.core, changes nothing."""
+    """Returns every patch, in order. Imports megatron.core, and changes nothing."""
     import megatron.core.tensor_parallel.random as megatron_random
 
     return [
@@ -53,7 +53,7 @@ def patches() -> list[Patch]:
 
 
 def install() -> None:
-    """Patches torch.cuda and Megatron in this process. Calling it twice does nothing more.
+    """Patches torch.cuda and Megatron in this process. A second call changes nothing.
 
     Raises RuntimeError on a machine with a GPU, where it would break real CUDA, and for a Megatron-Core version on which
     the patches were not tried.
@@ -63,17 +63,18 @@ def install() -> None:
             "engine.platform = cpu patches torch.cuda, and this machine has a GPU; hide it (CUDA_VISIBLE_DEVICES=)"
         )
     found = version("megatron-core")
-    if not found.startswith(TESTED_MEGATRON + "."):
+    if not in_range(found, MEGATRON_RANGE):
         raise RuntimeError(
-            f"megatron-core {found} was not tried on CPU; install {TESTED_MEGATRON}.x (pip install 'megatron-core~=0.16.1')"
+            f"megatron-core {found} was not tried on CPU; install {MEGATRON_LINE}.x "
+            f"(pip install 'megatron-core{MEGATRON_RANGE}')"
         )
     for patch in patches():
         setattr(patch.owner, patch.name, patch.replacement)
 
 
 class _CudaToCpu(TorchFunctionMode):
-    """Tensors that Megatron makes with a literal ``device="cuda"`` are made on the CPU, and ``Tensor.type()`` answers as its
-    optimizers' type checks expect.
+    """Makes tensors on the CPU that Megatron makes with a literal ``device="cuda"``, and has ``Tensor.type()`` answer what the
+    type checks of its optimizers expect.
     """
 
     def __torch_function__(
@@ -90,6 +91,6 @@ class _CudaToCpu(TorchFunctionMode):
 
 @contextlib.contextmanager
 def cuda_means_cpu() -> Iterator[None]:
-    """Around calls into Megatron that make tensors on a literal "cuda"."""
+    """A context for calls into Megatron that make tensors on a literal "cuda"."""
     with _CudaToCpu():
         yield

@@ -1,7 +1,8 @@
-"""Log-probabilities and entropies of the policy as it stands, for every token of a batch."""
+"""Computes log-probs and entropies of every token of a batch under the current weights."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,16 +14,29 @@ from tepo_megatron.types import Batch, TokenScores
 
 
 def score(forward: Forward, model: torch.nn.Module, batch: Batch) -> TokenScores:
-    """Scores of the whole batch, detached, the same on every rank; 0 outside the loss mask. Every rank calls."""
+    """Scores the whole batch; detached, the same on every rank, 0 outside the loss mask. Every rank calls.
+
+    They come out of the micro-batches that an update of the same batch is computed in.
+    """
+    return score_micro_batches(forward, model, batch, forward.micro_batches(batch))
+
+
+def score_micro_batches(
+    forward: Forward, model: torch.nn.Module, batch: Batch, micro_batches: Sequence[Sequence[int]]
+) -> TokenScores:
+    """Scores as :func:`score` does, in the caller's micro-batches: those of this data-parallel rank, as sequence numbers.
+
+    Over all data-parallel ranks each sequence is in one micro-batch, and every rank has as many.
+    """
 
     def keep(scores: TokenScores, micro: Batch) -> tuple[Tensor, dict[str, Any]]:
         return scores.logprob.sum(), {"logprob": scores.logprob, "entropy": scores.entropy}
 
-    micro_batches = forward.micro_batches(batch)
     with torch.no_grad():
         kept = forward.run(model, batch, micro_batches, keep, train=False)
     found = torch.zeros(2, batch.num_tokens, device=batch.tokens_T.device)
     if forward.ranks.tp_rank == 0:
+        # Only the last pipeline stage has scores; the list of the others is empty. What lies beyond ``at`` is padding.
         for sequences, scores in zip(micro_batches, kept, strict=False):
             at = batch.token_index(sequences)
             found[0, at] = scores["logprob"][: at.numel()]

@@ -1,7 +1,7 @@
-"""One optimizer step: the only place where Megatron's own scaling of losses and gradients is decided.
+"""One optimizer step. Only this file decides how losses and gradients are scaled.
 
 Megatron would divide the loss by the number of micro-batches and the gradient by the number of data-parallel ranks, which
-is the mean of means that this field trips over. With ``calculate_per_token_loss`` (set in ``engine/model.py``) it does
+is a mean of means, the common error in this field. With ``calculate_per_token_loss`` (set in ``engine/model.py``) it does
 neither: it sums over micro-batches and ranks, and would divide by a token count at the very end, in
 ``finalize_model_grads``. That last division is left out too (``finalize_gradients``), since the objective's numerator is
 divided here, once, by the denominator of the whole step.
@@ -28,19 +28,21 @@ from tepo_megatron.types import Batch, ObjectiveOutput, TokenScores
 
 
 class StepObjective(Protocol):
-    """What an optimizer step needs of an objective; ``tepo_megatron.objective.Objective`` is one."""
+    """The part of an objective that an optimizer step uses; ``tepo_megatron.objective.Objective`` is one."""
 
     @property
     def needs_reference(self) -> bool: ...
+    @property
+    def needs_entropy_slope(self) -> bool: ...
     def advantages(self, batch: Batch) -> Tensor: ...
-    def prepare(self, batch: Batch) -> Any: ...
+    def prepare(self, batch: Batch, *, entropy_noise: float) -> Any: ...
     def __call__(self, scores: TokenScores, batch: Batch, context: Any) -> ObjectiveOutput: ...
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One optimizer step, the same on every rank. ``sums`` maps a name to (sum, count), ``extrema`` a ``…/min`` or
-    ``…/max``.
+    """The result of one optimizer step, the same on every rank. ``sums``: name → (sum, count); ``extrema``: ``…/min`` or
+    ``…/max`` → value.
     """
 
     loss: float
@@ -51,7 +53,7 @@ class UpdateResult:
 
 
 def finalize_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
-    """Megatron's reductions over data-parallel, sequence-parallel and tied-embedding ranks, without its division."""
+    """Does Megatron's reductions over data-parallel, sequence-parallel and tied-embedding ranks, without its division."""
     del num_tokens
     finalize_model_grads(model, None, **kwargs)
 
@@ -63,23 +65,27 @@ def update(
     schedule: OptimizerParamScheduler,
     objective: StepObjective,
     batch: Batch,
+    *,
+    entropy_noise: float = 0.0,
 ) -> UpdateResult:
-    """One optimizer step on the whole mini-batch, of which this rank computes its share. Every rank calls.
+    """Makes one optimizer step on the whole mini-batch, of which this rank computes its share. Every rank calls.
 
-    ``batch`` carries advantages, old log-probs and old entropies. Raises RuntimeError if the gradient is not finite; the
+    ``batch`` carries advantages, old log-probs and old entropies; ``entropy_noise`` is what rounding alone may change an
+    entropy by, in nats. Raises RuntimeError if the gradient is not finite; the
     weights are then as they were.
     """
-    context = objective.prepare(batch)
+    context = objective.prepare(batch, entropy_noise=entropy_noise)
 
     def loss(scores: TokenScores, micro: Batch) -> tuple[Tensor, dict[str, Any]]:
         output = objective(scores, micro, context)
-        value = output.numerator / output.denominator
+        value = output.numerator / output.denominator  # of the whole mini-batch, on every rank and micro-batch the same
         return value, {"loss": value.detach(), "metrics": output.metrics, "extrema": output.extrema}
 
     ddp.zero_grad_buffer()
     optimizer.zero_grad()
     kept = forward.run(ddp, batch, forward.micro_batches(batch), loss, train=True)
     with forward.platform.megatron():
+        # The norm is computed before step(), which would scale by it: a NaN must not reach the weights.
         optimizer.prepare_grads()
         grad_norm = float(optimizer.get_grad_norm())
         if not math.isfinite(grad_norm):
@@ -96,11 +102,13 @@ def update(
 def _reduce(
     kept: Sequence[Mapping[str, Any]], forward: Forward
 ) -> tuple[float, dict[str, tuple[float, float]], dict[str, float]]:
-    """Adds up micro-batches and data-parallel ranks on the last stage, and tells every rank."""
+    """Adds up micro-batches and data-parallel ranks on the last stage, and sends the result to every rank."""
     ranks, device = forward.ranks, forward.platform.device
     report: Any = None
     if ranks.is_last_stage:
         names = list(kept[0]["metrics"])
+        # One tensor of (sum, count) pairs for one collective; the loss is put in twice. Tensor-parallel ranks agree already,
+        # so only the data-parallel ranks are summed.
         pairs = [pair for micro in kept for pair in [(micro["loss"], micro["loss"]), *micro["metrics"].values()]]
         values = torch.stack([torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in pair]) for pair in pairs])
         values = values.view(len(kept), 1 + len(names), 2).sum(0).to(device)

@@ -1,1 +1,1 @@
-"""Held-out accuracy: greedy, avg@k and pass@k, with readable samples."""
+"""Measures held-out accuracy: greedy, avg@k and pass@k, with samples to read."""

@@ -6,7 +6,7 @@ from math import prod
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The chance that at least one of k samples is correct: an unbiased estimate from n >= k samples.
+    """Estimates the probability that at least one of k samples is correct: an unbiased estimate from n >= k samples.
 
     It is the share of the k-element subsets of the samples that contain a correct one, 1 - C(n - c, k) / C(n, k), written as
     a product so that no binomial is formed (Chen et al. 2021, "Evaluating Large Language Models Trained on Code").
@@ -22,7 +22,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def avg_at_k(num_samples: int, num_correct: int) -> float:
-    """The share of correct samples: the accuracy of one sample, averaged over k of them.
+    """Returns the share of correct samples: the accuracy of one sample, averaged over k of them.
 
     Raises:
         ValueError: there is no sample, or not 0 <= c <= n.

@@ -1,4 +1,4 @@
-"""One evaluation: greedy answers and k samples of held-out problems, scored and summed up."""
+"""One evaluation: answers held-out problems greedily and with k samples, and scores the answers."""
 
 from __future__ import annotations
 
@@ -13,25 +13,14 @@ from tepo_megatron.data.prompts import encode_prompt
 from tepo_megatron.data.tokenizer import Tokenizer
 from tepo_megatron.evaluate.estimators import avg_at_k, pass_at_k
 from tepo_megatron.reward.pool import RewardResult
-from tepo_megatron.types import Problem
+from tepo_megatron.types import Problem, Response
 
 CORRECT = 1.0
 """A response counts as correct when its reward is at least this."""
 
 
-class Response(Protocol):
-    """What a sampler returns for one response: ids with the end token if it was drawn, and one log-prob per id."""
-
-    @property
-    def response_ids(self) -> Sequence[int]: ...
-    @property
-    def logprobs(self) -> Sequence[float]: ...
-    @property
-    def finish_reason(self) -> str: ...
-
-
 class Generate(Protocol):
-    """Draw ``n`` responses for each prompt, in the prompts' order; temperature 0 is greedy."""
+    """Samples ``n`` responses for each prompt, in the prompts' order; temperature 0 is greedy."""
 
     def __call__(
         self, prompts: list[tuple[int, ...]], *, n: int, temperature: float, max_new_tokens: int, seed: int
@@ -39,14 +28,14 @@ class Generate(Protocol):
 
 
 class Scorer(Protocol):
-    """A ``RewardPool``, or what stands for one."""
+    """Scores responses: a ``RewardPool``, or a stand-in for it in tests."""
 
     def score(self, items: Sequence[tuple[Problem, str]]) -> list[RewardResult]: ...
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What an evaluation found.
+    """The result of an evaluation.
 
     ``metrics`` holds ``accuracy/greedy`` and, when samples were drawn, ``accuracy/avg@k`` and ``accuracy/pass@k`` for the
     ``k`` given here (0: greedy only). ``mean_response_len`` is in tokens over the greedy responses, the end token included.
@@ -84,7 +73,7 @@ def evaluate(
     seed: int,
     chat_template: bool = False,
 ) -> EvaluationResult:
-    """Answer held-out problems greedily, and ``config.samples`` times at the training temperature.
+    """Answers held-out problems greedily, and ``config.samples`` times at the training temperature.
 
     Called on rank 0 alone. The first ``config.problems`` are used, so that evaluations of a run compare; ``seed`` is for the
     samples.

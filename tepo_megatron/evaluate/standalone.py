@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from tepo_megatron.bridge.architecture import read_model_spec
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.data.builtin import resolve_model_path
@@ -17,20 +18,22 @@ from tepo_megatron.data.tokenizer import check_tokenizer, load_tokenizer
 from tepo_megatron.evaluate.evaluation import EvaluationResult, evaluate
 from tepo_megatron.reward.pool import RewardPool
 from tepo_megatron.rollout.fleet import Fleet
+from tepo_megatron.rollout.split import check_server_split
 
 
 def evaluate_model(config: RunConfig, model: Path | str) -> EvaluationResult:
-    """Evaluate a Hugging Face folder on ``config.data.heldout``, print a table, and write the answers shown.
+    """Evaluates a Hugging Face folder on ``config.data.heldout``, prints a table, and writes samples of the answers.
 
-    Everything but the model comes from ``config``: verifier, sampling, servers, ``evaluate``. Written to
-    ``<output>/eval``: ``metrics.json``, ``samples.jsonl`` and the servers' logs. One process calls; servers and verifiers are
-    ended however it returns.
+    Everything but the model comes from ``config``: verifier, sampling, servers, ``evaluate``. ``<output>/eval`` gets
+    ``metrics.json``, ``samples.jsonl`` and the servers' logs. One process calls; servers and verifiers are ended however it
+    returns.
 
     Raises:
-        ValueError: a model, a data source or a verifier that cannot be used.
+        ValueError: a model, a data source or a verifier that cannot be used; a model that ``rollout.server.tp`` cannot split.
         RuntimeError: a server does not come up.
     """
     folder = resolve_model_path(str(model))
+    check_server_split(config.rollout.server, read_model_spec(folder))
     tokenizer = load_tokenizer(folder)
     check_tokenizer(tokenizer, folder)
     problems, left_out = usable_problems(load_problems(config.data.heldout), tokenizer, config.data)
@@ -60,7 +63,7 @@ def evaluate_model(config: RunConfig, model: Path | str) -> EvaluationResult:
 
 
 def without_trainer(server: ServerConfig) -> ServerConfig:
-    """Where servers run that share their GPUs with nobody: on their own machine, awake."""
+    """The same server settings for a run without a trainer: colocated servers become local ones, which never sleep."""
     return server.model_copy(update={"placement": "local"}) if server.placement == "colocated" else server
 
 

@@ -1,1 +1,1 @@
-"""A run on a cluster: planned on paper, then launched through NeMo-Run. No torch."""
+"""Plans a run on a cluster, then launches it through NeMo-Run. Imports no torch."""

@@ -1,4 +1,4 @@
-"""What can be wrong with a job, found before anything is submitted: each a sentence with the value and the mend."""
+"""Checks of a job before anything is submitted. Each error is a sentence with the value that is wrong and what to do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def check_cluster(config: RunConfig, tunnel: Tunnel) -> None:
-    """Looks at the cluster's disks. Raises ValueError for a missing folder, image or checkpoint, and for a used output."""
+    """Looks for the run's files on the cluster's disks.
+
+    Raises ValueError for a folder, image or checkpoint that is missing, and for an output folder that already holds a run.
+    """
     model, output = config.model.path, config.output
     if not model.startswith(BUILTIN) and not _has(tunnel, f"{model}/config.json"):
         raise ValueError(
@@ -39,7 +42,7 @@ def check_cluster(config: RunConfig, tunnel: Tunnel) -> None:
 
 
 def _check_transformer_engine(config: RunConfig, tunnel: Tunnel) -> None:
-    """Of an image in one file, where ``unsquashfs`` is there to look into it; any other is looked at when the job starts."""
+    """Looks into a ``.sqsh`` image where ``unsquashfs`` is installed. Any other image is checked when the job starts."""
     image = config.cluster.container
     if not uses_gpus(config) or image is None or not image.endswith(".sqsh"):
         return

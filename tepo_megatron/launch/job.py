@@ -18,7 +18,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True)
 class Role:
-    """A run of consecutive nodes that do the same; one task a node, which runs ``script``."""
+    """Consecutive nodes of the allocation that do the same: each runs one task, ``script``."""
 
     name: str
     first_node: int
@@ -28,7 +28,7 @@ class Role:
 
 
 def roles(config: RunConfig) -> list[Role]:
-    """The trainer's nodes, and behind them the servers' if there are any. ``config`` is one that :func:`on_nodes` returned."""
+    """Returns the trainer's nodes, then the servers' if there are any. ``config`` is one that :func:`on_nodes` returned."""
     cluster = config.cluster
     train = Role("train", 0, cluster.train_nodes, train_script(config), cluster.container)
     if not cluster.rollout_nodes:
@@ -68,12 +68,12 @@ def on_nodes(config: RunConfig) -> RunConfig:
 
 
 def ranks_per_node(config: RunConfig) -> int:
-    """Trainer ranks on each training node."""
+    """The number of trainer ranks on each training node."""
     return config.engine.parallel.world_size // config.cluster.train_nodes
 
 
 def uses_gpus(config: RunConfig) -> bool:
-    """Whether the nodes are asked for GPUs."""
+    """Whether Slurm is asked for GPUs."""
     return config.engine.platform != "cpu"
 
 
@@ -87,7 +87,7 @@ def mounts(config: RunConfig) -> list[str]:
 
 
 def train_script(config: RunConfig) -> str:
-    """What every training node runs; its argument is the address of the first."""
+    """The script that every training node runs; its argument is the address of the first node."""
     needed = "transformer-engine" if uses_gpus(config) else ""
     cluster = config.cluster
     text = _fill("train.sh", config, python=cluster.python, nodes=cluster.train_nodes, ranks=ranks_per_node(config))
@@ -95,7 +95,7 @@ def train_script(config: RunConfig) -> str:
 
 
 def serve_script(config: RunConfig) -> str:
-    """What every node for rollouts runs."""
+    """The script that every node for rollouts runs."""
     python = config.cluster.rollout_python or config.cluster.python
     return _fill("serve.sh", config, python=python, nodes=config.cluster.rollout_nodes)
 

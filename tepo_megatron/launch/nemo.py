@@ -1,4 +1,4 @@
-"""Submits a job through NeMo-Run; the only importer of it.
+"""Submits a job through NeMo-Run, which no other file imports.
 
 On Slurm a job is one allocation with one ``srun`` for each role. When either ends, the job ends with its exit code.
 """
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 TITLE = "tepo"
 POLL_S = 5
-"""How often the batch script looks whether a role has ended."""
+"""Seconds between two looks of the batch script at whether a role has ended."""
 
 
 @dataclass(frozen=True)
 class Scripts:
-    """What Slurm gets (``sbatch``; empty for a run without it) and what each role runs, by file name below OUT/launch."""
+    """``sbatch``: the batch script that Slurm gets (empty without Slurm). ``roles``: file name below OUT/launch → its text."""
 
     sbatch: str
     roles: dict[str, str]
@@ -43,12 +43,12 @@ def require_nemo_run() -> None:
 
 
 def connect(cluster: ClusterConfig) -> Tunnel:
-    """Where commands of the cluster run: this machine, or the login node behind ssh."""
+    """Returns a NeMo-Run tunnel that runs the cluster's commands: on this machine, or over ssh on the login node."""
     return _tunnel(cluster, job_dir="")
 
 
 def write_scripts(config: RunConfig) -> Scripts:
-    """The texts of the job, without writing anything that stays, connecting anywhere, or asking Slurm."""
+    """Returns the texts of the job's scripts. Leaves no file behind, opens no connection, and does not call Slurm."""
     with tempfile.TemporaryDirectory(prefix="tepo-launch-") as folder, _experiment(config, Path(folder)) as experiment:
         experiment.dryrun(log=False, delete_exp_dir=False)
         (sbatch,) = Path(folder).rglob("*_sbatch.sh")
@@ -56,7 +56,7 @@ def write_scripts(config: RunConfig) -> Scripts:
 
 
 def submit(config: RunConfig) -> str:
-    """Submit the job to Slurm; returns its number. Raises RuntimeError with Slurm's words where it refuses."""
+    """Submits the job to Slurm and returns its number. Raises RuntimeError with Slurm's message if it refuses."""
     from invoke.exceptions import UnexpectedExit
 
     local = config.cluster.ssh is None
@@ -75,8 +75,8 @@ def submit(config: RunConfig) -> str:
             shutil.rmtree(folder)
 
 
-def run_here(config: RunConfig) -> int:
-    """Run the trainer's script on this machine through NeMo-Run's local executor, and wait for it; returns its exit code."""
+def run_locally(config: RunConfig) -> int:
+    """Runs the trainer's script on this machine through NeMo-Run's local executor, waits for it, returns its exit code."""
     import nemo_run
     from torchx.specs.api import AppState
 
@@ -98,7 +98,7 @@ _QUIET: dict[str, Any] = {
 
 
 def _experiment(config: RunConfig, folder: Path) -> Any:
-    """An experiment that holds the job. Entered, because NeMo-Run adds tasks only inside its context."""
+    """A context that gives the NeMo-Run experiment with the job's tasks, which can be added only inside its own context."""
     from contextlib import contextmanager
 
     import nemo_run
@@ -123,7 +123,7 @@ def _arguments(role: Role) -> list[str]:
 
 
 def _executor(config: RunConfig, role: Role) -> SlurmExecutor:
-    """The allocation, which NeMo-Run takes from the first role, and this role's share of it."""
+    """Describes the whole allocation, which NeMo-Run takes from the first role, and the nodes of this role within it."""
     import nemo_run
 
     from tepo_megatron.launch.slurm_logs import JobLogs
@@ -156,20 +156,20 @@ def _executor(config: RunConfig, role: Role) -> SlurmExecutor:
 
 
 def _head_address(interface: str | None) -> str:
-    """Shell that sets the address of the first node, where the batch script runs, to that of the inner network."""
+    """A line of shell that sets the first node's address, where the batch script runs, to that of the inner network."""
     if interface is None:
         return "head_node_ip=${head_node_ip%% *}"
     return f"head_node_ip=$(ip -4 -o addr show dev {interface} | awk '{{ split($4, part, \"/\"); print part[1]; exit }}')"
 
 
 def _sbatch_options(cluster: ClusterConfig) -> dict[str, Any]:
-    """``name=value``, or ``name`` alone for a switch."""
+    """Options of sbatch as a dictionary: from ``name=value``, or from ``name`` alone for a switch."""
     split = [option.partition("=") for option in cluster.sbatch]
     return {name.lstrip("-"): value if equals else True for name, equals, value in split}
 
 
 def _job_name(config: RunConfig) -> str:
-    """The run's folder: names of runs are sentences."""
+    """The name of the run's output folder, since ``config.name`` is free text that Slurm would not take."""
     return f"{TITLE}-{config.output.name}"
 
 

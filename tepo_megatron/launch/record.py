@@ -1,6 +1,6 @@
-"""What a job was made of, written beside its results: git state and command where it was submitted, versions where it runs.
+"""Records what a job ran with, beside its results: git state and command where it was submitted, versions where it runs.
 
-``python -m tepo_megatron.launch.record FILE [DISTRIBUTION...]`` writes the latter, on the first training node, and fails where
+``python -m tepo_megatron.launch.record FILE [DISTRIBUTION...]`` writes the versions, on the first training node, and fails if
 one of the distributions is not installed.
 """
 
@@ -20,7 +20,7 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_JOB_NODELIST", "SLURM_JO
 
 
 def submission(command: list[str]) -> dict[str, Any]:
-    """When and by which command the job was submitted, and the state of the checkout that this package lies in."""
+    """When and by which command the job was submitted, and the git state of the checkout that this package is in."""
     return {"submitted": _now(), "command": command, "git": git_state(Path(__file__).parent), "launcher": environment()}
 
 

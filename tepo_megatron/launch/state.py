@@ -1,4 +1,4 @@
-"""A job after its submission: what is known of it, what Slurm says of it, where its logs are."""
+"""A job after its submission: its number, its state in Slurm, its logs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ _QUERIES = (
     "scontrol --oneliner show job {job} | grep -o 'JobState=[A-Z_]*' | cut -d= -f2",
     "sacct --noheader --allocations --parsable2 --jobs={job} --format=State",
 )
-"""From the one that knows running jobs best to the one that remembers longest; not every cluster has the last."""
+"""Asked in turn until one answers: squeue knows waiting and running jobs, scontrol also recent ones, sacct (which not every
+cluster has) all.
+"""
 
 
 @dataclass(frozen=True)
-class Submitted:
+class SubmittedJob:
     """The newest job of an output folder."""
 
     job: str
     ranks_per_node: int
 
 
-def deliver(config: RunConfig, tunnel: Tunnel, scripts: dict[str, str], submission: dict[str, Any]) -> None:
-    """Write ``launch/run.yaml``, the scripts and ``launch/submission.json`` to the output folder, and ``resolved.yaml``."""
+def upload(config: RunConfig, tunnel: Tunnel, scripts: dict[str, str], submission: dict[str, Any]) -> None:
+    """Writes ``launch/run.yaml``, the scripts and ``launch/submission.json`` to the output folder, and ``resolved.yaml``."""
     texts = {f"launch/{name}": text for name, text in scripts.items()}
     texts["launch/run.yaml"] = texts["resolved.yaml"] = dump_resolved(config)
     texts["launch/submission.json"] = json.dumps(submission, indent=2) + "\n"
@@ -44,22 +46,22 @@ def deliver(config: RunConfig, tunnel: Tunnel, scripts: dict[str, str], submissi
         _put(tunnel, config.output / name, text)
 
 
-def remember(config: RunConfig, tunnel: Tunnel, job: str) -> None:
-    """Note the job's number in ``launch/job.json``."""
-    _put(tunnel, config.output / "launch" / "job.json", json.dumps(asdict(Submitted(job, ranks_per_node(config)))) + "\n")
+def save_job(config: RunConfig, tunnel: Tunnel, job: str) -> None:
+    """Writes the job's number to ``launch/job.json``."""
+    _put(tunnel, config.output / "launch" / "job.json", json.dumps(asdict(SubmittedJob(job, ranks_per_node(config)))) + "\n")
 
 
-def recall(config: RunConfig, tunnel: Tunnel) -> Submitted:
-    """The newest job of the output folder. Raises ValueError if none was submitted."""
+def load_job(config: RunConfig, tunnel: Tunnel) -> SubmittedJob:
+    """Reads the newest job of the output folder. Raises ValueError if none was submitted."""
     path = config.output / "launch" / "job.json"
     found = tunnel.run(f"cat {shlex.quote(str(path))}", hide=True, warn=True)
     if not found.ok:
         raise ValueError(f"no job was submitted for output {config.output} ({path} is not there); start one with 'tepo launch'")
-    return Submitted(**json.loads(found.stdout))
+    return SubmittedJob(**json.loads(found.stdout))
 
 
 def status(job: str, tunnel: Tunnel) -> str:
-    """Slurm's word for the job's state, such as RUNNING; UNKNOWN when Slurm has forgotten it."""
+    """Returns Slurm's name of the job's state, such as RUNNING; UNKNOWN if Slurm no longer has the job."""
     for query in _QUERIES:
         answer = tunnel.run(query.format(job=job), hide=True, warn=True)
         if answer.ok and answer.stdout.strip():
@@ -68,14 +70,14 @@ def status(job: str, tunnel: Tunnel) -> str:
 
 
 def cancel(job: str, tunnel: Tunnel) -> None:
-    """Raises RuntimeError with Slurm's words where it refuses."""
+    """Cancels the job. Raises RuntimeError with Slurm's message if it refuses."""
     answer = tunnel.run(f"scancel {shlex.quote(job)}", hide=True, warn=True)
     if not answer.ok:
         raise RuntimeError(f"Slurm did not cancel job {job}: {' '.join(answer.stderr.split())}")
 
 
-def log_pattern(config: RunConfig, submitted: Submitted, role: str, rank: int | None) -> str:
-    """The logs of a role, or of one rank of the trainer, as a shell pattern."""
+def log_pattern(config: RunConfig, submitted: SubmittedJob, role: str, rank: int | None) -> str:
+    """Returns a shell pattern for the logs of a role, or of one rank of the trainer."""
     logs, job = config.output / "logs", submitted.job
     if rank is not None:
         node, local = divmod(rank, submitted.ranks_per_node)
@@ -85,7 +87,7 @@ def log_pattern(config: RunConfig, submitted: Submitted, role: str, rank: int | 
 
 
 def tail(tunnel: Tunnel, pattern: str, lines: int, *, follow: bool) -> None:
-    """Print the ends of the files; with ``follow``, until interrupted. Raises ValueError if there is none yet."""
+    """Prints the ends of the files; with ``follow``, continues until interrupted. Raises ValueError if there is none yet."""
     files = tunnel.run(f"ls -d {pattern} 2>/dev/null", hide=True, warn=True).stdout.split()
     if not files:
         raise ValueError(f"there is no {pattern} yet; see 'tepo launch status'")

@@ -1,4 +1,4 @@
-"""Advantages from rewards within groups (TEPO.md §1). S sequences."""
+"""Advantages from rewards within groups (docs/tepo.md, "Advantage"). S sequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def group_advantages(
 ) -> Tensor:
     """One advantage per sequence, relative to the sequences of the same group, wherever they stand and however many they are.
 
-    ``group`` is (R − mean) / (std + eps) (TEPO.md §1, stated); ``no_std`` is R − mean (Dr.GRPO); ``leave_one_out`` is R
+    ``group`` is (R − mean) / (std + eps) (docs/tepo.md, equation 1); ``no_std`` is R − mean (Dr.GRPO); ``leave_one_out`` is R
     minus the mean of the others. Sequences of a group whose rewards are all equal, and of a group of one, get exactly 0.
 
     Args:
@@ -47,6 +47,7 @@ def group_advantages(
     size_S = zeros_G.index_add(0, group_S, torch.ones_like(rewards_S))[group_S]
     centred_S = rewards_S - zeros_G.index_add(0, group_S, rewards_S)[group_S] / size_S
     if kind == "leave_one_out":
+        # R − (ΣR − R) / (n − 1) = (R − ΣR / n) · n / (n − 1)
         advantages_S = centred_S * size_S / (size_S - 1).clamp(min=1)
     elif kind == "no_std":
         advantages_S = centred_S

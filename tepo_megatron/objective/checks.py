@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tepo_megatron.config.objective import ObjectiveConfig
     from tepo_megatron.types import Batch, TokenScores
-
-
-def needs_reference(config: ObjectiveConfig) -> bool:
-    """Whether a KL term is against a frozen reference model."""
-    return any(term is not None and term.against == "reference" for term in (config.kl_mask, config.kl, config.kl_cov))
 
 
 def check_step(batch: Batch, *, reference: bool) -> None:
@@ -47,6 +41,8 @@ def check_scores(scores: TokenScores, batch: Batch) -> None:
     _check_mask(batch)
     _check_token_values("scores.logprob", scores.logprob, batch)
     _check_token_values("scores.entropy", scores.entropy, batch)
+    if scores.entropy_slope is not None:
+        _check_token_values("scores.entropy_slope", scores.entropy_slope, batch)
 
 
 def _check_mask(batch: Batch) -> None:

@@ -1,4 +1,4 @@
-"""The objective of one optimizer step, composed of its four choices and the regularisers beside them."""
+"""The objective of one optimizer step, composed of its four choices and what stands beside them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from tepo_megatron.objective.advantage import group_advantages, overlong_penalty
 from tepo_megatron.objective.aggregate import token_weights
-from tepo_megatron.objective.checks import check_scores, needs_reference
+from tepo_megatron.objective.checks import check_scores
 from tepo_megatron.objective.context import StepContext, prepare_step
-from tepo_megatron.objective.covariance import covariance_statistic, tickets
+from tepo_megatron.objective.covariance import covariance_statistic
+from tepo_megatron.objective.mechanisms import choose_tokens
 from tepo_megatron.objective.metrics import measure
 from tepo_megatron.objective.mismatch import mismatch_weights
 from tepo_megatron.objective.ratio import Reduce, policy_ratio, sequence_sum
-from tepo_megatron.objective.regularize import entropy_falls, entropy_predicted_to_fall, kl_penalty
 from tepo_megatron.objective.trust_region import surrogate
 from tepo_megatron.objective.values import TokenValues
 from tepo_megatron.types import Batch, ObjectiveOutput, TokenScores
@@ -44,12 +44,17 @@ class Objective:
     @property
     def needs_entropy_gradient(self) -> bool:
         """Whether the gradient flows through ``TokenScores.entropy``; without, the scores' backward is cheaper."""
-        return self.config.entropy is not None and self.config.entropy.coefficient > 0
+        return self.config.entropy is not None
+
+    @property
+    def needs_entropy_slope(self) -> bool:
+        """Whether scores of a micro-batch need ``TokenScores.entropy_slope``."""
+        return self.config.kl_mask is not None and self.config.kl_mask.falling == "first_order"
 
     @property
     def needs_reference(self) -> bool:
         """Whether batches need ``reference_logprobs_T``."""
-        return needs_reference(self.config)
+        return self.config.needs_reference
 
     def advantages(self, batch: Batch) -> Tensor:
         """Advantages fp32 [S] of the whole rollout batch, from ``rewards_S``, ``groups_S`` and the response lengths."""
@@ -65,9 +70,9 @@ class Objective:
             return group_advantages(rewards_S, batch.groups_S, std=choice.std, eps=choice.eps)
         return group_advantages(rewards_S, batch.groups_S, kind=choice.kind)
 
-    def prepare(self, batch: Batch) -> StepContext:
+    def prepare(self, batch: Batch, *, entropy_noise: float = 0.0) -> StepContext:
         """Denominator and statistics of one optimizer step, from its whole mini-batch; see `prepare_step`."""
-        return prepare_step(self.config, batch)
+        return prepare_step(self.config, batch, entropy_noise=entropy_noise)
 
     def __call__(
         self, scores: TokenScores, batch: Batch, context: StepContext, *, reduce: Reduce | None = None
@@ -75,9 +80,9 @@ class Objective:
         """A micro-batch's share of the loss.
 
         Args:
-            scores: of the policy being trained, [T]; values outside the loss mask are not read.
+            scores: [T], what the policy being trained gave; values outside the loss mask are not read.
             batch: the micro-batch. Sequences without a response token change nothing.
-            context: of the optimizer step that the micro-batch belongs to.
+            context: what ``prepare`` gave for the optimizer step that the micro-batch belongs to.
             reduce: sums per-sequence values over context-parallel ranks, see `sequence_sum`; all of them must call.
 
         Returns:
@@ -91,18 +96,18 @@ class Objective:
         index_T, num_sequences = values.index_T, batch.num_sequences
         lengths_S = sequence_sum(values.mask_T.to(values.delta_T.dtype), index_T, num_sequences, reduce)
         ratio_T = policy_ratio(self.config.ratio, values.delta_T, lengths_S, index_T, reduce)
-        chosen = self._chosen_tokens(values, batch, context)
-        gain = surrogate(self.config.trust_region, ratio_T, values.logprob_T, values.advantage_T, chosen.get("clip_cov"))
+        choices = choose_tokens(context.mechanisms, values)
+        gain = surrogate(self.config.trust_region, ratio_T, values.logprob_T, values.advantage_T, choices.detached_T)
         weight_T = None
         gain_T = gain.value_T
         if self.config.mismatch is not None:
             weight_T = mismatch_weights(self.config.mismatch, values.mismatch_T, index_T, num_sequences, reduce)
             gain_T = weight_T * gain_T
-        objective_T = gain_T - self._kl(values, chosen)
+        objective_T = gain_T - choices.penalty_T()
         if self.needs_entropy_gradient:
             objective_T = objective_T + context.entropy_coefficient * values.entropy_T
         numerator = -(token_weights(self.config.aggregation, values.mask_T, lengths_S, index_T) * objective_T).sum()
-        metrics, extrema = measure(values, context, ratio_T, gain, weight_T, chosen)
+        metrics, extrema = measure(values, context, ratio_T, gain, weight_T, choices.chosen_T)
         return ObjectiveOutput(numerator, context.denominator, metrics, extrema)
 
     def _token_values(self, scores: TokenScores, batch: Batch, context: StepContext) -> TokenValues:
@@ -111,6 +116,8 @@ class Objective:
         assert batch.old_logprobs_T is not None
         reference_T = batch.reference_logprobs_T if self.needs_reference else None
         old_entropy_T = batch.old_entropy_T
+        slope_T = scores.entropy_slope
+        # `where` and not a product: outside the mask there may be rubbish, and 0 · nan is nan.
         advantage_T = torch.where(mask_T, batch.advantages_S[index_T], 0.0)
         logprob_T = torch.where(mask_T, scores.logprob, 0.0)
         old_T = torch.where(mask_T, batch.old_logprobs_T, 0.0)
@@ -119,51 +126,15 @@ class Objective:
         return TokenValues(
             mask_T=mask_T,
             index_T=index_T,
+            labels_T=batch.labels_T,
             advantage_T=advantage_T,
             logprob_T=logprob_T,
+            old_logprob_T=old_T,
             delta_T=logprob_T - old_T,
             reference_delta_T=None if reference_T is None else logprob_T - torch.where(mask_T, reference_T, 0.0),
             entropy_T=entropy_T,
             entropy_change_T=change_T,
+            entropy_slope_T=None if slope_T is None else torch.where(mask_T, slope_T.detach(), 0.0),
             mismatch_T=old_T - torch.where(mask_T, batch.sampler_logprobs_T, 0.0),
             covariance_T=covariance_statistic(old_T, advantage_T, context.logprob_mean, context.advantage_mean),
         )
-
-    def _chosen_tokens(self, values: TokenValues, batch: Batch, context: StepContext) -> dict[str, Tensor]:
-        """The tokens that each token-level mechanism acts on, bool [T] by the mechanism's name."""
-        chosen: dict[str, Tensor] = {}
-        if (mask := self.config.kl_mask) is not None:
-            if mask.falling == "covariance":
-                falls_T = entropy_predicted_to_fall(values.covariance_T)
-            elif values.entropy_change_T is None:
-                raise ValueError(
-                    "objective.kl_mask.falling = 'measured' needs old_entropy_T; score the batch before the step, or "
-                    "choose 'covariance'"
-                )
-            else:
-                falls_T = entropy_falls(values.entropy_change_T, mask.tolerance)
-            chosen["kl_mask"] = values.mask_T & (values.advantage_T > 0) & falls_T
-        if context.kl_cov_threshold is not None:
-            highest_T = (values.covariance_T >= context.kl_cov_threshold) & (values.covariance_T > 0)
-            chosen["kl_cov"] = values.mask_T & highest_T
-        region = self.config.trust_region
-        if region.kind == "clip_cov" and context.clip_cov_ticket is not None:
-            assert batch.old_logprobs_T is not None
-            candidate_T = (values.covariance_T >= region.cov_low) & (values.covariance_T <= region.cov_high)
-            drawn_T = tickets(batch.old_logprobs_T, values.advantage_T, batch.labels_T) <= context.clip_cov_ticket
-            chosen["clip_cov"] = values.mask_T & candidate_T & drawn_T
-        return chosen
-
-    def _kl(self, values: TokenValues, chosen: dict[str, Tensor]) -> Tensor:
-        """All KL terms, masked and with their coefficients, [T]."""
-        total_T = torch.zeros_like(values.delta_T)
-        terms = (
-            (self.config.kl_mask, chosen.get("kl_mask")),
-            (self.config.kl, values.mask_T),
-            (self.config.kl_cov, chosen.get("kl_cov")),
-        )
-        for term, chosen_T in terms:
-            if term is not None and chosen_T is not None:
-                penalty_T = kl_penalty(term, values.delta_T, values.reference_delta_T)
-                total_T = total_T + term.coefficient * torch.where(chosen_T, penalty_T, 0.0)
-        return total_T

@@ -8,17 +8,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from tepo_megatron.objective.aggregate import step_denominator
-from tepo_megatron.objective.checks import check_step, needs_reference
-from tepo_megatron.objective.covariance import (
-    covariance_statistic,
-    exact_mean,
-    largest_threshold,
-    lottery_threshold,
-    tickets,
-)
+from tepo_megatron.objective.checks import check_step
+from tepo_megatron.objective.covariance import covariance_statistic, exact_mean
+from tepo_megatron.objective.mechanisms import Mechanism, prepare_mechanisms
 from tepo_megatron.objective.mismatch import effective_sample_share
 from tepo_megatron.objective.ratio import sequence_sum
 from tepo_megatron.objective.regularize import entropy_coefficient
+from tepo_megatron.objective.values import StepValues
 
 if TYPE_CHECKING:
     from tepo_megatron.config.objective import ObjectiveConfig
@@ -37,24 +33,24 @@ class StepContext:
     effective_samples: Tensor
     """Effective sample size of π_old/π_sampler, as a share of the response tokens."""
     entropy_coefficient: float
-    kl_cov_threshold: Tensor | None
-    """KL-Cov penalises tokens whose covariance is at least this."""
-    clip_cov_ticket: int | None
-    """Clip-Cov detaches candidates whose ticket is at most this."""
+    """The coefficient of the entropy bonus in this step; 0 without a bonus."""
+    mechanisms: tuple[Mechanism, ...]
+    """The KL terms and token-level mechanisms of the objective, each with what it had to know of the whole mini-batch."""
 
 
-def prepare_step(config: ObjectiveConfig, batch: Batch) -> StepContext:
+def prepare_step(config: ObjectiveConfig, batch: Batch, *, entropy_noise: float = 0.0) -> StepContext:
     """The context of one optimizer step. Pure; every rank that holds the whole mini-batch gets the same without a collective.
 
     Args:
         batch: all sequences of the optimizer step, of all data-parallel ranks, with ``advantages_S`` and ``old_logprobs_T``;
             ``old_entropy_T`` and ``reference_logprobs_T`` where the objective needs them.
+        entropy_noise: how far two entropies of one token and the same weights may differ by rounding, in nats.
 
     Raises:
         ValueError: a field is missing or has another shape, a log-probability at a response token is not finite, or there is no
             response token.
     """
-    check_step(batch, reference=needs_reference(config))
+    check_step(batch, reference=config.needs_reference)
     assert batch.advantages_S is not None
     assert batch.old_logprobs_T is not None
     mask_T, index_T = batch.loss_mask_T, batch.sequence_index_T
@@ -63,21 +59,21 @@ def prepare_step(config: ObjectiveConfig, batch: Batch) -> StepContext:
     logprob_R = batch.old_logprobs_T[mask_T]  # R: response tokens
     advantage_R = batch.advantages_S[index_T][mask_T]
     logprob_mean, advantage_mean = exact_mean(logprob_R), exact_mean(advantage_R)
-    covariance_R = covariance_statistic(logprob_R, advantage_R, logprob_mean, advantage_mean)
-    kl_cov_threshold = None if config.kl_cov is None else largest_threshold(covariance_R, config.kl_cov.fraction)
-    clip_cov_ticket = None
-    if config.trust_region.kind == "clip_cov":
-        region = config.trust_region
-        candidates_R = (covariance_R >= region.cov_low) & (covariance_R <= region.cov_high)
-        tickets_R = tickets(logprob_R, advantage_R, batch.labels_T[mask_T])
-        clip_cov_ticket = lottery_threshold(candidates_R, tickets_R, region.fraction)
-    old_entropy = None if batch.old_entropy_T is None else exact_mean(batch.old_entropy_T[mask_T])
+    step = StepValues(
+        old_logprob_R=logprob_R,
+        advantage_R=advantage_R,
+        labels_R=batch.labels_T[mask_T],
+        mismatch_R=logprob_R - batch.sampler_logprobs_T[mask_T],
+        covariance_R=covariance_statistic(logprob_R, advantage_R, logprob_mean, advantage_mean),
+        old_entropy_R=None if batch.old_entropy_T is None else batch.old_entropy_T[mask_T],
+        entropy_noise=entropy_noise,
+    )
+    old_entropy = None if step.old_entropy_R is None else exact_mean(step.old_entropy_R)
     return StepContext(
         denominator=denominator,
         logprob_mean=logprob_mean,
         advantage_mean=advantage_mean,
-        effective_samples=effective_sample_share(logprob_R - batch.sampler_logprobs_T[mask_T]),
+        effective_samples=effective_sample_share(step.mismatch_R),
         entropy_coefficient=entropy_coefficient(config.entropy, old_entropy),
-        kl_cov_threshold=kl_cov_threshold,
-        clip_cov_ticket=clip_cov_ticket,
+        mechanisms=prepare_mechanisms(config, step),
     )

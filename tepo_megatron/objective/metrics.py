@@ -10,8 +10,6 @@ from torch import Tensor
 from tepo_megatron.objective.regularize import kl_estimate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from tepo_megatron.objective.context import StepContext
     from tepo_megatron.objective.trust_region import Surrogate
     from tepo_megatron.objective.values import TokenValues
@@ -26,18 +24,15 @@ def measure(
     ratio_T: Tensor,
     gain: Surrogate,
     weight_T: Tensor | None,
-    chosen: Mapping[str, Tensor],
+    masked_T: Tensor,
 ) -> tuple[Metrics, dict[str, Tensor]]:
     """Metrics and extrema of a micro-batch; their meaning is listed in ``docs/tepo.md``.
 
-    Means are over response tokens; those named ``masked`` over the tokens that a token-level mechanism (KL mask, KL-Cov,
-    Clip-Cov) chose. KL is KL(π_θ‖π_old) as r δ − r + 1, the mismatch is KL(sampler‖π_old) by k3. Without a response token the
-    smallest ratio is inf and the largest −inf, the neutral elements of min and max.
+    Means are over response tokens; those named ``masked`` over ``masked_T`` (bool), the tokens that a mechanism singled out. KL
+    is KL(π_θ‖π_old) as r δ − r + 1, the mismatch is KL(sampler‖π_old) by k3. Without a response token the smallest ratio is inf
+    and the largest −inf, the neutral elements of min and max.
     """
     mask_T = values.mask_T
-    masked_T = torch.zeros_like(mask_T)
-    for chosen_T in chosen.values():
-        masked_T = masked_T | chosen_T
     kl_T = kl_estimate(values.delta_T, "k3") * values.delta_T.exp()
 
     def over(where_T: Tensor, value_T: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tepo_megatron.objective.ratio import Reduce, sequence_sum
 
 if TYPE_CHECKING:
-    from tepo_megatron.config.objective_choices import Mismatch
+    from tepo_megatron.config.objective_terms import Mismatch
 
 
 def mismatch_weights(
@@ -27,6 +27,7 @@ def mismatch_weights(
     weight_T = difference_T.exp()
     if correction.kind == "truncate":
         return weight_T.clamp(max=correction.cap)
+    # 0 and not the nearer bound: a token whose two probabilities differ that much is taken for wrong, and counts nothing
     inside_T = (weight_T >= correction.low) & (weight_T <= correction.high)
     return torch.where(inside_T, weight_T, 0.0)
 

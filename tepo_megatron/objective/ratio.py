@@ -1,6 +1,6 @@
-"""Ratios of the policy to the policy before the update, at three levels (TEPO.md §2). S sequences, T packed tokens.
+"""Ratios of the policy to the policy before the update, at three levels. S sequences, T packed tokens.
 
-δ = log π_θ − log π_old at the sampled token, 0 outside the loss mask.
+Formulas: docs/tepo.md, "Sequence likelihood". δ = log π_θ − log π_old at the sampled token, 0 outside the loss mask.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def policy_ratio(ratio: Ratio, delta_T: Tensor, lengths_S: Tensor, index_T: Tens
     """The ratio at every token, [T], differentiable in ``delta_T``.
 
     - ``token``: exp δ_it.
-    - ``sequence``: s_i = exp(Σ_t δ_it / T_i) at every token of sequence i (TEPO.md §2, reading), or exp(Σ_t δ_it)
-      un-normalised.
-    - ``sequence_token``: the same value, sg[s_i] · exp(δ_it − sg δ_it), through which each token gets its own gradient.
+    - ``sequence``: s_i = exp(Σ_t δ_it / T_i) at every token of sequence i (equation 3), or exp(Σ_t δ_it) un-normalised.
+    - ``sequence_token``: sg[s_i] · exp(δ_it − sg[δ_it]), the same value, through which each token gets its own gradient
+      (equation 4).
 
     ``lengths_S`` counts response tokens of the whole sequences, T_i.
     """
@@ -44,5 +44,6 @@ def policy_ratio(ratio: Ratio, delta_T: Tensor, lengths_S: Tensor, index_T: Tens
     log_ratio_S = sums_S / lengths_S.clamp(min=1) if ratio.length_normalized else sums_S
     log_ratio_T = log_ratio_S[index_T]
     if ratio.kind == "sequence_token":
+        # the bracket is 0 in value and 1 in gradient: log s_i for the value, the token's own δ for the gradient
         log_ratio_T = log_ratio_T.detach() + (delta_T - delta_T.detach())
     return log_ratio_T.exp()

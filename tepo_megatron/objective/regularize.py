@@ -1,4 +1,4 @@
-"""KL terms and the entropy bonus beside the surrogate (TEPO.md §4, §6, §7). All values [T]."""
+"""KL of single tokens, and the coefficient of the entropy bonus. All values [T]."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tepo_megatron.config.objective_choices import KL, EntropyBonus, KLCov, KLMask
+    from tepo_megatron.config.objective_terms import EntropyBonus, KLTerm
 
 
 def kl_estimate(difference_T: Tensor, estimator: Literal["k1", "k2", "k3", "abs"]) -> Tensor:
@@ -20,17 +20,17 @@ def kl_estimate(difference_T: Tensor, estimator: Literal["k1", "k2", "k3", "abs"
         return difference_T
     if estimator == "k2":
         return difference_T**2 / 2
-    if estimator == "k3":
+    if estimator == "k3":  # expm1: at a small d, exp(−d) − 1 in fp32 would lose most of its digits
         return torch.expm1(-difference_T) + difference_T
     return difference_T.abs()
 
 
-def kl_penalty(term: KLMask | KL | KLCov, delta_T: Tensor, reference_delta_T: Tensor | None) -> Tensor:
+def kl_penalty(term: KLTerm, delta_T: Tensor, reference_delta_T: Tensor | None) -> Tensor:
     """The KL values of one term, not yet masked nor multiplied by its coefficient.
 
     ``delta_T`` is log π_θ − log π_old, ``reference_delta_T`` log π_θ − log π_ref. With ``weight = importance`` the estimate is
     multiplied by exp(δ), gradient included: then its mean over tokens of π_old is that of the estimator over tokens of π_θ.
-    For k3 against π_old that is r δ − r + 1, unbiased for KL(π_θ‖π_old) (TEPO.md §4).
+    For k3 against π_old that is r δ − r + 1, unbiased for KL(π_θ‖π_old) (docs/tepo.md, equation 8).
     """
     difference_T = delta_T if term.against == "old" else reference_delta_T
     assert difference_T is not None
@@ -38,18 +38,8 @@ def kl_penalty(term: KLMask | KL | KLCov, delta_T: Tensor, reference_delta_T: Te
     return value_T * delta_T.exp() if term.weight == "importance" else value_T
 
 
-def entropy_falls(change_T: Tensor, tolerance: float) -> Tensor:
-    """1[ΔH < −tolerance], ΔH = H(π_θ) − H(π_old) of the full distributions (TEPO.md §4, reading ``measured``); bool."""
-    return change_T < -tolerance
-
-
-def entropy_predicted_to_fall(covariance_T: Tensor) -> Tensor:
-    """1[c > 0] of the covariance statistic (TEPO.md §4 and §5, reading ``covariance``); bool."""
-    return covariance_T > 0
-
-
 def entropy_coefficient(bonus: EntropyBonus | None, old_entropy_mean: Tensor | None) -> float:
-    """The coefficient for one optimizer step; ``adaptive`` fades with the mean entropy of π_old (TEPO.md §6, reading)."""
+    """The coefficient for one optimizer step; ``adaptive`` falls as the mean entropy of π_old rises (equation 13)."""
     if bonus is None:
         return 0.0
     if bonus.kind == "fixed":

@@ -1,4 +1,4 @@
-"""Mathematical answers compared as expressions, by the math-verify library (Apache-2.0)."""
+"""Compares mathematical answers as expressions, by the math-verify library (Apache-2.0)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from math_verify.errors import TimeoutException
 from tepo_megatron.types import Problem
 
 _SOFT_LIMIT_S = 5
-"""math-verify's own alarm. It rings only in a main thread, which the pool's workers run verifiers in; what it cannot
-interrupt, the pool does."""
+"""Limit of math-verify's own alarm, which works in a main thread only: the pool's workers run verifiers there. The pool ends
+what the alarm cannot interrupt.
+"""
 
 
 def math(problem: Problem, response: str) -> float:
-    r"""1 if the response's final answer equals the problem's as a mathematical expression, else 0.
+    r"""Returns 1 if the response's final answer equals the problem's as a mathematical expression, else 0.
 
     The final answer is what math-verify finds: ``\boxed{...}`` first, then other LaTeX and plain expressions. The problem's
     answer may be written with or without dollar signs.

@@ -1,4 +1,4 @@
-"""Worker processes that run the verifier beside rank 0, each response within a time limit."""
+"""A pool of worker processes that run the verifier beside rank 0, with a time limit for each response."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tepo_megatron.reward.verifiers import resolve_verifier
 from tepo_megatron.types import Problem
 
 _START_TIMEOUT_S = 120.0
-"""For a worker to start and import the verifier; symbolic mathematics on a busy machine takes seconds."""
+"""Seconds for a worker to start and import the verifier; a library for symbolic mathematics takes several."""
 
 _LARGEST_CHUNK = 128
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A response's reward; ``error`` says why it could not be scored (the reward is then ``failed_reward``)."""
+    """The reward of a response. ``error`` says why it could not be scored; the reward is then ``failed_reward``."""
 
     reward: float
     error: str | None = None
@@ -33,10 +33,10 @@ class RewardResult:
 class RewardPool:
     """Runs one verifier in ``config.workers`` processes; they are ready when the constructor returns.
 
-    Where a verifier raises, returns no finite number, or takes longer than ``config.timeout_s``, only that response suffers: it
-    gets ``config.failed_reward`` and an error text with the problem's id. A worker that hangs or dies is replaced.
-    Workers end with the parent, however it ends, and do not see the terminal's Ctrl-C. Only rank 0 needs a pool; not for use
-    by several threads at once.
+    If a verifier raises, returns no finite number, or takes longer than ``config.timeout_s``, only that response is affected:
+    it gets ``config.failed_reward`` and an error text with the problem's id. A worker that hangs or dies is replaced. Workers
+    end when the parent does, however it ends, and do not receive the terminal's Ctrl-C. Only rank 0 needs a pool. A pool is
+    not safe for several threads.
 
     Raises:
         ValueError: an unknown verifier, or one that cannot be imported.
@@ -61,29 +61,30 @@ class RewardPool:
             raise
 
     def score(self, items: Sequence[tuple[Problem, str]]) -> list[RewardResult]:
-        """The rewards of (problem, response text) pairs, in their order.
+        """Returns the rewards of (problem, response text) pairs, in their order.
 
         Raises:
             RuntimeError: the pool is closed, or a worker that had to be replaced does not start again.
         """
         if not self._workers:
             raise RuntimeError("the reward pool is closed; make a new one")
+        # Several chunks for each worker, so that a worker with slow responses does not keep the others waiting at the end.
         size = max(1, min(_LARGEST_CHUNK, len(items) // (4 * len(self._workers))))
         self._items, self._results = items, {}
         self._queue = deque(list(range(at, min(at + size, len(items)))) for at in range(0, len(items), size))
         try:
             self._replace_dead()
             while len(self._results) < len(items):
-                self._hand_out()
+                self._send_chunks()
                 self._wait()
         except BaseException:
-            # Workers are in the middle of something: their replies must not be taken for a later call's.
+            # Workers may still be scoring: their replies must not be taken for a later call's.
             self.close()
             raise
         return [self._results[index] for index in range(len(items))]
 
     def close(self) -> None:
-        """End the workers. Closing twice is fine."""
+        """Ends the workers. It may be called more than once."""
         for worker in self._workers:
             worker.process.close()
         self._workers = []
@@ -103,12 +104,12 @@ class RewardPool:
         return worker
 
     def _replace_dead(self) -> None:
-        """An idle worker has nothing to say: if it can be read, it ended, and no response is to blame."""
+        """Replaces idle workers that have died. An idle worker writes nothing, so one that can be read has ended."""
         for key, _ in self._selector.select(0):
             self._take_replies(key.data)
 
-    def _hand_out(self) -> None:
-        """Give every idle worker a chunk. Only idle ones: they read at once, so that writing never blocks."""
+    def _send_chunks(self) -> None:
+        """Sends a chunk to every idle worker, and to no other: an idle worker reads at once, so that writing never blocks."""
         for worker in self._workers:
             if worker.ready and not worker.pending and self._queue:
                 worker.pending = deque(self._queue.popleft())
@@ -116,7 +117,7 @@ class RewardPool:
                 worker.process.send([_message(*self._items[index]) for index in worker.pending])
 
     def _wait(self) -> None:
-        """Take the replies that are there, or wait for one until the next deadline; then deal with workers that are late."""
+        """Takes the replies that have come, waiting until the next deadline for the first; replaces workers that are late."""
         next_deadline = min(worker.deadline for worker in self._workers if not worker.idle)
         heard = {id(key.data) for key, _ in self._selector.select(max(0.0, next_deadline - time.monotonic()))}
         for worker in list(self._workers):
@@ -146,7 +147,7 @@ class RewardPool:
             worker.ready = True
 
     def _replace(self, worker: _Worker, why: str) -> None:
-        """End a worker, give up the item that it was at, and let a new one have the rest."""
+        """Ends a worker, records a failure for its current item, and queues the rest of its chunk for a new worker."""
         if not worker.ready:
             raise RuntimeError(f"a worker for reward.verifier = {self._config.verifier!r} did not start: {why}")
         self._selector.unregister(worker.process)
@@ -167,7 +168,7 @@ class RewardPool:
 
 @dataclass(eq=False)
 class _Worker:
-    """What the pool knows of a worker: whether it has loaded the verifier, the items it is at, and when it is late."""
+    """A worker process: whether it has loaded the verifier, the items that it has still to score, and its deadline."""
 
     process: WorkerProcess
     deadline: float

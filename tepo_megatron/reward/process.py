@@ -1,4 +1,4 @@
-"""A child process that is spoken to in JSON lines over pipes."""
+"""A child process that exchanges JSON lines with its parent over pipes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _CLOSE_TIMEOUT_S = 1.0
 
 
 class WorkerProcess:
-    """``python -m MODULE`` in a session of its own, so that a Ctrl-C in the terminal does not reach it.
+    """Runs ``python -m MODULE`` in a session of its own, so that a Ctrl-C in the terminal does not reach it.
 
-    Starting it is safe in a process with threads: nothing runs between fork and exec. Can be given to a selector.
+    Starting one is safe in a process with threads, since no code runs between fork and exec. A selector can wait for it.
     """
 
     def __init__(self, module: str) -> None:
@@ -27,11 +27,11 @@ class WorkerProcess:
         self._unfinished = b""
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable when ``receive`` has something, or the process ended."""
+        """The file descriptor that becomes readable when ``receive`` has data, or the process has ended."""
         return self._stdout.fileno()
 
     def send(self, value: Any) -> None:
-        """Write one JSON line. To a process that has ended this does nothing: ``receive`` will say so."""
+        """Writes one JSON line. Does nothing if the process has ended, which ``receive`` then reports."""
         remaining = memoryview(json.dumps(value).encode() + b"\n")
         try:
             while remaining:
@@ -40,7 +40,7 @@ class WorkerProcess:
             return
 
     def receive(self) -> list[Any]:
-        """The values of the lines that are complete; blocks if nothing was written.
+        """Returns the values of the complete lines; blocks until something is written.
 
         Raises:
             EOFError: the process ended.
@@ -52,7 +52,7 @@ class WorkerProcess:
         return [json.loads(line) for line in lines]
 
     def exit_status(self) -> str:
-        """How a process that closed its output ended, in words."""
+        """Says how a process that closed its output ended: by which signal, or with which exit status."""
         try:
             code = self._process.wait(_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -60,7 +60,7 @@ class WorkerProcess:
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 
     def close(self) -> None:
-        """Close its input, which ends it; kill it if it does not end within a second."""
+        """Closes the process's input, which ends it; kills it if it has not ended after a second."""
         self._stdin.close()
         try:
             self._process.wait(_CLOSE_TIMEOUT_S)
@@ -70,6 +70,6 @@ class WorkerProcess:
         self._stdout.close()
 
     def kill(self) -> None:
-        """End it now."""
+        """Kills the process."""
         self._process.kill()
         self.close()

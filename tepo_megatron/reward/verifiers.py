@@ -1,6 +1,6 @@
-"""Verifiers: functions ``(problem, response_text) -> float`` that say how good a response is; 1 is a correct answer.
+"""Verifiers are functions ``(problem, response_text) -> float`` that rate a response; 1 is a correct answer.
 
-The ones built in give 0 or 1. This module imports nothing heavy, so a worker that runs a simple verifier starts at once.
+The built-in ones return 0 or 1. This module imports nothing heavy, so that a worker with a simple verifier starts at once.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:
 
 
 def last_word(problem: Problem, response: str) -> float:
-    """1 if the text after the last whitespace is the answer, else 0."""
+    """Returns 1 if the text after the last whitespace is the answer, else 0."""
     words = response.split()
     return float(bool(words) and words[-1] == problem.answer.strip())
 
 
 def exact(problem: Problem, response: str) -> float:
-    """1 if the response is the answer, apart from whitespace around it, else 0."""
+    """Returns 1 if the response is the answer, apart from whitespace around it, else 0."""
     return float(response.strip() == problem.answer.strip())
 
 
 def last_number(problem: Problem, response: str) -> float:
-    """1 if the last number in the response has the value of the last number in the answer, else 0.
+    """Returns 1 if the last number in the response has the value of the last number in the answer, else 0.
 
     ``1,234.50`` and ``1234.5`` are the same number.
 
@@ -53,7 +53,7 @@ def last_number(problem: Problem, response: str) -> float:
 
 
 def resolve_verifier(name: str) -> str:
-    """The ``module:function`` behind a verifier's name; nothing is imported.
+    """Returns the ``module:function`` of a verifier's name, without importing it.
 
     Raises:
         ValueError: neither a built-in verifier nor of the form ``package.module:function``.
@@ -73,7 +73,7 @@ def resolve_verifier(name: str) -> str:
 
 
 def load_verifier(name: str) -> Verifier:
-    """Import a verifier: a built-in one by its name, or the user's as ``package.module:function``.
+    """Imports a verifier: a built-in one by its name, or the user's as ``package.module:function``.
 
     Raises:
         ValueError: an unknown name, a module that cannot be imported, or no such function in it.

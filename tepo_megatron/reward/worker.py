@@ -1,7 +1,8 @@
-"""The process that runs a verifier: JSON lines in, JSON lines out. Started by ``RewardPool``; imports no torch.
+"""The worker process of ``RewardPool``, which runs a verifier. It reads and writes JSON lines, and imports no torch.
 
-In: one object ``{"verifier", "path", "timeout_s"}``, then lists of ``[id, prompt, answer, response]``. Out: ``{"ready": true}``
-or ``{"error": text}``, then for each item in order ``[reward, null]`` or ``[null, error]``. It ends when its input ends.
+Input: one object ``{"verifier", "path", "timeout_s"}``, then lists of ``[id, prompt, answer, response]``. Output:
+``{"ready": true}`` or ``{"error": text}``, then for each item in order ``[reward, null]`` or ``[null, error]``. The process
+ends when its input ends.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _LONGEST_ERROR = 500
 
 
 def main() -> None:
-    """Serve requests until the parent closes the pipe or dies."""
-    requests, replies = _take_standard_streams()
+    """Scores what the parent sends, until the parent closes the pipe or dies."""
+    requests, replies = _redirect_standard_streams()
     inbox: SimpleQueue[Any] = SimpleQueue()
     Thread(target=_read, args=(requests, inbox), daemon=True).start()
     setup = inbox.get()
@@ -41,8 +42,8 @@ def main() -> None:
             _reply(replies, _score(verifier, Problem(problem_id, prompt, answer), response))
 
 
-def _take_standard_streams() -> tuple[BinaryIO, FileIO]:
-    """Keep the pipes for ourselves: a verifier that prints writes to stderr, one that reads finds nothing."""
+def _redirect_standard_streams() -> tuple[BinaryIO, FileIO]:
+    """Returns the pipes to the parent. A verifier has them no longer: it prints to stderr, and reads an empty input."""
     requests = os.fdopen(os.dup(0), "rb")
     replies = FileIO(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -53,16 +54,17 @@ def _take_standard_streams() -> tuple[BinaryIO, FileIO]:
 
 
 def _read(requests: BinaryIO, inbox: SimpleQueue[Any]) -> None:
-    """Take requests as they come, so that the end of the input is seen while a verifier is at work."""
+    """Reads requests in a thread of its own, so that the end of the input ends the process also while a verifier runs."""
     for line in requests:
         inbox.put(json.loads(line))
     os._exit(0)
 
 
 def _limit_processor_time(timeout_s: float) -> None:
-    """Let the kernel end a process that spins on after its parent died: code that holds the interpreter's lock stops ``_read``.
+    """Has the kernel end a process whose verifier runs on after the parent died.
 
-    Far above the limit that the parent keeps, and in processor time of all threads.
+    ``_read`` cannot: a regular expression that backtracks holds the interpreter's lock, so that no other thread runs. The limit
+    counts processor time of all threads, and is far above the one that the parent enforces.
     """
     signal.setitimer(signal.ITIMER_PROF, 60 + 10 * timeout_s)
 

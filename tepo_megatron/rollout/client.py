@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from tepo_megatron.bridge.transfer.broadcast import Manifest
 from tepo_megatron.rollout.server import IDLE_CONNECTION_S, MODEL_NAME
-from tepo_megatron.types import WeightsVersion
+from tepo_megatron.types import Response, WeightsVersion
 
 SLEEPS = frozenset({"weights", "kv_cache"})
-"""What a server gives up when it sleeps, under vLLM's names."""
+"""What a server frees when it sleeps, under vLLM's names."""
 
 
-@dataclass(frozen=True)
-class Response:
-    """One sampled continuation of a prompt.
+GENERATE = "/inference/v1/generate"
+"""vLLM's route for token ids in and out. Unlike /v1/completions it says by which weights a token was drawn."""
 
-    ``logprobs`` has one natural-log probability per response id, under the temperature it was drawn with (under temperature 1
-    where it was decoded greedily). ``finish_reason`` is ``"stop"`` (an end token was drawn, and is the last id) or ``"length"``
-    (cut).
-    """
+INITIAL_WEIGHTS = WeightsVersion(0)
+"""The weights of the model's folder, with which a server starts."""
 
-    response_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
-    weights_version: WeightsVersion
+_INITIAL_LABEL = "default"
+"""vLLM's name for weights that were never updated."""
 
 
 class Client:
     """Requests to one server; may be used from several threads.
 
     Every method raises RuntimeError, with the address and what the server said, when the server cannot be reached, takes longer
-    than ``timeout_s`` seconds, or answers with an error. ``asleep`` is what the server has given up of the GPU.
+    than ``timeout_s`` seconds, or answers with an error. ``asleep`` is what the server has freed of its GPU memory.
     """
 
     def __init__(self, url: str, key: str, timeout_s: float) -> None:
@@ -56,7 +50,7 @@ class Client:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompt: Sequence[int],
         *,
         n: int,
         temperature: float,
@@ -64,49 +58,45 @@ class Client:
         seed: int | None,
         stop_token_ids: Sequence[int],
         version: WeightsVersion,
-    ) -> list[list[Response]]:
-        """``n`` continuations of each prompt of token ids, all under one seed; ``version`` is stamped on them."""
+    ) -> list[Response]:
+        """``n`` continuations of a prompt of token ids; sample j is drawn with the seed ``seed`` + j.
+
+        Raises RuntimeError, too, where the server answers that any token was drawn by other weights than ``version``.
+        """
         self._check_awake()
-        body = {
-            "model": MODEL_NAME,
-            "prompt": [list(prompt) for prompt in prompts],
+        sampling = {
             "n": n,
             "temperature": temperature,
             "max_tokens": max_new_tokens,
             "seed": seed,
             "stop_token_ids": list(stop_token_ids),
             "logprobs": 0,  # only that of the drawn token
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,  # the server has no tokenizer
         }
-        reply = self._post("/v1/completions", body)
+        reply = self._generate(prompt, sampling)
         try:
             responses = [self._response(choice, version) for choice in reply["choices"]]
         except (KeyError, TypeError) as error:
-            raise RuntimeError(f"{self.url} answered /v1/completions with something else than responses: {error!r}") from error
-        if len(responses) != len(prompts) * n:
-            raise RuntimeError(f"{self.url} returned {len(responses)} responses to {len(prompts)} prompts with n = {n}")
-        return [responses[first : first + n] for first in range(0, len(responses), n)]
+            raise RuntimeError(f"{self.url} answered {GENERATE} with something else than responses: {error!r}") from error
+        if len(responses) != n:
+            raise RuntimeError(f"{self.url} returned {len(responses)} responses to a prompt with n = {n}")
+        return responses
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
         """The natural-log probability of every token of ``prompt`` but the first, as the model has it: under temperature 1."""
         self._check_awake()
-        body = {
-            "model": MODEL_NAME,
-            "prompt": [list(prompt)],
-            "max_tokens": 1,
-            "prompt_logprobs": 0,  # only those of the prompt's own tokens; vLLM applies no temperature to them
-            "return_token_ids": True,
-        }
-        reply = self._post("/v1/completions", body)
+        # prompt_logprobs = 0: only those of the prompt's own tokens; vLLM applies no temperature to them
+        reply = self._generate(prompt, {"max_tokens": 1, "prompt_logprobs": 0})
         try:
-            scored = reply["choices"][0]["prompt_logprobs"][1:]
+            scored = reply["prompt_logprobs"][1:]
             found = [float(scores[str(token)]["logprob"]) for token, scores in zip(prompt[1:], scored, strict=True)]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise RuntimeError(
-                f"{self.url} answered /v1/completions with something else than the log-probs of the prompt: {error!r}"
+                f"{self.url} answered {GENERATE} with something else than the log-probs of the prompt: {error!r}"
             ) from error
         return found
+
+    def _generate(self, prompt: Sequence[int], sampling: dict[str, Any]) -> dict[str, Any]:
+        return self._post(GENERATE, {"model": MODEL_NAME, "token_ids": list(prompt), "sampling_params": sampling})
 
     def pause(self) -> None:
         """Hold requests where they are."""
@@ -117,14 +107,14 @@ class Client:
         self._post("/resume")
 
     def sleep(self) -> None:
-        """Give the GPU up: requests end, cache and weights are dropped, new ones must come before the next sample.
+        """Free the GPU: requests end, cache and weights are dropped, new ones must come before the next sample.
 
         That is vLLM's level 2. Level 1 would keep a copy of the weights on the host, only for the next update to replace it.
         """
         self._post("/sleep?level=2")
         self.asleep = SLEEPS
 
-    def wake(self, *tags: str) -> None:
+    def wake_up(self, *tags: str) -> None:
         """Take memory back for ``tags`` (``weights``, ``kv_cache``); requests are served again when there is all of it."""
         tags = tuple(tag for tag in tags if tag in self.asleep)
         if tags:
@@ -135,10 +125,10 @@ class Client:
         """Forget cached keys and values, which belong to older weights."""
         self._post("/reset_prefix_cache")
 
-    def join_transfer(
+    def init_weight_transfer(
         self, host: str, port: int, *, rank_offset: int, world_size: int, timeout_s: float, sharded: bool
     ) -> None:
-        """Make the workers enter the group that meets at ``host``:``port``; returns when all members have."""
+        """Make the workers join the group whose rendezvous is ``host``:``port``; returns when all members have."""
         info = {
             "host": host,
             "port": port,
@@ -149,7 +139,7 @@ class Client:
         }
         self._post("/init_weight_transfer_engine", {"init_info": info})
 
-    def start_update(self) -> None:
+    def start_weight_update(self) -> None:
         """Prepare for new weights."""
         self._post("/start_weight_update")
 
@@ -163,22 +153,30 @@ class Client:
             "/update_weights", {"update_info": {"manifest": [[name, list(shape), dtype] for name, shape, dtype in manifest]}}
         )
 
-    def finish_update(self, version: WeightsVersion) -> None:
+    def finish_weight_update(self, version: WeightsVersion) -> None:
         """Let the model take the weights into use, and the server remember their version."""
-        self._post("/finish_weight_update", {"weight_version": f"{version.step}:{version.digest}"})
+        self._post("/finish_weight_update", {"weight_version": _label(version)})
 
     def _check_awake(self) -> None:
         if self.asleep:
             raise RuntimeError(
                 f"{self.url} is asleep: its {' and '.join(sorted(self.asleep))} are not on the GPU, and a request would wait "
-                "for ever; hand the weights over and wake it first"
+                "for ever; update its weights and wake it up first"
             )
 
-    def _response(self, choice: dict[str, Any], version: WeightsVersion) -> Response:
-        ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    def _response(self, choice: dict[str, Any], expected: WeightsVersion) -> Response:
+        ids, logprobs = choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
         if len(ids) != len(logprobs) or any(value is None for value in logprobs):
             raise RuntimeError(f"{self.url} returned {len(logprobs)} log-probs for {len(ids)} tokens; every token needs one")
-        return Response(tuple(ids), tuple(logprobs), choice["finish_reason"], version)
+        # vLLM says by which weights each token was drawn, as spans of equal versions.
+        labels = {span["version"] for span in choice["weight_versions"]}
+        if labels != {_label(expected)} and not (expected == INITIAL_WEIGHTS and labels == {_INITIAL_LABEL}):
+            raise RuntimeError(
+                f"{self.url} drew a response with weights {' and '.join(sorted(labels)) or 'of no version'}, but this run gave "
+                f"it {_label(expected)} (step:digest): another run updates this server, or an update was lost. Give every run "
+                "servers of its own, and start this one again with --resume"
+            )
+        return Response(tuple(ids), tuple(logprobs), choice["finish_reason"], expected)
 
     def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         where = f"POST {self.url}{path}"
@@ -196,6 +194,11 @@ class Client:
             raise RuntimeError(
                 f"{where}: status {reply.status_code}, but the answer is not JSON: {reply.text[:200]!r}"
             ) from error
+
+
+def _label(version: WeightsVersion) -> str:
+    """What vLLM stores as the version of its weights."""
+    return f"{version.step}:{version.digest}"
 
 
 def _message(reply: httpx.Response) -> str:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rollout.registry import Registration, claim, registered, retire, shared_key, with_own_address
-from tepo_megatron.rollout.server import answers
+from tepo_megatron.rollout.server import is_healthy
 
 POLL_S = 0.5
 
@@ -17,7 +17,7 @@ POLL_S = 0.5
 class ExternalServer:
     """Stands in for a ``Server``, with the same methods: ``start`` and ``stop`` only decide what is waited for.
 
-    A server that failed is given up (``retire``) when it is started again; its node ends it, starts another and registers that.
+    A server that failed is retired when it is started again; its node ends it, starts another and registers that.
     ``log`` is the file that the node writes, on the shared disk.
     """
 
@@ -25,7 +25,7 @@ class ExternalServer:
         self.config, self.log, self.port = config, log, 0
         self._folder, self._index = folder, index
         self._current: Registration | None = None
-        self._given_up = ""
+        self._retired = ""
         self._wanted = False
 
     @property
@@ -41,9 +41,9 @@ class ExternalServer:
     def start(self, taken: Collection[int] = ()) -> None:
         """Want a server, and another one than before; ``taken`` is for servers of this machine."""
         if self._current is not None:
-            self._given_up, self._current = self._current.life, None
-        if self._given_up:
-            retire(self._folder, self._index, self._given_up)
+            self._retired, self._current = self._current.life, None
+        if self._retired:
+            retire(self._folder, self._index, self._retired)
         self._wanted = True
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
@@ -52,11 +52,11 @@ class ExternalServer:
         deadline = time.monotonic() + timeout_s
         while self._wanted:
             found = registered(self._folder, self._index)
-            if found is not None and found.life != self._given_up and _answers(found):
+            if found is not None and found.life != self._retired and _is_healthy(found):
                 if claim(self._folder, self._index, found.life):
                     self._current = found
                     return
-                self._given_up = found.life  # another trainer has put its weights there
+                self._retired = found.life  # another trainer has put its weights there
                 retire(self._folder, self._index, found.life)
             if time.monotonic() > deadline:
                 raise RuntimeError(
@@ -69,13 +69,13 @@ class ExternalServer:
 
     def healthy(self) -> bool:
         """Whether the server in use answers and says that its engine works."""
-        return self._current is not None and _answers(self._current)
+        return self._current is not None and _is_healthy(self._current)
 
     def stop(self) -> None:
         """Want no server. It goes on running: it is its node's."""
         self._wanted = False
         if self._current is not None:
-            self._given_up, self._current = self._current.life, None
+            self._retired, self._current = self._current.life, None
 
     def log_end(self, lines: int = 0) -> str:
         """For messages: where the server's log lies."""
@@ -93,6 +93,6 @@ def external_servers(config: ServerConfig, log_dir: Path) -> tuple[ServerConfig,
     return config, shared_key(folder), servers
 
 
-def _answers(registration: Registration) -> bool:
+def _is_healthy(registration: Registration) -> bool:
     parts = urlsplit(registration.url)
-    return answers(parts.hostname or "", parts.port or 0)
+    return is_healthy(parts.hostname or "", parts.port or 0)

@@ -1,4 +1,4 @@
-"""All rollout servers of a run as one sampler: prompts in, groups of responses out, weights pushed, the dead restarted."""
+"""All rollout servers of a run as one sampler: prompts in, groups of responses out, weights updated, the dead restarted."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from tepo_megatron.bridge.transfer.broadcast import Manifest
 from tepo_megatron.bridge.transfer.sender import ShardSender
 from tepo_megatron.config.rollout import ServerConfig
-from tepo_megatron.rollout.client import Client, Response
+from tepo_megatron.rollout.client import INITIAL_WEIGHTS, Client
 from tepo_megatron.rollout.external import ExternalServer
-from tepo_megatron.rollout.requests import prompt_seed, split_prompts
-from tepo_megatron.rollout.server import Server, at_once
+from tepo_megatron.rollout.requests import Request, prompt_seed, split_groups
+from tepo_megatron.rollout.server import Server, for_all_at_once
 from tepo_megatron.rollout.servers import make_servers
 from tepo_megatron.rollout.sync import BroadcastSync, ShardSync, WeightSync
-from tepo_megatron.types import WeightsVersion
+from tepo_megatron.types import Response, WeightsVersion
 
 S = TypeVar("S", bound=WeightSync)
 
@@ -35,7 +35,7 @@ class Fleet:
     They are processes of this machine, on GPUs from ``first_gpu`` on; or with ``config.placement = "external"`` those that
     ``tepo serve`` runs: then starting waits for them, stopping leaves them, and reviving has their nodes replace them. With
     ``"colocated"`` they share the trainer's GPUs: they sleep after starting, reviving and :meth:`sleep`, and after an update
-    until :meth:`wake`.
+    until :meth:`wake_up`.
 
     ``dtype`` is that of the weights unless the config has its own; ``stop_token_ids`` end a response, and are its last id when
     they do; ``log_dir`` gets a ``server-N.log`` of each; the weights in ``model_dir`` are version 0. A context manager:
@@ -64,6 +64,7 @@ class Fleet:
         self._pool: ThreadPoolExecutor | None = None
         self._version: WeightsVersion | None = None
         self._restarts = 0
+        # start() may run in another thread than stop(): without the lock a server could be started after all were stopped.
         self._spawning = threading.Lock()
         self._stopped = False
 
@@ -79,7 +80,7 @@ class Fleet:
         after stopping all, if one does not come up.
         """
         self._start(self._servers)
-        self._version = None if self._sleeps else WeightsVersion(0)
+        self._version = None if self._sleeps else INITIAL_WEIGHTS
 
     def stop(self) -> None:
         """End all processes of all servers, within seconds, for good; does nothing if there are none."""
@@ -93,7 +94,7 @@ class Fleet:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)
-        at_once(self._servers, lambda server: server.stop())
+        for_all_at_once(self._servers, lambda server: server.stop())
         for client in self._clients:
             client.close()
         self._clients = []
@@ -124,50 +125,52 @@ class Fleet:
         """
         if self._pool is None or self._version is None:
             raise RuntimeError(
-                "the servers do not have the current weights; start the fleet, and after a revive() call update_weights()"
+                "the servers do not have the current weights; start the fleet, and after a revive() update their weights"
             )
         if temperature == 0 and n != 1:
             raise ValueError(f"greedy decoding gives one response per prompt, but n = {n}; use n = 1 or a temperature above 0")
         if empty := [index for index, prompt in enumerate(prompts) if not prompt]:
             raise ValueError(f"prompt {empty[0]} is empty; a prompt needs at least one token")
-        requests: dict[Future[list[list[Response]]], range] = {}
-        for index, run in enumerate(split_prompts(len(prompts), greedy=temperature == 0)):
+        requests: dict[Future[list[Response]], Request] = {}
+        for index, wanted in enumerate(split_groups(len(prompts), n, self._config.max_num_seqs)):
             request = self._pool.submit(
                 self._clients[index % len(self._clients)].generate,
-                [prompts[i] for i in run],
-                n=n,
+                prompts[wanted.prompt],
+                n=wanted.n,
                 temperature=temperature,
                 max_new_tokens=max_new_tokens,
-                # vLLM draws sample j of every prompt of one request with the seed + j: hence a request for each sampled prompt
-                seed=None if temperature == 0 else prompt_seed(seed, run.start),
+                # vLLM draws sample j of a request with its seed + j, so a group that is split has the draws of one that is not
+                seed=None if temperature == 0 else prompt_seed(seed, wanted.prompt) + wanted.first,
                 stop_token_ids=self._stop_token_ids,
                 version=self._version,
             )
-            requests[request] = run
-        return self._gather(requests, len(prompts), on_progress)
+            requests[request] = wanted
+        return self._gather(requests, len(prompts), n, on_progress)
 
     def _gather(
         self,
-        requests: dict[Future[list[list[Response]]], range],
+        requests: dict[Future[list[Response]], Request],
         total: int,
+        n: int,
         on_progress: Callable[[int, int], None] | None,
     ) -> list[list[Response]]:
-        groups: list[list[Response]] = [[] for _ in range(total)]
+        groups: list[list[Response | None]] = [[None] * n for _ in range(total)]
         done = 0
         try:
             for request in as_completed(requests):
-                run = requests[request]
-                for index, group in zip(run, request.result(), strict=True):
-                    groups[index] = group
-                done += len(run)
-                if on_progress is not None:
-                    on_progress(done, total)
+                wanted = requests[request]
+                group = groups[wanted.prompt]
+                group[wanted.first : wanted.first + wanted.n] = request.result()
+                if None not in group:
+                    done += 1
+                    if on_progress is not None:
+                        on_progress(done, total)
         except RuntimeError as error:
-            for request in requests:
+            for request in requests:  # those that have not begun; the others end with their servers, or by themselves
                 request.cancel()
             self._raise_if_dead(error)
             raise
-        return groups
+        return [[response for response in group if response is not None] for group in groups]
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> dict[str, list[float]]:
         """Address → log-probs of the tokens of a prompt but the first, under temperature 1. Raises as :meth:`generate`."""
@@ -181,19 +184,19 @@ class Fleet:
             self._version = None
             self._on_all(Client.sleep)
 
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """After an update: colocated servers take memory for their caches, and sample again; others do nothing."""
         if self._sleeps:
-            self._on_all(lambda client: client.wake("kv_cache"))
+            self._on_all(lambda client: client.wake_up("kv_cache"))
 
     def _on_all(self, request: Callable[[Client], None]) -> None:
         try:
-            at_once(self._clients, request)
+            for_all_at_once(self._clients, request)
         except RuntimeError as error:
             self._raise_if_dead(error)
             raise
 
-    def update_weights(self, version: WeightsVersion, manifest: Manifest, tensors: Iterable[Tensor]) -> None:
+    def update_weights_from_tensors(self, version: WeightsVersion, manifest: Manifest, tensors: Iterable[Tensor]) -> None:
         """Put full tensors into all servers, from this process; ``version`` is stamped on every later response.
 
         ``manifest`` announces (Hugging Face name, full shape, dtype name) of each of ``tensors``, in order. After an error the
@@ -203,43 +206,44 @@ class Fleet:
         """
         stream = iter(tensors)
         try:
-            self._update(version, BroadcastSync, lambda sync: sync.push(version, manifest, stream))
+            self._update(version, BroadcastSync, lambda sync: sync.update_weights(version, manifest, stream))
         except (RuntimeError, ValueError):
-            for _ in stream:
-                pass
+            for _ in stream:  # each tensor is a collective of the trainer's ranks
+                continue
             raise
 
-    def update_shards(self, version: WeightsVersion, sender: ShardSender) -> None:
-        """Put the trainer's shards into all servers, straight from the ranks that hold them; the other ranks ``follow``.
+    def update_weights_from_shards(self, version: WeightsVersion, sender: ShardSender) -> None:
+        """Put the trainer's shards into all servers, straight from the ranks that hold them; the other ranks call
+        ``sender.update_as_non_root``.
 
-        As :meth:`update_weights`, and RuntimeError where weights did not arrive as they were sent, with tensors and ranks. The
-        error says which of the other ranks failed first, and why.
+        As :meth:`update_weights_from_tensors`, and RuntimeError where weights did not arrive as they were sent, with tensors
+        and ranks. The error says which of the other ranks failed first, and why.
         """
         try:
-            self._update(version, ShardSync, lambda sync: sync.push(version, sender))
+            self._update(version, ShardSync, lambda sync: sync.update_weights(version, sender))
         except RuntimeError as error:
-            if failed := sender.conclude(arrived=False):
+            if failed := sender.finish_update(arrived=False):
                 raise type(error)(f"{error}. {failed}") from error
             raise
-        sender.conclude(arrived=True)
+        sender.finish_update(arrived=True)
 
-    def _update(self, version: WeightsVersion, way: type[S], push: Callable[[S], None]) -> None:
+    def _update(self, version: WeightsVersion, kind: type[S], update: Callable[[S], None]) -> None:
         if not self._clients:
             raise RuntimeError("the fleet is not started; call start() first")
-        if not isinstance(self._sync, way):
+        if not isinstance(self._sync, kind):
             self._close_sync()
             host, timeout_s = self._config.host, self._config.transfer_timeout_s
-            self._sync = way(self._clients, host=host, tp=self._config.tp, timeout_s=timeout_s, asleep=self._sleeps)
+            self._sync = kind(self._clients, host=host, tp=self._config.tp, timeout_s=timeout_s, asleep=self._sleeps)
         self._version = None
         try:
-            push(self._sync)
+            update(self._sync)
             self._version = version
         except (RuntimeError, ValueError) as error:
             died = any(not server.healthy() for server in self._servers)
             message = f"weights {version.step} did not reach the rollout servers: {error}"
             raise (ServerDied if died else type(error))(message) from error
         finally:
-            if self._version is None:
+            if self._version is None:  # some servers may have the new weights, others half of them
                 self._end()
 
     def _close_sync(self) -> None:
@@ -248,7 +252,7 @@ class Fleet:
             self._sync = None
 
     def revive(self) -> bool:
-        """Start the servers that are gone again; True if there were any: the weights must then be handed over again.
+        """Start the servers that are gone again; True if there were any: the weights must then be updated again.
 
         Colocated servers sleep afterwards in any case, and so need the weights. Raises RuntimeError when there would be more
         than ``config.max_restarts`` restarts in this run, or a server does not come up; ServerDied as :meth:`sleep`.
@@ -276,12 +280,12 @@ class Fleet:
                 for server in servers:
                     server.start(taken)
                     taken.add(server.port)
-            at_once(servers, lambda server: server.wait_ready())
+            for_all_at_once(servers, lambda server: server.wait_ready())
             for client in self._clients:
                 client.close()
             self._clients = [Client(server.url, self._key, self._config.request_timeout_s) for server in self._servers]
             if self._sleeps:
-                at_once(self._clients, Client.sleep)
+                for_all_at_once(self._clients, Client.sleep)
         except BaseException:
             self._end()
             raise

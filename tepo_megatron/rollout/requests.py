@@ -1,16 +1,22 @@
-"""How prompts become requests: greedy ones share them, a sampled one has its own, with a seed of its own (decision 006)."""
+"""How prompts become requests: one for each, with a seed of its own (decision 006)."""
 
 from __future__ import annotations
 
 import hashlib
+from typing import NamedTuple
 
-GREEDY_PROMPTS_PER_REQUEST = 64
+
+class Request(NamedTuple):
+    """Samples ``first`` to ``first`` + ``n`` of the group of prompt number ``prompt``."""
+
+    prompt: int
+    first: int
+    n: int
 
 
-def split_prompts(total: int, *, greedy: bool) -> list[range]:
-    """The prompts of each request, in order."""
-    size = GREEDY_PROMPTS_PER_REQUEST if greedy else 1
-    return [range(first, min(first + size, total)) for first in range(0, total, size)]
+def split_groups(prompts: int, n: int, most: int) -> list[Request]:
+    """The requests for ``n`` samples of each of ``prompts`` prompts, in order; a request takes at most ``most`` samples."""
+    return [Request(prompt, first, min(most, n - first)) for prompt in range(prompts) for first in range(0, n, most)]
 
 
 def prompt_seed(seed: int, prompt: int) -> int:

@@ -36,13 +36,13 @@ class Node:
                 own,
                 model_dir=model_dir,
                 dtype=own.served_dtype(config.model.dtype),
-                cores=cores[place],
+                cores=cores[slot],
                 key=key,
                 log=config.output / "logs" / f"server-{index}.log",
                 seed=config.seed + index,
-                gpus=range(place * own.tp, (place + 1) * own.tp),
+                gpus=range(slot * own.tp, (slot + 1) * own.tp),
             )
-            for place, index in enumerate(share)
+            for slot, index in enumerate(share)
         ]
         self._lives = [""] * len(self._servers)
         self._restarts = 0
@@ -61,35 +61,35 @@ class Node:
             server.stop()
 
     def watch(self) -> None:
-        """Replace servers that died and those that the trainer gave up, until interrupted.
+        """Replace servers that died and those that the trainer retired, until interrupted.
 
         Raises RuntimeError with the end of a log when that is needed more often than ``rollout.server.max_restarts`` times the
         servers of this node, or a server does not come up.
         """
         while True:
-            gone = [place for place in range(len(self._servers)) if self._is_gone(place)]
+            gone = [slot for slot in range(len(self._servers)) if self._is_gone(slot)]
             if gone:
                 self._restarts += len(gone)
                 if self._restarts > self._max_restarts:
-                    logs = "\n".join(self._servers[place].log_end() for place in gone)
+                    logs = "\n".join(self._servers[slot].log_end() for slot in gone)
                     raise RuntimeError(f"the servers of this node died {self._restarts} times; none is started again.\n{logs}")
                 self._start(gone)
             time.sleep(POLL_S)
 
-    def _is_gone(self, place: int) -> bool:
-        return not self._servers[place].alive or is_retired(self._folder, self._first + place, self._lives[place])
+    def _is_gone(self, slot: int) -> bool:
+        return not self._servers[slot].alive or is_retired(self._folder, self._first + slot, self._lives[slot])
 
-    def _start(self, places: list[int]) -> None:
-        for place in places:
-            self._servers[place].stop()
+    def _start(self, slots: list[int]) -> None:
+        for slot in slots:
+            self._servers[slot].stop()
         taken = {server.port for server in self._servers if server.alive}
-        for place in places:
-            self._servers[place].start(taken)
-            taken.add(self._servers[place].port)
-        for place in places:
-            server, self._lives[place] = self._servers[place], secrets.token_hex(8)
+        for slot in slots:
+            self._servers[slot].start(taken)
+            taken.add(self._servers[slot].port)
+        for slot in slots:
+            server, self._lives[slot] = self._servers[slot], secrets.token_hex(8)
             server.wait_ready()
-            register(self._folder, self._first + place, Registration(server.url, self._lives[place]))
+            register(self._folder, self._first + slot, Registration(server.url, self._lives[slot]))
 
 
 def _share(config: ServerConfig, node: int, nodes: int) -> range:

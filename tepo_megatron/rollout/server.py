@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -20,6 +19,7 @@ from tepo_megatron.bridge.transfer.transport import BACKEND
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.resources import reserve_port, visible_gpus
+from tepo_megatron.rollout.server_log import first_error
 
 T = TypeVar("T")
 
@@ -37,7 +37,6 @@ the length of a step, waits four times as long: a connection that one side close
 
 LOG_LINES = 20
 
-_ERROR = re.compile(r"\b\w*(Error|Exception): \S")
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 _TORCHRUN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
@@ -128,7 +127,7 @@ class Server:
 
     def healthy(self) -> bool:
         """Whether the server runs and says that its engine works."""
-        return self.alive and answers(self.config.host, self.port)
+        return self.alive and is_healthy(self.config.host, self.port)
 
     def stop(self) -> None:
         """End every process of the server: SIGTERM, a wait of seconds, SIGKILL. Does nothing if there is none."""
@@ -148,7 +147,7 @@ class Server:
             os.killpg(process.pid, signal.SIGKILL)  # there is something left only if the supervisor itself was killed
 
     def log_end(self, lines: int = LOG_LINES) -> str:
-        """For messages: the log's path, its first error since the start, which tends to be the cause, and its last lines."""
+        """The log's path, its first error since the start, which is the likely cause, and its last lines; for messages."""
         try:
             with self.log.open(errors="replace") as log:
                 log.seek(self._log_start)
@@ -156,8 +155,8 @@ class Server:
         except OSError as error:
             return f"Its log {self.log} cannot be read: {error.strerror}"
         parts = [f"The last lines of {self.log}:", *(f"  {line}" for line in text[-lines:])]
-        if cause := next(filter(_ERROR.search, text[:-lines]), None):
-            parts = [f"The first error in {self.log}:", f"  {cause}", *parts]
+        if cause := first_error(text):
+            parts = [f"The first error in {self.log}:", *(f"  {line}" for line in cause), *parts]
         return "\n".join(parts)
 
     def _command(self, on_gpu: bool) -> list[str]:
@@ -181,7 +180,13 @@ class Server:
             options["--quantization"] = config.quantization
         if config.max_model_len is not None:
             options["--max-model-len"] = config.max_model_len
-        flags = ["--skip-tokenizer-init", "--disable-log-stats", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
+        flags = [
+            "--enable-scale-out",
+            "--skip-tokenizer-init",
+            "--disable-log-stats",
+            "--disable-uvicorn-access-log",
+            "--disable-fastapi-docs",
+        ]
         if config.placement == "colocated":
             flags.append("--enable-sleep-mode")
         if not on_gpu:
@@ -212,7 +217,7 @@ class Server:
         return environment
 
 
-def answers(host: str, port: int) -> bool:
+def is_healthy(host: str, port: int) -> bool:
     """Whether a server there says that its engine works."""
     connection = HTTPConnection(host, port, timeout=HEALTH_TIMEOUT_S)
     try:
@@ -224,7 +229,7 @@ def answers(host: str, port: int) -> bool:
         connection.close()
 
 
-def at_once(servers: Sequence[T], action: Callable[[T], None]) -> None:
+def for_all_at_once(servers: Sequence[T], action: Callable[[T], None]) -> None:
     """Do it to all servers at once; raises the first error when one fails, without waiting for the others."""
     pool = ThreadPoolExecutor(len(servers), thread_name_prefix="server")
     try:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class WeightSync(ABC):
-    """The servers' part of an update, whichever way the weights come. The transfer group is formed at the first update.
+    """The servers' part of an update, for shards and for full tensors. The transfer group is formed at the first update.
 
     ``host`` is an address of this machine that the servers reach; ``tp`` the workers of each; ``asleep``: servers sleep
     before every update.
@@ -39,23 +39,23 @@ class WeightSync(ABC):
         self._pool = ThreadPoolExecutor(len(self._clients) + 1, thread_name_prefix="weight-sync")
 
     def close(self) -> None:
-        """Leave the group. Requests that still run go on in their threads until they are answered or time out."""
+        """Close the group. Requests that still run go on in their threads until they are answered or time out."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._leave()
+        self._close_group()
 
     @abstractmethod
-    def _leave(self) -> None:
+    def _close_group(self) -> None:
         """Close the connections to the workers, so that what they still wait for fails."""
 
-    def _begin(self) -> None:
-        self._everywhere((lambda client: client.wake("weights")) if self._asleep else Client.pause)
-        self._everywhere(Client.start_update)
+    def _start_update(self) -> None:
+        self._everywhere((lambda client: client.wake_up("weights")) if self._asleep else Client.pause)
+        self._everywhere(Client.start_weight_update)
 
-    def _join(self, enter: Callable[[], T], port: int, *, first_worker: int, world_size: int, sharded: bool) -> T:
-        """Has all workers and, by ``enter``, this process come into the group; returns what ``enter`` does."""
+    def _join_group(self, enter: Callable[[], T], port: int, *, first_worker: int, world_size: int, sharded: bool) -> T:
+        """Makes all workers and, by ``enter``, this process join the group; returns what ``enter`` returns."""
         joining = [
             self._pool.submit(
-                client.join_transfer,
+                client.init_weight_transfer,
                 self._host,
                 port,
                 rank_offset=first_worker + self._tp * index,
@@ -70,7 +70,7 @@ class WeightSync(ABC):
         members: list[Future[Any]] = [*joining, own]
         wait(members, return_when=FIRST_EXCEPTION)
         if causes := _causes(members):
-            raise RuntimeError(f"the servers did not enter the weight-transfer group. {causes}")
+            raise RuntimeError(f"the servers did not join the weight-transfer group. {causes}")
         return own.result()
 
     def _transfer(self, receive: Callable[[Client], None], send: Callable[[Callable[[], bool]], None]) -> None:
@@ -84,12 +84,12 @@ class WeightSync(ABC):
         except RuntimeError as error:
             # This end only sees a connection close; which server failed, and at what, is in that server's answer. Other servers
             # may wait for a trainer rank that waits for the one that failed, until this one leaves.
-            self._leave()
+            self._close_group()
             wait(receiving, self._timeout_s)
             raise RuntimeError(_causes(receiving) or str(error)) from error
 
-    def _finish(self, version: WeightsVersion) -> None:
-        self._everywhere(lambda client: client.finish_update(version))
+    def _finish_update(self, version: WeightsVersion) -> None:
+        self._everywhere(lambda client: client.finish_weight_update(version))
         self._everywhere(Client.reset_prefix_cache)
         if not self._asleep:
             self._everywhere(Client.resume)
@@ -108,23 +108,23 @@ class BroadcastSync(WeightSync):
 
     _group: GlooGroup | None = None
 
-    def push(self, version: WeightsVersion, manifest: Manifest, tensors: Iterable[Tensor]) -> None:
+    def update_weights(self, version: WeightsVersion, manifest: Manifest, tensors: Iterable[Tensor]) -> None:
         """Send all tensors of the manifest, in its order, and have every server use them from the next token on.
 
         Raises RuntimeError naming the server and the tensor when either side fails, within about the time-out.
         """
         group = self._group = self._group or self._form()
-        self._begin()
+        self._start_update()
         self._transfer(
             lambda client: client.receive_tensors(manifest),
             lambda cancelled: broadcast.send(group, manifest, tensors, cancelled=cancelled),
         )
-        self._finish(version)
+        self._finish_update(version)
 
     def _form(self) -> GlooGroup:
         world_size = 1 + self._tp * len(self._clients)
         store, port = listen(self._host)
-        return self._join(
+        return self._join_group(
             lambda: GlooGroup(store, self._host, 0, world_size, self._timeout_s),
             port,
             first_worker=1,
@@ -132,35 +132,37 @@ class BroadcastSync(WeightSync):
             sharded=False,
         )
 
-    def _leave(self) -> None:
+    def _close_group(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
 
 
 class ShardSync(WeightSync):
-    """Shards, from every trainer rank to the workers that need them. Rank 0 calls; the other ranks ``follow`` its sender."""
+    """Shards, from every trainer rank to the workers that need them. Rank 0 calls; the others ``update_as_non_root``."""
 
     _sender: ShardSender | None = None
 
-    def push(self, version: WeightsVersion, sender: ShardSender) -> None:
+    def update_weights(self, version: WeightsVersion, sender: ShardSender) -> None:
         """Have all trainer ranks send, and every server use the weights from the next token on.
 
         Raises RuntimeError naming the server, the tensor and the ranks when anything fails, within about the time-out; then
-        or afterwards the caller calls ``sender.conclude``, for which the other ranks wait.
+        or afterwards the caller calls ``sender.finish_update``, for which the other ranks wait.
         """
         if self._sender is None:
             self._sender = sender
-            port = sender.open(self._host)
-            sender.announce()
-            self._join(sender.join, port, first_worker=sender.num_sources, world_size=sender.world_size, sharded=True)
+            port = sender.open_rendezvous(self._host)
+            sender.broadcast_rendezvous()
+            self._join_group(
+                sender.join_group, port, first_worker=sender.num_sources, world_size=sender.world_size, sharded=True
+            )
         else:
-            sender.announce()
-        self._begin()
-        self._transfer(Client.receive_shards, sender.send)
-        self._finish(version)
+            sender.broadcast_rendezvous()
+        self._start_update()
+        self._transfer(Client.receive_shards, sender.send_shards)
+        self._finish_update(version)
 
-    def _leave(self) -> None:
+    def _close_group(self) -> None:
         if self._sender is not None:
             self._sender.close()
             self._sender = None

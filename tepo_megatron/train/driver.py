@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tepo_megatron.types import Rollout, WeightsVersion
 
 if TYPE_CHECKING:
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.train.weights import WeightPublisher
 
 T = TypeVar("T")
 
@@ -18,29 +18,31 @@ class Driver(Protocol):
     """One per rank. Only rank 0's returns rollouts; what the other ranks' returns is not read."""
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]: ...
-    def attempt(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
+    def run_or_revive(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
         """The result of ``work``, and whether a server died under it, was revived, and now has stale weights."""
 
-    def ready(self) -> None:
+    def wait_until_ready(self) -> None:
         """Returns when the servers answer."""
 
     def collect(self, step: int) -> list[Rollout] | None: ...
-    def publish(self, version: WeightsVersion, engine: Engine) -> bool:
-        """Hands the engine's weights over; whether a server died under it."""
-
-    def wake(self, died: bool) -> bool:
-        """After ``publish``, which returned ``died``: has the servers sample again, the dead revived; whether some weights are
-        stale.
+    def update_weights(self, version: WeightsVersion, publisher: WeightPublisher) -> bool:
+        """This rank's part of a weight update; whether a server died under it. Dead servers stay dead until
+        :meth:`revive_or_wake`, since revived ones need GPU memory that the trainer may still hold.
         """
 
-    def rest(self) -> None:
-        """Has servers that share the trainer's GPUs sleep, until the next ``publish`` and ``wake``."""
+    def revive_or_wake(self, died: bool) -> bool:
+        """After :meth:`update_weights`, which returned ``died``: dead servers are revived, or else sleeping ones woken; whether
+        some weights are stale.
+        """
 
-    def compare(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Holds the servers' log-probs of a prompt against the trainer's; RuntimeError where they are too far apart."""
+    def sleep_servers(self) -> None:
+        """Has servers that share the trainer's GPUs sleep, until the next weight update."""
+
+    def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Compares the servers' log-probs of a prompt with the trainer's; RuntimeError where they are too far apart."""
 
     def evaluate(self, step: int) -> None: ...
-    def logged(self, step: int) -> bool:
+    def has_logged(self, step: int) -> bool:
         """Whether the run has a row of metrics of that step."""
 
     def log(self, step: int, row: Mapping[str, float]) -> None: ...
@@ -48,42 +50,38 @@ class Driver(Protocol):
     def close(self) -> None: ...
 
 
-class Follower:
-    """Every rank but 0: takes part in handing over the weights, and otherwise waits in the engine's collectives."""
+class NonRootDriver:
+    """Every rank but 0: takes part in weight updates, and otherwise waits in the engine's collectives."""
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def attempt(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
+    def run_or_revive(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
         return None, False
 
-    def ready(self) -> None:
+    def wait_until_ready(self) -> None:
         return None
 
     def collect(self, step: int) -> None:
         return None
 
-    def publish(self, version: WeightsVersion, engine: Engine) -> bool:
-        if engine.config.rollout.replay is None:
-            if engine.config.rollout.server.transfer == "reshard":
-                engine.sender.follow()
-            else:
-                exhaust(engine.stream_weights())
+    def update_weights(self, version: WeightsVersion, publisher: WeightPublisher) -> bool:
+        publisher.update_weights(version)
         return False
 
-    def wake(self, died: bool) -> bool:
+    def revive_or_wake(self, died: bool) -> bool:
         return False
 
-    def rest(self) -> None:
+    def sleep_servers(self) -> None:
         return None
 
-    def compare(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
+    def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
         return None
 
     def evaluate(self, step: int) -> None:
         return None
 
-    def logged(self, step: int) -> bool:
+    def has_logged(self, step: int) -> bool:
         return False
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
@@ -94,8 +92,3 @@ class Follower:
 
     def close(self) -> None:
         return None
-
-
-def exhaust(stream: Iterable[object]) -> None:
-    for _ in stream:
-        continue

@@ -13,9 +13,10 @@ from tepo_megatron.data.problems import load_problems
 from tepo_megatron.data.prompts import encode_prompt, usable_problems
 from tepo_megatron.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from tepo_megatron.engine.checkpoint_folder import newest
-from tepo_megatron.engine.placement import check_placement, this_machine
 from tepo_megatron.reward.verifiers import resolve_verifier
 from tepo_megatron.rollout.quantization import check_quantization
+from tepo_megatron.rollout.split import check_server_split
+from tepo_megatron.train.placement import check_placement, this_machine
 from tepo_megatron.types import Problem
 
 
@@ -31,15 +32,18 @@ class Inputs:
 
 
 def check_model(config: RunConfig) -> Path:
-    """The model folder, after checking that it is whole and fits the parallel layout, that ``model.shards`` was made of it, and
-    that there is a checkpoint if one is to be resumed from. Every rank calls.
+    """The model folder, after checking that it is whole and fits the parallel layouts of trainer and servers, that
+    ``model.shards`` was made of it, and that there is a checkpoint if one is to be resumed from. Every rank calls.
     """
     model_dir = resolve_model_path(config.model.path)
     layout = config.engine.parallel
     check_placement(config, this_machine())
     if config.train.resume:
         newest(config.output / "checkpoints")
-    read_model_spec(model_dir).check_parallel(tp=layout.tp, pp=layout.pp)
+    spec = read_model_spec(model_dir)
+    spec.check_parallel(tp=layout.tp, pp=layout.pp)
+    if config.rollout.replay is None:
+        check_server_split(config.rollout.server, spec)
     if config.model.shards is not None:
         check_imported(config.model.shards, model_dir)
     return model_dir

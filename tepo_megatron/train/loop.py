@@ -1,4 +1,4 @@
-"""The algorithm, as every rank runs it. Rank 0 drives: it alone has a ``Driver`` that talks to servers, verifiers and files."""
+"""The algorithm, as every rank runs it. Rank 0 drives: its ``Driver`` alone talks to servers, verifiers and files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tepo_megatron.train.summary import summarize
 
 if TYPE_CHECKING:
     from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.train.weights import WeightPublisher
 
 T = TypeVar("T")
 
@@ -25,72 +26,83 @@ class Loop:
     config: RunConfig
     engine: Engine
     driver: Driver
+    publisher: WeightPublisher
     step: int = 0
-    syncs: int = 0
+    updates_sent: int = 0
+    """Weight updates that reached every server; one that a server's death repeated counts once."""
 
     def run(self) -> None:
         """Every rank calls. Afterwards the trainer has its GPUs, and everything on them."""
-        self.engine.occupy("nothing")
-        self.driver.ready()
-        self.publish()
-        if not self.engine.told(self.driver.logged(self.step)):  # the start, or a run that ended between checkpoint and row
+        driver, engine = self.driver, self.engine
+        engine.offload()
+        driver.wait_until_ready()
+        self.update_weights()
+        # A first row is missing at the start of a run, and where it ended between a checkpoint and its row.
+        if not engine.broadcast_from_root(driver.has_logged(self.step)):
             self.evaluate()
-            self.driver.log(self.step, {})
+            driver.log(self.step, {})
         while self.step < self.config.train.steps:
             self.train_step()
-        self.take_the_gpus()
+        self.onload_trainer()
 
     def train_step(self) -> None:
-        """Sample, reward, score, update K times, save if due, hand the new weights over, evaluate if due."""
+        """Sample, reward, score, update K times, save if due, update the servers' weights, evaluate if due."""
         driver, engine = self.driver, self.engine
         rollouts = self.with_servers(lambda: driver.collect(self.step))
         with driver.phase("score"):
-            self.take_the_gpus()
-            batch = engine.score(engine.share(rollouts))
+            self.onload_trainer()
+            batch = engine.batch_from_root(rollouts)
+            noise = engine.measure_noise(batch) if self.noise_is_due() else {}
+            # Mini-batches first: each is scored in the very micro-batches of its update, so that rounding, which depends on a
+            # token's place in its micro-batch, cancels in ratios and in differences of entropies (decision 012).
+            parts = minibatches(batch, self.config.train.minibatches, seed=self.config.seed, step=self.step)
+            scored = [engine.score(part) for part in parts]
         with driver.phase("update"):
-            count = self.config.train.minibatches
-            parts = minibatches(batch, count, seed=self.config.seed, step=self.step)
-            updates = [engine.update(part) for part in parts]
+            updates = [engine.update(part) for part in scored]
         self.step += 1
         self.save_if_due()
-        self.publish()
+        self.update_weights()
         self.evaluate()
-        driver.log(self.step, {**summarize(batch, updates), **engine.memory()})
+        driver.log(self.step, {**summarize(batch, updates), **noise, **engine.memory()})
 
-    def publish(self) -> None:
+    def update_weights(self) -> None:
         """The servers' weights become the trainer's, and a canary shows that they do; every later rollout carries their
         version. A server that dies under it is revived, and gets them too. GPUs that both use are the servers' afterwards.
         """
-        while not self.hand_over():
+        while not self.try_update_weights():
             continue
-        self.syncs += 1
+        self.updates_sent += 1
 
-    def hand_over(self) -> bool:
+    def try_update_weights(self) -> bool:
         """Whether all servers have the weights and sample; not if one died under it, which has been revived."""
         driver, engine = self.driver, self.engine
         with driver.phase("sync"):
-            engine.occupy("weights")
-            died = driver.publish(engine.version(self.step), engine)
+            engine.onload_weights_only()
+            died = driver.update_weights(engine.weights_version(self.step), self.publisher)
             scored = self.score_canary()
-            engine.occupy("nothing")
-            if engine.told(driver.wake(died)):
+            engine.offload()
+            if engine.broadcast_from_root(driver.revive_or_wake(died)):
                 return False
-            return scored is None or self.servers_agree(*scored)
+            return scored is None or self.canary_agrees(*scored)
 
     def score_canary(self) -> tuple[Sequence[int], Sequence[float]] | None:
         """The canary prompt and the trainer's log-probs of its tokens but the first, where they are due."""
-        prompt = due_prompt(self.config, self.engine.spec, sync=self.syncs)
+        prompt = due_prompt(self.config, self.engine.spec, sync=self.updates_sent)
         return None if prompt is None else (prompt, self.engine.prompt_logprobs(prompt))
 
-    def servers_agree(self, prompt: Sequence[int], logprobs: Sequence[float]) -> bool:
+    def canary_agrees(self, prompt: Sequence[int], logprobs: Sequence[float]) -> bool:
         """The servers score the prompt too; a difference stops the run. False if a server died under it."""
-        _, died = self.driver.attempt(lambda: self.driver.compare(self.step, prompt, logprobs))
-        return not self.engine.told(died)
+        _, died = self.driver.run_or_revive(lambda: self.driver.check_canary(self.step, prompt, logprobs))
+        return not self.engine.broadcast_from_root(died)
 
-    def take_the_gpus(self) -> None:
-        """Servers on the trainer's GPUs sleep, and what it needs for training comes back. Elsewhere it is there anyway."""
-        self.driver.rest()
-        self.engine.occupy("everything")
+    def onload_trainer(self) -> None:
+        """Servers on the trainer's GPUs sleep, and what it needs for training is onloaded. Elsewhere it is there anyway."""
+        self.driver.sleep_servers()
+        self.engine.onload()
+
+    def noise_is_due(self) -> bool:
+        every = self.config.engine.noise_every
+        return bool(every) and self.step % every == 0
 
     def evaluate(self) -> None:
         every = self.config.evaluate.every
@@ -104,11 +116,11 @@ class Loop:
             self.engine.save(self.config.output / "checkpoints", step=self.step, state=self.driver.state())
 
     def with_servers(self, work: Callable[[], T | None]) -> T | None:
-        """Rank 0 does the work; if a server died under it, it is revived, all ranks hand the weights over again, and the
-        work is repeated. Other ranks get None.
+        """Rank 0 does the work; if a server died under it, it is revived, all ranks update its weights, and the work is
+        repeated. Other ranks get None.
         """
         while True:
-            result, stale = self.driver.attempt(work)
-            if not self.engine.told(stale):
+            result, stale = self.driver.run_or_revive(work)
+            if not self.engine.broadcast_from_root(stale):
                 return result
-            self.publish()
+            self.update_weights()

@@ -30,7 +30,7 @@ class MetricsWriter:
         output.mkdir(parents=True, exist_ok=True)
         self._path = output / "metrics.jsonl"
         self.last_step: int | None = None
-        """Of the last row."""
+        """The step of the last row."""
         self._events_folder = output / "tensorboard" if tensorboard else None
         self._events: SummaryWriter | None = None
         if self._path.exists():
@@ -40,6 +40,7 @@ class MetricsWriter:
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Appends one row; ``step`` is put first, and is also the step of the TensorBoard scalars, whose tags are the keys."""
         finite = {key: _finite(value) for key, value in row.items() if key != "step"}
+        # One write of a whole line: a crash cuts a line off, and never mixes two.
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
         self.last_step = step
@@ -51,7 +52,7 @@ class MetricsWriter:
             events.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Drops the rows beyond ``step``, from which a run is resumed; TensorBoard is told to hide its events from there on."""
+        """Drops the rows beyond ``step``, from which a run is resumed; TensorBoard hides its events from there on."""
         self._file.close()
         self._rewrite([row for row in read_metrics(self._path) if row["step"] <= step])
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
@@ -141,6 +142,7 @@ class Stopwatch:
         now = self._charge()
         step = now - self._start
         split = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        # The sum of the parts can pass the whole by rounding.
         split["time/other"] = max(0.0, step - sum(self._seconds.values()))
         split["time/step"] = step
         self._seconds = dict.fromkeys(PHASES, 0.0)

@@ -34,7 +34,7 @@ class Output:
 
     @property
     def last_step(self) -> int | None:
-        """Of the last row of metrics."""
+        """The step of the last row of metrics."""
         return self._metrics.last_step
 
     def resume_from(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""What rank 0 does beside training: servers, problems, rewards, evaluation, logs. The other ranks have a ``Follower``."""
+"""What rank 0 does beside training: servers, problems, rewards, evaluation, logs. The other ranks have a ``NonRootDriver``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.data.prompts import encode_prompt
 from tepo_megatron.data.sampler import ProblemSampler
-from tepo_megatron.engine.placement import first_server_gpu, this_machine
 from tepo_megatron.evaluate.evaluation import evaluate
 from tepo_megatron.reward.pool import RewardPool
 from tepo_megatron.rollout.canary import Canary, tolerance
@@ -21,17 +19,21 @@ from tepo_megatron.rollout.record import read_rollouts, write_rollouts
 from tepo_megatron.train.inputs import Inputs
 from tepo_megatron.train.metrics import Stopwatch
 from tepo_megatron.train.minibatches import derive_seed
+from tepo_megatron.train.noise_floor import below_the_noise
 from tepo_megatron.train.output import Output
+from tepo_megatron.train.placement import first_server_gpu, this_machine
 from tepo_megatron.types import Problem, Rollout, WeightsVersion
 
 if TYPE_CHECKING:
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.train.weights import WeightPublisher
 
 T = TypeVar("T")
 
 
 class RootDriver:
-    """Rank 0's. Making it starts servers and verifiers, in the background; servers on the trainer's GPUs wait for ``ready``."""
+    """Rank 0's driver. Making it starts verifiers and, in the background, servers; servers on the trainer's GPUs are started
+    by :meth:`wait_until_ready`.
+    """
 
     def __init__(self, config: RunConfig, inputs: Inputs, output: Output) -> None:
         self.config = config
@@ -54,33 +56,35 @@ class RootDriver:
                 first_gpu=first_server_gpu(config, this_machine()),
             )
             if config.rollout.server.placement != "colocated":
-                # The servers take tens of seconds to come up; the model is built meanwhile.
+                # Servers take tens of seconds to start; the model is built meanwhile.
                 self._starting = ThreadPoolExecutor(1, "fleet").submit(self.fleet.start)
         self._drawn: tuple[int, list[Problem]] = (-1, [])
         self._canary = Canary(tolerance(config))
-        self._compared: dict[str, float] = {}
+        self._canary_figures: dict[str, float] = {}
         self._evaluation: dict[str, float] = {}
+        self._versions: dict[str, float] = {}
         self._failed_rewards = 0
+        self._said_noise = False
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         self.output.progress.phase(name)
         return self.watch.phase(name)
 
-    def attempt(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
-        result, died = self._guard(work)
+    def run_or_revive(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
+        result, died = self._run_or_report(work)
         if died:
             self._fleet().revive()
         return result, died
 
-    def _guard(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
-        """The result, and whether a server died under it, which is told and left to be revived."""
+    def _run_or_report(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
+        """The result, and whether a server died under it, which is reported and left to be revived."""
         try:
             return work(), False
         except ServerDied as error:
             self.output.message(f"{error}; starting it again")
             return None, True
 
-    def ready(self) -> None:
+    def wait_until_ready(self) -> None:
         if self.fleet is None:
             return
         self.output.progress.phase("servers")  # no phase of the stopwatch: it is no part of a step
@@ -93,9 +97,16 @@ class RootDriver:
 
     def collect(self, step: int) -> list[Rollout]:
         """G rewarded samples of each of the step's prompts; the same again if called again for the same step."""
+        rollouts = self._collect(step)
+        steps = [rollout.weights_version.step for rollout in rollouts]
+        self._versions = {"weights_version/min": float(min(steps)), "weights_version/max": float(max(steps))}
+        return rollouts
+
+    def _collect(self, step: int) -> list[Rollout]:
         if self.config.rollout.replay is not None:
             with self.phase("rollout"):
                 return read_rollouts(self.config.rollout.replay, step)
+        # A step that a server's death repeats asks again, and must get the same problems.
         if self._drawn[0] != step:
             self._drawn = (step, self.sampler.next(self.config.rollout.prompts_per_step))
         problems = self._drawn[1]
@@ -143,32 +154,24 @@ class RootDriver:
 
     # -- weights ---------------------------------------------------------------------------------------------------------
 
-    def publish(self, version: WeightsVersion, engine: Engine) -> bool:
-        if self.config.rollout.replay is not None:
-            return False
-        if self.config.rollout.server.transfer == "reshard":
-            hand_over = partial(self._fleet().update_shards, version, engine.sender)
-        else:
-            manifest = [(meta.name, meta.shape, meta.dtype) for meta in engine.manifest]
-            tensors = (tensor for _, tensor in engine.stream_weights() if tensor is not None)
-            hand_over = partial(self._fleet().update_weights, version, manifest, tensors)
-        return self._guard(hand_over)[1]  # revived by ``wake``, when the trainer has made room on GPUs that they share
+    def update_weights(self, version: WeightsVersion, publisher: WeightPublisher) -> bool:
+        return self._run_or_report(lambda: publisher.update_weights(version))[1]
 
-    def wake(self, died: bool) -> bool:
+    def revive_or_wake(self, died: bool) -> bool:
         if self.fleet is None:
             return False
         if died:
             self.fleet.revive()
             return True
-        return self.attempt(self.fleet.wake)[1]
+        return self.run_or_revive(self.fleet.wake_up)[1]
 
-    def rest(self) -> None:
+    def sleep_servers(self) -> None:
         if self.fleet is not None:
-            self.attempt(self.fleet.sleep)
+            self.run_or_revive(self.fleet.sleep)
 
-    def compare(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
+    def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
         gap = self._canary.check(step, prompt, logprobs, self._fleet().prompt_logprobs(prompt))
-        self._compared = {"canary/max_logprob_gap": gap}
+        self._canary_figures = {"canary/max_logprob_gap": gap}
 
     def _fleet(self) -> Fleet:
         assert self.fleet is not None, "a replayed run has no servers"
@@ -195,17 +198,21 @@ class RootDriver:
         self._evaluation = result.metrics
         self.output.write_samples(step, result.samples)
 
-    def logged(self, step: int) -> bool:
+    def has_logged(self, step: int) -> bool:
         return self.output.last_step == step
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         split = self.watch.split()
-        figures = {"weights_version": float(max(step - 1, 0)), **row, **self._evaluation, **self._compared}
+        figures = {**self._versions, **row, **self._evaluation, **self._canary_figures}
         if "response_tokens" in row:
             figures["tokens/s"] = row["response_tokens"] / split["time/step"]
             figures["reward/failed"] = float(self._failed_rewards)
-        self._evaluation, self._compared, self._failed_rewards = {}, {}, 0
+        self._versions, self._evaluation, self._canary_figures, self._failed_rewards = {}, {}, {}, 0
         self.output.write_row(step, {**figures, **split})
+        if not self._said_noise:
+            for sentence in below_the_noise(self.config.objective, figures):
+                self.output.message(sentence)
+                self._said_noise = True
 
     def state(self) -> dict[str, Any]:
         return {"sampler": self.sampler.state()}

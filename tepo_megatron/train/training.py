@@ -10,26 +10,29 @@ import warnings
 from tepo_megatron.config import RunConfig
 from tepo_megatron.engine.checkpoint_folder import newest
 from tepo_megatron.torchrun import report_before_leaving
-from tepo_megatron.train.driver import Driver, Follower
+from tepo_megatron.train.driver import Driver, NonRootDriver
 from tepo_megatron.train.inputs import check_model, read_inputs
 from tepo_megatron.train.loop import Loop
 from tepo_megatron.train.output import Output
+from tepo_megatron.train.placement import takes_turns
 from tepo_megatron.train.progress import make_progress
 from tepo_megatron.train.root_driver import RootDriver
+from tepo_megatron.train.weights import WeightPublisher
 
 
-def train(config: RunConfig) -> None:
+def train_model(config: RunConfig) -> None:
     """Trains to ``config.train.steps``, and leaves checkpoint, exported model, metrics and picture in ``config.output``.
 
     Every rank of the torchrun world calls (or one process, for a world of 1). Raises ValueError for what the user can mend,
     before servers and model are made wherever that is possible; on any way out, servers and workers are ended.
     """
     is_root = int(os.environ.get("RANK", 0)) == 0
-    _end_followers_promptly(is_root)
+    _end_non_root_ranks_promptly(is_root)
     model_dir = check_model(config)
+    # Unwound in reverse: the engine leaves its groups first, then servers and verifiers end, and the files are closed last.
     with contextlib.ExitStack() as stack:
         output: Output | None = None
-        driver: Driver = Follower()
+        driver: Driver = NonRootDriver()
         if is_root:
             inputs = read_inputs(config, model_dir)
             output = Output(config, make_progress(config.log))
@@ -42,10 +45,11 @@ def train(config: RunConfig) -> None:
         # Megatron-Core takes seconds to import; the servers are coming up meanwhile.
         from tepo_megatron.engine.engine import Engine
 
-        engine = Engine(config, model_dir)
+        engine = Engine(config, model_dir, shares_gpus=takes_turns(config))
         stack.callback(engine.close)
         stack.push(report_before_leaving)
-        loop = Loop(config, engine, driver)
+        fleet = driver.fleet if isinstance(driver, RootDriver) else None
+        loop = Loop(config, engine, driver, WeightPublisher(config, engine, fleet))
         if config.train.resume:
             _resume(loop, driver, output)
         loop.run()
@@ -70,7 +74,7 @@ def _silence_upstream() -> None:
         warnings.filterwarnings("ignore", module=module)
 
 
-def _end_followers_promptly(is_root: bool) -> None:
+def _end_non_root_ranks_promptly(is_root: bool) -> None:
     """Rank 0 unwinds on a signal, so that servers end (``torchrun.run_rank`` sees to it). The others have nothing to end,
     and waiting in a collective would keep them from noticing.
     """

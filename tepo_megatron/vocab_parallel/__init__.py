@@ -1,4 +1,4 @@
-"""Log-prob and entropy of logits that are sharded over the vocabulary. Process groups are arguments."""
+"""Computes log-prob and entropy of logits that are sharded over the vocabulary. Process groups are arguments."""
 
 from tepo_megatron.vocab_parallel.fused_linear import fused_linear_logprob_and_entropy
 from tepo_megatron.vocab_parallel.scores import logprob_and_entropy

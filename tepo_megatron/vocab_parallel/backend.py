@@ -1,8 +1,10 @@
-"""The implementations of the two passes over a shard of logits, behind one name."""
+"""Chooses the implementation of the two passes over a shard of logits: one forward, one backward."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import logging
 from typing import Literal, Protocol
 
 import torch
@@ -19,10 +21,10 @@ _IN_TORCH, _IN_CPP = RowSweeps(sweep), RowSweeps(native)
 
 
 class Backend(Protocol):
-    """One shard [T, Vp], with its padding columns and the rows that are not scored. No collective."""
+    """Computes the two passes over one shard [T, Vp], padding columns and rows that are not scored included. No collective."""
 
-    def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_R4: Tensor) -> None:
-        """Fill in the packed statistics of the scored rows, contiguous [R, 4], see `combine`. fp32 (fp64 for fp64 logits)."""
+    def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
+        """Writes the packed statistics of the scored rows (see `combine`) into a contiguous [R, K], fp32 (fp64 for fp64)."""
 
     def gradient(
         self,
@@ -33,24 +35,26 @@ class Backend(Protocol):
         grad_entropy_T: Tensor | None,
         out_TVp: Tensor,
     ) -> None:
-        """Write the logits' gradient to all of ``out_TVp``, zeros for padding and masked rows included.
+        """Writes the gradient with respect to the logits to all of ``out_TVp``, zeros for padding and masked rows included.
 
-        ``out_TVp`` may be the logits themselves. Of the two gradients of the tokens' scores [T] one may be None.
+        ``out_TVp`` may be the logits themselves. One of the two gradients of the tokens' scores [T] may be None.
         """
 
 
 def get_backend(name: BackendName, device: torch.device) -> Backend:
-    """The backend of that name for logits on ``device``.
+    """Returns the backend of that name for logits on ``device``.
 
     ``torch`` works everywhere. ``cpp`` is for logits on CPU and needs a C++ compiler on its first use. ``triton`` is for GPUs
     (and for CPU in Triton's interpreter, which is for tests). ``auto`` is ``triton`` on a GPU where Triton is installed (CUDA
-    builds of torch for Linux bring it), and ``torch`` otherwise.
+    builds of torch for Linux bring it), ``cpp`` on a CPU where it can be compiled, and ``torch`` otherwise; on a CPU a sentence
+    in the log then says why.
 
     Raises:
         ValueError: the name is unknown, or the backend is not for this device or not installed.
     """
     if name == "auto":
         name = "triton" if device.type == "cuda" and _has_triton() else "torch"
+        name = _fastest_on_cpu() if device.type == "cpu" else name
     if name == "torch":
         return _IN_TORCH
     if name == "triton":
@@ -60,6 +64,16 @@ def get_backend(name: BackendName, device: torch.device) -> Backend:
     if device.type != "cpu":
         raise ValueError(f"backend = 'cpp' is for logits on CPU, these are on {device}; use backend = 'auto'")
     return _IN_CPP
+
+
+@functools.cache
+def _fastest_on_cpu() -> BackendName:
+    """Says once why it is torch, where it is."""
+    why_not = native.why_not()
+    if why_not is None:
+        return "cpp"
+    logging.getLogger(__name__).warning("scores are computed in torch, two to three times slower than in C++: %s", why_not)
+    return "torch"
 
 
 def _has_triton() -> bool:
@@ -74,7 +88,7 @@ def _in_triton(device: torch.device) -> Backend:
         )
     from tepo_megatron.vocab_parallel import triton_sweep
 
-    if device.type != "cuda" and not triton_sweep.INTERPRETED:
+    if device.type != "cuda" and not triton_sweep.is_interpreted():
         raise ValueError(
             f"backend = 'triton' is for logits on a GPU, these are on {device}; use backend = 'auto', or for a test start the "
             "process with TRITON_INTERPRET=1"

@@ -1,4 +1,4 @@
-"""The oracle: log-prob and entropy of a whole vocabulary in fp64, by definition. For tests and benchmarks."""
+"""The oracle of tests and benchmarks: log-prob and entropy of a whole vocabulary in fp64, by their definitions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ def dense_logprob_and_entropy(
     temperature: float = 1.0,
     vocab_size: int | None = None,
     mask_T: Tensor | None = None,
+    entropy_slope: bool = False,
 ) -> TokenScores:
-    """What `logprob_and_entropy` computes, from logits [T, V] in one piece; fp64 [T] each, differentiable by autograd.
+    """Computes what `logprob_and_entropy` does, from logits [T, V] in one piece; fp64 [T] each, differentiable by autograd.
 
     Columns from ``vocab_size`` on do not exist; −inf logits have probability 0 and add nothing to the entropy; tokens outside
     ``mask_T`` score 0.
@@ -30,4 +31,10 @@ def dense_logprob_and_entropy(
     mask_T = torch.ones_like(labels_T, dtype=torch.bool) if mask_T is None else mask_T
     label_T = torch.where(mask_T, labels_T, 0)
     logprob_T = logprob_TV.gather(1, label_T.unsqueeze(1)).squeeze(1)
-    return TokenScores(torch.where(mask_T, logprob_T, 0.0), torch.where(mask_T, entropy_T, 0.0))
+    slope_T = None
+    if entropy_slope:
+        p_TV = logprob_TV.detach().exp()
+        rise_TV = (p_TV * (finite_TV + entropy_T.unsqueeze(1))).detach()  # −∂H/∂logits
+        slope_T = (p_TV * rise_TV).sum(-1) - rise_TV.gather(1, label_T.unsqueeze(1)).squeeze(1)
+        slope_T = torch.where(mask_T, slope_T, 0.0)
+    return TokenScores(torch.where(mask_T, logprob_T, 0.0), torch.where(mask_T, entropy_T, 0.0), slope_T)

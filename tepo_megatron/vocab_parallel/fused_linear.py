@@ -1,4 +1,4 @@
-"""Log-prob and entropy from hidden states and the output head's weight shard; the logits exist one row chunk at a time."""
+"""Computes log-prob and entropy from hidden states and a shard of the head's weight, with the logits of one chunk at a time."""
 
 from __future__ import annotations
 
@@ -35,25 +35,26 @@ def fused_linear_logprob_and_entropy(
     vocab_size: int | None = None,
     mask_T: Tensor | None = None,
     sequence_parallel: bool = False,
+    entropy_slope: bool = False,
     backend: BackendName = "auto",
 ) -> TokenScores:
     """`logprob_and_entropy` of ``hidden @ weightᵀ`` without ever holding the logits.
 
-    All ranks of ``tp_group`` call, forward and backward. Forward: one all-gather of 16 bytes per scored token and rank.
+    All ranks of ``tp_group`` call, forward and backward. Forward: one all-gather of 16 bytes (24 with the entropy's slope) per
+    scored token and rank.
     Backward: the logits are computed again; one all-reduce sums the hidden states' gradient over the vocabulary shards, as
     after any column-parallel linear. Under sequence parallelism the hidden states are all-gathered forward and again backward,
-    and their gradient is reduce-scattered instead.
+    and their gradient is reduce-scattered instead. Arguments that are not listed are those of `logprob_and_entropy`.
 
     Args:
         hidden_TH: [T, H], the same on all ranks; with ``sequence_parallel`` this rank's rows, [T/p, H].
         weight_VpH: [V/p, H], rank r's rows of the head, in the hidden states' dtype. The logits of a chunk have that dtype too,
             so the scores are those of the unfused head.
         labels_T: int64 [T], all tokens' also under sequence parallelism; likewise ``mask_T``.
-        others: as in `logprob_and_entropy`.
 
     Returns:
-        fp32 [T] each (fp64 for fp64 input), the same on all ranks, differentiable (once) in hidden states and weight. The
-        weight's gradient is accumulated over the chunks in fp32.
+        fp32 [T] each (fp64 for fp64 input), the same on all ranks, differentiable (once) in hidden states and weight, but for
+        the slope. The weight's gradient is accumulated over the chunks in fp32.
 
     Raises:
         ValueError: as `logprob_and_entropy`, or hidden states and weight do not fit together.
@@ -74,6 +75,7 @@ def fused_linear_logprob_and_entropy(
         temperature=temperature,
         vocab_size=vocab_size,
         mask_T=mask_T,
+        entropy_slope=entropy_slope,
     )
     apply = _FusedLinear.apply
     scores = apply(hidden_TH, weight_VpH, scoring, get_backend(backend, hidden_TH.device), gather_group)  # type: ignore[no-untyped-call]
@@ -84,22 +86,25 @@ class _FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight_VpH: Tensor, scoring: Scoring, backend: Backend, gather_group: ProcessGroup | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         hidden_RH = of_rows(_gather(hidden, gather_group), scoring)
-        stats_R4 = hidden.new_empty(scoring.count, 4, dtype=compute_dtype(hidden.dtype))
+        stats_RK = hidden.new_empty(scoring.count, scoring.statistics, dtype=compute_dtype(hidden.dtype))
         for at, chunk, logits_cVp in _chunks(hidden_RH, weight_VpH, scoring):
             torch.mm(hidden_RH[at], weight_VpH.t(), out=logits_cVp)
-            backend.statistics(logits_cVp, chunk, stats_R4[at])
-        rows = combine(stats_R4, scoring.rows_R, scoring.temperature, scoring.tp_group)
+            backend.statistics(logits_cVp, chunk, stats_RK[at])
+        rows, slope_R = combine(stats_RK, scoring.rows_R, scoring.temperature, scoring.tp_group)
         ctx.scoring, ctx.backend, ctx.gather_group = scoring, backend, gather_group
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight_VpH, *rows)
-        return to_tokens(rows.logprob_R, scoring), to_tokens(rows.entropy_R, scoring)
+        slope_T = None if slope_R is None else to_tokens(slope_R, scoring)
+        if slope_T is not None:
+            ctx.mark_non_differentiable(slope_T)
+        return to_tokens(rows.logprob_R, scoring), to_tokens(rows.entropy_R, scoring), slope_T
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None
+        ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight_VpH, *saved = ctx.saved_tensors
         if grad_logprob_T is None and grad_entropy_T is None:
@@ -112,6 +117,7 @@ class _FusedLinear(torch.autograd.Function):
         grad_hidden_RH = torch.empty_like(hidden_RH)
         grad_weight_VpH = torch.zeros_like(weight_VpH, dtype=compute_dtype(weight_VpH.dtype))
         for at, chunk, logits_cVp in _chunks(hidden_RH, weight_VpH, scoring):
+            # The logits are computed again rather than kept: keeping them is what this function avoids.
             torch.mm(hidden_RH[at], weight_VpH.t(), out=logits_cVp)
             ctx.backend.gradient(
                 logits_cVp,
@@ -119,7 +125,7 @@ class _FusedLinear(torch.autograd.Function):
                 RowScores(*(value_R[at] for value_R in rows)),
                 None if grad_logprob_R is None else grad_logprob_R[at],
                 None if grad_entropy_R is None else grad_entropy_R[at],
-                logits_cVp,
+                logits_cVp,  # the gradient takes the logits' place
             )
             torch.mm(logits_cVp, weight_VpH, out=grad_hidden_RH[at])
             _add_product(grad_weight_VpH, logits_cVp.t(), hidden_RH[at])
@@ -131,7 +137,7 @@ class _FusedLinear(torch.autograd.Function):
 
 
 def _chunks(hidden_RH: Tensor, weight_VpH: Tensor, scoring: Scoring) -> Iterator[tuple[slice, Scoring, Tensor]]:
-    """Cut the scored rows: where a chunk lies among them, its own `Scoring`, and a buffer for its logits, reused."""
+    """Cuts the scored rows into chunks: yields a range of rows, its own `Scoring`, and a buffer for its logits, reused."""
     width = weight_VpH.shape[0]
     budget = _CHUNK_BYTES.get(hidden_RH.device.type, _CHUNK_BYTES_ACCELERATOR)
     size = max(16, budget // (width * hidden_RH.dtype.itemsize))
@@ -144,21 +150,21 @@ def _chunks(hidden_RH: Tensor, weight_VpH: Tensor, scoring: Scoring) -> Iterator
 
 
 def _add_product(sum_VH: Tensor, left_Vc: Tensor, right_cH: Tensor) -> None:
-    """Add a matrix product to a sum of the same or a wider dtype."""
+    """Adds a matrix product to ``sum_VH``, whose dtype may be wider than the factors'."""
     if sum_VH.dtype == left_Vc.dtype:
         sum_VH.addmm_(left_Vc, right_cH)
         return
-    for start in range(0, sum_VH.shape[0], 4096):  # in parts, since the product is widened before it is added
+    for start in range(0, sum_VH.shape[0], 4096):  # in parts, because the product exists once more in the wider dtype
         sum_VH[start : start + 4096] += left_Vc[start : start + 4096] @ right_cH
 
 
 def _gather(hidden: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sequence-parallel shards [T/p, H] put together to [T, H]; without a group the input."""
+    """Gathers sequence-parallel shards [T/p, H] to [T, H]; without a group returns the input."""
     return hidden if group is None else all_gather(hidden, group)
 
 
 def _sum_over_shards(grad_TH: Tensor, tp_group: ProcessGroup | None, scatter_group: ProcessGroup | None) -> Tensor:
-    """Every vocabulary shard contributed to the hidden states' gradient: sum, and keep this rank's rows under SP."""
+    """Sums the hidden states' gradient, to which every vocabulary shard contributed; under SP keeps this rank's rows."""
     if tp_group is None or not grad_TH.numel():
         return grad_TH
     if scatter_group is None:

@@ -1,4 +1,4 @@
-"""From sweeps over the scored rows' true columns to a whole shard: labels, masked rows and padding, in torch around them."""
+"""Extends sweeps over scored rows and true columns to a whole shard: labels, masked rows and padding are done in torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tepo_megatron.vocab_parallel.shard import LocalLabels, Scoring, of_rows
 
 
 class Sweep(Protocol):
-    """What `sweep` does in torch; its functions say what is read and written."""
+    """The two functions of `sweep`, which say what they read and write, or of another module that does the same."""
 
-    def forward(self, logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_R4: Tensor) -> None: ...
+    def forward(self, logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_RK: Tensor) -> None: ...
 
     def backward(
         self,
@@ -32,19 +32,20 @@ class Sweep(Protocol):
 
 @dataclass(frozen=True)
 class RowSweeps:
-    """The `Backend` that a `Sweep` makes."""
+    """A `Backend` made from a `Sweep`."""
 
     sweep: Sweep
 
-    def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_R4: Tensor) -> None:
+    def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
         rows_R, labels = scoring.rows_R, scoring.labels
-        if not scoring.columns:
-            stats_R4.zero_()[:, 0] = EMPTY_MAX
+        if not scoring.columns:  # a shard of padding alone: it must not change the other shards' sums
+            stats_RK.zero_()[:, 0] = EMPTY_MAX
             return
-        self.sweep.forward(logits_TVp[:, : scoring.columns], rows_R, scoring.temperature, stats_R4)
+        self.sweep.forward(logits_TVp[:, : scoring.columns], rows_R, scoring.temperature, stats_RK)
         row_R = torch.arange(labels.column_R.numel(), device=logits_TVp.device) if rows_R is None else rows_R
-        label_logit_R = logits_TVp[row_R, labels.column_R].to(stats_R4.dtype)
-        stats_R4[:, 3] = torch.where(labels.inside_R, label_logit_R, 0.0)
+        # A label of another shard has column 0 here, so that the indexing is valid; its logit is then replaced by 0.
+        label_logit_R = logits_TVp[row_R, labels.column_R].to(stats_RK.dtype)
+        stats_RK[:, 3] = torch.where(labels.inside_R, label_logit_R, 0.0)
 
     def gradient(
         self,
@@ -56,6 +57,7 @@ class RowSweeps:
         out_TVp: Tensor,
     ) -> None:
         rows_R, columns = scoring.rows_R, scoring.columns
+        # The sweep writes scored rows and true columns only. The rest is 0 whatever the storage held.
         if rows_R is not None:
             masked_T = torch.ones(scoring.tokens, dtype=torch.bool, device=out_TVp.device).index_fill_(0, rows_R, False)
             out_TVp[masked_T] = 0

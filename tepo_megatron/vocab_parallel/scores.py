@@ -1,4 +1,4 @@
-"""Log-prob and entropy of sharded logits: one collective forward, none backward."""
+"""Computes log-prob and entropy of sharded logits, with one collective forward and none backward."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ def logprob_and_entropy(
     vocab_size: int | None = None,
     mask_T: Tensor | None = None,
     inplace_backward: bool = False,
+    entropy_slope: bool = False,
     backend: BackendName = "auto",
 ) -> TokenScores:
-    """Log-probability of each label and entropy of the whole distribution, softmax(logits / temperature).
+    """Computes the log-probability of each label, and the entropy of the whole distribution softmax(logits / temperature);
+    where asked for, also how a policy-gradient step on the label would change that entropy.
 
     Every rank of ``tp_group`` calls, with its own columns of the same rows and otherwise the same arguments, and gets the same
-    result. One all-gather of 16 bytes per scored token and rank forward, no collective backward. The logits are upcast chunk by
-    chunk and left as they are; beyond the outputs, memory grows by a workspace of fixed size, and by the gradient.
+    result. One all-gather of 16 bytes (24 with the slope) per scored token and rank forward, no collective backward. The
+    logits are upcast chunk by chunk and left as they are; beyond the outputs, memory grows by a workspace of fixed size, and by
+    the gradient.
 
     Args:
         logits_TVp: bf16, fp16, fp32 (or fp64) [T, V/p], rank r's columns from r·V/p on; −inf is probability 0.
@@ -43,11 +46,12 @@ def logprob_and_entropy(
         vocab_size: the true size V; columns from it on are padding, excluded whatever they hold. Default: no padding.
         mask_T: bool [T]; tokens outside are not read, score 0, and get gradient 0.
         inplace_backward: write the gradient over the logits' storage. For logits that nothing else reads after the loss.
+        entropy_slope: compute `TokenScores.entropy_slope` in the same sweep, for the logits divided by the temperature.
         backend: ``torch``; ``cpp`` for logits on CPU, several times faster, compiled on first use; ``triton`` for logits on a
-            GPU; ``auto``: ``triton`` on a GPU where Triton is installed, else ``torch``.
+            GPU; ``auto``: ``triton`` on a GPU where Triton is installed, ``cpp`` on a CPU with a C++ compiler, else ``torch``.
 
     Returns:
-        fp32 [T] each (fp64 for fp64 logits), natural logarithm, differentiable (once) in the logits.
+        fp32 [T] each (fp64 for fp64 logits), natural logarithm, differentiable (once) in the logits, but for the slope.
 
     Raises:
         ValueError: shapes or dtypes do not fit, a label is outside [0, V), a scored row has NaN, +inf, or only −inf logits; the
@@ -66,32 +70,37 @@ def logprob_and_entropy(
         temperature=temperature,
         vocab_size=vocab_size,
         mask_T=mask_T,
+        entropy_slope=entropy_slope,
     )
     apply = _LogprobAndEntropy.apply
-    logprob_T, entropy_T = apply(logits_TVp, scoring, get_backend(backend, logits_TVp.device), inplace_backward)  # type: ignore[no-untyped-call]
-    return TokenScores(logprob_T, entropy_T)
+    return TokenScores(*apply(logits_TVp, scoring, get_backend(backend, logits_TVp.device), inplace_backward))  # type: ignore[no-untyped-call]
 
 
 class _LogprobAndEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TVp: Tensor, scoring: Scoring, backend: Backend, inplace: bool) -> tuple[Tensor, Tensor]:
-        stats_R4 = logits_TVp.new_empty(scoring.count, 4, dtype=compute_dtype(logits_TVp.dtype))
-        backend.statistics(logits_TVp, scoring, stats_R4)
-        rows = combine(stats_R4, scoring.rows_R, scoring.temperature, scoring.tp_group)
+    def forward(
+        ctx: Any, logits_TVp: Tensor, scoring: Scoring, backend: Backend, inplace: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        stats_RK = logits_TVp.new_empty(scoring.count, scoring.statistics, dtype=compute_dtype(logits_TVp.dtype))
+        backend.statistics(logits_TVp, scoring, stats_RK)
+        rows, slope_R = combine(stats_RK, scoring.rows_R, scoring.temperature, scoring.tp_group)
         ctx.scoring, ctx.backend, ctx.inplace = scoring, backend, inplace
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a score that the loss does not use has gradient None, and costs nothing
         ctx.save_for_backward(logits_TVp, *rows)
-        return to_tokens(rows.logprob_R, scoring), to_tokens(rows.entropy_R, scoring)
+        slope_T = None if slope_R is None else to_tokens(slope_R, scoring)
+        if slope_T is not None:
+            ctx.mark_non_differentiable(slope_T)
+        return to_tokens(rows.logprob_R, scoring), to_tokens(rows.entropy_R, scoring), slope_T
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None
+        ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None, _: Tensor | None
     ) -> tuple[Tensor | None, None, None, None]:
         logits_TVp, *saved = ctx.saved_tensors
         if grad_logprob_T is None and grad_entropy_T is None:
             return None, None, None, None
-        # detach() shares the version counter: whoever else saved the logits for a backward is told that they are gone
+        # detach() shares the version counter: autograd then refuses any other backward that saved the overwritten logits.
         out_TVp = logits_TVp.detach() if ctx.inplace else torch.empty_like(logits_TVp)
         ctx.backend.gradient(logits_TVp, ctx.scoring, RowScores(*saved), grad_logprob_T, grad_entropy_T, out_TVp)
         return out_TVp, None, None, None

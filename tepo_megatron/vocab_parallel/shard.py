@@ -18,30 +18,37 @@ if TYPE_CHECKING:
 
 
 class LocalLabels(NamedTuple):
-    """Labels as one shard sees them."""
+    """The labels of the scored rows, in the columns of one shard."""
 
     column_R: Tensor
-    """int64 [R]: column in this shard, 0 where the label lies in another."""
+    """int64 [R]: the label's column in this shard; 0 where another shard has the label."""
     inside_R: Tensor
-    """bool [R]: whether the label lies in this shard."""
+    """bool [R]: whether this shard has the label."""
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """One call, as this rank sees it: its columns, the rows to score, their labels, how."""
+    """The arguments of one call on this rank, checked: its columns, the rows to score, their labels."""
 
     tp_group: ProcessGroup | None
     temperature: float
     columns: int
-    """Columns of this shard that are no padding, its first ones; 0 where the whole shard is padding."""
+    """The number of columns of this shard that are not padding, which are its first; 0 if the whole shard is padding."""
     tokens: int
     rows_R: Tensor | None
-    """Scored rows, int64; None for all."""
+    """The numbers of the scored rows, int64; None if all are scored."""
     labels: LocalLabels
+    entropy_slope: bool = False
+    """Whether the slope of the entropy is asked for."""
+
+    @property
+    def statistics(self) -> int:
+        """K, the numbers that `combine` takes of a row: 4, or 6 for the slope of the entropy."""
+        return 6 if self.entropy_slope else 4
 
     @property
     def count(self) -> int:
-        """R."""
+        """R, the number of scored rows."""
         return self.labels.column_R.numel()
 
 
@@ -54,8 +61,9 @@ def plan_scoring(
     temperature: float,
     vocab_size: int | None,
     mask_T: Tensor | None,
+    entropy_slope: bool,
 ) -> Scoring:
-    """Check the arguments of a call on ``tokens`` rows and a shard ``width`` columns wide, padding included.
+    """Checks the arguments of a call on ``tokens`` rows and a shard ``width`` columns wide, padding included.
 
     Raises:
         ValueError: temperature, vocabulary size, shapes, dtypes or a label are impossible; each message says what to do.
@@ -72,11 +80,12 @@ def plan_scoring(
     rows_R = _scored_rows(mask_T, labels_T, tokens)
     labels_R = labels_T if rows_R is None else labels_T[rows_R]
     _check_labels(labels_R, rows_R, vocab_size)
+    # Padding is at the end of the whole vocabulary: the last shards have it, and a small one may be padding alone.
     columns = min(max(vocab_size - rank * width, 0), width)
     column_R = labels_R - rank * width
     inside_R = (column_R >= 0) & (column_R < columns)
     labels = LocalLabels(torch.where(inside_R, column_R, 0), inside_R)
-    return Scoring(tp_group, temperature, columns, tokens, rows_R, labels)
+    return Scoring(tp_group, temperature, columns, tokens, rows_R, labels, entropy_slope)
 
 
 def _scored_rows(mask_T: Tensor | None, labels_T: Tensor, tokens: int) -> Tensor | None:
@@ -103,12 +112,12 @@ def _check_labels(labels_R: Tensor, rows_R: Tensor | None, vocab_size: int) -> N
 
 
 def to_tokens(values_R: Tensor, scoring: Scoring) -> Tensor:
-    """The scored rows' values at their tokens [T], 0 elsewhere."""
+    """Puts the values of the scored rows [R] at their tokens [T], with 0 elsewhere."""
     if scoring.rows_R is None:
         return values_R
     return values_R.new_zeros(scoring.tokens).index_copy(0, scoring.rows_R, values_R)
 
 
 def of_rows(values_T: Tensor, scoring: Scoring) -> Tensor:
-    """The tokens' values at the scored rows [R]."""
+    """Takes the values of the scored rows [R] out of those of all tokens [T]."""
     return values_T if scoring.rows_R is None else values_T[scoring.rows_R]

@@ -53,9 +53,11 @@ inline float exp2_of(float t) {
   return t < kLowest ? 0.0f : p * scale;
 }
 
-template <class T>
+// With kSquares also the sums of e^2t and e^2t t, behind the label's place in a row of 6 statistics.
+template <bool kSquares, class T>
 void forward(const T* logits, int64_t stride, const int64_t* rows, int64_t count, int64_t columns, float to_log2, float empty_max,
              float* stats) {
+  constexpr int64_t kStatistics = kSquares ? 6 : 4;
   for (int64_t r = 0; r < count; ++r) {
     const T* x = logits + (rows ? rows[r] : r) * stride;
     float highest = empty_max;
@@ -64,23 +66,36 @@ void forward(const T* logits, int64_t stride, const int64_t* rows, int64_t count
       const float value = load(x[v]);
       highest = value > highest ? value : highest;
     }
-    double sum = 0, weighted = 0;
+    double sum = 0, weighted = 0, square = 0, weighted_square = 0;
     for (int64_t start = 0; start < columns; start += kBlock) {
       const int64_t stop = start + kBlock < columns ? start + kBlock : columns;
-      float s = 0, u = 0;
-#pragma omp simd reduction(+ : s, u)
+      float s = 0, u = 0, q = 0, w = 0;
+#pragma omp simd reduction(+ : s, u, q, w)
       for (int64_t v = start; v < stop; ++v) {
         const float t = (load(x[v]) - highest) * to_log2;
         const float e = exp2_of(t);
+        const float bounded = t < kLowest ? kLowest : t;
         s += e;
-        u += e * (t < kLowest ? kLowest : t);
+        u += e * bounded;
+        if constexpr (kSquares) {
+          const float e2 = e * e;
+          q += e2;
+          w += e2 * bounded;
+        }
       }
       sum += s;
       weighted += u;
+      square += q;
+      weighted_square += w;
     }
-    stats[4 * r] = highest;
-    stats[4 * r + 1] = static_cast<float>(sum);
-    stats[4 * r + 2] = static_cast<float>(weighted);
+    float* row = stats + kStatistics * r;
+    row[0] = highest;
+    row[1] = static_cast<float>(sum);
+    row[2] = static_cast<float>(weighted);
+    if constexpr (kSquares) {
+      row[4] = static_cast<float>(square);
+      row[5] = static_cast<float>(weighted_square);
+    }
   }
 }
 
@@ -108,8 +123,9 @@ void backward(const T* logits, int64_t stride, const int64_t* rows, int64_t coun
 
 #define SWEEPS(NAME, TYPE)                                                                                                       \
   extern "C" void forward_##NAME(const void* logits, int64_t stride, const int64_t* rows, int64_t count, int64_t columns,        \
-                                 float to_log2, float empty_max, float* stats) {                                                 \
-    forward(static_cast<const TYPE*>(logits), stride, rows, count, columns, to_log2, empty_max, stats);                          \
+                                 float to_log2, float empty_max, float* stats, int64_t statistics) {                             \
+    const auto sweep = statistics == 6 ? forward<true, TYPE> : forward<false, TYPE>;                                             \
+    sweep(static_cast<const TYPE*>(logits), stride, rows, count, columns, to_log2, empty_max, stats);                            \
   }                                                                                                                              \
   extern "C" void backward_##NAME(const void* logits, int64_t stride, const int64_t* rows, int64_t count, int64_t columns,       \
                                   float to_log2, const float* highest, const float* constant, const float* slope,                \

@@ -1,4 +1,4 @@
-"""The two passes over a shard of logits in Triton. `triton_sweep` launches them.
+"""Triton kernels for the two passes over a shard of logits. `triton_sweep` launches them.
 
 A program takes a row, or a part of one where there are fewer rows than the device can hold programs. Its columns come in tiles
 [VECTORS, THREADS, VECTOR]: a thread loads VECTOR neighbours with one instruction (16 bytes), THREADS side by side, VECTORS
@@ -19,12 +19,12 @@ _LOG2_E = tl.constexpr(math.log2(math.e))
 _LN_2 = tl.constexpr(math.log(2.0))
 _EMPTY = tl.constexpr(EMPTY_MAX)
 _FAR_BELOW = tl.constexpr(-1e4)
-"""Stands for −inf in an exponent, as in `sweep`."""
+"""Replaces −inf in an exponent, as in `sweep`."""
 
 
 @triton.jit
 def _tile(VECTORS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr) -> tl.tensor:
-    """Columns of a tile [VECTORS, THREADS, VECTOR], counted from its first."""
+    """Returns the columns of a tile [VECTORS, THREADS, VECTOR], counted from its first."""
     vectors = tl.arange(0, VECTORS)[:, None, None] * (THREADS * VECTOR)
     threads = tl.arange(0, THREADS)[None, :, None] * VECTOR
     return vectors + threads + tl.arange(0, VECTOR)[None, None, :]
@@ -32,29 +32,37 @@ def _tile(VECTORS: tl.constexpr, THREADS: tl.constexpr, VECTOR: tl.constexpr) ->
 
 @triton.jit
 def _at(row: tl.tensor, columns: tl.tensor, stride: int) -> tl.tensor:
-    """Addresses of a row's columns; in int64, for where neighbours in a row are far apart."""
+    """Returns the addresses of a row's columns; in int64, since neighbours in a row may be far apart."""
     return row + columns.to(tl.int64) * stride
 
 
 @triton.jit
 def _exponents(x: tl.tensor, highest: tl.tensor, to_log2: float) -> tl.tensor:
-    """(x − max)/temperature in units of log 2. Subtracting first keeps large offsets exact. NaN stays NaN."""
+    """Returns (x − max)/temperature in units of log 2. Subtracting first keeps large offsets exact. NaN stays NaN."""
     return tl.maximum((x - highest) * to_log2, _FAR_BELOW, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _add_tile(
-    x: tl.tensor, highest: tl.tensor, total: tl.tensor, weighted: tl.tensor, to_log2: float
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The threads' maxima, Σ e^t and Σ e^t·t [THREADS] (t here in units of log 2), with a tile added."""
+def _add_tile(x: tl.tensor, sums: tl.tuple, to_log2: float, SQUARES: tl.constexpr) -> tl.tuple:
+    """Adds a tile to the threads' maxima, Σ e^t and Σ e^t·t [THREADS]; t is in units of log 2 here.
+
+    With SQUARES also to Σ e^2t and Σ e^2t·t; without, they stay 0 and take no instruction.
+    """
+    highest, total, weighted, square, weighted_square = sums
     higher = tl.maximum(highest, tl.max(tl.max(x, 2), 0))
     t = _exponents(x, higher[None, :, None], to_log2)
     e = tl.exp2(t)
+    # The sums so far are scaled to the new maximum, as in `combine.merge`.
     shift = _exponents(highest, higher, to_log2)
     scale = tl.exp2(shift)
     weighted = scale * (weighted + shift * total) + tl.sum(tl.sum(e * t, 2), 0)
     total = scale * total + tl.sum(tl.sum(e, 2), 0)
-    return higher, total, weighted
+    if SQUARES:
+        e2 = e * e
+        scale = scale * scale
+        weighted_square = scale * (weighted_square + shift * square) + tl.sum(tl.sum(e2 * t, 2), 0)
+        square = scale * square + tl.sum(tl.sum(e2, 2), 0)
+    return higher, total, weighted, square, weighted_square
 
 
 @triton.jit
@@ -70,12 +78,14 @@ def statistics_kernel(
     width: int,
     span: int,
     to_log2: float,
+    STATISTICS: tl.constexpr,
     VECTORS: tl.constexpr,
     THREADS: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> None:
-    """Program (r, j) writes the packed statistics of part j of the r-th scored row to ``parts`` [J, R, 4]."""
+    """Program (r, j) writes the packed statistics of part j of the r-th scored row to ``parts`` [J, R, STATISTICS]."""
     TILE: tl.constexpr = VECTORS * THREADS * VECTOR
+    SQUARES: tl.constexpr = STATISTICS == 6
     r, part = tl.program_id(0), tl.program_id(1)
     row = r.to(tl.int64)
     if rows is not None:
@@ -87,23 +97,29 @@ def statistics_kernel(
     first = part * span
     stop = tl.minimum(first + span, columns)
     whole = first + (stop - first) // TILE * TILE
-    highest = tl.full([THREADS], _EMPTY, tl.float32)
-    total, weighted = tl.zeros([THREADS], tl.float32), tl.zeros([THREADS], tl.float32)
+    zeros = tl.zeros([THREADS], tl.float32)
+    sums = (tl.full([THREADS], _EMPTY, tl.float32), zeros, zeros, zeros, zeros)
     for start in range(first, whole, TILE):
         x = tl.load(_at(source, start + tile, column_stride)).to(tl.float32)
-        highest, total, weighted = _add_tile(x, highest, total, weighted, to_log2)
+        sums = _add_tile(x, sums, to_log2, SQUARES)
     if whole < stop:  # loads are bounded by the width, mostly a multiple of a vector's, which the true vocabulary need not be
         rest = whole + tile
         x = tl.load(_at(source, rest, column_stride), mask=rest < width, other=0).to(tl.float32)
-        highest, total, weighted = _add_tile(tl.where(rest < stop, x, float("-inf")), highest, total, weighted, to_log2)
+        sums = _add_tile(tl.where(rest < stop, x, float("-inf")), sums, to_log2, SQUARES)
+    # Every thread has a maximum and sums of its own until here; they are merged as `combine.merge` does with shards.
+    highest, total, weighted, square, weighted_square = sums
     top = tl.max(highest, 0)
     shift = _exponents(highest, top, to_log2)
     scale = tl.exp2(shift)
-    target = parts + (part * tl.num_programs(0) + r) * 4
+    target = parts + (part * tl.num_programs(0) + r) * STATISTICS
     tl.store(target, top)
     tl.store(target + 1, tl.sum(scale * total, 0))
     tl.store(target + 2, tl.sum(scale * (weighted + shift * total), 0) * _LN_2)
     tl.store(target + 3, label)
+    if SQUARES:
+        scale = scale * scale
+        tl.store(target + 4, tl.sum(scale * square, 0))
+        tl.store(target + 5, tl.sum(scale * (weighted_square + shift * square), 0) * _LN_2)
 
 
 @triton.jit
@@ -116,7 +132,9 @@ def _gradient_terms(
     grad_entropy: tl.tensor,
     per_temperature: float,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Of a row, whose gradient is e^t (constant + slope · t), and at the label's column a third term more."""
+    """Returns (constant, slope, at_label) of a row: its gradient is e^t · (constant + slope · t), and at_label more in the
+    label's column, as in `sweep.backward`.
+    """
     log_sum = tl.load(log_sums + r)
     scale = tl.exp2(-log_sum * _LOG2_E) * per_temperature
     constant, slope, at_label = 0.0, 0.0, 0.0
@@ -140,7 +158,7 @@ def _gradient_tile(
     label: tl.tensor,
     terms: tl.tuple,
 ) -> tl.tensor:
-    """In fp32: what the label's column has more is added before rounding."""
+    """Returns the gradient of a tile in fp32, so that the label's term is added before the result is rounded."""
     constant, slope, at_label = terms
     t = _exponents(x, highest, to_log2)
     return tl.exp2(t) * (constant + slope * t) + tl.where(places == label, at_label, 0.0)
@@ -181,12 +199,13 @@ def gradient_kernel(
         r = tl.maximum(r, 0)
     source, target = logits + token.to(tl.int64) * row_stride, out + token.to(tl.int64) * out_row_stride
     highest = tl.load(maxima + r)
-    label = tl.where(tl.load(labels_inside + r), tl.load(label_columns + r), -1).to(tl.int32)
+    label = tl.where(tl.load(labels_inside + r), tl.load(label_columns + r), -1).to(tl.int32)  # −1 is no column
     terms = _gradient_terms(r, token, log_sums, entropies, grad_logprob, grad_entropy, per_temperature)
     tile = _tile(VECTORS, THREADS, VECTOR)
     first = part * span
     last = tl.minimum(first + span, width)
     stop = tl.minimum(last, columns)
+    # Columns [first, stop) have a gradient: whole tiles up to `whole`, then one with a mask. From `empty` on all are 0.
     taken = tl.maximum(stop - first, 0)
     whole, empty = first + taken // TILE * TILE, first + tl.cdiv(taken, TILE) * TILE
     for start in range(first, whole, TILE):

@@ -1,4 +1,4 @@
-"""The two passes over a shard of logits on a GPU: how `triton_kernels` are launched.
+"""Launches `triton_kernels`: the two passes over a shard of logits on a GPU.
 
 The logits are read once forward, read and written once backward. No atomics and no tuning at run time: the same input gives the
 same bits. Axes: T rows of logits, R scored ones, Vp columns of this shard, J parts of a row.
@@ -19,15 +19,14 @@ from tepo_megatron.vocab_parallel.combine import RowScores, merge
 from tepo_megatron.vocab_parallel.row_sweeps import RowSweeps
 from tepo_megatron.vocab_parallel.shard import Scoring
 
-INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether Triton's interpreter runs the kernels, on CPU: TRITON_INTERPRET=1 when this module was imported."""
-
 _LOG2_E = math.log2(math.e)
 _VECTOR_BYTES = 16
 _ELEMENTS = 16
-"""Of a tile, per thread: two vectors in bf16. The forward then needs 32 registers, so a processor holds all its threads."""
+"""Elements of a tile that a thread has: two vectors in bf16. The forward then needs 32 registers, so that all threads of a
+processor fit.
+"""
 _WIDE = 32768
-"""Columns from which on a row is worth 8 warps; below, a row's fixed cost is shared by 4."""
+"""Rows of so many columns get 8 warps; shorter ones 4, since every warp pays the fixed cost of a row."""
 _WARPS_PER_PROCESSOR = 64
 _in_torch = RowSweeps(sweep)  # for fp64 logits
 
@@ -36,9 +35,9 @@ class _Grid(NamedTuple):
     """How rows are cut into programs, and a program's columns into tiles."""
 
     parts: int
-    """Programs of a row, J."""
+    """J, the number of programs that share a row."""
     span: int
-    """Columns of a part, a multiple of a tile's."""
+    """Columns of a part, a multiple of a tile's columns."""
     threads: int
     vector: int
     """Elements that a thread loads at once."""
@@ -53,14 +52,19 @@ class _Grid(NamedTuple):
         }
 
 
-def statistics(logits_TVp: Tensor, scoring: Scoring, stats_R4: Tensor) -> None:
-    """As `Backend.statistics`, in one launch (rows in several parts take a few small ones more); fp64 is left to `sweep`."""
+def is_interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on CPU: TRITON_INTERPRET=1 was set when `triton_kernels` was imported."""
+    return not isinstance(triton_kernels.statistics_kernel, triton.JITFunction)
+
+
+def statistics(logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
+    """Does what `Backend.statistics` says, in one launch (a few small ones more for parts of rows). fp64 goes to `sweep`."""
     if logits_TVp.dtype == torch.float64:
-        return _in_torch.statistics(logits_TVp, scoring, stats_R4)
+        return _in_torch.statistics(logits_TVp, scoring, stats_RK)
     if not scoring.count:
         return
     grid = _cut(logits_TVp, scoring.count, scoring.columns)
-    parts_JR4 = stats_R4[None] if grid.parts == 1 else stats_R4.new_empty(grid.parts, scoring.count, 4)
+    parts_JRK = stats_RK[None] if grid.parts == 1 else stats_RK.new_empty(grid.parts, scoring.count, scoring.statistics)
     with _on_device_of(logits_TVp):
         triton_kernels.statistics_kernel[(scoring.count, grid.parts)](
             logits_TVp,
@@ -68,15 +72,16 @@ def statistics(logits_TVp: Tensor, scoring: Scoring, stats_R4: Tensor) -> None:
             scoring.rows_R,
             scoring.labels.column_R,
             scoring.labels.inside_R,
-            parts_JR4,
+            parts_JRK,
             scoring.columns,
             logits_TVp.shape[1],
             grid.span,
             _LOG2_E / scoring.temperature,
+            STATISTICS=scoring.statistics,
             **grid.constants,
         )
     if grid.parts > 1:
-        stats_R4.copy_(merge(parts_JR4, scoring.temperature))
+        stats_RK.copy_(merge(parts_JRK, scoring.temperature))
 
 
 def gradient(
@@ -87,7 +92,7 @@ def gradient(
     grad_entropy_T: Tensor | None,
     out_TVp: Tensor,
 ) -> None:
-    """As `Backend.gradient`, zeros of masked rows and padding in the same pass; fp64 is left to `sweep`."""
+    """Does what `Backend.gradient` says in one launch, zeros of masked rows and padding included. fp64 goes to `sweep`."""
     if logits_TVp.dtype == torch.float64:
         return _in_torch.gradient(logits_TVp, scoring, scores, grad_logprob_T, grad_entropy_T, out_TVp)
     if not scoring.count:
@@ -118,7 +123,7 @@ def gradient(
 
 
 def _numbers(scoring: Scoring) -> Tensor | None:
-    """int32 [T]: which of the scored rows a token has, −1 for none; None if all tokens are scored."""
+    """Returns int32 [T]: the number of a token's row among the scored ones, −1 for none; None if all tokens are scored."""
     rows_R = scoring.rows_R
     if rows_R is None:
         return None
@@ -127,11 +132,14 @@ def _numbers(scoring: Scoring) -> Tensor | None:
 
 
 def _cut(logits_TVp: Tensor, rows: int, columns: int) -> _Grid:
-    """A program per row, or several where the device would otherwise stand idle. Depends on shape, dtype and device alone."""
+    """Chooses one program for each row, or several where the device would have idle processors.
+
+    The choice depends on shape, dtype and device alone, so that the same input gives the same bits.
+    """
     if logits_TVp.is_cuda:
         threads = 128 if columns < _WIDE else 256
         processors = torch.cuda.get_device_properties(logits_TVp.device).multi_processor_count
-        programs = processors * _WARPS_PER_PROCESSOR * 32 // threads
+        programs = processors * _WARPS_PER_PROCESSOR * 32 // threads  # as many as run at once; a warp is 32 threads
     else:  # the interpreter, where a few columns are to make several tiles, and a few rows several parts
         threads, programs = 8, 8
     tile = threads * _ELEMENTS
@@ -141,5 +149,5 @@ def _cut(logits_TVp: Tensor, rows: int, columns: int) -> _Grid:
 
 
 def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on torch's current device."""
+    """A context in which the tensor's device is torch's current one, on which Triton launches."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

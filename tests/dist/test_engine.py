@@ -249,10 +249,17 @@ def test_a_checkpoint_resumes_under_another_layout(worlds: Worlds, saved: Layout
         assert (found - tensor).norm() <= 1e-5 * tensor.norm(), name
 
 
-@pytest.mark.parametrize("preset", ["grpo"])
-def test_other_presets_agree_over_layouts_too(worlds: Worlds, preset: str) -> None:
-    """GRPO weighs sequences, not tokens: its denominator must not depend on who computes which sequence."""
-    objective = {"preset": preset}
-    one = worlds.report(Layout(objective=objective, micro_batch_tokens=4000))["updates"]
-    other = worlds.report(Layout(dp=2, tp=2, sp=True, objective=objective, micro_batch_tokens=35))["updates"]
+@pytest.mark.parametrize(
+    ("objective", "tokens"),
+    [({"preset": "grpo"}, (4000, 35)), ({"kl_mask": {"falling": "first_order"}}, (4001, 36))],
+    ids=["grpo", "first-order mask"],
+)
+def test_other_objectives_agree_over_layouts_too(worlds: Worlds, objective: dict[str, Any], tokens: tuple[int, int]) -> None:
+    """GRPO weighs sequences, not tokens: its denominator must not depend on who computes which sequence. A first-order mask
+    needs a value more of the scores, which is asked for in updates only, and acts in the first one of a step.
+    """
+    one = worlds.report(Layout(objective=objective, micro_batch_tokens=tokens[0]))["updates"]
+    other = worlds.report(Layout(dp=2, tp=2, sp=True, objective=objective, micro_batch_tokens=tokens[1]))["updates"]
     assert_same_updates(other, one)
+    assert one[2]["ratio/min"] == one[2]["ratio/max"] == 1
+    assert (one[2]["mask/fraction"] > 0) == ("kl_mask" in objective)

@@ -89,7 +89,7 @@ def run_padded(engine: Any, batch: Any, multiple: int) -> dict[str, Any]:
 
 def padding_work(rank: int, world: int, model: Path, multiples: list[int]) -> list[list[dict[str, Any]]]:
     engine = build(model, world)
-    batch = engine.share(draw_rollouts(LENGTHS))
+    batch = engine.batch_from_root(draw_rollouts(LENGTHS))
     plain = [run_padded(engine, batch, multiple) for multiple in multiples]
     round_inputs(engine, world)
     return [plain, [run_padded(engine, batch, multiple) for multiple in multiples]]
@@ -125,7 +125,7 @@ def upcast_work(world: int, model: Path, folder: Path) -> dict[str, Any]:
     """A bfloat16 model with rounded inputs: the logits that its head gives, and the scores that an objective gets."""
     engine = build(model, world, dtype="bfloat16")
     round_inputs(engine, world)
-    batch = engine.share(draw_rollouts(LENGTHS))
+    batch = engine.batch_from_root(draw_rollouts(LENGTHS))
     logits: list[torch.Tensor] = []
     engine.model.output_layer.register_forward_hook(lambda _, __, output: logits.append(output[0].detach().clone()))
     forward = replace(engine.forward, micro_batch_tokens=4096)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,14 @@ def rollouts(step: int) -> list[Rollout]:
 
 
 def train(config: RunConfig, model_dir: Path, *, moves: bool) -> Outcome:
-    """Updates on a fresh engine; with ``moves`` its memory leaves as the loop has it leave."""
+    """Updates on a fresh engine; with ``moves`` its memory is offloaded and onloaded as in the loop."""
     from megatron.core import parallel_state
 
     from tepo_megatron.engine.engine import Engine
     from tepo_megatron.engine.offload import _identity, _state
     from tepo_megatron.engine.optimizer_state import collect
 
-    engine = Engine(config, model_dir)
+    engine = Engine(config, model_dir, shares_gpus=moves)
 
     def check(*, weights: bool, rest: bool) -> None:
         """What has memory. Masters that are parameters go with them."""
@@ -50,26 +51,26 @@ def train(config: RunConfig, model_dir: Path, *, moves: bool) -> Outcome:
         state = [tensor for tensor in _state(engine.optimizer) if _identity(tensor) not in params]
         assert {bool(tensor.untyped_storage().nbytes()) for tensor in state} <= {rest}
 
-    def occupy(what: Any) -> None:
+    def move(to: Callable[[], None], *, weights: bool, rest: bool) -> None:
+        to()
         if moves:
-            engine.occupy(what)
-            check(weights=what != "nothing", rest=what == "everything")
+            check(weights=weights, rest=rest)
 
     digests = []
     for step in range(STEPS):
-        occupy("nothing")
-        occupy("weights")
-        digest = engine.version(step).digest
-        occupy("nothing")
-        occupy("everything")
-        assert engine.version(step).digest == digest
-        batch = engine.score(engine.share(rollouts(step) if engine.ranks.rank == 0 else None))
+        move(engine.offload, weights=False, rest=False)
+        move(engine.onload_weights_only, weights=True, rest=False)
+        digest = engine.weights_version(step).digest
+        move(engine.offload, weights=False, rest=False)
+        move(engine.onload, weights=True, rest=True)
+        assert engine.weights_version(step).digest == digest
+        batch = engine.score(engine.batch_from_root(rollouts(step) if engine.ranks.rank == 0 else None))
         engine.update(batch)
-        digests.append(engine.version(step).digest)
+        digests.append(engine.weights_version(step).digest)
     assert len(set(digests)) == STEPS
     if moves:
-        assert engine.residence is not None
-        assert engine.residence.most_offloaded > 0
+        assert engine.offloader is not None
+        assert engine.offloader.most_offloaded > 0
     state = {f"{name} {kind}": name_of(value) for name, kind, value in collect(engine.optimizer, engine.params)}
     weights = {name: name_of(param.detach()) for name, param in engine.params.items()}
     parallel_state.destroy_model_parallel()

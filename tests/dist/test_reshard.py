@@ -34,19 +34,19 @@ def trainer(rank: int, case: Any, sender: ShardSender, number: int) -> str:
     """One update on a trainer rank; what went wrong."""
     if rank:
         dist.broadcast(torch.zeros(1, dtype=torch.int64), src=0)
-        sender.follow()
+        sender.update_as_non_root()
         return ""
-    port = torch.tensor([sender.open(HOST) if number in (0, LEAVES + 1) else 0])
+    port = torch.tensor([sender.open_rendezvous(HOST) if number in (0, LEAVES + 1) else 0])
     dist.broadcast(port, src=0)
-    sender.announce()
+    sender.broadcast_rendezvous()
     try:
-        sender.join()
-        sender.send()
+        sender.join_group()
+        sender.send_shards()
     except RuntimeError as error:
         sender.close()
-        sender.conclude(arrived=False)
+        sender.finish_update(arrived=False)
         return str(error)
-    sender.conclude(arrived=True)
+    sender.finish_update(arrived=True)
     return ""
 
 
@@ -77,7 +77,7 @@ def updates(rank: int, world: int, source: MegatronParallel, destination: VllmPa
     is_trainer = rank < plan.num_sources
     trainers = dist.new_group(list(range(plan.num_sources)))
 
-    def told(value: Any) -> Any:
+    def broadcast_from_root(value: Any) -> Any:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=trainers)
         return box[0]
@@ -89,7 +89,8 @@ def updates(rank: int, world: int, source: MegatronParallel, destination: VllmPa
     for number, model in enumerate(models):
         if is_trainer:
             params.update(values(megatron_ranks(spec, source), model, rank, trained))
-            sender = sender or ShardSender(plan, params, rank=rank, dtype=served, told=told, timeout_s=TIMEOUT_S)
+            options = {"dtype": served, "broadcast_from_root": broadcast_from_root, "timeout_s": TIMEOUT_S}
+            sender = sender or ShardSender(plan, params, rank=rank, **options)
             seen.append((trainer(rank, plan, sender, number), True))
         else:
             layouts, at = vllm_ranks(spec, destination), rank - plan.num_sources
@@ -120,8 +121,10 @@ def test_updates_arrive_fail_everywhere_when_a_worker_leaves_and_arrive_again(
         errors = [seen[number][0] for seen in ranks]
         if number == LEAVES:
             assert errors[-1] == "leaves"
-            assert "failed" in errors[0]
-            assert f"to rank {world - 1}" in errors[0] or source.world_size > 1
+            # In every case rank 0 sends to the worker that leaves, and no message that it waits for earlier can fail.
+            assert f"to rank {world - 1} failed" in errors[0]
+            # The other workers wait for digests that rank 0 no longer sends.
+            assert all(error.startswith("receiving ") and " failed: " in error for error in errors[source.world_size : -1])
         else:
             assert errors == [""] * world
             assert all(seen[number][1] for seen in ranks)

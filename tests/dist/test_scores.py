@@ -40,13 +40,14 @@ def _score_one(rank, world, group, width, vocab, dtype, temperature, masked, inp
         vocab_size=vocab,
         mask_T=mask if masked else None,
         inplace_backward=inplace,
+        entropy_slope=True,
         backend=backend,
     )
     assert torch.equal(shard.detach().nan_to_num(), before.nan_to_num()), "the forward changed its input"
     assert scores.logprob.dtype == scores.entropy.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     (weights[0] * scores.logprob + weights[1] * scores.entropy).sum().backward()
     assert (leaf.grad.data_ptr() == shard.data_ptr()) == inplace
-    return scores.logprob.detach(), scores.entropy.detach(), leaf.grad
+    return scores.logprob.detach(), scores.entropy.detach(), scores.entropy_slope, leaf.grad
 
 
 # width of a shard, true vocabulary: even, padded, a whole shard of padding, ...
@@ -82,16 +83,19 @@ def _compare(ranks, world, width, vocab, dtype, temperature, masked, *, atol, rt
     logits, labels, mask, weights = _case(world, width, vocab, dtype)
     mask = mask if masked else None
     dense = logits.double().requires_grad_()
-    oracle = dense_logprob_and_entropy(dense, labels, temperature=temperature, vocab_size=vocab, mask_T=mask)
+    options = {"temperature": temperature, "vocab_size": vocab, "mask_T": mask, "entropy_slope": True}
+    oracle = dense_logprob_and_entropy(dense, labels, **options)
     (weights[0] * oracle.logprob + weights[1] * oracle.entropy).sum().backward()
     gradient = dense.grad.nan_to_num()  # nothing flows to the padding; where it held inf, autograd's slice gives 0 as well
-    for rank, (logprob, entropy, grad) in enumerate(ranks):
+    for rank, (logprob, entropy, slope, grad) in enumerate(ranks):
         torch.testing.assert_close(logprob.double(), oracle.logprob.detach(), atol=atol, rtol=0)
         torch.testing.assert_close(entropy.double(), oracle.entropy.detach(), atol=atol, rtol=0)
+        torch.testing.assert_close(slope.double(), oracle.entropy_slope, atol=atol, rtol=0)
         expected = gradient[:, rank * width : (rank + 1) * width]
         torch.testing.assert_close(grad.double(), expected, atol=rtol * expected.abs().max().item(), rtol=rtol)
         assert torch.equal(logprob, ranks[0][0])
         assert torch.equal(entropy, ranks[0][1])
+        assert torch.equal(slope, ranks[0][2])
 
 
 def _count_collectives(rank, world):
@@ -106,9 +110,12 @@ def _count_collectives(rank, world):
         setattr(dist, name, spy)
     labels, seen = torch.arange(6), []
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+    asked = {"tp_group": dist.group.WORLD, "entropy_slope": True}
     for score in (
         lambda: logprob_and_entropy(torch.randn(6, 8, requires_grad=True), labels, tp_group=dist.group.WORLD),
+        lambda: logprob_and_entropy(torch.randn(6, 8, requires_grad=True), labels, **asked),
         lambda: fused_linear_logprob_and_entropy(hidden, weight, labels, tp_group=dist.group.WORLD),
+        lambda: fused_linear_logprob_and_entropy(hidden, weight, labels, **asked),
     ):
         counted.clear()
         scores = score()
@@ -120,9 +127,12 @@ def _count_collectives(rank, world):
 
 
 def test_one_collective_forward_and_none_backward():
-    """The fused form sums the hidden states' gradient over the vocabulary shards, once, as its linear has to."""
+    """With and without the entropy's slope. The fused form sums the hidden states' gradient over the vocabulary shards, once,
+    as its linear has to.
+    """
     for seen in run_dist(2, _count_collectives):
-        assert [[name.split("_")[1] for name in names] for names in seen] == [["gather"], [], ["gather"], ["reduce"]]
+        kinds = [[name.split("_")[1] for name in names] for names in seen]
+        assert kinds == 2 * [["gather"], []] + 2 * [["gather"], ["reduce"]]
 
 
 def _fused(rank, world, cases):
@@ -149,13 +159,16 @@ def _fused_one(rank, world, width, vocab, dtype, sequence_parallel):
         vocab_size=vocab,
         mask_T=mask,
         sequence_parallel=sequence_parallel,
+        entropy_slope=True,
     )
     (scores.logprob - 0.3 * scores.entropy).sum().backward()
     dense_hidden, dense_weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    oracle = dense_logprob_and_entropy(dense_hidden @ dense_weight.t(), labels, temperature=0.8, vocab_size=vocab, mask_T=mask)
+    options = {"temperature": 0.8, "vocab_size": vocab, "mask_T": mask, "entropy_slope": True}
+    oracle = dense_logprob_and_entropy(dense_hidden @ dense_weight.t(), labels, **options)
     (oracle.logprob - 0.3 * oracle.entropy).sum().backward()
     torch.testing.assert_close(scores.logprob.double(), oracle.logprob, atol=1e-5, rtol=0)
     torch.testing.assert_close(scores.entropy.double(), oracle.entropy, atol=1e-5, rtol=0)
+    torch.testing.assert_close(scores.entropy_slope.double(), oracle.entropy_slope, atol=1e-5, rtol=0)
     scale = 1e-5 if dtype == torch.float32 else 1e-12
     for own, expected in (
         (own_hidden.grad, dense_hidden.grad[rows]),

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config.rollout import ServerConfig
-from tepo_megatron.rollout.client import Response
+from tepo_megatron.rollout.client import GENERATE
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
-from tepo_megatron.types import WeightsVersion
+from tepo_megatron.types import Response, WeightsVersion
 
 EOS = 2
 VOCABULARY = 64
@@ -66,7 +66,7 @@ def first_weights(fleet: Fleet) -> torch.nn.Module:
 
 def sync(fleet: Fleet, model: torch.nn.Module, version: WeightsVersion) -> None:
     weights = model.state_dict()
-    fleet.update_weights(version, manifest(weights), iter(weights.values()))
+    fleet.update_weights_from_tensors(version, manifest(weights), iter(weights.values()))
 
 
 def manifest(weights: Weights) -> list[tuple[str, tuple[int, ...], str]]:
@@ -211,7 +211,7 @@ def test_a_server_sleeps_and_wakes_around_an_update_as_on_shared_gpus(
         assert httpx.get(fleet._servers[0].url + "/is_sleeping", headers=authorised(fleet)).json() == {"is_sleeping": True}
         with pytest.raises(RuntimeError, match="asleep: its kv_cache are not on the GPU"):
             greedy(fleet)
-        fleet.wake()
+        fleet.wake_up()
         assert httpx.get(fleet._servers[0].url + "/is_sleeping", headers=authorised(fleet)).json() == {"is_sleeping": False}
         assert greedy(fleet) == greedy_oracle(other)
     fleet._close_sync()
@@ -226,6 +226,8 @@ def authorised(fleet: Fleet) -> dict[str, str]:
     ("method", "path"),
     [
         ("POST", "/v1/completions"),
+        ("POST", GENERATE),
+        ("POST", "/inference/v1/abort_requests"),
         ("GET", "/v1/models"),
         ("POST", "/pause"),
         ("POST", "/init_weight_transfer_engine"),
@@ -275,7 +277,7 @@ def test_a_tensor_that_does_not_fit_is_named_and_the_rest_is_consumed(fleet: Fle
     weights[bad] = torch.zeros(3, 5)
     stream = iter(weights.values())
     with pytest.raises(RuntimeError, match=rf"(?s){fleet._servers[0].url}.*{bad}") as caught:
-        fleet.update_weights(WeightsVersion(4), manifest(weights), stream)
+        fleet.update_weights_from_tensors(WeightsVersion(4), manifest(weights), stream)
     assert not isinstance(caught.value, ServerDied)
     assert next(stream, None) is None
     assert fleet.weights_version is None

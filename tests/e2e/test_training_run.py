@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tepo_megatron.rollout.record import read_rollouts, write_rollouts
+from tepo_megatron.types import WeightsVersion
 from tests.support.programs import TIMEOUT_S, run_program
 
 RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
@@ -32,7 +35,16 @@ SMALL = [
     "train.minibatches=2",
 ]
 KEYS = {
-    *("step", "weights_version", "reward/mean", "reward/std", "response_len/mean", "groups/zero_variance", "entropy/mean"),
+    *(
+        "step",
+        "weights_version/min",
+        "weights_version/max",
+        "reward/mean",
+        "reward/std",
+        "response_len/mean",
+        "groups/zero_variance",
+        "entropy/mean",
+    ),
     *("entropy/delta", "kl/masked", "mask/fraction", "ratio/mean", "ratio/min", "ratio/max", "clip/low", "clip/high"),
     *("mismatch/kl", "grad_norm", "lr", "tokens/s"),
     *(f"time/{phase}" for phase in ("rollout", "reward", "score", "update", "sync", "eval", "other", "step")),
@@ -137,8 +149,6 @@ def test_sampler_and_trainer_agree_on_every_rollout(trained: Path) -> None:
 
 
 def test_recorded_rollouts_carry_the_version_that_sampled_them(trained: Path) -> None:
-    from tepo_megatron.rollout.record import read_rollouts
-
     for step in range(STEPS):
         rollouts = read_rollouts(trained / "rollouts", step)
         assert len(rollouts) == 32
@@ -146,7 +156,8 @@ def test_recorded_rollouts_carry_the_version_that_sampled_them(trained: Path) ->
         (digest,) = {rollout.weights_version.digest for rollout in rollouts}
         if step == 5:
             assert digest == json.loads((trained / "checkpoints/step_000005/state.json").read_text())["weights_digest"]
-        assert rows(trained)[step + 1]["weights_version"] == step
+        row = rows(trained)[step + 1]
+        assert (row["weights_version/min"], row["weights_version/max"]) == (step, step)
 
 
 def test_replayed_rollouts_reproduce_the_run_to_the_last_bit(trained: Path, tmp_path: Path) -> None:
@@ -166,14 +177,25 @@ def test_replayed_rollouts_reproduce_the_run_to_the_last_bit(trained: Path, tmp_
 
 
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(trained: Path, tmp_path: Path) -> None:
-    """Also one that had written a checkpoint, and not yet the row of that step."""
-    replay = f"rollout.replay={trained / 'rollouts'}"
+    """Also one that had written a checkpoint, and not yet the row of that step.
+
+    The rollouts are stamped with other versions, which the rows then show: they are read off the rollouts.
+    """
+    stamped = tmp_path / "stamped"
+    for step in range(STEPS):
+        given = read_rollouts(trained / "rollouts", step)
+        write_rollouts(
+            stamped, step, [replace(each, weights_version=WeightsVersion(41 + at % 2)) for at, each in enumerate(given)]
+        )
+    replay = f"rollout.replay={stamped}"
     out = tmp_path / "resumed"
     train(f"output={out}", *SMALL, replay, "train.steps=4")
     metrics = out / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
     train(f"output={out}", *SMALL, replay, "train.resume=true")
     assert [row["step"] for row in rows(out)] == list(range(STEPS + 1))
+    sampled = [row for row in rows(out) if "reward/mean" in row]  # not the row that was lost: its rollouts are not read again
+    assert {(row["weights_version/min"], row["weights_version/max"]) for row in sampled} == {(41, 42)}
     weights = "model/model.safetensors"
     assert (out / weights).read_bytes() == (trained / weights).read_bytes()
 

@@ -42,7 +42,7 @@ def work(rank: int, world: int, model: Path, folder: Path, engine_section: dict[
     }
     engine = Engine(RunConfig.model_validate(config), model)
     exported = {name: tensor.float().cpu() for name, tensor in engine.stream_weights() if tensor is not None}
-    batch = engine.score(engine.share(draw_rollouts(LENGTHS)))
+    batch = engine.score(engine.batch_from_root(draw_rollouts(LENGTHS)))
     results = [engine.update(batch) for _ in range(3)]
     trained = engine.score(batch).old_logprobs_T
     engine.load(engine.save(folder, step=3, state={}))

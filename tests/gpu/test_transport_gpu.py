@@ -13,7 +13,7 @@ from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatro
 from tepo_megatron.bridge.reshard.plan import reshard_plan
 from tepo_megatron.bridge.transfer import move
 from tepo_megatron.bridge.transfer.sender import ShardSender, decode_order, order_key
-from tepo_megatron.bridge.transfer.transport import Kind, connect
+from tepo_megatron.bridge.transfer.transport import TransportName, connect
 from tepo_megatron.bridge.transfer.transports import Member, join
 from tests.support.launch import run_dist
 from tests.support.reshard_models import numbered_model, parameters, small_spec
@@ -34,34 +34,41 @@ KINDS = [
 ]
 
 
-def sends(kind: Kind, device: torch.device, updates: int, dies: bool) -> Any:
+def sends(kind: TransportName, device: torch.device, updates: int, dies: bool) -> Any:
     plan = reshard_plan(SPEC, MegatronParallel(), VllmParallel(), {0: 0} if kind == "ipc" else None)
     params = {name: tensor.float().to(device) for name, tensor in parameters(SOURCES, MODEL)[0].items()}
     sender = ShardSender(
-        plan, params, rank=0, dtype=torch.float32, told=lambda value: value, timeout_s=TIMEOUT_S, device=device, transport=kind
+        plan,
+        params,
+        rank=0,
+        dtype=torch.float32,
+        broadcast_from_root=lambda value: value,
+        timeout_s=TIMEOUT_S,
+        device=device,
+        transport=kind,
     )
-    dist.broadcast(torch.tensor([sender.open(HOST)]), src=0)
-    sender.join()
+    dist.broadcast(torch.tensor([sender.open_rendezvous(HOST)]), src=0)
+    sender.join_group()
     for _ in range(updates):
-        sender.send()
+        sender.send_shards()
         for tensor in params.values():
             tensor *= 2
     failed_after = -1.0
     if dies:
         began = time.monotonic()
         with pytest.raises(RuntimeError, match=r"sending|NCCL could not start"):
-            sender.send()
+            sender.send_shards()
         failed_after = time.monotonic() - began
     sender.close()
     return failed_after
 
 
-def receives(kind: Kind, device: torch.device, updates: int, dies: bool) -> Any:
+def receives(kind: TransportName, device: torch.device, updates: int, dies: bool) -> Any:
     port = torch.zeros(1, dtype=torch.int64)
     dist.broadcast(port, src=0)
     store = connect(HOST, int(port), TIMEOUT_S)
     order = decode_order(store.get(order_key(1)))
-    group = join(kind, store, Member(1, 2, device, HOST, takes=order.takes), TIMEOUT_S)
+    group = join(kind, store, Member(1, 2, device, HOST, same_gpu_senders=order.takes), TIMEOUT_S)
     right = []
     for update in range(updates):
         expected = {name: tensor.float() * 2**update for name, tensor in parameters(DESTINATIONS, MODEL)[0].items()}
@@ -74,37 +81,37 @@ def receives(kind: Kind, device: torch.device, updates: int, dies: bool) -> Any:
     return right
 
 
-def work(rank: int, world: int, kind: Kind, updates: int, dies: bool) -> Any:
+def work(rank: int, world: int, kind: TransportName, updates: int, dies: bool) -> Any:
     device = torch.device("cuda", rank if kind == "nccl" else 0)
     torch.cuda.set_device(device)
     return (receives if rank else sends)(kind, device, updates, dies)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_value_arrives_update_after_update(kind: Kind) -> None:
+def test_every_value_arrives_update_after_update(kind: TransportName) -> None:
     _, right = run_dist(2, work, kind, UPDATES, False)
     assert right == [True] * UPDATES
 
 
 @pytest.mark.parametrize("updates", [0, UPDATES])  # NCCL has not connected the two before their first message
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_worker_that_leaves_ends_the_sending_long_before_the_time_out(kind: Kind, updates: int) -> None:
+def test_a_worker_that_leaves_ends_the_sending_long_before_the_time_out(kind: TransportName, updates: int) -> None:
     failed_after, right = run_dist(2, work, kind, updates, True)
     assert right == [True] * updates
     assert 0 <= failed_after < TIMEOUT_S / 2
 
 
 def test_what_leaves_a_gpu_frees_its_memory_and_comes_back() -> None:
-    from tepo_megatron.engine.offload import Parking
+    from tepo_megatron.engine.offload import OffloadedStorages
 
     device = torch.device("cuda", 0)
     whole = torch.randn(2**24, device=device)
     views, alone = [whole[: 2**20].view(1024, 1024), whole[2**20 :]], torch.randn(1000, device=device)
     before, used = [tensor.cpu() for tensor in (*views, alone)], torch.cuda.memory_allocated()
-    parking = Parking(device)
+    storages = OffloadedStorages(device)
     for _ in range(2):
-        parking.leave([*views, alone])
-        assert parking.nbytes >= whole.nbytes + alone.nbytes
+        storages.offload([*views, alone])
+        assert storages.nbytes >= whole.nbytes + alone.nbytes
         assert torch.cuda.memory_allocated() <= used - whole.nbytes
-        parking.come_back()
+        storages.onload()
         assert all(torch.equal(tensor.cpu(), value) for tensor, value in zip((*views, alone), before, strict=True))

@@ -1,7 +1,7 @@
 """NCCL's point-to-point semantics between threads: what its documentation promises, and not more.
 
-A rank's group calls run one after the other. An operation starts when its group does, and waits for its counterpart, which is
-told by the pair of ranks and the order alone. A group ends when all its operations have; memory may be read or written at any
+A rank's group calls run one after the other. An operation starts when its group does, and waits for its counterpart, which
+the pair of ranks and the order alone determine. A group ends when all its operations have; memory may be read or written at any
 moment until then (here: some time after both sides have come, by the seed). Two ranks are connected in the first group call
 that they share, and the call blocks its thread until both are in it or the rank's communicator is aborted.
 """
@@ -28,7 +28,7 @@ class Operation:
 
 @dataclass
 class GroupCall:
-    """What is_completed of torch's work tells."""
+    """A group call, with the ``is_completed`` and ``wait`` of torch's work."""
 
     fabric: Fabric
     operations: list[Operation] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Fabric:
 
 
 class FakeProcessGroup:
-    """Of torch's process group, what a coalesced round needs."""
+    """The part of torch's process group that a coalesced round needs."""
 
     def __init__(self, fabric: Fabric, rank: int) -> None:
         self.fabric, self.rank = fabric, rank

@@ -40,7 +40,7 @@ def make_batch(masks, *, seed=0, spread=0.3, rewards=None, groups=None):
     )
     logprob = (old + spread * noise[2]).requires_grad_()
     entropy = (batch.old_entropy_T + 0.1 * noise[3]).requires_grad_()
-    return batch, TokenScores(logprob, entropy)
+    return batch, TokenScores(logprob, entropy, torch.randn(total, generator=generator, dtype=torch.float64))
 
 
 def masks(min_sequences=1, max_sequences=6):
@@ -72,7 +72,7 @@ def pick(batch, scores, sequences):
     """The sequences of a step, in this order, with their scores."""
     offsets = batch.cu_seqlens.tolist()
     at = torch.cat([torch.arange(offsets[s], offsets[s + 1]) for s in sequences])
-    return batch.select(sequences), TokenScores(scores.logprob[at], scores.entropy[at])
+    return batch.select(sequences), TokenScores(scores.logprob[at], scores.entropy[at], scores.entropy_slope[at])
 
 
 def assert_same(left, right, rtol=1e-9):

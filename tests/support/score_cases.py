@@ -35,11 +35,14 @@ def compare(logits, labels, options, weights, *, inplace, backend, tolerance, gr
     That of the gradient, where it differs, is relative to the largest entry.
     """
     leaf, dense = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    options = options | {"entropy_slope": True}
     scores = logprob_and_entropy(leaf.view_as(leaf), labels, inplace_backward=inplace, backend=backend, **options)
     oracle = dense_logprob_and_entropy(dense, labels, **options)
     close = {"rtol": tolerance, "atol": tolerance, "check_dtype": False}
     torch.testing.assert_close(scores.logprob, oracle.logprob, **close)
     torch.testing.assert_close(scores.entropy, oracle.entropy, **close)
+    torch.testing.assert_close(scores.entropy_slope, oracle.entropy_slope, **close)
+    assert not scores.entropy_slope.requires_grad
     loss(scores, weights).backward()
     loss(oracle, weights).backward()
     if gradient_tolerance is not None:

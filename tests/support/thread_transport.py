@@ -52,7 +52,7 @@ class Mailbox:
     def device(self, peer: int) -> torch.device:
         return torch.device("cpu")
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
+    def round(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
@@ -63,7 +63,7 @@ class Mailbox:
         assert data.is_contiguous()
         self.landing[peer, number] = data
 
-    def finish(self, peer: int, number: int) -> None:
+    def wait(self, peer: int, number: int) -> None:
         if (peer, number) not in self.landing:
             return
         letter = self.letters.take((peer, self.rank, number))
@@ -83,7 +83,7 @@ class Mailbox:
     def start_receive(self, data: Tensor, peer: int, number: int) -> Work:
         def wait() -> None:
             self.receive(data, peer, number)
-            self.finish(peer, number)
+            self.wait(peer, number)
 
         return Work(wait)
 

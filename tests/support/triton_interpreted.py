@@ -103,7 +103,7 @@ def _shard(labels, rank, width, vocab, temperature):
     columns = min(max(vocab - rank * width, 0), width)
     column = labels - rank * width
     inside = (column >= 0) & (column < columns)
-    return Scoring(None, temperature, columns, labels.numel(), None, LocalLabels(torch.where(inside, column, 0), inside))
+    return Scoring(None, temperature, columns, labels.numel(), None, LocalLabels(torch.where(inside, column, 0), inside), True)
 
 
 @pytest.mark.parametrize(("world", "width", "vocab"), [(2, 150, 300), (2, 150, 270), (3, 140, 200)])
@@ -111,15 +111,16 @@ def test_shards(world, width, vocab):
     """Even, padded, and with a shard that is all padding; each rank's statistics and gradient, without a group between them."""
     logits, labels, weights = 3 * torch.randn(5, world * width), torch.randint(0, vocab, (5,)), torch.randn(2, 5)
     dense = logits.double().requires_grad_()
-    oracle = dense_logprob_and_entropy(dense, labels, temperature=0.7, vocab_size=vocab)
+    oracle = dense_logprob_and_entropy(dense, labels, temperature=0.7, vocab_size=vocab, entropy_slope=True)
     loss(oracle, weights).backward()
     scorings = [_shard(labels, rank, width, vocab, 0.7) for rank in range(world)]
-    shards, stats_pR4 = logits.split(width, 1), torch.full((world, 5, 4), torch.nan)
-    for shard, scoring, stats_R4 in zip(shards, scorings, stats_pR4, strict=True):
-        statistics(shard, scoring, stats_R4)
-    scores = combine(merge(stats_pR4, 0.7), None, 0.7, None)
+    shards, stats_pRK = logits.split(width, 1), torch.full((world, 5, 6), torch.nan)
+    for shard, scoring, stats_RK in zip(shards, scorings, stats_pRK, strict=True):
+        statistics(shard, scoring, stats_RK)
+    scores, slope_R = combine(merge(stats_pRK, 0.7), None, 0.7, None)
     torch.testing.assert_close(scores.logprob_R.double(), oracle.logprob.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(scores.entropy_R.double(), oracle.entropy.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(slope_R.double(), oracle.entropy_slope, rtol=1e-5, atol=1e-5)
     out = torch.full_like(logits, torch.nan)
     for shard, scoring, out_shard in zip(shards, scorings, out.split(width, 1), strict=True):
         gradient(shard, scoring, scores, *weights, out_shard)
@@ -131,7 +132,7 @@ def test_fused_with_the_head(monkeypatch):
     monkeypatch.setattr("tepo_megatron.vocab_parallel.fused_linear._CHUNK_BYTES", {"cpu": 16 * 210 * 4})
     labels, mask = torch.randint(0, 201, (30,)), torch.rand(30) < 0.8
     hidden, head = torch.randn(30, 6).requires_grad_(), torch.randn(210, 6).requires_grad_()
-    options, weights = {"temperature": 0.8, "vocab_size": 201, "mask_T": mask}, torch.randn(2, 30)
+    options, weights = {"temperature": 0.8, "vocab_size": 201, "mask_T": mask, "entropy_slope": True}, torch.randn(2, 30)
     scores = fused_linear_logprob_and_entropy(hidden, head, labels, backend="triton", **options)
     dense_hidden, dense_head = hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()
     oracle = dense_logprob_and_entropy(dense_hidden @ dense_head.t(), labels, **options)
@@ -139,6 +140,7 @@ def test_fused_with_the_head(monkeypatch):
     expected = torch.autograd.grad(loss(oracle, weights), (dense_hidden, dense_head))
     torch.testing.assert_close(scores.logprob.double(), oracle.logprob.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(scores.entropy.double(), oracle.entropy.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores.entropy_slope.double(), oracle.entropy_slope, rtol=1e-5, atol=1e-5)
     for mine, theirs in zip(own, expected, strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-5)
 

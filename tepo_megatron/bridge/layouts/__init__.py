@@ -1,4 +1,4 @@
-"""Which part of each Hugging Face tensor lies where: one table, expanded into boxes for Megatron-Core and for vLLM."""
+"""Lays out Hugging Face tensors over the ranks of Megatron-Core and of vLLM: one table, expanded into boxes for either."""
 
 from tepo_megatron.bridge.layouts.megatron import MegatronParallel, Stages, megatron_layout, megatron_ranks, pipeline_stages
 from tepo_megatron.bridge.layouts.table import tensor_shapes

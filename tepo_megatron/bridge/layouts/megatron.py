@@ -1,8 +1,8 @@
-"""How Megatron-Core lays out a model over tensor-, pipeline- and expert-parallel ranks.
+"""Computes how Megatron-Core lays out a model over tensor-, pipeline- and expert-parallel ranks.
 
-Megatron fuses: q, k and v interleave per key/value group (all queries of a group, its key, its value); gate and up are
-stacked inside each tensor-parallel shard; embedding and head are padded to a multiple of tp rows. An expert-parallel rank holds
-every matrix of consecutive experts, or its expert-tensor-parallel part of them.
+Megatron fuses: q, k and v interleave by key/value group (all queries of a group, its key, its value); gate and up are stacked
+inside each tensor-parallel shard; embedding and head are padded to a multiple of tp rows. An expert-parallel rank holds every
+matrix of consecutive experts, or its expert-tensor-parallel part of them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.bridge.geometry import ShardLayout
-from tepo_megatron.bridge.layouts.shards import Run, Split, lay_out
-from tepo_megatron.bridge.layouts.table import EMBEDDING, FINAL_NORM, HEAD, Entry, applies, layer_entries, tensor_shapes
+from tepo_megatron.bridge.layouts.shards import RowBlock, Split, lay_out
+from tepo_megatron.bridge.layouts.table import EMBEDDING, FINAL_NORM, HEAD, ParamMapping, applies, layer_mappings, tensor_shapes
 
 
-class Place(NamedTuple):
-    """A rank's coordinates: in the groups of the dense weights and, last, in those of the experts'."""
+class RankCoordinates(NamedTuple):
+    """A rank's coordinates in the groups of the dense weights (tp, dp, pp) and in those of the experts (etp, ep, expert dp)."""
 
     tp_rank: int
     dp_rank: int
@@ -29,16 +29,16 @@ class Place(NamedTuple):
 
 
 Stages = Sequence[Sequence[range]]
-"""For every pipeline stage the layers of each of its model chunks; one chunk unless the pipeline is interleaved (VPP)."""
+"""Layers of each model chunk of each pipeline stage; a stage has one chunk unless the pipeline is interleaved (VPP)."""
 
 
 @dataclass(frozen=True)
 class MegatronParallel:
-    """How the trainer splits the model. Global ranks are numbered tp innermost, then dp, pp outermost.
+    """The trainer's split of the model. Global ranks are numbered tp innermost, then dp, pp outermost.
 
     The same tp × dp ranks of a stage are numbered once more for the experts, as Megatron does: etp innermost, then ep, then the
-    copies. ``etp`` None means tp. ``stages`` None means even stages without interleaving. ``fused_norms``: the layers are
-    Transformer Engine's, experts included.
+    copies. ``etp`` None means tp. ``stages`` None means even stages without interleaving. ``fused_norms`` means that the layers
+    are Transformer Engine's, experts included.
     """
 
     tp: int = 1
@@ -55,14 +55,14 @@ class MegatronParallel:
 
     @property
     def expert_tp(self) -> int:
-        """Ranks over which each matrix of an expert is split."""
+        """Returns the number of ranks over which each matrix of an expert is split."""
         return self.tp if self.etp is None else self.etp
 
-    def place(self, rank: int) -> Place:
-        """Where a global rank stands in each of its groups."""
+    def coordinates(self, rank: int) -> RankCoordinates:
+        """Returns the rank within each of its groups that a global rank has."""
         pp_rank, in_stage = divmod(rank, self.tp * self.dp)
         expert_dp_rank, in_copy = divmod(in_stage, self.expert_tp * self.ep)
-        return Place(
+        return RankCoordinates(
             tp_rank=in_stage % self.tp,
             dp_rank=in_stage // self.tp,
             pp_rank=pp_rank,
@@ -84,10 +84,10 @@ class MegatronParallel:
 def pipeline_stages(
     num_layers: int, pp: int, *, chunks: int = 1, first: int | None = None, last: int | None = None
 ) -> tuple[tuple[range, ...], ...]:
-    """The stages that Megatron makes of its settings: ``chunks`` per stage (its virtual pipeline size), and the layers of the
-    first and the last stage where they differ from the rest.
+    """Returns the stages that Megatron makes of its settings.
 
-    Raises ValueError where layers are left over.
+    ``chunks`` is the number of model chunks of a stage (Megatron's virtual pipeline size); ``first`` and ``last`` are the
+    layers of the first and the last stage, where they differ from the rest. Raises ValueError where layers are left over.
     """
     if chunks > 1 and pp == 1:
         raise ValueError(f"a virtual pipeline size of {chunks} needs a pipeline; set pp, or leave one chunk")
@@ -105,6 +105,7 @@ def pipeline_stages(
         raise ValueError(
             f"{chunks} chunks do not divide a pipeline stage of {uneven[0]} layers; change the virtual pipeline size"
         )
+    # An interleaved pipeline goes through all stages once for each chunk, so that a stage holds distant layers.
     stages: list[list[range]] = [[] for _ in range(pp)]
     layer = 0
     for _ in range(chunks):
@@ -117,39 +118,38 @@ def pipeline_stages(
 def megatron_layout(
     spec: ModelSpec, parallel: MegatronParallel, rank: int, *, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> ShardLayout:
-    """What a global rank holds.
+    """Returns what a global rank holds.
 
     With tied embeddings the last stage of a pipeline holds a second copy of the embedding, as Megatron does. In a stage of
     several chunks the parameters of chunk v are named ``model<v>.``…, as Megatron's checkpoints name them. ``shapes`` is
-    ``tensor_shapes(spec)`` where the caller has it already.
+    ``tensor_shapes(spec)``, for a caller that has it already.
     """
-    place, tp = parallel.place(rank), parallel.tp
-    dense, expert = Split(tp, place.tp_rank), Split(parallel.expert_tp, place.etp_rank)
+    at, tp = parallel.coordinates(rank), parallel.tp
+    dense, expert = Split(tp, at.tp_rank), Split(parallel.expert_tp, at.etp_rank)
 
-    def split(entry: Entry) -> Split:
-        return dense if entry.expert is None else expert
+    def split(mapping: ParamMapping) -> Split:
+        return dense if mapping.expert is None else expert
 
-    entries = list(_entries(spec, parallel, place))
     return lay_out(
         spec,
         shapes=tensor_shapes(spec) if shapes is None else shapes,
-        placed=[(entry, entry.megatron) for entry in entries],
+        held=[(mapping, mapping.megatron) for mapping in _rank_mappings(spec, parallel, at)],
         split=split,
-        runs=lambda entry, rows: _row_runs(entry, rows, spec, *split(entry)),
+        row_blocks=lambda mapping, rows: _row_blocks(mapping, rows, spec, *split(mapping)),
         vocab_rows=spec.padded_vocab_size(tp) // tp,
     )
 
 
 def megatron_ranks(spec: ModelSpec, parallel: MegatronParallel) -> list[ShardLayout]:
-    """The layout of every rank of the trainer. Raises ValueError where Megatron could not split the model so."""
+    """Returns the layout of every rank of the trainer. Raises ValueError where Megatron could not split the model so."""
     parallel.check(spec)
     _check_stages(parallel.stages or pipeline_stages(spec.num_layers, parallel.pp), spec, parallel.pp)
     shapes = tensor_shapes(spec)
-    same: dict[tuple[int, ...], ShardLayout] = {}
+    same: dict[tuple[int, ...], ShardLayout] = {}  # data-parallel copies share one layout
     ranks: list[ShardLayout] = []
     for rank in range(parallel.world_size):
-        place = parallel.place(rank)
-        key = (place.pp_rank, place.tp_rank) + ((place.ep_rank, place.etp_rank) if spec.experts else ())
+        at = parallel.coordinates(rank)
+        key = (at.pp_rank, at.tp_rank) + ((at.ep_rank, at.etp_rank) if spec.experts else ())
         if key not in same:
             same[key] = megatron_layout(spec, parallel, rank, shapes=shapes)
         ranks.append(same[key])
@@ -165,44 +165,46 @@ def _check_stages(stages: Stages, spec: ModelSpec, pp: int) -> None:
         )
 
 
-def _entries(spec: ModelSpec, parallel: MegatronParallel, place: Place) -> Iterator[Entry]:
-    """The tensors of one rank, with the names of Megatron's parameters."""
+def _rank_mappings(spec: ModelSpec, parallel: MegatronParallel, at: RankCoordinates) -> Iterator[ParamMapping]:
+    """Yields the tensors of one rank, with the names of its parameters."""
     stages = parallel.stages or pipeline_stages(spec.num_layers, parallel.pp)
-    chunks, pp_rank = stages[place.pp_rank], place.pp_rank
+    chunks, pp_rank = stages[at.pp_rank], at.pp_rank
     each = spec.experts.count // parallel.ep if spec.experts else 0
-    experts = range(place.ep_rank * each, (place.ep_rank + 1) * each)
+    experts = range(at.ep_rank * each, (at.ep_rank + 1) * each)
     prefixes = [f"model{number}." for number in range(len(chunks))] if len(chunks) > 1 else [""]
 
-    def named(entry: Entry, prefix: str) -> Entry:
-        return replace(entry, megatron=prefix + entry.megatron)
+    def named(mapping: ParamMapping, prefix: str) -> ParamMapping:
+        return replace(mapping, megatron=prefix + mapping.megatron)
 
     if pp_rank == 0:
         yield named(EMBEDDING, prefixes[0])
     for prefix, chunk in zip(prefixes, chunks, strict=True):
         for local, layer in enumerate(chunk):
-            for entry in layer_entries(spec, layer, local, fused_norms=parallel.fused_norms, experts=experts):
-                yield named(entry, prefix)
+            for mapping in layer_mappings(spec, layer, local, fused_norms=parallel.fused_norms, experts=experts):
+                yield named(mapping, prefix)
     if pp_rank == len(stages) - 1:
         yield named(FINAL_NORM, prefixes[-1])
         if applies(HEAD, spec):
             yield named(HEAD, prefixes[-1])
-        elif len(stages) > 1:
+        elif len(stages) > 1:  # a tied head: on one stage it is the embedding itself
             yield named(replace(EMBEDDING, megatron=HEAD.megatron), prefixes[-1])
 
 
-def _row_runs(entry: Entry, rows: int, spec: ModelSpec, tp: int, rank: int) -> Iterator[Run]:
-    if entry.placement == "vocab":
+def _row_blocks(mapping: ParamMapping, rows: int, spec: ModelSpec, tp: int, rank: int) -> Iterator[RowBlock]:
+    """Yields the rows of a tensor that a rank holds, and where in the (fused) parameter they lie."""
+    if mapping.split_kind == "vocab":
         per_rank = spec.padded_vocab_size(tp) // tp
-        yield Run(rank * per_rank, min((rank + 1) * per_rank, rows), 0)
-    elif entry.placement in ("gate", "up"):
+        yield RowBlock(rank * per_rank, min((rank + 1) * per_rank, rows), 0)
+    elif mapping.split_kind in ("gate", "up"):
         per_rank = rows // tp
-        yield Run(rank * per_rank, (rank + 1) * per_rank, per_rank if entry.placement == "up" else 0)
+        yield RowBlock(rank * per_rank, (rank + 1) * per_rank, per_rank if mapping.split_kind == "up" else 0)
     else:
+        # A group is the query heads that share a key/value head, then that key, then that value.
         queries = spec.num_heads // spec.num_kv_heads * spec.head_dim
         group_rows = queries + 2 * spec.head_dim
-        size = queries if entry.placement == "query" else spec.head_dim
-        offset = {"query": 0, "key": queries, "value": queries + spec.head_dim}[entry.placement]
+        size = queries if mapping.split_kind == "query" else spec.head_dim
+        offset = {"query": 0, "key": queries, "value": queries + spec.head_dim}[mapping.split_kind]
         groups = spec.num_kv_heads // tp
         for local in range(groups):
             group = rank * groups + local
-            yield Run(group * size, (group + 1) * size, local * group_rows + offset)
+            yield RowBlock(group * size, (group + 1) * size, local * group_rows + offset)

@@ -1,4 +1,4 @@
-"""From the table's entries to the boxes of one rank; both sides use it."""
+"""Expands the table's parameter mappings into the boxes of one rank, for both sides."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import NamedTuple
 
 from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.bridge.geometry import Box, Shard, ShardLayout
-from tepo_megatron.bridge.layouts.table import Entry, shape_of
+from tepo_megatron.bridge.layouts.table import ParamMapping, shape_of
 
 
-class Run(NamedTuple):
-    """Rows that stay together: ``start`` to ``stop`` of the tensor lie from row ``at`` on in the parameter."""
+class RowBlock(NamedTuple):
+    """Rows ``start`` to ``stop`` of a tensor, which lie together in the parameter, from its row ``param_row`` on."""
 
     start: int
     stop: int
-    at: int
+    param_row: int
 
 
 class Split(NamedTuple):
-    """Over how many ranks a tensor is split, and which of them this one is."""
+    """The number of ranks that a tensor is split over, and the number of this rank among them."""
 
-    parts: int
+    size: int
     rank: int
 
 
@@ -29,24 +29,24 @@ def lay_out(
     spec: ModelSpec,
     *,
     shapes: Mapping[str, tuple[int, ...]],
-    placed: Sequence[tuple[Entry, str]],
-    split: Callable[[Entry], Split],
-    runs: Callable[[Entry, int], Iterable[Run]],
+    held: Sequence[tuple[ParamMapping, str]],
+    split: Callable[[ParamMapping], Split],
+    row_blocks: Callable[[ParamMapping, int], Iterable[RowBlock]],
     vocab_rows: int,
-    first_row: Callable[[Entry], int] = lambda _: 0,
+    first_row: Callable[[ParamMapping], int] = lambda _: 0,
 ) -> ShardLayout:
-    """The layout of a rank that holds these (entry, parameter) pairs.
+    """Returns the layout of a rank that holds these (mapping, name of the rank's parameter) pairs.
 
-    ``split`` says how a tensor's columns are divided, and ``runs`` its rows (by entry and number of rows); ``first_row`` is
-    where in its parameter a tensor begins. ``vocab_rows`` is the padded number of rows that this rank has of embedding and
-    head.
+    ``split`` says how a tensor's columns are divided, ``row_blocks`` how its rows are (by mapping and number of rows), and
+    ``first_row`` at which row of its parameter a tensor begins. ``vocab_rows`` is the padded number of rows that this rank has
+    of the embedding and of the head.
     """
     shards: list[Shard] = []
     params: dict[str, tuple[int, ...]] = {}
-    for entry, param in placed:
-        shape = shape_of(entry, spec)
-        extent = (vocab_rows, *shape[1:]) if entry.placement == "vocab" else (0,) * len(shape)
-        for shard in _shards(entry, param, shape, split(entry), runs, first_row(entry)):
+    for mapping, param in held:
+        shape = shape_of(mapping, spec)
+        extent = (vocab_rows, *shape[1:]) if mapping.split_kind == "vocab" else (0,) * len(shape)
+        for shard in _shards(mapping, param, shape, split(mapping), row_blocks, first_row(mapping)):
             shards.append(shard)
             extent = tuple(max(a, b) for a, b in zip(extent, shard.at.stop, strict=True))
         # Several tensors may share a fused parameter.
@@ -55,23 +55,24 @@ def lay_out(
 
 
 def _shards(
-    entry: Entry,
+    mapping: ParamMapping,
     param: str,
     shape: tuple[int, ...],
     split: Split,
-    runs: Callable[[Entry, int], Iterable[Run]],
+    row_blocks: Callable[[ParamMapping, int], Iterable[RowBlock]],
     first: int,
 ) -> Iterable[Shard]:
-    if entry.placement == "replicated":
+    """Yields the boxes of one tensor on this rank; rows count from ``first`` in the parameter."""
+    if mapping.split_kind == "replicated":
         whole = Box((0,) * len(shape), shape)
-        yield Shard(entry.tensor, whole, param, whole)
-    elif entry.placement == "columns":
-        rows, width = shape[0], shape[1] // split.parts
+        yield Shard(mapping.tensor, whole, param, whole)
+    elif mapping.split_kind == "columns":
+        rows, width = shape[0], shape[1] // split.size
         box = Box((0, split.rank * width), (rows, (split.rank + 1) * width))
-        yield Shard(entry.tensor, box, param, Box((first, 0), (first + rows, width)))
+        yield Shard(mapping.tensor, box, param, Box((first, 0), (first + rows, width)))
     else:
         inner, zeros = shape[1:], (0,) * (len(shape) - 1)
-        for run in runs(entry, shape[0]):
-            if run.start < run.stop:
-                box, at = Box((run.start, *zeros), (run.stop, *inner)), first + run.at
-                yield Shard(entry.tensor, box, param, Box((at, *zeros), (at + run.stop - run.start, *inner)))
+        for block in row_blocks(mapping, shape[0]):
+            if block.start < block.stop:  # empty on a rank whose rows are all padding
+                box, at = Box((block.start, *zeros), (block.stop, *inner)), first + block.param_row
+                yield Shard(mapping.tensor, box, param, Box((at, *zeros), (at + block.stop - block.start, *inner)))

@@ -1,4 +1,4 @@
-"""Where each Hugging Face tensor lies in Megatron-Core and in vLLM: the declarative table, and the shapes in its terms."""
+"""Maps each Hugging Face tensor to its parameters in Megatron-Core and in vLLM: one declarative table, with the shapes."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import Literal, NamedTuple
 
 from tepo_megatron.bridge.architecture import ModelSpec
 
-Placement = Literal["replicated", "columns", "vocab", "gate", "up", "query", "key", "value"]
+SplitKind = Literal["replicated", "columns", "vocab", "gate", "up", "query", "key", "value"]
 """How a tensor is split over tensor-parallel ranks, and which part of a fused parameter it is."""
 
 Dimension = Literal["hidden", "heads", "kv_heads", "head", "ffn", "experts", "vocab"]
-"""``heads`` and ``kv_heads`` count rows of all (key/value) heads together, ``head`` those of one."""
+"""``heads`` and ``kv_heads`` count the rows of all (key/value) heads together, ``head`` the rows of one."""
 
 Feature = Literal["qkv_bias", "qk_norm", "dense_mlp", "untied_head"]
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A tensor, the parameter of either side that holds it, and how.
+class ParamMapping:
+    """A Hugging Face tensor, the parameters of Megatron and vLLM that hold it, and how they split it.
 
-    ``feature``: only models with it have the tensor. ``expert``: the number of the expert that it is a weight of.
+    Only models with ``feature`` have the tensor. ``expert`` is the number of the expert whose weight it is.
     """
 
     tensor: str
     megatron: str
     vllm: str
-    placement: Placement
+    split_kind: SplitKind
     shape: tuple[Dimension, ...]
     feature: Feature | None = None
     expert: int | None = None
 
-    def of_layer(self, layer: int, local: int) -> Entry:
-        """This entry of layer ``layer``, which is the ``local``-th of its Megatron chunk."""
+    def of_layer(self, layer: int, local: int) -> ParamMapping:
+        """Returns this mapping for layer ``layer`` of the model, which is the ``local``-th of its Megatron chunk."""
         return replace(
             self,
             tensor=f"model.layers.{layer}.{self.tensor}",
@@ -47,35 +47,37 @@ QKV, QKV_VLLM = "self_attention.linear_qkv", "self_attn.qkv_proj"
 
 # fmt: off
 LAYER = (
-    Entry("input_layernorm.weight", "input_layernorm.weight", "input_layernorm.weight", "replicated", ("hidden",)),
-    Entry("self_attn.q_proj.weight", f"{QKV}.weight", f"{QKV_VLLM}.weight", "query", ("heads", "hidden")),
-    Entry("self_attn.k_proj.weight", f"{QKV}.weight", f"{QKV_VLLM}.weight", "key", ("kv_heads", "hidden")),
-    Entry("self_attn.v_proj.weight", f"{QKV}.weight", f"{QKV_VLLM}.weight", "value", ("kv_heads", "hidden")),
-    Entry("self_attn.q_proj.bias", f"{QKV}.bias", f"{QKV_VLLM}.bias", "query", ("heads",), "qkv_bias"),
-    Entry("self_attn.k_proj.bias", f"{QKV}.bias", f"{QKV_VLLM}.bias", "key", ("kv_heads",), "qkv_bias"),
-    Entry("self_attn.v_proj.bias", f"{QKV}.bias", f"{QKV_VLLM}.bias", "value", ("kv_heads",), "qkv_bias"),
-    Entry("self_attn.q_norm.weight", "self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "replicated",
-          ("head",), "qk_norm"),
-    Entry("self_attn.k_norm.weight", "self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "replicated",
-          ("head",), "qk_norm"),
-    Entry("self_attn.o_proj.weight", "self_attention.linear_proj.weight", "self_attn.o_proj.weight", "columns",
-          ("hidden", "heads")),
-    Entry("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "replicated",
-          ("hidden",)),
-    Entry("mlp.gate_proj.weight", "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", "gate", ("ffn", "hidden"),
-          "dense_mlp"),
-    Entry("mlp.up_proj.weight", "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", "up", ("ffn", "hidden"), "dense_mlp"),
-    Entry("mlp.down_proj.weight", "mlp.linear_fc2.weight", "mlp.down_proj.weight", "columns", ("hidden", "ffn"), "dense_mlp"),
+    ParamMapping("input_layernorm.weight", "input_layernorm.weight", "input_layernorm.weight", "replicated", ("hidden",)),
+    ParamMapping("self_attn.q_proj.weight", f"{QKV}.weight", f"{QKV_VLLM}.weight", "query", ("heads", "hidden")),
+    ParamMapping("self_attn.k_proj.weight", f"{QKV}.weight", f"{QKV_VLLM}.weight", "key", ("kv_heads", "hidden")),
+    ParamMapping("self_attn.v_proj.weight", f"{QKV}.weight", f"{QKV_VLLM}.weight", "value", ("kv_heads", "hidden")),
+    ParamMapping("self_attn.q_proj.bias", f"{QKV}.bias", f"{QKV_VLLM}.bias", "query", ("heads",), "qkv_bias"),
+    ParamMapping("self_attn.k_proj.bias", f"{QKV}.bias", f"{QKV_VLLM}.bias", "key", ("kv_heads",), "qkv_bias"),
+    ParamMapping("self_attn.v_proj.bias", f"{QKV}.bias", f"{QKV_VLLM}.bias", "value", ("kv_heads",), "qkv_bias"),
+    ParamMapping("self_attn.q_norm.weight", "self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "replicated",
+                 ("head",), "qk_norm"),
+    ParamMapping("self_attn.k_norm.weight", "self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "replicated",
+                 ("head",), "qk_norm"),
+    ParamMapping("self_attn.o_proj.weight", "self_attention.linear_proj.weight", "self_attn.o_proj.weight", "columns",
+                 ("hidden", "heads")),
+    ParamMapping("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "replicated",
+                 ("hidden",)),
+    ParamMapping("mlp.gate_proj.weight", "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", "gate",
+                 ("ffn", "hidden"), "dense_mlp"),
+    ParamMapping("mlp.up_proj.weight", "mlp.linear_fc1.weight", "mlp.gate_up_proj.weight", "up",
+                 ("ffn", "hidden"), "dense_mlp"),
+    ParamMapping("mlp.down_proj.weight", "mlp.linear_fc2.weight", "mlp.down_proj.weight", "columns",
+                 ("hidden", "ffn"), "dense_mlp"),
 )
-EMBEDDING = Entry("model.embed_tokens.weight", "embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab",
-                  ("vocab", "hidden"))
-FINAL_NORM = Entry("model.norm.weight", "decoder.final_layernorm.weight", "model.norm.weight", "replicated", ("hidden",))
-HEAD = Entry("lm_head.weight", "output_layer.weight", "lm_head.weight", "vocab", ("vocab", "hidden"), "untied_head")
+EMBEDDING = ParamMapping("model.embed_tokens.weight", "embedding.word_embeddings.weight", "model.embed_tokens.weight", "vocab",
+                         ("vocab", "hidden"))
+FINAL_NORM = ParamMapping("model.norm.weight", "decoder.final_layernorm.weight", "model.norm.weight", "replicated", ("hidden",))
+HEAD = ParamMapping("lm_head.weight", "output_layer.weight", "lm_head.weight", "vocab", ("vocab", "hidden"), "untied_head")
 # fmt: on
 
 
 class ExpertNames(NamedTuple):
-    """What a family calls the block of experts of a layer, and the matrices of one."""
+    """The names that a family gives to the block of experts of a layer, and to the matrices of one expert."""
 
     block: str
     gate: str
@@ -95,41 +97,42 @@ FUSED_NORMS = {
 """Transformer Engine's layers keep a norm's weight inside the linear that follows it."""
 
 
-def applies(entry: Entry, spec: ModelSpec) -> bool:
-    """Whether the model has this tensor."""
+def applies(mapping: ParamMapping, spec: ModelSpec) -> bool:
+    """Returns whether the model has this tensor."""
     has = {
         "qkv_bias": spec.qkv_bias,
         "qk_norm": spec.qk_norm,
         "dense_mlp": spec.experts is None,
         "untied_head": not spec.tied_embeddings,
     }
-    return entry.feature is None or has[entry.feature]
+    return mapping.feature is None or has[mapping.feature]
 
 
-def layer_entries(
+def layer_mappings(
     spec: ModelSpec, layer: int, local: int, *, fused_norms: bool = False, experts: range | None = None
-) -> Iterator[Entry]:
-    """The tensors of one layer, which is the ``local``-th of its Megatron chunk; of experts those in ``experts``, or all."""
-    for entry in LAYER:
-        if applies(entry, spec):
-            fused = FUSED_NORMS.get(entry.megatron) if fused_norms else None
-            if spec.experts is not None and entry.megatron == "pre_mlp_layernorm.weight":
+) -> Iterator[ParamMapping]:
+    """Yields the tensors of one layer, which is the ``local``-th of its Megatron chunk, with the given ``experts`` or all."""
+    for mapping in LAYER:
+        if applies(mapping, spec):
+            fused = FUSED_NORMS.get(mapping.megatron) if fused_norms else None
+            if spec.experts is not None and mapping.megatron == "pre_mlp_layernorm.weight":
                 fused = None  # what follows this norm is the router, not a linear layer of Transformer Engine
-            yield (replace(entry, megatron=fused) if fused else entry).of_layer(layer, local)
+            yield (replace(mapping, megatron=fused) if fused else mapping).of_layer(layer, local)
     if spec.experts is not None:
-        for entry in _expert_entries(spec.architecture, experts or range(spec.experts.count), grouped=fused_norms):
-            yield entry.of_layer(layer, local)
+        for mapping in _expert_mappings(spec.architecture, experts or range(spec.experts.count), grouped=fused_norms):
+            yield mapping.of_layer(layer, local)
 
 
 @lru_cache(maxsize=256)
-def _expert_entries(architecture: str, held: range, *, grouped: bool) -> tuple[Entry, ...]:
-    """Router and experts of a layer. ``grouped``: in Transformer Engine's grouped linear layers, otherwise one MLP for each.
+def _expert_mappings(architecture: str, held: range, *, grouped: bool) -> tuple[ParamMapping, ...]:
+    """Returns the router and the experts of a layer.
 
-    vLLM's parameters have a leading dimension of experts. Here they are matrices: the experts one below the other.
+    With ``grouped`` Megatron has the experts in Transformer Engine's grouped linear layers, otherwise each in an MLP of its
+    own. vLLM's parameters have a leading dimension of experts. Here they are matrices: the experts one below the other.
     """
     names = EXPERT_NAMES[architecture]
     router = f"{names.block}.gate.weight"
-    entries = [Entry(router, "mlp.router.weight", router, "replicated", ("experts", "hidden"))]
+    mappings = [ParamMapping(router, "mlp.router.weight", router, "replicated", ("experts", "hidden"))]
     for number, expert in enumerate(held):
         ours = f"{names.block}.experts.{expert}"
         theirs = f"{names.block}.experts.routed_experts"
@@ -137,16 +140,18 @@ def _expert_entries(architecture: str, held: range, *, grouped: bool) -> tuple[E
             f"mlp.experts.{linear}.weight{number}" if grouped else f"mlp.experts.local_experts.{number}.{linear}.weight"
             for linear in ("linear_fc1", "linear_fc2")
         )
-        entries += [
-            Entry(f"{ours}.{names.gate}.weight", fc1, f"{theirs}.w13_weight", "gate", ("ffn", "hidden"), expert=expert),
-            Entry(f"{ours}.{names.up}.weight", fc1, f"{theirs}.w13_weight", "up", ("ffn", "hidden"), expert=expert),
-            Entry(f"{ours}.{names.down}.weight", fc2, f"{theirs}.w2_weight", "columns", ("hidden", "ffn"), expert=expert),
+        mappings += [
+            ParamMapping(f"{ours}.{names.gate}.weight", fc1, f"{theirs}.w13_weight", "gate", ("ffn", "hidden"), expert=expert),
+            ParamMapping(f"{ours}.{names.up}.weight", fc1, f"{theirs}.w13_weight", "up", ("ffn", "hidden"), expert=expert),
+            ParamMapping(
+                f"{ours}.{names.down}.weight", fc2, f"{theirs}.w2_weight", "columns", ("hidden", "ffn"), expert=expert
+            ),
         ]
-    return tuple(entries)
+    return tuple(mappings)
 
 
-def shape_of(entry: Entry, spec: ModelSpec) -> tuple[int, ...]:
-    """The full shape of the Hugging Face tensor."""
+def shape_of(mapping: ParamMapping, spec: ModelSpec) -> tuple[int, ...]:
+    """Returns the full shape of the Hugging Face tensor."""
     sizes: dict[Dimension, int] = {
         "hidden": spec.hidden_size,
         "heads": spec.num_heads * spec.head_dim,
@@ -156,10 +161,11 @@ def shape_of(entry: Entry, spec: ModelSpec) -> tuple[int, ...]:
         "experts": spec.experts.count if spec.experts else 0,
         "vocab": spec.vocab_size,
     }
-    return tuple(sizes[dimension] for dimension in entry.shape)
+    return tuple(sizes[dimension] for dimension in mapping.shape)
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every Hugging Face tensor of the model with its shape, in streaming order: embedding, layers, norm, head."""
-    layers = [entry for layer in range(spec.num_layers) for entry in layer_entries(spec, layer, layer)]
-    return {entry.tensor: shape_of(entry, spec) for entry in [EMBEDDING, *layers, FINAL_NORM, HEAD] if applies(entry, spec)}
+    """Returns every Hugging Face tensor of the model with its shape, in streaming order: embedding, layers, norm, head."""
+    layers = [mapping for layer in range(spec.num_layers) for mapping in layer_mappings(spec, layer, layer)]
+    model = [EMBEDDING, *layers, FINAL_NORM, HEAD]
+    return {mapping.tensor: shape_of(mapping, spec) for mapping in model if applies(mapping, spec)}

@@ -1,4 +1,4 @@
-"""How vLLM lays out a model over the workers of its servers, from the same table.
+"""Computes how vLLM lays out a model over the workers of its servers, from the same table.
 
 vLLM stacks: all queries of a rank, then its keys, then its values; gate over up. Where there are more ranks than key/value
 heads, neighbouring ranks hold the same head. Embedding and head are padded to a multiple of 64 rows before they are split.
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.bridge.geometry import ShardLayout
-from tepo_megatron.bridge.layouts.shards import Run, Split, lay_out
-from tepo_megatron.bridge.layouts.table import EMBEDDING, FINAL_NORM, HEAD, Entry, applies, layer_entries, tensor_shapes
+from tepo_megatron.bridge.layouts.shards import RowBlock, Split, lay_out
+from tepo_megatron.bridge.layouts.table import EMBEDDING, FINAL_NORM, HEAD, ParamMapping, applies, layer_mappings, tensor_shapes
 
 VOCAB_PADDING = 64
 
 
 @dataclass(frozen=True)
 class VllmParallel:
-    """How the rollout servers split the model; ``replicas`` is the number of servers, each with a whole model.
+    """The rollout servers' split of the model; ``replicas`` is the number of servers, each with a whole model.
 
     Destination ranks are numbered tp innermost, then pp, then the servers.
     """
@@ -40,7 +40,7 @@ class VllmParallel:
 
 
 def vllm_layers(num_layers: int, pp: int) -> tuple[range, ...]:
-    """The layers of each stage: what does not divide goes one each to the stages before the last, from the back."""
+    """Returns the layers of each stage; layers left over go one each to the stages before the last, from the back."""
     counts = [num_layers // pp] * pp
     for extra in range(num_layers % pp):
         counts[pp - 2 - extra] += 1
@@ -57,24 +57,24 @@ def vllm_layout(
     pp_rank: int = 0,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> ShardLayout:
-    """What the worker at (tp_rank, pp_rank) of a server holds. Every stage names its layers by their number in the model.
+    """Returns what the worker at (tp_rank, pp_rank) of a server holds. A stage names layers by their number in the model.
 
     With tied embeddings there is no head, and the last stage of a pipeline has the embedding too; with experts every stage has
-    embedding, norm and head. ``shapes`` is ``tensor_shapes(spec)`` where the caller has it already.
+    embedding, norm and head. ``shapes`` is ``tensor_shapes(spec)``, for a caller that has it already.
     """
     return lay_out(
         spec,
         shapes=tensor_shapes(spec) if shapes is None else shapes,
-        placed=[(entry, entry.vllm) for entry in _entries(spec, pp, pp_rank)],
+        held=[(mapping, mapping.vllm) for mapping in _stage_mappings(spec, pp, pp_rank)],
         split=lambda _: Split(tp, tp_rank),
-        runs=lambda entry, rows: _row_runs(entry, rows, spec, tp, tp_rank),
+        row_blocks=lambda mapping, rows: _row_blocks(mapping, rows, spec, tp, tp_rank),
         vocab_rows=padded_vocab_size(spec) // tp,
-        first_row=lambda entry: _first_row(entry, spec, tp),
+        first_row=lambda mapping: _first_row(mapping, spec, tp),
     )
 
 
 def vllm_ranks(spec: ModelSpec, parallel: VllmParallel) -> list[ShardLayout]:
-    """The layout of every worker of every server. Raises ValueError where vLLM could not split the model so."""
+    """Returns the layout of every worker of every server. Raises ValueError where vLLM could not split the model so."""
     check_vllm_parallel(spec, tp=parallel.tp, pp=parallel.pp)
     shapes = tensor_shapes(spec)
     server = [
@@ -106,41 +106,45 @@ def check_vllm_parallel(spec: ModelSpec, *, tp: int, pp: int) -> None:
 
 
 def padded_vocab_size(spec: ModelSpec) -> int:
-    """Rows of the embedding and the head in vLLM, over all ranks."""
+    """Returns the rows of the embedding and of the head in vLLM, over all ranks."""
     return -(-spec.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
 
 
-def _entries(spec: ModelSpec, pp: int, pp_rank: int) -> Iterator[Entry]:
+def _stage_mappings(spec: ModelSpec, pp: int, pp_rank: int) -> Iterator[ParamMapping]:
+    """Yields the tensors of one pipeline stage."""
     # vLLM's classes for models with experts make embedding, norm and head on every stage, used there or not.
     is_first, is_last = (pp_rank == end or spec.experts is not None for end in (0, pp - 1))
     if is_first or (is_last and spec.tied_embeddings):
         yield EMBEDDING
     for layer in vllm_layers(spec.num_layers, pp)[pp_rank]:
-        yield from layer_entries(spec, layer, layer)
+        yield from layer_mappings(spec, layer, layer)
     if is_last:
         yield FINAL_NORM
         if applies(HEAD, spec):
             yield HEAD
 
 
-def _first_row(entry: Entry, spec: ModelSpec, tp: int) -> int:
-    if entry.expert is None:
+def _first_row(mapping: ParamMapping, spec: ModelSpec, tp: int) -> int:
+    """Returns the row at which a tensor begins in its parameter: experts lie one below the other, all others begin at 0."""
+    if mapping.expert is None:
         return 0
-    return entry.expert * (spec.hidden_size if entry.placement == "columns" else 2 * spec.ffn_size // tp)
+    return mapping.expert * (spec.hidden_size if mapping.split_kind == "columns" else 2 * spec.ffn_size // tp)
 
 
-def _row_runs(entry: Entry, rows: int, spec: ModelSpec, tp: int, rank: int) -> Iterator[Run]:
-    if entry.placement == "vocab":
+def _row_blocks(mapping: ParamMapping, rows: int, spec: ModelSpec, tp: int, rank: int) -> Iterator[RowBlock]:
+    """Yields the rows of a tensor that a rank holds, and where in the (fused) parameter they lie."""
+    if mapping.split_kind == "vocab":
         per_rank = padded_vocab_size(spec) // tp
-        yield Run(rank * per_rank, min((rank + 1) * per_rank, rows), 0)
-    elif entry.placement in ("gate", "up"):
+        yield RowBlock(rank * per_rank, min((rank + 1) * per_rank, rows), 0)
+    elif mapping.split_kind in ("gate", "up"):
         per_rank = rows // tp
-        yield Run(rank * per_rank, (rank + 1) * per_rank, per_rank if entry.placement == "up" else 0)
-    elif entry.placement == "query":
+        yield RowBlock(rank * per_rank, (rank + 1) * per_rank, per_rank if mapping.split_kind == "up" else 0)
+    elif mapping.split_kind == "query":
         per_rank = rows // tp
-        yield Run(rank * per_rank, (rank + 1) * per_rank, 0)
+        yield RowBlock(rank * per_rank, (rank + 1) * per_rank, 0)
     else:
         per_rank = max(spec.num_kv_heads // tp, 1) * spec.head_dim
-        part = rank * spec.num_kv_heads // tp if tp > spec.num_kv_heads else rank
+        # With more ranks than key/value heads, tp / num_kv_heads neighbouring ranks hold the same head.
+        first = rank * spec.num_kv_heads // tp if tp > spec.num_kv_heads else rank
         queries = spec.num_heads // tp * spec.head_dim
-        yield Run(part * per_rank, (part + 1) * per_rank, queries + (per_rank if entry.placement == "value" else 0))
+        yield RowBlock(first * per_rank, (first + 1) * per_rank, queries + (per_rank if mapping.split_kind == "value" else 0))

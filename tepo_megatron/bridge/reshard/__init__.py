@@ -1,1 +1,4 @@
-"""Which rank sends what to whom: a plan that is made, balanced and proved complete before a byte moves; no communication."""
+"""Plans which rank sends what to whom. A plan is made, balanced and proved complete before a byte moves.
+
+Nothing here communicates.
+"""

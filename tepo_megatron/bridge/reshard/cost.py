@@ -1,4 +1,4 @@
-"""What a plan puts on the links of a cluster: bytes, and the time below which no transfer can stay."""
+"""Computes the bytes that a plan puts on the links of a cluster, and the least time that they take."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Link = Literal["device", "nvlink", "network"]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of ``gpus_per_node`` GPUs; rates in 10⁹ bytes/s, per GPU and direction, that a transfer reaches.
+    """Nodes of ``gpus_per_node`` GPUs; rates that a transfer reaches, in 10⁹ bytes/s for each GPU and direction.
 
-    Trainer ranks fill nodes in order; so do the workers of the servers, on the nodes after them, or, ``shared``, from the
-    first GPU of the trainer on.
+    Trainer ranks fill nodes in order. The workers of the servers fill the nodes after them, or with ``shared`` the trainer's
+    own nodes, from the first GPU on.
     """
 
     gpus_per_node: int = 8
@@ -26,16 +26,16 @@ class Cluster:
     shared: bool = False
 
     def local(self, num_sources: int, num_destinations: int) -> dict[int, int]:
-        """Destination rank → the source rank on the same GPU: the argument of ``reshard_plan``."""
+        """Returns destination rank → the source rank on the same GPU, as ``reshard_plan`` takes it."""
         return {rank: rank for rank in range(min(num_sources, num_destinations))} if self.shared else {}
 
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """What goes over one kind of link: ``busiest_*`` is the most that one GPU sends or receives over it, all sizes in bytes.
+    """The traffic over one kind of link, in bytes; ``busiest_*`` is the most that one GPU sends or receives over it.
 
-    ``seconds`` is the larger of the two over the link's rate, 0 within a device: all GPUs work at the same time, both
-    directions at once, nothing waits. A real transfer takes at least that.
+    ``seconds`` is the larger of these two divided by the link's rate, and 0 within a device. It assumes that all GPUs work at
+    the same time in both directions and that nothing waits, so that a real transfer takes at least as long.
     """
 
     link: Link
@@ -47,7 +47,7 @@ class LinkTraffic:
 
 
 def traffic(plan: ReshardPlan, itemsize: int, cluster: Cluster) -> list[LinkTraffic]:
-    """The traffic of every kind of link that the plan uses. ``itemsize``: bytes of an element on the wire."""
+    """Returns the traffic of every kind of link that the plan uses. ``itemsize`` is the bytes of an element on the wire."""
     link_of = _links(plan, cluster)
     moved: dict[Link, Counter[tuple[int, int]]] = {"device": Counter(), "nvlink": Counter(), "network": Counter()}
     for (source, destination), size in plan.bytes_between(itemsize).items():
@@ -68,7 +68,7 @@ def traffic(plan: ReshardPlan, itemsize: int, cluster: Cluster) -> list[LinkTraf
 
 
 def _links(plan: ReshardPlan, cluster: Cluster) -> Callable[[int, int], Link]:
-    """The kind of link between a source and a destination rank on different GPUs."""
+    """Returns a function that gives the kind of link between a source and a destination rank on different GPUs."""
     nodes_before = 0 if cluster.shared else -(-plan.num_sources // cluster.gpus_per_node)
 
     def link_of(source: int, destination: int) -> Link:
@@ -80,9 +80,10 @@ def _links(plan: ReshardPlan, cluster: Cluster) -> Callable[[int, int], Link]:
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """What a plan moves. Sizes in bytes.
+    """The size of a plan and of its traffic, in bytes.
 
-    ``imbalance``: the most that a source rank sends over the mean of all. ``seconds``: the time of the slowest kind of link.
+    ``imbalance`` is the most that a source rank sends, divided by the mean of all source ranks. ``seconds`` is the time of the
+    slowest kind of link.
     """
 
     sources: int
@@ -97,7 +98,7 @@ class PlanSummary:
 
 
 def summarize_plan(plan: ReshardPlan, itemsize: int, cluster: Cluster, *, built_in_seconds: float) -> PlanSummary:
-    """Counts what a plan moves, with ``itemsize`` bytes an element."""
+    """Counts what a plan moves, with ``itemsize`` bytes for each element."""
     received, sent = Counter[int](), Counter[int]()
     for move in plan.moves:
         received[move.destination] += move.numel * itemsize

@@ -1,4 +1,4 @@
-"""From two layouts to the moves between them. Pure: every rank that has the same inputs makes the same plan."""
+"""Makes the moves between two layouts. All functions are pure: ranks with the same inputs make the same plan."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import NamedTuple
 from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.bridge.geometry import Box, Move, ReshardPlan, Shard, ShardLayout
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_ranks, vllm_ranks
-from tepo_megatron.bridge.reshard.balance import Part, share_out
+from tepo_megatron.bridge.reshard.balance import SendItem, assign_senders
 from tepo_megatron.bridge.reshard.boxes import coalesce, overlaps
 from tepo_megatron.bridge.reshard.plan_json import digest_of
 from tepo_megatron.bridge.reshard.proof import prove
 
 
-class _Piece(NamedTuple):
-    """``box`` of a tensor, that the destination rank's shard wants and that every one of ``owners`` (rank → shard) holds."""
+class _BoxRequest(NamedTuple):
+    """``box`` of a tensor that the destination rank's shard needs and that each of ``owners`` (rank → shard) holds."""
 
     tensor: str
     destination: int
@@ -32,7 +32,7 @@ class _Piece(NamedTuple):
 def reshard_plan(
     spec: ModelSpec, source: MegatronParallel, destination: VllmParallel, local: Mapping[int, int] | None = None
 ) -> ReshardPlan:
-    """The plan from a trainer to all workers of all its servers, proved complete; the last few are kept.
+    """Returns the plan from a trainer to all workers of all its servers, proved complete. The last 8 plans are cached.
 
     ``local`` maps destination ranks to the source rank that shares their device. Raises ValueError for a split that Megatron or
     vLLM could not make.
@@ -59,15 +59,15 @@ def plan_moves(
     local: Mapping[int, int] | None = None,
     digest: str = "",
 ) -> ReshardPlan:
-    """The moves that fill every shard of every destination rank, each element once.
+    """Plans the moves that write every element of every destination shard once.
 
     The bytes between ranks are the fewest possible: what a destination needs, less what its ``local`` source holds. Sources
-    that hold the same share the work. ``server_size``: so many consecutive destinations hold one copy of the model (default:
-    all). Raises ValueError that names a tensor which the sources do not cover.
+    that hold the same parts share the work. ``server_size`` is the number of consecutive destinations that hold one copy of the
+    model; by default all do. Raises ValueError that names a tensor which the sources do not cover.
     """
     local = dict(local or {})
     _check_ranks(local, len(sources), len(destinations))
-    moves = _moves(_pieces(sources, destinations), local)
+    moves = _moves(_requests(sources, destinations), local)
     order = _order(destinations[0].shapes, len(destinations), server_size or len(destinations))
     return ReshardPlan(tuple(sorted(moves, key=order)), len(sources), len(destinations), local, digest)
 
@@ -82,7 +82,7 @@ def _check_ranks(local: Mapping[int, int], num_sources: int, num_destinations: i
 
 
 def _holders(layouts: Sequence[ShardLayout]) -> dict[str, dict[Box, dict[int, Shard]]]:
-    """Tensor → box → rank → the shard that holds it. Of two equal copies on one rank (a tied head) the first is as good."""
+    """Returns tensor → box → rank → the shard with it. Of two equal copies on one rank (a tied head) it takes the first."""
     held: dict[str, dict[Box, dict[int, Shard]]] = defaultdict(lambda: defaultdict(dict))
     for rank, layout in enumerate(layouts):
         for shard in layout.shards:
@@ -90,7 +90,8 @@ def _holders(layouts: Sequence[ShardLayout]) -> dict[str, dict[Box, dict[int, Sh
     return held
 
 
-def _pieces(sources: Sequence[ShardLayout], destinations: Sequence[ShardLayout]) -> Iterator[_Piece]:
+def _requests(sources: Sequence[ShardLayout], destinations: Sequence[ShardLayout]) -> Iterator[_BoxRequest]:
+    """Divides every destination shard into the boxes that source shards hold whole."""
     held = _holders(sources)
     wanted: dict[str, dict[Box, list[tuple[int, Shard]]]] = defaultdict(lambda: defaultdict(list))
     for rank, layout in enumerate(destinations):
@@ -99,80 +100,82 @@ def _pieces(sources: Sequence[ShardLayout], destinations: Sequence[ShardLayout])
     for tensor, targets in wanted.items():
         owners, receivers = list(held[tensor].values()), list(targets.values())
         try:
-            parts = overlaps(tuple(held[tensor]), tuple(targets))
+            common = overlaps(tuple(held[tensor]), tuple(targets))
         except ValueError as error:
             raise ValueError(f"{tensor} cannot be resharded: {error}") from None
-        for i, j, box in parts:
+        for i, j, box in common:
             for destination, shard in receivers[j]:
-                yield _Piece(tensor, destination, shard, box, owners[i])
+                yield _BoxRequest(tensor, destination, shard, box, owners[i])
 
 
-def _moves(pieces: Iterable[_Piece], local: Mapping[int, int]) -> Iterator[Move]:
-    """Chooses a source for every piece, and joins what can travel together."""
+def _moves(requests: Iterable[_BoxRequest], local: Mapping[int, int]) -> Iterator[Move]:
+    """Chooses a source for every request, and joins the boxes that can travel as one region."""
     boxes: dict[tuple[str, int, int, str, str], list[tuple[Box, Box]]] = defaultdict(list)
-    for piece, source, box in _choose(pieces, local):
-        shard = piece.owners[source]
-        route = (piece.tensor, source, piece.destination, shard.param, piece.shard.param)
-        ours, theirs = _within(shard.box.start, shard.at.start, box), _within(piece.shard.box.start, piece.shard.at.start, box)
-        boxes[route].append((ours, theirs))
+    for request, source, box in _choose_sources(requests, local):
+        held, wanted = request.owners[source], request.shard
+        route = (request.tensor, source, request.destination, held.param, wanted.param)
+        pair = _map_to_param(held.box.start, held.at.start, box), _map_to_param(wanted.box.start, wanted.at.start, box)
+        boxes[route].append(pair)
     for (tensor, source, destination, source_param, destination_param), pairs in boxes.items():
         for source_region, destination_region in coalesce(tuple(pairs)):
             yield Move(tensor, source, destination, source_param, source_region, destination_param, destination_region)
 
 
-def _choose(pieces: Iterable[_Piece], local: Mapping[int, int]) -> Iterator[tuple[_Piece, int, Box]]:
-    """(piece, source rank, the part of the piece's box that it gives)."""
-    shared: dict[tuple[int, ...], list[_Piece]] = defaultdict(list)
-    for piece in pieces:
-        near = local.get(piece.destination)
-        if near is not None and near in piece.owners:
-            yield piece, near, piece.box
+def _choose_sources(requests: Iterable[_BoxRequest], local: Mapping[int, int]) -> Iterator[tuple[_BoxRequest, int, Box]]:
+    """Yields (request, source rank, the part of the request's box that this source sends)."""
+    shared: dict[tuple[int, ...], list[_BoxRequest]] = defaultdict(list)
+    for request in requests:
+        near = local.get(request.destination)
+        if near is not None and near in request.owners:
+            yield request, near, request.box
         else:
-            shared[tuple(piece.owners)].append(piece)
-    for same in shared.values():
-        same.sort(key=lambda piece: piece.destination)
-    parts = {
-        owners: [Part((owners, at), piece.destination, *_rows_and_size(piece.box)) for at, piece in enumerate(same)]
-        for owners, same in shared.items()
+            shared[tuple(request.owners)].append(request)
+    # Ordered by receiver, because assign_senders gives consecutive items to one owner: each receiver has few senders.
+    for group in shared.values():
+        group.sort(key=lambda request: request.destination)
+    items = {
+        owners: [SendItem((owners, n), request.destination, *_rows_and_size(request.box)) for n, request in enumerate(group)]
+        for owners, group in shared.items()
     }
-    for (owners, at), source, start, stop in share_out(parts, defaultdict(int)):
-        piece = shared[owners][at]
-        yield piece, source, _cut(piece.box, start, stop)
+    for (owners, n), source, start, stop in assign_senders(items, defaultdict(int)):
+        request = shared[owners][n]
+        yield request, source, _cut_rows(request.box, start, stop)
 
 
 @lru_cache(maxsize=4096)
 def _rows_and_size(box: Box) -> tuple[int, int]:
+    """Returns the number of rows and the elements of one. Cached, as the two below, because all layers have the same boxes."""
     rows, *inner = box.shape
     return rows, math.prod(inner)
 
 
 @lru_cache(maxsize=4096)
-def _cut(box: Box, start: int, stop: int) -> Box:
-    """Rows ``start`` to ``stop`` of a box, counted from its first."""
+def _cut_rows(box: Box, start: int, stop: int) -> Box:
+    """Returns rows ``start`` to ``stop`` of a box, counted from its first row."""
     first, *inner = box.start
     return Box((first + start, *inner), (first + stop, *box.stop[1:]))
 
 
 @lru_cache(maxsize=4096)
-def _within(tensor_start: tuple[int, ...], param_start: tuple[int, ...], box: Box) -> Box:
-    """Where this box of a tensor lies in a parameter that has the tensor's ``tensor_start`` at ``param_start``."""
+def _map_to_param(tensor_start: tuple[int, ...], param_start: tuple[int, ...], box: Box) -> Box:
+    """Maps a box of a tensor to a parameter in which the tensor's element ``tensor_start`` lies at ``param_start``."""
     return box.relative_to(tuple(a - b for a, b in zip(tensor_start, param_start, strict=True)))
 
 
 def _order(tensors: Iterable[str], num_destinations: int, server_size: int) -> Callable[[Move], tuple[int, ...]]:
-    """Sort key: by layer, tensor, source, destination; each server begins at another layer.
+    """Returns the sort key of moves: by layer, tensor, source and destination, where each server begins at another layer.
 
-    Were all servers to begin at the first layer, one pipeline stage of the trainer at a time would send to all of them, and the
-    others would wait.
+    If all servers began at the first layer, one pipeline stage of the trainer at a time would send to all of them, and the
+    other stages would wait.
     """
     layers = [list(names) for _, names in groupby(tensors, key=layer_of)]
-    place = {name: (number, at) for number, names in enumerate(layers) for at, name in enumerate(names)}
+    position = {name: (number, at) for number, names in enumerate(layers) for at, name in enumerate(names)}
     numbered = [number for number, names in enumerate(layers) if layer_of(names[0]) is not None]
     servers = -(-num_destinations // server_size)
     begin = [0, *(numbered[len(numbered) * server // servers] if numbered else 0 for server in range(1, servers))]
 
     def key(move: Move) -> tuple[int, ...]:
-        layer, at = place[move.tensor]
+        layer, at = position[move.tensor]
         return (
             (layer - begin[move.destination // server_size]) % len(layers),
             at,
@@ -185,6 +188,6 @@ def _order(tensors: Iterable[str], num_destinations: int, server_size: int) -> C
 
 
 def layer_of(tensor: str) -> int | None:
-    """The layer that a Hugging Face tensor belongs to; None for embedding, final norm and head."""
+    """Returns the layer that a Hugging Face tensor belongs to; None for embedding, final norm and head."""
     match = re.search(r"\.layers\.(\d+)\.", tensor)
     return int(match[1]) if match else None

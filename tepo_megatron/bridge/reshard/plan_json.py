@@ -1,4 +1,4 @@
-"""Plans as JSON, and the digest that names the inputs of one."""
+"""Writes and reads plans as JSON, and computes the digest that identifies a plan by its inputs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tepo_megatron.bridge.geometry import Box, Move, Region, ReshardPlan
 
 FORMAT = "tepo-reshard-plan"
 VERSION = 2
-"""Of the file, and of the algorithm: two plans of one digest are equal, so a change of either makes it another version."""
+"""Version of the file format and of the planner. Plans with the same digest are equal, so a change of either raises it."""
 
 
 def digest_of(*inputs: object) -> str:
-    """Hex SHA-256 of dataclasses, numbers and sequences of them, and of the version of the planner."""
+    """Returns the hex SHA-256 of dataclasses, numbers and sequences of them, and of the planner's version."""
     text = json.dumps([FORMAT, VERSION, [_plain(value) for value in inputs]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -32,7 +32,7 @@ def _plain(value: Any) -> Any:
 
 
 def plan_to_json(plan: ReshardPlan) -> str:
-    """One line of JSON; names are written once and numbered."""
+    """Returns the plan as one line of JSON, in which each name is written once and referred to by its number."""
     names: dict[str, int] = {}
 
     def number(name: str) -> int:
@@ -66,7 +66,7 @@ def plan_to_json(plan: ReshardPlan) -> str:
 
 
 def plan_from_json(text: str) -> ReshardPlan:
-    """The plan that :func:`plan_to_json` wrote. Raises ValueError for anything else."""
+    """Reads a plan that :func:`plan_to_json` wrote. Raises ValueError for any other text."""
     try:
         raw: Mapping[str, Any] = json.loads(text)
         if raw["format"] != FORMAT or raw["version"] != VERSION:

@@ -1,4 +1,4 @@
-"""Proof of a plan: every element of every destination shard comes, once, from where the source layouts have it."""
+"""Proves a plan: every element of every destination shard is written once, from where the source layouts have it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from tepo_megatron.bridge.geometry import Box, Move, Region, ReshardPlan, Shard, ShardLayout
-from tepo_megatron.bridge.reshard.boxes import meeting_pairs
+from tepo_megatron.bridge.reshard.boxes import overlapping_pairs
 
 
 def prove(plan: ReshardPlan, sources: Sequence[ShardLayout], destinations: Sequence[ShardLayout]) -> None:
-    """Checks a plan, however it was made or read, against the layouts of both sides. Pure; any process can call.
+    """Checks a plan, however it was made or read, against the layouts of both sides. Any process can call it.
 
-    Raises RuntimeError that names the tensor, parameter and ranks of the first part that would be written twice, never, in a
-    place that is not its own, or from a place that holds something else.
+    Raises RuntimeError that names the tensor, parameter and ranks of the first part that would be written twice, never, at a
+    wrong position, or from a position that holds something else.
     """
-    ours, theirs = _by_place(sources), _by_place(destinations)
+    ours, theirs = _shards_by_param(sources), _shards_by_param(destinations)
     written: dict[tuple[int, str], list[Box]] = defaultdict(list)
     for move in plan.moves:
         for source_box, destination_box in zip(_boxes(move.source_region), _boxes(move.destination_region), strict=True):
@@ -27,22 +27,23 @@ def prove(plan: ReshardPlan, sources: Sequence[ShardLayout], destinations: Seque
                 raise RuntimeError(f"{_name(move)} takes {sent} to where {wanted} belongs; make the plan again")
             written[move.destination, move.destination_param].append(destination_box)
     for (rank, param), tensors in theirs.items():
-        problem = _fault(tuple(written[rank, param]), tuple(shard.at for shards in tensors.values() for shard in shards))
+        problem = _find_problem(tuple(written[rank, param]), tuple(shard.at for shards in tensors.values() for shard in shards))
         if problem:
             raise RuntimeError(f"the plan writes {problem} of {param} on destination rank {rank}; make the plan again")
 
 
 @lru_cache(maxsize=4096)
-def _fault(written: tuple[Box, ...], wanted: tuple[Box, ...]) -> str:
-    """What is wrong with boxes that lie within the wanted ones, if they do not make them up; the layers share one answer."""
-    for i, j in meeting_pairs(written):
+def _find_problem(written: tuple[Box, ...], wanted: tuple[Box, ...]) -> str:
+    """Says why boxes that lie within the wanted ones do not cover them once; empty if they do. Layers share cached results."""
+    for i, j in overlapping_pairs(written):
         return f"{written[i]} and {written[j]}, which overlap,"
+    # Boxes that lie within the wanted ones and do not overlap cover them if and only if they have as many elements.
     found, whole = _numel(written), _numel(wanted)
     return "" if found == whole else f"{found} of {whole} elements"
 
 
-def _by_place(layouts: Sequence[ShardLayout]) -> dict[tuple[int, str], dict[str, list[Shard]]]:
-    """(rank, parameter) → tensor → what of it lies there."""
+def _shards_by_param(layouts: Sequence[ShardLayout]) -> dict[tuple[int, str], dict[str, list[Shard]]]:
+    """Returns (rank, parameter) → tensor → its shards in that parameter."""
     held: dict[tuple[int, str], dict[str, list[Shard]]] = defaultdict(dict)
     for rank, layout in enumerate(layouts):
         for shard in layout.shards:
@@ -51,6 +52,7 @@ def _by_place(layouts: Sequence[ShardLayout]) -> dict[tuple[int, str], dict[str,
 
 
 def _boxes(region: Region) -> Iterator[Box]:
+    """Yields the single boxes of a region."""
     (first, *start), (last, *stop) = region.box.start, region.box.stop
     for number in range(region.count):
         shift = number * region.step
@@ -58,13 +60,14 @@ def _boxes(region: Region) -> Iterator[Box]:
 
 
 def _in_tensor(box: Box, tensor: str, held: Mapping[str, Sequence[Shard]]) -> Box | None:
-    """What a box of a parameter that holds these shards is of the tensor; None unless one shard of it holds all of the box."""
-    found = (_through(box, shard.at, shard.box) for shard in held.get(tensor, ()))
+    """Maps a box of a parameter to the tensor, by the one shard in ``held`` that contains it; None if there is none."""
+    found = (_map_to_tensor(box, shard.at, shard.box) for shard in held.get(tensor, ()))
     return next((part for part in found if part is not None), None)
 
 
 @lru_cache(maxsize=4096)
-def _through(box: Box, at: Box, tensor_box: Box) -> Box | None:
+def _map_to_tensor(box: Box, at: Box, tensor_box: Box) -> Box | None:
+    """Maps a box of a parameter to the tensor of which ``tensor_box`` lies at ``at``; None if it is not all within ``at``."""
     if at.intersection(box) != box:
         return None
     return box.relative_to(tuple(a - b for a, b in zip(at.start, tensor_box.start, strict=True)))

@@ -1,1 +1,1 @@
-"""Weights on disk: Hugging Face folders and the files of a rank, read by the box, written by the tensor."""
+"""Weights on disk: Hugging Face folders and the files of single ranks, from which any box of a tensor can be read."""

@@ -1,7 +1,7 @@
-"""``tepo export`` and ``tepo import``: folders of weights made into others by one process, without Megatron or process groups.
+"""Converts folders of weights (``tepo export``, ``tepo import``) in one process, without Megatron or process groups.
 
-Every tensor is checked before anything is written. Files are written one after the other into ``OUT.partial``, which becomes
-``OUT`` when all are there; after an interruption the same command keeps those that are finished.
+Every tensor is checked before anything is written. Files are written one after the other into ``OUT.partial``, which is
+renamed to ``OUT`` when all are there. After an interruption the same command keeps the files that are finished.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from tepo_megatron.bridge.architecture import ModelSpec, read_model_spec
 from tepo_megatron.bridge.geometry import Box
 from tepo_megatron.bridge.layouts import MegatronParallel, megatron_layout, tensor_shapes
-from tepo_megatron.bridge.storage.files import SHARD_BYTES, copy_description, part_name, write_index
-from tepo_megatron.bridge.storage.planned_files import BUCKET_BYTES, Part, Piece, pack
+from tepo_megatron.bridge.storage.files import SHARD_BYTES, copy_description, model_file_name, write_index
+from tepo_megatron.bridge.storage.planned_files import BUCKET_BYTES, FileEntry, PlannedFile, group_entries
 from tepo_megatron.bridge.storage.stored import DTYPES, SHARDS, WEIGHT, StoredWeights, box_key, open_weights
 
 RECORD = "conversion.sha256"
-"""In ``OUT.partial``: a digest of what is being made there, so that another command does not go on with it."""
+"""File in ``OUT.partial`` with a digest of the conversion, so that another command does not continue it."""
 
 Report = Callable[[int, int], None]
-"""Bytes done, bytes in all."""
+"""A function that is called with (bytes done, bytes in all)."""
 
 
 def export_model(
@@ -39,27 +39,26 @@ def export_model(
     bucket_bytes: int = BUCKET_BYTES,
     report: Report = lambda done, total: None,
 ) -> None:
-    """Writes the weights of a checkpoint (``step_XXXXXX``, saved under any layout) or of an imported folder as a Hugging Face
-    folder.
+    """Writes a Hugging Face folder from a checkpoint (``step_XXXXXX``, saved under any layout) or from an imported folder.
 
     ``model`` is the folder that config and tokenizer are copied from; by default the one that the checkpoint was trained from.
-    ``dtype`` defaults to what its config names. Raises ValueError for weights that are not that model (everything wrong is
-    named) and an ``out`` that exists, RuntimeError for a full disk.
+    ``dtype`` defaults to the one in its config. Raises ValueError for weights that are not that model (everything wrong is
+    named) and for an ``out`` that exists, RuntimeError for a full disk.
     """
     model = model or _model_of(source)
     spec, weights = read_model_spec(model), open_weights(source)
     shapes = tensor_shapes(spec)
     weights.check(shapes, f"{model / 'config.json'}")
-    kept = _name_of(dtype or _dtype_of(model))
-    pieces = [Piece(name, name, _whole(shape), kept) for name, shape in shapes.items()]
-    groups = pack(pieces, shard_bytes)
-    parts = [Part(part_name(number, len(groups)), group) for number, group in enumerate(groups, 1)]
+    stored_dtype = _dtype_name(dtype or _dtype_of(model))
+    entries = [FileEntry(name, name, _whole(shape), stored_dtype) for name, shape in shapes.items()]
+    groups = group_entries(entries, shard_bytes)
+    files = [PlannedFile(model_file_name(number, len(groups)), group) for number, group in enumerate(groups, 1)]
 
     def finish(partial: Path) -> None:
-        copy_description(model, partial, DTYPES[kept])
-        write_index(partial, [{piece.key: piece.nbytes for piece in part.pieces} for part in parts])
+        copy_description(model, partial, DTYPES[stored_dtype])
+        write_index(partial, [{entry.key: entry.nbytes for entry in file.entries} for file in files])
 
-    _make(out, weights, parts, finish, report, bucket_bytes)
+    _write_folder(out, weights, files, finish, report, bucket_bytes)
 
 
 def import_model(
@@ -72,21 +71,20 @@ def import_model(
     bucket_bytes: int = BUCKET_BYTES,
     report: Report = lambda done, total: None,
 ) -> None:
-    """Writes a Hugging Face folder's weights, in their dtypes, as files per rank of a ``tp`` × ``pp`` layout, for
-    ``model.shards``.
+    """Writes a Hugging Face folder's weights, in their dtypes, as files for each rank of a ``tp`` × ``pp`` layout.
 
-    Any layout can read them; under this one each rank reads little but its own files. Raises as :func:`export_model`, and
-    ValueError for a layout that does not fit the model.
+    They are for ``model.shards``. Any layout can read them; under this one each rank reads little but its own files. Raises as
+    :func:`export_model`, and ValueError for a layout that does not fit the model.
     """
     spec, weights = read_model_spec(source), open_weights(source)
     spec.check_parallel(tp=tp, pp=pp)
     weights.check(tensor_shapes(spec))
-    parts = [part for rank in range(tp * pp) for part in _rank_parts(spec, weights, tp, pp, rank, shard_bytes)]
-    _make(out, weights, parts, lambda partial: copy_description(source, partial, None), report, bucket_bytes)
+    files = [file for rank in range(tp * pp) for file in _rank_files(spec, weights, tp, pp, rank, shard_bytes)]
+    _write_folder(out, weights, files, lambda partial: copy_description(source, partial, None), report, bucket_bytes)
 
 
 def check_imported(shards: Path, model: Path) -> None:
-    """Raises ValueError unless ``shards`` is an import of the model folder: of every tensor a few numbers are compared.
+    """Raises ValueError unless ``shards`` is an import of the model folder; compares a few numbers of every tensor.
 
     Rollout servers start from the folder and the trainer from the shards, so that they must not be two models.
     """
@@ -109,33 +107,34 @@ def check_imported(shards: Path, model: Path) -> None:
         )
 
 
-def _rank_parts(spec: ModelSpec, weights: StoredWeights, tp: int, pp: int, rank: int, shard_bytes: int) -> list[Part]:
+def _rank_files(spec: ModelSpec, weights: StoredWeights, tp: int, pp: int, rank: int, shard_bytes: int) -> list[PlannedFile]:
+    """Plans the files of one rank of an import."""
     layout = megatron_layout(spec, MegatronParallel(tp=tp, pp=pp), rank)
-    pieces = []
+    entries = []
     for shard in layout.shards:
         dtype = weights.boxes[shard.tensor][0].dtype
         if dtype not in DTYPES:
             raise ValueError(f"{weights.folder}: {shard.tensor} is {dtype}, which is not supported; known: {', '.join(DTYPES)}")
-        pieces.append(Piece(box_key(WEIGHT, shard.tensor, shard.box), shard.tensor, shard.box, dtype))
-    groups = pack(pieces, shard_bytes)
-    return [Part(f"{SHARDS}/rank{rank:05d}-{number:05d}.safetensors", group) for number, group in enumerate(groups, 1)]
+        entries.append(FileEntry(box_key(WEIGHT, shard.tensor, shard.box), shard.tensor, shard.box, dtype))
+    groups = group_entries(entries, shard_bytes)
+    return [PlannedFile(f"{SHARDS}/rank{rank:05d}-{number:05d}.safetensors", group) for number, group in enumerate(groups, 1)]
 
 
-def _make(
+def _write_folder(
     out: Path,
     weights: StoredWeights,
-    parts: Sequence[Part],
+    files: Sequence[PlannedFile],
     finish: Callable[[Path], None],
     report: Report,
     bucket_bytes: int,
 ) -> None:
-    """Writes the parts that are not there yet, then what ``finish`` adds, and moves the folder into place."""
+    """Writes the files that are not there yet, then what ``finish`` adds, and renames the folder to ``out``."""
     if out.exists():
         raise ValueError(f"{out} exists already; remove it, or give another folder")
     partial = out.with_name(out.name + ".partial")
-    _take_over(partial, _fingerprint(weights, parts))
-    left = [part for part in parts if not part.is_written(partial)]
-    needed, total = sum(part.nbytes for part in left), sum(part.nbytes for part in parts)
+    _prepare_partial(partial, _conversion_digest(weights, files))
+    left = [file for file in files if not file.is_written(partial)]
+    needed, total = sum(file.nbytes for file in left), sum(file.nbytes for file in files)
     _check_space(partial, out, needed)
     done = total - needed
 
@@ -145,34 +144,35 @@ def _make(
         report(done, total)
 
     try:
-        for part in left:
-            advance(len(part.header))
-            part.write(partial, weights, advance, bucket_bytes=bucket_bytes)
+        for file in left:
+            advance(len(file.header))
+            file.write(partial, weights, advance, bucket_bytes=bucket_bytes)
         finish(partial)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         _drop_unfinished(partial)
-        left = [part for part in parts if not part.is_written(partial)]
-        _check_space(partial, out, sum(part.nbytes for part in left))
+        # Usually this raises the error that says how many bytes are missing.
+        left = [file for file in files if not file.is_written(partial)]
+        _check_space(partial, out, sum(file.nbytes for file in left))
         raise RuntimeError(f"the disk of {partial} was full for a moment; run the same command again to go on") from error
     partial.rename(out)
     (out / RECORD).unlink()
 
 
-def _take_over(partial: Path, fingerprint: str) -> None:
-    """Makes ``partial`` ours: new, or with what an interrupted run of the same conversion has finished."""
+def _prepare_partial(partial: Path, conversion: str) -> None:
+    """Makes an empty ``partial``, or keeps what an interrupted run of the same conversion (by its digest) has finished."""
     record = partial / RECORD
     if partial.exists() and any(partial.iterdir()):
         if not record.is_file():
             raise ValueError(f"{partial} is in the way and was not made by an interrupted import or export; move it away")
-        if record.read_text() == fingerprint:
+        if record.read_text() == conversion:
             _drop_unfinished(partial)
             return
         shutil.rmtree(partial)
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        record.write_text(fingerprint)
+        record.write_text(conversion)
     except OSError as error:
         raise ValueError(f"{partial} cannot be written ({error.strerror}); give another folder") from error
 
@@ -182,15 +182,15 @@ def _drop_unfinished(partial: Path) -> None:
         path.unlink()
 
 
-def _fingerprint(weights: StoredWeights, parts: Sequence[Part]) -> str:
-    """Changes with the source's files (names, sizes, times) and with anything about the files to be written."""
+def _conversion_digest(weights: StoredWeights, files: Sequence[PlannedFile]) -> str:
+    """Returns a digest of the source's files (names, sizes, times) and of everything about the files to be written."""
     digest = hashlib.sha256()
     for path in sorted({stored.file for boxes in weights.boxes.values() for stored in boxes}):
         stat = path.stat()
         digest.update(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    for part in parts:
-        digest.update(part.name.encode() + part.header)
-        digest.update("".join(f"{piece.tensor} {piece.box}\n" for piece in part.pieces).encode())
+    for file in files:
+        digest.update(file.name.encode() + file.header)
+        digest.update("".join(f"{entry.tensor} {entry.box}\n" for entry in file.entries).encode())
     return digest.hexdigest()
 
 
@@ -204,7 +204,7 @@ def _check_space(partial: Path, out: Path, needed: int) -> None:
 
 
 def _model_of(source: Path) -> Path:
-    """The folder with config and tokenizer that belong to these weights."""
+    """Returns the folder with the config and the tokenizer of these weights."""
     state = source / "state.json"
     if not state.is_file():
         if not (source / "config.json").is_file():
@@ -222,7 +222,7 @@ def _model_of(source: Path) -> Path:
 
 
 def _dtype_of(model: Path) -> torch.dtype:
-    """What the config names, float32 if it names none."""
+    """Returns the dtype that the config names, float32 if it names none."""
     config = json.loads((model / "config.json").read_text())
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     found: object = getattr(torch, str(name), None)
@@ -231,7 +231,8 @@ def _dtype_of(model: Path) -> torch.dtype:
     return found
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
+    """Returns safetensors' name of a dtype."""
     for name, known in DTYPES.items():
         if known == dtype:
             return name

@@ -1,4 +1,4 @@
-"""Weights on disk: Hugging Face folders of safetensors, read by the box and written by the tensor."""
+"""Loads a rank's boxes from a folder of weights, and writes Hugging Face folders tensor by tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tepo_megatron.bridge.geometry import ShardLayout
 from tepo_megatron.bridge.storage.stored import open_weights
 
 SHARD_BYTES = 4 * 2**30
-"""Size at which an exported file is closed and the next one begun."""
+"""Size in bytes at which an exported file is closed and the next one begun."""
 
 TOKENIZER_FILES = (
     "tokenizer.model",
@@ -100,29 +100,29 @@ def write_stream(
 
 
 def _name_as_hugging_face(folder: Path, written: list[tuple[Path, dict[str, int]]]) -> None:
-    """``model.safetensors``, or numbered parts with an index."""
+    """Renames one file to ``model.safetensors``, or several to numbered names, with an index."""
     for number, (path, _) in enumerate(written, 1):
-        path.rename(folder / part_name(number, len(written)))
+        path.rename(folder / model_file_name(number, len(written)))
     write_index(folder, [sizes for _, sizes in written])
 
 
-def part_name(number: int, count: int) -> str:
-    """What Hugging Face calls part ``number`` (from 1) of ``count``."""
+def model_file_name(number: int, count: int) -> str:
+    """Returns Hugging Face's name of file ``number`` (from 1) of ``count``."""
     return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
-def write_index(folder: Path, parts: Sequence[Mapping[str, int]]) -> None:
-    """The index of several parts, given the bytes of each tensor in each; a single part has none."""
-    if len(parts) == 1:
+def write_index(folder: Path, files: Sequence[Mapping[str, int]]) -> None:
+    """Writes the index of several files, given the bytes of each tensor in each; a single file has no index."""
+    if len(files) == 1:
         return
-    weight_map = {name: part_name(number, len(parts)) for number, sizes in enumerate(parts, 1) for name in sizes}
-    index = {"metadata": {"total_size": sum(sum(sizes.values()) for sizes in parts)}, "weight_map": weight_map}
+    weight_map = {name: model_file_name(number, len(files)) for number, sizes in enumerate(files, 1) for name in sizes}
+    index = {"metadata": {"total_size": sum(sum(sizes.values()) for sizes in files)}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 @contextmanager
 def atomic_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into, moved to ``out`` if the block ends well and removed if it does not."""
+    """Yields a folder to write into, which is renamed to ``out`` if the block succeeds, and removed if it raises."""
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Files of a folder that is being made, each planned to the byte before it is written, so that it can be recognised later."""
+"""Plans safetensors files to the byte before they are written, so that a finished file can be recognised later."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tepo_megatron.bridge.geometry import Box
 from tepo_megatron.bridge.storage.stored import DTYPES, StoredWeights
 
 BUCKET_BYTES = 32 * 2**20
-"""How much of a tensor is held at a time."""
+"""Bytes of a tensor that are held in memory at a time."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """``box`` of ``tensor``, to be written under ``key`` in ``dtype`` (safetensors' name of it)."""
+class FileEntry:
+    """``box`` of ``tensor``, which is written under ``key`` in ``dtype`` (safetensors' name of it)."""
 
     key: str
     tensor: str
@@ -34,31 +34,31 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Part:
+class PlannedFile:
     """One safetensors file; ``name`` is its path below the folder."""
 
     name: str
-    pieces: tuple[Piece, ...]
+    entries: tuple[FileEntry, ...]
 
     @cached_property
     def header(self) -> bytes:
-        """What precedes the tensors' bytes: the length, and the table of names, types, shapes and offsets as JSON."""
+        """Returns the bytes before the tensors: the length of a JSON table, and the table of types, shapes and offsets."""
         table: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for piece in self.pieces:
-            begin, end = end, end + piece.nbytes
-            table[piece.key] = {"dtype": piece.dtype, "shape": list(piece.box.shape), "data_offsets": [begin, end]}
+        end = 0  # offsets count from the end of the header, so that they do not depend on its length
+        for entry in self.entries:
+            begin, end = end, end + entry.nbytes
+            table[entry.key] = {"dtype": entry.dtype, "shape": list(entry.box.shape), "data_offsets": [begin, end]}
         text = json.dumps(table, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        text += b" " * (-len(text) % 8)  # the format pads with spaces, so that the tensors' bytes are aligned to 8
         return len(text).to_bytes(8, "little") + text
 
     @property
     def nbytes(self) -> int:
-        """The size of the file."""
-        return len(self.header) + sum(piece.nbytes for piece in self.pieces)
+        """Returns the size of the file in bytes."""
+        return len(self.header) + sum(entry.nbytes for entry in self.entries)
 
     def is_written(self, folder: Path) -> bool:
-        """Whether the file is there with the planned size and header. It is given its name only when it is complete."""
+        """Returns whether the file is there with the planned size and header. A file gets its name only when it is complete."""
         path = folder / self.name
         if not path.is_file() or path.stat().st_size != self.nbytes:
             return False
@@ -68,28 +68,29 @@ class Part:
     def write(
         self, folder: Path, source: StoredWeights, advance: Callable[[int], None], *, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        """Streams the pieces from ``source``, at most ``bucket_bytes`` (or one row) at a time, and tells ``advance`` how many
-        bytes were written.
+        """Streams the entries from ``source``, at most ``bucket_bytes`` (or one row) at a time.
+
+        Calls ``advance`` with the number of bytes after each write.
         """
         path = folder / self.name
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(path.name + ".unfinished")
         with unfinished.open("wb") as file:
             file.write(self.header)
-            for piece in self.pieces:
-                dtype = DTYPES[piece.dtype]
-                for box in _buckets(piece.box, dtype.itemsize, bucket_bytes):
+            for entry in self.entries:
+                dtype = DTYPES[entry.dtype]
+                for box in _buckets(entry.box, dtype.itemsize, bucket_bytes):
                     bucket = torch.empty(box.shape, dtype=dtype)
-                    source.read(piece.tensor, box, bucket)
+                    source.read(entry.tensor, box, bucket)
                     file.write(bucket.view(torch.uint8).numpy().data)
                     advance(bucket.nbytes)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before the rename: a power cut must not leave the final name without the bytes
         unfinished.replace(path)
 
 
 def _buckets(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
-    """The box as runs of its rows, each of at most ``limit`` bytes, or one row."""
+    """Divides a box into boxes of consecutive rows, each of at most ``limit`` bytes, or one row."""
     row = math.prod(box.shape[1:]) * itemsize
     rows = max(1, limit // row)
     for start in range(box.start[0], box.stop[0], rows):
@@ -97,14 +98,14 @@ def _buckets(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
         yield Box((start, *box.start[1:]), (stop, *box.stop[1:]))
 
 
-def pack(pieces: Sequence[Piece], limit: int) -> list[tuple[Piece, ...]]:
-    """Consecutive pieces in groups of at most ``limit`` bytes, or one piece."""
-    groups: list[list[Piece]] = []
+def group_entries(entries: Sequence[FileEntry], limit: int) -> list[tuple[FileEntry, ...]]:
+    """Groups consecutive entries so that each group has at most ``limit`` bytes, or one entry."""
+    groups: list[list[FileEntry]] = []
     held = 0
-    for piece in pieces:
-        if not groups or held + piece.nbytes > limit:
+    for entry in entries:
+        if not groups or held + entry.nbytes > limit:
             groups.append([])
             held = 0
-        groups[-1].append(piece)
-        held += piece.nbytes
+        groups[-1].append(entry)
+        held += entry.nbytes
     return [tuple(group) for group in groups]

@@ -1,4 +1,4 @@
-"""Weights on disk, read by the box, whichever of three kinds of folder they lie in.
+"""Reads boxes of weights from any of three kinds of folder.
 
 a Hugging Face folder      model-00001-of-00002.safetensors: whole tensors under their names
 a folder of `tepo import`  shards/rank00003-00001.safetensors: "weight|model.norm.weight|0" → the box that starts there
@@ -21,10 +21,10 @@ from torch import Tensor
 from tepo_megatron.bridge.geometry import Box
 
 SHARDS = "shards"
-"""Subfolder of the files that hold boxes."""
+"""Name of the subfolder with the files that hold boxes."""
 
 WEIGHT, MASTER = "weight", "master"
-"""What a box holds: a weight as it was imported, or the fp32 weight that the optimizer updates."""
+"""Kinds of a stored box: a weight as it was imported, and the fp32 weight that the optimizer updates."""
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 """The floating-point types of weights, as safetensors names them."""
@@ -32,7 +32,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F
 
 @dataclass(frozen=True)
 class StoredBox:
-    """``box`` of a tensor is all of ``key`` in ``file``; ``dtype`` as safetensors names it ("F32", "BF16")."""
+    """The file and the key under which ``box`` of a tensor is stored; ``dtype`` as safetensors names it ("F32", "BF16")."""
 
     file: Path
     key: str
@@ -41,13 +41,13 @@ class StoredBox:
 
 
 def box_key(kind: str, tensor: str, box: Box) -> str:
-    """The name under which a file holds ``box``; its extent is that of what is stored."""
+    """Returns the key under which a file holds ``box``. It gives the start only: the extent is the shape of what is stored."""
     return f"{kind}|{tensor}|{','.join(map(str, box.start))}"
 
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Which boxes of which tensors a folder holds; no box twice, though several ranks may have written it."""
+    """The boxes of each tensor that a folder holds; each box once, though several ranks may have written it."""
 
     folder: Path
     boxes: Mapping[str, list[StoredBox]]
@@ -69,6 +69,7 @@ class StoredWeights:
 
         Raises ValueError if not all of the box is stored, or a file is damaged.
         """
+        # The stored boxes of a tensor are parts of one layout and do not overlap, so that counting elements shows a gap.
         filled = 0
         for stored in self.boxes.get(tensor, ()):
             common = box.intersection(stored.box)
@@ -83,9 +84,9 @@ class StoredWeights:
 
 
 def _problems(name: str, shape: tuple[int, ...], stored: list[StoredBox]) -> Iterator[str]:
-    """What is wrong with a tensor of which these boxes are stored, as a sentence, if anything is."""
-    boxes = [part.box for part in stored]
-    is_whole = any(part.key == name for part in stored)
+    """Yields a sentence if the stored boxes do not make up a tensor of this shape."""
+    boxes = [stored_box.box for stored_box in stored]
+    is_whole = any(stored_box.key == name for stored_box in stored)
     fits = all(len(box.stop) == len(shape) and all(a <= b for a, b in zip(box.stop, shape, strict=True)) for box in boxes)
     held = sum(math.prod(box.shape) for box in boxes)
     if not fits or (is_whole and boxes[0].shape != shape):
@@ -106,7 +107,7 @@ def open_weights(folder: Path) -> StoredWeights:
 
 
 def open_boxes(folder: Path, kind: str) -> StoredWeights:
-    """What ``folder/shards`` holds of one kind ("weight", "master", "exp_avg", "exp_avg_sq")."""
+    """Opens what ``folder/shards`` holds of one kind ("weight", "master", "exp_avg", "exp_avg_sq")."""
     boxes: dict[str, dict[Box, StoredBox]] = {}
     for path in sorted((folder / SHARDS).glob("*.safetensors")):
         with open_safetensors(path) as handle:
@@ -115,7 +116,7 @@ def open_boxes(folder: Path, kind: str) -> StoredWeights:
                 if len(fields) != 3:
                     raise ValueError(f"{path} holds {key!r}, which is no box of a tensor; it was not written by this package")
                 if fields[0] == kind:
-                    start = tuple(int(part) for part in fields[2].split(","))
+                    start = tuple(map(int, fields[2].split(",")))
                     stored = _stored(handle, path, key, start)
                     boxes.setdefault(fields[1], {}).setdefault(stored.box, stored)
     return StoredWeights(folder, {tensor: list(held.values()) for tensor, held in boxes.items()})
@@ -134,7 +135,7 @@ def _open_hugging_face(folder: Path) -> StoredWeights:
 
 
 def _files(folder: Path) -> dict[str, set[str] | None]:
-    """File name → the tensors that the index says it holds; None (all that are in it) without an index."""
+    """Returns file name → the tensors that the index says it holds, or None (all in the file) without an index."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         found = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -153,14 +154,14 @@ def _files(folder: Path) -> dict[str, set[str] | None]:
 
 
 def _stored(handle: safe_open, path: Path, key: str, start: tuple[int, ...]) -> StoredBox:
-    part = handle.get_slice(key)
-    stop = tuple(a + extent for a, extent in zip(start, part.get_shape(), strict=True))
-    return StoredBox(path, key, Box(start, stop), part.get_dtype())
+    entry = handle.get_slice(key)
+    stop = tuple(a + extent for a, extent in zip(start, entry.get_shape(), strict=True))
+    return StoredBox(path, key, Box(start, stop), entry.get_dtype())
 
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[safe_open]:
-    """``safe_open`` whose errors are ValueErrors that name the file and say what to do."""
+    """Opens a file as ``safe_open`` does, with ValueErrors that name the file and say what to do."""
     try:
         with safe_open(path, framework="pt") as handle:
             yield handle

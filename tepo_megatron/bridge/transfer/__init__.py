@@ -1,1 +1,1 @@
-"""A plan carried out between processes: messages, transports, digests; and full tensors, the plain way beside it."""
+"""Carries out a plan between processes: messages, transports, digests. Beside it the plain way, which sends full tensors."""

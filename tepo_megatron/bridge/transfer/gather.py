@@ -1,4 +1,4 @@
-"""Full tensors from shards, one at a time, on one rank: the plain way, which the shard-to-shard bridge is measured against."""
+"""Gathers full tensors on one rank, one at a time: the plain way, which the shard-to-shard bridge is measured against."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 from tepo_megatron.bridge.geometry import Shard, ShardLayout
 
 
-def sources(layouts: Sequence[ShardLayout]) -> dict[str, list[tuple[int, Shard]]]:
-    """For every tensor the (rank, shard) pairs that together cover it once; the lowest rank sends what several hold.
+def gather_sources(layouts: Sequence[ShardLayout]) -> dict[str, list[tuple[int, Shard]]]:
+    """Returns for each tensor the (rank, shard) pairs that cover it once; the lowest rank sends what several hold.
 
-    Pure: every rank computes the same from the layouts of all. Raises ValueError for a tensor that is not covered.
+    Nothing is communicated: every rank computes the same from the layouts of all. Raises ValueError for a tensor that the ranks
+    do not cover.
     """
     plan: dict[str, list[tuple[int, Shard]]] = {name: [] for name in layouts[0].shapes}
     taken = set()
@@ -30,17 +31,17 @@ def sources(layouts: Sequence[ShardLayout]) -> dict[str, list[tuple[int, Shard]]
     return plan
 
 
-def written_by(plan: Mapping[str, list[tuple[int, Shard]]], rank: int) -> list[Shard]:
-    """What of a plan by :func:`sources` is this rank's; over all ranks every element of the model once."""
+def shards_to_write(plan: Mapping[str, list[tuple[int, Shard]]], rank: int) -> list[Shard]:
+    """Returns a rank's shards of a plan by :func:`gather_sources`; those of all ranks cover the model once."""
     return [shard for pairs in plan.values() for owner, shard in pairs if owner == rank]
 
 
 def gather_to_root(
     plan: Mapping[str, list[tuple[int, Shard]]], shapes: Mapping[str, tuple[int, ...]], params: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yields (name, tensor) in the plan's order: the full tensor on global rank 0, None elsewhere.
+    """Yields (name, tensor) in the plan's order: the full tensor on global rank 0, None on the others.
 
-    Every rank of the default group must exhaust the iterator, in step. Rank 0 holds one full tensor at a time.
+    Every rank of the default group must exhaust the iterator, all in the same order. Rank 0 holds one full tensor at a time.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     device = next(iter(params.values())).device
@@ -50,11 +51,11 @@ def gather_to_root(
         for owner in sorted({owner for owner, _ in owners}):
             shards = [shard for source, shard in owners if source == owner]
             if owner == rank:
-                parts = [params[shard.param].detach()[shard.at.slices] for shard in shards]
+                values = [params[shard.param].detach()[shard.at.slices] for shard in shards]
                 if full is None:
-                    dist.send(torch.cat([part.reshape(-1) for part in parts]), dst=0)
+                    dist.send(torch.cat([part.reshape(-1) for part in values]), dst=0)
                 else:
-                    for shard, part in zip(shards, parts, strict=True):
+                    for shard, part in zip(shards, values, strict=True):
                         full[shard.box.slices] = part
             elif full is not None:
                 _receive(full, shards, owner)

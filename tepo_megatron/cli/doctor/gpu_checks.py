@@ -1,33 +1,32 @@
-"""What ``tepo doctor`` says of the optional GPU packages, and whose fused kernels a run here will use."""
+"""The checks of ``tepo doctor`` for optional GPU packages, and for whose fused kernels a run here will use."""
 
 from __future__ import annotations
 
 from importlib import metadata
 
-from packaging.specifiers import SpecifierSet
-
-from tepo_megatron.cli.doctor.check import Check, has_gpu, version_of
+from tepo_megatron.cli.doctor.check import Check, has_gpu
 from tepo_megatron.engine import packages
-from tepo_megatron.engine.packages import INSTALL_TE, TE_RANGE
+from tepo_megatron.engine.packages import INSTALL_TE
+from tepo_megatron.versions import MEGATRON_LINE, TE_RANGE, in_range, installed_version
 
 
 def transformer_engine() -> Check:
-    name, version = "transformer-engine", version_of("transformer-engine")
+    name, version = "transformer-engine", installed_version("transformer-engine")
     if version is None and has_gpu():
         advice = (
             f"training on GPUs needs it: {INSTALL_TE}, or take docker/trainer.Dockerfile, or set engine.layers=local (slower)"
         )
         return Check(name, "fail", "not installed, but there is a GPU", advice, needed=True)
     if version is None:
-        return Check(name, "missing", "", f"GPU only: fused kernels and FP8; megatron-core 0.16 wants {TE_RANGE}")
-    if not SpecifierSet(TE_RANGE).contains(version, prereleases=True):
-        return Check(name, "warn", version, f"megatron-core 0.16 wants {TE_RANGE}")
+        return Check(name, "missing", "", f"GPU only: fused kernels and FP8; megatron-core {MEGATRON_LINE} wants {TE_RANGE}")
+    if not in_range(version, TE_RANGE):
+        return Check(name, "warn", version, f"megatron-core {MEGATRON_LINE} wants {TE_RANGE}")
     return Check(name, "ok", version, "fused kernels and FP8 on GPU")
 
 
 def apex() -> Check:
-    """NVIDIA's, or the project of that name on PyPI, which is told by the fused optimizers that it lacks."""
-    version = version_of("apex")
+    """Checks that a package named apex is NVIDIA's: the project of that name on PyPI has no fused optimizers."""
+    version = installed_version("apex")
     if version is None:
         return Check("apex", "missing", "", "optional on GPU; built from NVIDIA's source, never from PyPI")
     if not packages.is_nvidia_apex(packages.package_folder("apex")):
@@ -38,7 +37,7 @@ def apex() -> Check:
 
 
 def kernels() -> Check:
-    """Whose Adam and norm, by what is installed; the engine itself also tries the import."""
+    """Says whose Adam and norm a run will use, by what is installed; the engine itself also tries the import."""
     found = packages.installed_packages()
     adam, why_adam = packages.adam_kernel(found)
     norm, why_norm = packages.norm_kernel("te" if found.te is not None and has_gpu() else "local")

@@ -1,4 +1,4 @@
-"""What ``tepo doctor --nodes n1,n2`` looks at: whether each node answers, and how far its clock is from this machine's."""
+"""The checks of ``tepo doctor --nodes n1,n2``: whether each node answers, and how far its clock is from this machine's."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _TIME = re.compile(r"\d+\.\d+")
 
 @dataclass(frozen=True)
 class Offset:
-    """A node's clock less this machine's, in seconds; the true value lies within ``uncertainty`` of ``seconds``."""
+    """A node's clock minus this machine's, in seconds; the true value lies within ``uncertainty`` of ``seconds``."""
 
     seconds: float
     uncertainty: float
 
 
 def node_names(text: str) -> list[str]:
-    """The names in ``n1,n2``, each once. Raises ValueError where one is not a name, such as a host list of Slurm."""
+    """Returns the names in ``n1,n2``, each once. Raises ValueError for what is not a name, such as a host list of Slurm."""
     names = list(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
     if not names or not all(_NAME.fullmatch(name) for name in names):
         raise ValueError(
@@ -38,10 +38,10 @@ def node_names(text: str) -> list[str]:
 
 
 def node_checks(nodes: Sequence[str], timeout_s: float = 5.0) -> list[Check]:
-    """One check for each node, all asked side by side.
+    """Checks all nodes in parallel, and returns one check for each.
 
-    A node is asked for its time by ``srun`` inside an allocation of Slurm (``SLURM_JOB_ID`` is set), else by ``ssh``; it needs
-    ``date`` of GNU and nothing of ours. ``timeout_s`` is for one answer.
+    A node is asked for its time through ``srun`` inside an allocation of Slurm (``SLURM_JOB_ID`` is set), else through ``ssh``.
+    It needs only GNU's ``date``. ``timeout_s`` bounds one answer.
     """
     with ThreadPoolExecutor(max_workers=min(32, len(nodes))) as pool:
         return list(pool.map(lambda node: _check(node, timeout_s), nodes))
@@ -52,20 +52,20 @@ def _check(node: str, timeout_s: float) -> Check:
     try:
         offset = min((_offset(command, timeout_s) for _ in range(_ASKS)), key=lambda each: each.uncertainty)
     except (OSError, RuntimeError) as error:
-        return Check(f"node {node}", "fail", f"unreachable: {error}", _mend(node), needed=True)
+        return Check(f"node {node}", "fail", f"unreachable: {error}", _advice(node), needed=True)
     side = "ahead of" if offset.seconds > 0 else "behind"
     detail = f"reachable; clock {abs(offset.seconds):.3f} s {side} this machine's, ± {offset.uncertainty:.3f} s"
     if abs(offset.seconds) - offset.uncertainty > _SKEW_S:
         advice = (
             "log lines and times of files fall out of order, Slurm's munge and torchrun's elastic rendezvous turn nodes away "
-            "as late: keep clocks by NTP ('chronyc tracking' on the node tells whether chrony does)"
+            "as late: keep clocks by NTP ('chronyc tracking' on the node says whether chrony does)"
         )
         return Check(f"node {node}", "warn", detail, advice, needed=True)
     return Check(f"node {node}", "ok", detail, needed=True)
 
 
 def _command(node: str, timeout_s: float) -> list[str]:
-    """Prints the node's time in seconds since 1970."""
+    """The command that prints the node's time in seconds since 1970."""
     if _in_allocation():
         reach = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
     else:
@@ -75,9 +75,9 @@ def _command(node: str, timeout_s: float) -> list[str]:
     return [*reach, "date", "+%s.%N"]
 
 
-def _mend(node: str) -> str:
+def _advice(node: str) -> str:
     if _in_allocation():
-        return f"is it one of this job's nodes ($SLURM_JOB_NODELIST), and up? 'scontrol show node {node}' tells"
+        return f"is it one of this job's nodes ($SLURM_JOB_NODELIST), and up? 'scontrol show node {node}' says"
     return f"'ssh -o BatchMode=yes {node} date' must work without a question, or run the doctor inside an allocation of Slurm"
 
 
@@ -86,7 +86,7 @@ def _in_allocation() -> bool:
 
 
 def _offset(command: Sequence[str], timeout_s: float) -> Offset:
-    """The node read its clock between start and end of the command: at its middle, give or take half of it (as in NTP)."""
+    """Asks for the node's time once. It was read between start and end of the command: assume the middle, as NTP does."""
     start = time.time()
     answer = _output(command, timeout_s)
     end = time.time()
@@ -98,7 +98,7 @@ def _offset(command: Sequence[str], timeout_s: float) -> Offset:
 
 
 def _output(command: Sequence[str], timeout_s: float) -> str:
-    """What the command prints. Raises RuntimeError with its last word where it fails, hangs or is not installed."""
+    """Returns what the command prints. Raises RuntimeError with its last line if it fails, hangs or is not installed."""
     try:
         process = subprocess.Popen(
             command,

@@ -1,4 +1,4 @@
-"""What ``tepo doctor --run RUN.yaml`` looks at besides: the disk, the ports and the servers of that run."""
+"""The further checks of ``tepo doctor --run RUN.yaml``: the disk, the ports and the servers of that run."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from pathlib import Path
 
 import httpx
 
+from tepo_megatron.bridge.architecture import read_model_spec
 from tepo_megatron.cli.doctor.check import Check
 from tepo_megatron.config import RunConfig
+from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.registry import registered
+from tepo_megatron.rollout.split import check_server_split
 
 _GIB = 2**30
 _BYTES_PER_CHECKPOINT_BYTE = 8
-"""A checkpoint holds fp32 weights and two fp32 moments; the model's files may be bf16, so up to 6, and the exported model 1."""
+"""Room for a checkpoint, over the size of the model's files: fp32 weights and two fp32 moments are 6 times bf16 files; the
+exported model is 1; rounded up.
+"""
 
 
 def run_checks(config: RunConfig) -> list[Callable[[], Check]]:
-    """The checks of one run."""
+    """Returns the checks of one run, to be called later."""
     checks: list[Callable[[], Check]] = [partial(_output_disk, config)]
     server = config.rollout.server
     if server.placement == "external":
@@ -35,6 +40,8 @@ def run_checks(config: RunConfig) -> list[Callable[[], Check]]:
         checks.append(partial(_server_port, config))
     if server.placement != "external" and server.quantization != "none":
         checks.append(partial(_quantization, config))
+    if server.tp > 1:
+        checks.append(partial(_server_split, config))
     for number, check in enumerate(checks):
         setattr(check, "__name__", f"_run_{number}")  # noqa: B010  # what diagnose() calls a check that fails by itself
     return checks
@@ -65,6 +72,16 @@ def _quantization(config: RunConfig) -> Check:
     return Check("quantization", "ok", quantization, needed=True)
 
 
+def _server_split(config: RunConfig) -> Check:
+    """Whether vLLM can split the run's model over the workers of a server."""
+    detail = f"rollout.server.tp = {config.rollout.server.tp}"
+    try:
+        check_server_split(config.rollout.server, read_model_spec(resolve_model_path(config.model.path)))
+    except ValueError as error:
+        return Check("server split", "fail", detail, str(error), needed=True)
+    return Check("server split", "ok", detail, needed=True)
+
+
 def _server_port(config: RunConfig) -> Check:
     """Whether the first port that the servers try is free."""
     host, port = config.rollout.server.host, config.rollout.server.port
@@ -79,7 +96,7 @@ def _server_port(config: RunConfig) -> Check:
 
 
 def _no_server(config: RunConfig) -> Check:
-    """Said once where not one of the external servers has registered."""
+    """One check instead of many where no external server has registered at all."""
     detail = f"no server is registered in {config.rollout.server.registry}"
     return Check("servers", "missing", detail, "start 'tepo serve' on their nodes, with this registry", needed=True)
 

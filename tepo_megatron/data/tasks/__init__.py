@@ -1,4 +1,4 @@
-"""Tasks that ship with the package, by the name that follows ``builtin:`` in a run's YAML."""
+"""The tasks that ship with the package, by the name that follows ``builtin:`` in a run's YAML."""
 
 from __future__ import annotations
 

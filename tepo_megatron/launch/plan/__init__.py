@@ -1,4 +1,4 @@
-"""A run reckoned on paper, before a GPU is asked for: memory, traffic, time. Formulas and sources in docs/plan.md. No torch."""
+"""Computes what a run needs before a GPU is requested: memory, traffic, time. docs/plan.md has the formulas. No torch."""
 
 from tepo_megatron.launch.plan.exact import check_exact
 from tepo_megatron.launch.plan.nodes import check_placement

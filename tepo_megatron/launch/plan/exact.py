@@ -1,4 +1,4 @@
-"""The formula for parameters against the real Megatron model, counted in a process of its own that may import torch."""
+"""Compares the formula for parameters with the real Megatron model, counted in a process of its own that imports torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tepo_megatron.launch.plan.run_plan import Plan
 
 
 def check_exact(plan: Plan) -> list[list[int]]:
-    """Parameters of every rank as Megatron builds it, ``[pp_rank][tp_rank]``; about ten seconds for a 70B model.
+    """Returns the parameters of every rank as Megatron builds it, ``[pp_rank][tp_rank]``; ten seconds for a 70B model.
 
-    Raises RuntimeError if Megatron could not be run here, or counts otherwise than the formula, with the rank and both counts.
+    Raises RuntimeError if Megatron cannot be run here, or if a count differs from the formula, with the rank and both counts.
     """
     parallel = plan.config.engine.parallel
     request = {"spec": asdict(plan.spec), "parallel": parallel.model_dump()}

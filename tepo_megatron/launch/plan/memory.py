@@ -1,8 +1,8 @@
-"""Bytes on one training rank, from the run's configuration alone. Formulas and their sources: docs/plan.md.
+"""Bytes on one training rank, computed from the run's configuration alone. docs/plan.md has the formulas and their sources.
 
-T tokens of a micro-batch on this rank, h hidden, f MLP size, q and k the widths of all query and all key heads, t
-tensor-parallel size, b bytes per element, s = t under sequence parallelism and 1 without. Which kernels are fused follows the
-layers (``engine/layers.py``): Transformer Engine's keep less.
+Symbols: T tokens of a micro-batch on this rank, h hidden, f MLP size, q and k the widths of all query and all key heads, t
+tensor-parallel size, b bytes per element, s = t under sequence parallelism and 1 without. The kind of
+layers (``engine/layers.py``) decides which kernels are fused: Transformer Engine's layers keep fewer activations.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ from tepo_megatron.launch.plan.shapes import (
 GIB = 2**30
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 SCORE_WORKSPACE = {"cuda": 128 * 2**20, "cpu": 768 * 2**10}
-"""What ``vocab_parallel`` sweeps through the logits with, whatever their size."""
+"""Memory that ``vocab_parallel`` uses beside the logits, whatever their size."""
 
 CUDA_CONTEXT = 2 * GIB
 """CUDA's context, NCCL's channels and cuBLAS' workspaces: an assumption."""
 
 USABLE = 0.9
-"""The part of a GPU's memory that a plan may fill; the rest is for the allocator's gaps and for what is not reckoned."""
+"""The part of a GPU's memory that a plan may fill; the rest is for the allocator's gaps and what the plan leaves out."""
 
 BATCH_BYTES_PER_TOKEN = 29
-"""Tokens, labels, mask, sampler's and old log-probs, old entropy of the step's batch, which every rank holds."""
-
+"""Every rank holds the step's batch: tokens and labels in 8 bytes each, mask 1, sampler's log-probs, old log-probs and old
+entropy 4 each.
+"""
 
 _NORM_COPIES = {"te": 2, "local": 3}
-"""A norm keeps its input and its output; torch's also the input normalised."""
+"""Tensors that a norm keeps for its backward pass: input and output, and torch's norm also the normalised input."""
 
 FP8_COPIES = 2
-"""Bytes per weight of a layer that is kept in bfloat16 and computed with in FP8: by rows and, for gradients, by columns."""
+"""Extra bytes per weight of a layer that is kept in bfloat16 and computed in FP8: a copy by rows, and one by columns for
+gradients.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,10 @@ class RankMemory:
     activations: float
     logits: float
     transient: float
-    """Gathered inputs, gradients of activations and of the largest weight while one layer or the head goes backward."""
+    """Gathered inputs, gradients of activations and of the largest weight during the backward pass of one layer or the head."""
 
     communication: float
-    """What pipeline stages hand over, and the batch."""
+    """Activations and gradients that pipeline stages exchange, and the step's batch."""
 
     context: float
 
@@ -71,23 +74,17 @@ class RankMemory:
 
 
 def platform_of(config: RunConfig) -> str:
-    """``auto`` is planned for a GPU."""
+    """``cpu`` or ``cuda``: plans take ``auto`` for a GPU."""
     return "cpu" if config.engine.platform == "cpu" else "cuda"
 
 
 def layers_of(config: RunConfig) -> str:
-    """``te`` or ``local``, as ``engine/layers.py`` will choose."""
+    """``te`` or ``local``, as ``engine/layers.py`` chooses at the start of the run."""
     return "te" if platform_of(config) == "cuda" and config.engine.layers != "local" else "local"
 
 
-def needs_reference(config: RunConfig) -> bool:
-    """Whether a term of the objective is against a frozen copy of the first weights."""
-    objective = config.objective
-    return any(term is not None and term.against == "reference" for term in (objective.kl_mask, objective.kl, objective.kl_cov))
-
-
 def micro_batch_tokens(config: RunConfig, longest: int) -> int:
-    """T: the bound, or the longest sequence where that is longer, over the context-parallel ranks."""
+    """T: tokens of a micro-batch on a rank. One sequence that is longer than the bound makes a micro-batch of its own."""
     return -(-max(config.engine.micro_batch_tokens, longest) // config.engine.parallel.cp)
 
 
@@ -113,12 +110,12 @@ def layer_activations(spec: ModelSpec, config: RunConfig) -> Mapping[str, float]
 
 
 def _chosen(spec: ModelSpec) -> int:
-    """MLPs that a token passes in a layer."""
+    """The number of MLPs that a token passes through in a layer."""
     return spec.experts.per_token if spec.experts else 1
 
 
 def _routing_activations(spec: ModelSpec, config: RunConfig) -> Mapping[str, float]:
-    """What a layer of experts keeps beside what their MLPs do, every expert getting as many tokens as any other."""
+    """Bytes per token that a layer of experts keeps beside those of their MLPs, if all experts get equally many tokens."""
     if spec.experts is None:
         return {}
     parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
@@ -146,8 +143,9 @@ def rank_memory(spec: ModelSpec, config: RunConfig, stage: int, *, longest: int,
     return RankMemory(
         weights=b * count + _fp8_copies(spec, config),
         gradients=4 * count,
+        # Adam's two fp32 moments, and the fp32 copy of weights that are not fp32 themselves
         optimizer=(8 if config.model.dtype == "float32" else 12) * _optimized(spec, config, count),
-        reference=b * count + _fp8_copies(spec, config) if needs_reference(config) else 0,
+        reference=b * count + _fp8_copies(spec, config) if config.objective.needs_reference else 0,
         activations=_activations(spec, config, stage, tokens, in_flight, boundary),
         logits=logits,
         transient=transient,
@@ -157,7 +155,10 @@ def rank_memory(spec: ModelSpec, config: RunConfig, stage: int, *, longest: int,
 
 
 def _optimized(spec: ModelSpec, config: RunConfig, count: int) -> float:
-    """Of a stage's ``count`` parameters, those whose states a rank keeps: experts have fewer copies to share them among."""
+    """How many of a stage's ``count`` parameters a rank keeps optimizer states for.
+
+    The distributed optimizer shares states among the copies of a parameter, and experts have fewer copies.
+    """
     parallel = config.engine.parallel
     if not config.optimizer.distributed:
         return count
@@ -166,8 +167,9 @@ def _optimized(spec: ModelSpec, config: RunConfig, count: int) -> float:
 
 
 def _fp8_copies(spec: ModelSpec, config: RunConfig) -> float:
-    """What Transformer Engine keeps beside the bfloat16 weights of a stage's layers from one micro-batch to the next. Weights
-    that are FP8 themselves have both copies in the same two bytes.
+    """Bytes of the FP8 copies that Transformer Engine keeps beside a stage's bfloat16 weights between micro-batches.
+
+    0 where the weights themselves are FP8: both copies then take the two bytes that bfloat16 would.
     """
     fp8, parallel = config.engine.fp8, config.engine.parallel
     if not fp8.enabled or fp8.params:
@@ -176,33 +178,39 @@ def _fp8_copies(spec: ModelSpec, config: RunConfig) -> float:
 
 
 def layers_in_flight(spec: ModelSpec, config: RunConfig, stage: int, micro_batches: float) -> float:
-    """Layers' worth of activations alive at once on a stage under (interleaved) 1F1B."""
+    """How many layers' activations are alive at once on a stage under (interleaved) 1F1B."""
     parallel = config.engine.parallel
     per_chunk = spec.num_layers / (parallel.pp * parallel.vpp)
     behind = parallel.pp - stage - 1
+    # 1F1B: a stage runs ahead by one micro-batch for each stage behind it. Interleaved, Megatron warms up with two chunks for
+    # each stage behind, and one round of all stages for every further chunk.
     chunks = behind + 1 if parallel.vpp == 1 else 2 * behind + (parallel.vpp - 1) * parallel.pp + 1
     return per_chunk * min(chunks, micro_batches * parallel.vpp)
 
 
 def _activations(spec: ModelSpec, config: RunConfig, stage: int, tokens: int, in_flight: float, boundary: float) -> float:
-    """``boundary``: bytes of one tensor between layers."""
+    """Bytes of all activations that a stage keeps. ``boundary``: bytes of one tensor between layers."""
     final_norm = boundary * _NORM_COPIES[layers_of(config)] if stage == config.engine.parallel.pp - 1 else 0
     layer = tokens * sum(layer_activations(spec, config).values())
     if config.engine.recompute == "full":
+        # Only each layer's input is kept; one layer at a time is computed again, and is then alive as a whole.
         return in_flight * boundary + layer + final_norm
     return in_flight * layer + final_norm
 
 
 def _head_or_layer(spec: ModelSpec, config: RunConfig, stage: int, tokens: int) -> tuple[float, float]:
-    """(logits, transient) of the moment that needs more: the head's backward pass, or that of an MLP."""
+    """Returns (logits, transient) in bytes for the moment that needs more: the backward pass of the head, or of an MLP."""
     parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
     hidden, mlp = spec.hidden_size, spec.ffn_size / (expert_tp(parallel) if spec.experts else parallel.tp)
     gathered = b * tokens * hidden
     passing = tokens * _chosen(spec) * expert_tp(parallel) / parallel.tp  # tokens in the MLPs of this rank, if evenly routed
+    # the input's gradient; gradients of gate, up and their product; the gradient of the fused gate-and-up weight before it is
+    # added to the fp32 buffer
     layer = b * passing * hidden + b * passing * 3 * mlp + b * hidden * 2 * mlp
     if stage < parallel.pp - 1:
         return 0, layer
     head = vocabulary_parameters(spec, parallel.tp)
     logits = b * tokens * head / hidden + SCORE_WORKSPACE[platform_of(config)]
+    # under sequence parallelism the gathered input and its gradient exist at once; then the gradient of the head's weight
     at_head = gathered * (2 if parallel.sequence_parallel else 1) + b * head
     return (logits, at_head) if logits + at_head > layer else (0, layer)

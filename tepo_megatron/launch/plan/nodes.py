@@ -1,4 +1,4 @@
-"""Whether the run fits the machines that it asks for: counts of nodes, GPUs and ranks."""
+"""Checks that ranks and servers fit the nodes and GPUs that the run asks for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tepo_megatron.config import RunConfig
 
 
 def check_placement(config: RunConfig) -> None:
-    """Raises ValueError where ranks or servers cannot be laid over the cluster's GPUs, naming the fields to change."""
+    """Raises ValueError where ranks or servers do not fit the cluster's GPUs, with the fields to change."""
     _check_trainer(config)
     _check_servers(config)
 
@@ -40,7 +40,7 @@ def _check_trainer(config: RunConfig) -> None:
 
 
 def _nearest(config: RunConfig) -> str:
-    """Counts of nodes that would do, on both sides."""
+    """A sentence with the nearest numbers of nodes that would fit, below and above."""
     parallel, cluster = config.engine.parallel, config.cluster
     replica = parallel.tp * parallel.pp * parallel.cp
 

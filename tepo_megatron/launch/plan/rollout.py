@@ -13,12 +13,12 @@ from tepo_megatron.launch.plan.memory import ELEMENT_BYTES, GIB, layers_of, plat
 from tepo_megatron.launch.plan.shapes import model_parameters
 
 VLLM_WORKSPACE = 3 * GIB
-"""Activations of the largest prefill and CUDA graphs of one worker: an assumption."""
+"""Bytes for activations of the largest prefill and CUDA graphs of one worker: an assumption."""
 
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """Bytes on one worker of one server, and what its KV cache holds; ``capacity`` in tokens, the others in sequences."""
+    """Bytes on one worker of a server. ``capacity``: tokens that its KV cache holds; ``concurrency_…``: sequences."""
 
     weights: float
     workspace: float
@@ -34,29 +34,29 @@ class ServerMemory:
 
 @dataclass(frozen=True)
 class Sync:
-    """One weight sync from shard to shard, as the bridge's planner lays it out; bytes."""
+    """Bytes and time of one weight sync from shard to shard, as the bridge's planner lays it out."""
 
     moves: int
     bytes_total: int
-    """Over the links: every server's shards once."""
+    """Bytes that go over the links: every server's shards once."""
 
     bytes_sent_most: int
-    """By the training rank that sends most."""
+    """Bytes that the busiest training rank sends."""
 
     bytes_received_most: int
-    """By the worker that receives most."""
+    """Bytes that the busiest worker receives."""
 
     seconds: float
-    """Lower bound: the busier side's most loaded link, and nothing else."""
+    """Lower bound: the time of the most loaded link alone."""
 
 
 def server_bytes(config: RunConfig) -> int:
-    """Bytes per weight in the servers."""
+    """Bytes of one weight in the servers."""
     return ELEMENT_BYTES[config.rollout.server.served_dtype(config.model.dtype)]
 
 
 def server_memory(spec: ModelSpec, config: RunConfig, *, longest: int, mean: float) -> ServerMemory:
-    """For sequences (prompt and response) of at most ``longest`` and on average ``mean`` tokens."""
+    """Memory and concurrency of a worker; prompt and response have at most ``longest`` tokens together, ``mean`` on average."""
     server, b = config.rollout.server, server_bytes(config)
     weights = b * model_parameters(spec) / server.tp
     if platform_of(config) == "cuda":
@@ -64,6 +64,7 @@ def server_memory(spec: ModelSpec, config: RunConfig, *, longest: int, mean: flo
         kv_cache = server.gpu_memory_utilization * config.cluster.gpu_memory_gib * GIB - weights - workspace
     else:
         workspace, kv_cache = 0.0, float(server.cpu_kv_cache_gib * GIB)
+    # keys and values; where there are more workers than key/value heads, several workers hold the same head
     per_token = 2 * spec.num_layers * max(1.0, spec.num_kv_heads / server.tp) * spec.head_dim * b
     capacity = max(0.0, kv_cache / per_token)
     share = config.rollout.prompts_per_step * config.rollout.samples_per_prompt / server.count
@@ -79,7 +80,7 @@ def server_memory(spec: ModelSpec, config: RunConfig, *, longest: int, mean: flo
 
 
 def check_server(config: RunConfig, memory: ServerMemory, longest: int) -> str | None:
-    """A sentence if a worker has no room for even one sequence of the longest length."""
+    """Returns a sentence if a worker's KV cache has no room for one sequence of the longest length, else None."""
     if memory.capacity >= longest:
         return None
     server = config.rollout.server
@@ -92,7 +93,7 @@ def check_server(config: RunConfig, memory: ServerMemory, longest: int) -> str |
 
 
 def weight_sync(spec: ModelSpec, config: RunConfig) -> Sync:
-    """Of a run with servers. Seconds of work for a 70B model. Raises ValueError for a split that vLLM could not make."""
+    """Plans the weight sync of a run with servers; takes seconds for a 70B model. Raises ValueError if vLLM cannot split it."""
     cluster, parallel, server = config.cluster, config.engine.parallel, config.rollout.server
     stages = pipeline_stages(spec.num_layers, parallel.pp, chunks=parallel.vpp)
     replicas, is_te = parallel.dp * parallel.cp, layers_of(config) == "te"

@@ -1,4 +1,4 @@
-"""All parts of a plan, and what to change where one does not fit."""
+"""Puts a plan together from its parts, and says what to change where a run does not fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_PROMPT_TOKENS = 512
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will need. ``stages``: the memory of a rank of each pipeline stage; ``problems``: why it cannot run so."""
+    """What a run needs. ``stages``: the memory of one rank of each pipeline stage; ``problems``: why it cannot run as it is."""
 
     config: RunConfig
     spec: ModelSpec
@@ -42,7 +42,7 @@ class Plan:
 
 
 def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Plan:
-    """Reckons a run; ``prompt_tokens`` and ``response_tokens`` are mean lengths (default: half of the longest).
+    """Computes what a run needs; ``prompt_tokens`` and ``response_tokens`` are mean lengths (default: half of the longest).
 
     Raises ValueError for a run that cannot be laid out at all: nodes that the parallel sizes do not divide, a model that they
     do not divide, a model whose shape is not known. What can be laid out but does not fit is in ``Plan.problems``.
@@ -122,14 +122,14 @@ def _problems(
             yield (
                 f"a training rank needs {worst.total / GIB:.1f} GiB, {(worst.total - usable) / GIB:.1f} GiB more than the "
                 f"{usable / GIB:.1f} GiB usable of cluster.gpu_memory_gib = {config.cluster.gpu_memory_gib:g}; the largest "
-                f"term is {largest} with {worst.terms[largest] / GIB:.1f} GiB. {_mend(spec, config, lengths, usable)}"
+                f"term is {largest} with {worst.terms[largest] / GIB:.1f} GiB. {_suggest(spec, config, lengths, usable)}"
             )
     if config.rollout.replay is None and (problem := check_server(config, server, lengths.longest)):
         yield problem
 
 
-def _mend(spec: ModelSpec, config: RunConfig, lengths: Lengths, usable: float) -> str:
-    """The single changes on the same GPUs after which it fits, with what is then needed."""
+def _suggest(spec: ModelSpec, config: RunConfig, lengths: Lengths, usable: float) -> str:
+    """A sentence with every single change, on the same GPUs, after which the run fits, and the memory that it then needs."""
     fitting = []
     for text, changed in _changes(spec, config, lengths):
         needed = max(memory.total for memory in _stages(spec, changed, lengths))

@@ -1,4 +1,4 @@
-"""The model's shape and its parameters per rank. Sizes in elements; h hidden, t tensor-parallel size."""
+"""The shape of a model, and the number of parameters that a rank holds of it."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Qwen3-30B-A3B": _QWEN3_MOE,
     }
 )
-"""What the published ``config.json`` of these models says, by the name of their folder: for plans where the folder is not."""
+"""``config.json`` as published, by the name of the model's folder: for plans on machines that do not have the folder."""
 
 
 def resolve_spec(source: str) -> tuple[ModelSpec, str | None]:
-    """The shape of ``model.path``, and the assumption behind it if it is not the folder's own ``config.json``.
+    """Returns the shape of ``model.path``, and the assumption made if it is not the folder's own ``config.json``, else None.
 
     Raises ValueError for a folder that is not on this machine and whose last name is no known model's.
     """
@@ -120,25 +120,26 @@ def resolve_spec(source: str) -> tuple[ModelSpec, str | None]:
 
 
 def expert_tp(parallel: ParallelConfig) -> int:
-    """Ranks over which each expert is split."""
+    """The number of ranks over which each expert is split."""
     return parallel.tp if parallel.etp is None else parallel.etp
 
 
 def expert_copies(parallel: ParallelConfig) -> int:
-    """Ranks that hold the same experts."""
+    """The number of ranks that hold the same part of the same experts."""
     return parallel.tp * parallel.cp * parallel.dp // (parallel.ep * expert_tp(parallel))
 
 
 def expert_parameters(spec: ModelSpec, parallel: ParallelConfig) -> int:
-    """Of the experts of one layer on a rank, without the router; 0 for a dense model."""
+    """Counts a rank's parameters of the experts of one layer, without the router; 0 for a dense model."""
     if spec.experts is None:
         return 0
     return spec.experts.count // parallel.ep * 3 * spec.hidden_size * spec.ffn_size // expert_tp(parallel)
 
 
 def layer_parameters(spec: ModelSpec, parallel: ParallelConfig) -> int:
-    """Of one decoder layer on a rank: q, k, v (and their biases), output, gate, up, down, or router and experts; norms and
-    router are whole.
+    """Counts a rank's parameters of one decoder layer: q, k, v (with biases), output, gate, up, down, or router and experts.
+
+    Norms and router are not split.
     """
     tp = parallel.tp
     qkv_rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim // tp
@@ -152,12 +153,12 @@ def layer_parameters(spec: ModelSpec, parallel: ParallelConfig) -> int:
 
 
 def vocabulary_parameters(spec: ModelSpec, tp: int) -> int:
-    """Of the embedding, or of the head, on one of ``tp`` ranks: rows padded as Megatron does."""
+    """Counts the parameters of the embedding, or of the head, on one of ``tp`` ranks, with the rows that Megatron pads."""
     return spec.padded_vocab_size(tp) // tp * spec.hidden_size
 
 
 def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
-    """Of a rank of pipeline stage ``stage`` (from 0), stages being even."""
+    """Counts the parameters of a rank of pipeline stage ``stage`` (from 0); all stages have equally many layers."""
     count = spec.num_layers // parallel.pp * layer_parameters(spec, parallel)
     first, last = stage == 0, stage == parallel.pp - 1
     if first:
@@ -170,14 +171,14 @@ def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> i
 
 
 def model_parameters(spec: ModelSpec) -> int:
-    """Of the whole model as published, without padding."""
+    """Counts the parameters of the whole model as published, without padding."""
     vocabulary = spec.vocab_size * spec.hidden_size
     layers = spec.num_layers * layer_parameters(spec, ParallelConfig())
     return layers + spec.hidden_size + vocabulary * (1 if spec.tied_embeddings else 2)
 
 
 def active_parameters(spec: ModelSpec) -> int:
-    """Of the whole model, those that one token meets: of the experts the chosen ones only."""
+    """Counts the parameters of the whole model that one token meets: all but those of the experts that are not chosen."""
     if spec.experts is None:
         return model_parameters(spec)
     idle = spec.experts.count - spec.experts.per_token

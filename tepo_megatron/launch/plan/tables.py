@@ -1,4 +1,4 @@
-"""A plan as tables, or as JSON."""
+"""Shows a plan as tables, or as JSON."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PUBLISHED = {"generation": 84, "log-probs": 18, "training": 28, "weight sync": 1
 """Seconds of a GRPO step of Llama-3.1-70B on 64 H100 (NeMo-RL, TP4 PP4, sequences of up to 4096 tokens)."""
 
 PUBLISHED_SIZES = (6e10, 8e10)
-"""Parameters of models beside which these figures mean something."""
+"""The published figures are shown beside plans of models between these numbers of parameters."""
 
 
 def plan_tables(plan: Plan) -> Iterator[Table]:
-    """What to print: the layout, a training rank's memory, the servers, a step's time."""
+    """Yields the tables to print: the layout, a training rank's memory, the servers, a step's time."""
     yield _layout(plan)
     yield _memory(plan)
     if plan.sync is not None:
@@ -34,14 +34,14 @@ def plan_tables(plan: Plan) -> Iterator[Table]:
 
 
 def plan_notes(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> list[str]:
-    """Every assumption, one line each, and that the counts are Megatron's own where they are."""
+    """Lines with every assumption, and, where ``exact`` was computed, with how many counts agree with Megatron's."""
     counted = sum(map(len, exact or ()))
     verdict = [f"Exact: Megatron builds as many parameters on each of {counted} (tp, pp) ranks as the formula says."]
     return ["Assumed:", *(f"  - {text}" for text in plan.assumptions), *(verdict if exact else [])]
 
 
 def plan_json(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> str:
-    """All numbers in bytes, tokens, FLOPs and seconds; ``exact`` as ``check_exact`` returns it."""
+    """The plan as JSON: bytes, tokens, FLOPs and seconds. ``exact`` is what ``check_exact`` returned."""
     found: dict[str, Any] = {
         "name": plan.config.name,
         "model": asdict(plan.spec),
@@ -61,7 +61,7 @@ def plan_json(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity: null stands for it."""
+    """Replaces infinity and NaN, which JSON does not have, by null."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

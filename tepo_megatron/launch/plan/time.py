@@ -1,4 +1,4 @@
-"""FLOPs and seconds of one step: sample, score, update, sync. Estimates; every assumption is printed with them."""
+"""Estimates FLOPs and seconds of one step: sample, score, update, sync. Every assumption is printed with them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.config import RunConfig
-from tepo_megatron.launch.plan.memory import ELEMENT_BYTES, needs_reference
+from tepo_megatron.launch.plan.memory import ELEMENT_BYTES
 from tepo_megatron.launch.plan.rollout import ServerMemory, Sync
 from tepo_megatron.launch.plan.shapes import (
     active_parameters,
@@ -18,7 +18,7 @@ from tepo_megatron.launch.plan.shapes import (
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens: means of prompts and responses, and the longest prompt with its longest response."""
+    """Lengths in tokens. ``prompt``, ``response``: means; ``longest``: longest prompt and longest response together."""
 
     prompt: float
     response: float
@@ -32,7 +32,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Per step: sizes, FLOPs of the whole system, seconds of each phase; the phases follow one another."""
+    """Sizes of one step, FLOPs over all GPUs, and seconds of each phase; the phases follow one another."""
 
     sequences: int
     tokens: float
@@ -41,13 +41,13 @@ class StepTime:
     flops_score: float
     flops_train: float
     bubble: float
-    """Idle part of the pipeline in an update, relative to the time it works."""
+    """Idle time of the pipeline in an update, relative to the time it works."""
 
     generation: float
     score: float
     train: float
     exchange: float
-    """Gradients and new weights between data-parallel ranks."""
+    """Seconds for gradients and new weights between data-parallel ranks."""
 
     sync: float
 
@@ -57,21 +57,25 @@ class StepTime:
 
 
 def forward_flops(spec: ModelSpec, mean_length: float) -> float:
-    """Of one token: 2 per weight of every matrix that it meets (the embedding is a lookup; of the experts the chosen ones), and
-    causal attention over half the sequence.
+    """FLOPs of one token's forward pass: 2 per weight of every matrix that it meets, and causal attention.
+
+    The embedding is a lookup and costs nothing; of the experts only the chosen ones count.
     """
     matrices = active_parameters(spec) - (0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size)
+    # Attention: 2 FLOPs × 2 products (scores, values) × half of the sequence on average, since it is causal.
     return 2 * matrices + 2 * spec.num_layers * spec.num_heads * spec.head_dim * mean_length
 
 
 def step_time(spec: ModelSpec, config: RunConfig, lengths: Lengths, server: ServerMemory, sync: Sync | None) -> StepTime:
-    """Training 3 forward passes a token (4 with full recomputation), scoring 1 (2 with a reference), generation 1."""
+    """Estimates a step. A token costs 3 forward passes in training (4 with full recomputation), 1 in scoring (2 with a
+    reference model), 1 in generation.
+    """
     cluster, parallel, rollout = config.cluster, config.engine.parallel, config.rollout
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     tokens, responses = sequences * lengths.mean, sequences * lengths.response
     token = forward_flops(spec, lengths.mean)
     passes = 4 if config.engine.recompute == "full" else 3
-    scores = 2 if needs_reference(config) else 1
+    scores = 2 if config.objective.needs_reference else 1
     peak = cluster.gpu_tflops * 1e12 * parallel.world_size
     bubble = _bubble(config, tokens / config.train.minibatches)
     prefill = rollout.prompts_per_step * lengths.prompt * token
@@ -92,15 +96,17 @@ def step_time(spec: ModelSpec, config: RunConfig, lengths: Lengths, server: Serv
 
 
 def _bubble(config: RunConfig, tokens: float) -> float:
-    """(pp − 1) / (micro-batches · vpp), for ``tokens`` spread over the data-parallel ranks."""
+    """The pipeline's idle share, (pp − 1) / (micro-batches · vpp), for ``tokens`` spread over the data-parallel ranks."""
     parallel = config.engine.parallel
     micro_batches = max(1.0, tokens / (parallel.dp * config.engine.micro_batch_tokens))
     return (parallel.pp - 1) / (micro_batches * parallel.vpp)
 
 
 def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefill: float, decode: float) -> float:
-    """Seconds: prompts at ``score_mfu``, then decoding, bound by reading the weights once per token position of the longest
-    response of every wave, and every sequence's keys and values once per token.
+    """Seconds of sampling: prompts at ``score_mfu``, then decoding, which is bound by memory bandwidth or by FLOPs.
+
+    A wave is the sequences that run at once. It reads the weights once for every position of its longest response, and every
+    sequence's keys and values once per token.
     """
     cluster, rollout = config.cluster, config.rollout
     if rollout.replay is not None:
@@ -118,9 +124,10 @@ def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefi
 
 
 def _exchange(spec: ModelSpec, config: RunConfig) -> float:
-    """Seconds per optimizer step of reducing fp32 gradients, and with the distributed optimizer gathering new weights."""
+    """Seconds per optimizer step for reducing fp32 gradients and, with the distributed optimizer, gathering new weights."""
     parallel, cluster = config.engine.parallel, config.cluster
     copies = parallel.dp * parallel.cp
+    # distributed optimizer: reduce-scatter of fp32 gradients, all-gather of weights; otherwise an all-reduce, which is both
     bytes_each = (4 + ELEMENT_BYTES[config.model.dtype]) if config.optimizer.distributed else 8
     experts = spec.num_layers // parallel.pp * expert_parameters(spec, parallel)
     dense = max(stage_parameters(spec, parallel, stage) for stage in range(parallel.pp)) - experts

@@ -156,8 +156,8 @@ def _places(model: torch.nn.Module) -> dict[str, list[Place]]:
 
 def _elements(incoming: Queues) -> dict[str, int]:
     total: dict[str, int] = {}
-    for piece in (piece for queue in incoming.values() for message in queue for piece in message):
-        total[piece.end.param] = total.get(piece.end.param, 0) + piece.numel
+    for segment in (segment for queue in incoming.values() for message in queue for segment in message):
+        total[segment.end.param] = total.get(segment.end.param, 0) + segment.numel
     return total
 
 

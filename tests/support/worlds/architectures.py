@@ -30,7 +30,7 @@ def one_model(config: RunConfig, rollouts: Path, out: Path) -> Any:
     engine = Engine(config, Path(config.model.path))
     is_root = engine.ranks.rank == 0
     engine.export(out / "initial")
-    batch = engine.share(read_rollouts(rollouts, 0) if is_root else None)
+    batch = engine.batch_from_root(read_rollouts(rollouts, 0) if is_root else None)
     outputs: list[Tensor] = []  # of the model on this rank, for each micro-batch
     hook = engine.model.register_forward_hook(lambda _model, _inputs, output: outputs.append(output.clone()))
     batch = engine.score(batch)

@@ -23,8 +23,9 @@ import torch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.rollout.client import Client
 from tepo_megatron.rollout.resources import free_port
-from tepo_megatron.rollout.server import answers
+from tepo_megatron.rollout.server import is_healthy
 from tepo_megatron.rollout.sync import BroadcastSync, ShardSync
+from tepo_megatron.train.weights import make_shard_sender
 from tepo_megatron.types import Rollout, WeightsVersion
 from tests.support.random_models import EOS, LENGTH, PROMPTS
 
@@ -83,7 +84,7 @@ class Host:
 
     def _client(self, port: int) -> Client:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not answers(ADDRESS, port):
+        while not is_healthy(ADDRESS, port):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"vLLM's engine is not up:\n{self._log.read_text()[-6000:]}")
             time.sleep(0.05)
@@ -95,7 +96,7 @@ class Host:
         self._process.stdin.flush()
 
 
-def publish(engine: Any, client: Client | None, case: dict[str, Any]) -> None:
+def update_weights(engine: Any, client: Client | None, case: dict[str, Any]) -> None:
     """One update, as the trainer makes it; rank 0 has the client."""
     where: dict[str, Any] = {"host": ADDRESS, "tp": case["tp"], "timeout_s": TRANSFER_TIMEOUT_S}
     if case["transfer"] == "gather":
@@ -104,25 +105,27 @@ def publish(engine: Any, client: Client | None, case: dict[str, Any]) -> None:
             assert not list(tensors)
             return
         broadcast = BroadcastSync([client], **where)
-        broadcast.push(WeightsVersion(1), [(meta.name, meta.shape, meta.dtype) for meta in engine.manifest], tensors)
+        broadcast.update_weights(WeightsVersion(1), [(meta.name, meta.shape, meta.dtype) for meta in engine.manifest], tensors)
         broadcast.close()
-    elif client is None:
-        engine.sender.follow()
-        engine.sender.close()
+        return
+    sender = make_shard_sender(engine.config, engine)
+    if client is None:
+        sender.update_as_non_root()
+        sender.close()
     else:
         shards = ShardSync([client], **where)
-        shards.push(WeightsVersion(1), engine.sender)
-        engine.sender.conclude(arrived=True)
+        shards.update_weights(WeightsVersion(1), sender)
+        sender.finish_update(arrived=True)
         shards.close()
 
 
 def draw(client: Client) -> tuple[list[list[int]], list[Rollout]]:
     """Greedy tokens after every prompt, and these and sampled ones as rollouts."""
     options: dict[str, Any] = {"max_new_tokens": LENGTH, "stop_token_ids": [EOS], "version": WeightsVersion(1)}
-    groups = client.generate(PROMPTS, n=1, temperature=0.0, seed=None, **options)
+    groups = [client.generate(prompt, n=1, temperature=0.0, seed=None, **options) for prompt in PROMPTS]
     greedy = [list(group[0].response_ids) for group in groups]
     for at, (prompt, group) in enumerate(zip(PROMPTS, groups, strict=True)):
-        group += client.generate([prompt], n=3, temperature=1.0, seed=at, **options)[0]
+        group += client.generate(prompt, n=3, temperature=1.0, seed=at, **options)
     return greedy, [
         Rollout(str(at), at, PROMPTS[at], r.response_ids, r.logprobs, r.finish_reason, r.weights_version, reward=float(n % 2))
         for at, group in enumerate(groups)
@@ -133,7 +136,7 @@ def draw(client: Client) -> tuple[list[list[int]], list[Rollout]]:
 def look(engine: Any, client: Client | None) -> dict[str, Any]:
     """What the engine says, and how far the trainer's log-probs are from its own for the same tokens. Every rank calls."""
     greedy, rollouts = draw(client) if client is not None else (None, None)
-    batch = engine.score(engine.share(rollouts))
+    batch = engine.score(engine.batch_from_root(rollouts))
     gap = (batch.old_logprobs_T - batch.sampler_logprobs_T)[batch.loss_mask_T].abs().max()
     return {"greedy": greedy, "gap": float(gap)}
 
@@ -151,7 +154,7 @@ def run(cases: Sequence[dict[str, Any]], folder: Path, clients: Iterator[Client 
         config = RunConfig.model_validate({"engine": {"parallel": parallel}, "rollout": {"server": server}})
         engine = Engine(config, folder / case["model"] / "trained")
         client = next(clients)
-        publish(engine, client, case)
+        update_weights(engine, client, case)
         report[case["name"]] = look(engine, client)
         parallel_state.destroy_model_parallel()  # the next engine splits the same ranks again
     engine.close()

@@ -1,6 +1,6 @@
 """One rank of a run whose servers are driven as on the trainer's GPUs, where there are none: colocated OVERRIDE…
 
-The trainer's storages really leave and come back. vLLM's server goes through sleep and waking, which move no memory on a CPU.
+The trainer's storages are really offloaded and onloaded. vLLM's server sleeps and wakes, which moves no memory on a CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.rollout.server import Server
 from tepo_megatron.torchrun import run_rank
 from tepo_megatron.train import inputs
-from tepo_megatron.train.training import train
+from tepo_megatron.train.training import train_model
 
 RUN = Path(__file__).parents[3] / "examples" / "tiny" / "run.yaml"
 command = Server._command
@@ -31,4 +31,4 @@ def allow(*_: Any) -> None:
 if __name__ == "__main__":
     inputs.check_placement = allow
     Server._command = without_sleep_mode  # type: ignore[method-assign]
-    sys.exit(run_rank(load_run(RUN, sys.argv[1:]), train))
+    sys.exit(run_rank(load_run(RUN, sys.argv[1:]), train_model))

@@ -34,15 +34,17 @@ def main() -> None:
     else:
         engine.export(out / "initial")
     is_root = engine.ranks.rank == 0
-    report: dict[str, Any] = {"updates": [], "digest": engine.version(start).digest}
+    report: dict[str, Any] = {"updates": [], "digest": engine.weights_version(start).digest}
     report["prompt_logprobs"] = engine.prompt_logprobs(case["prompt"])
     for step in range(start, case["steps"]):
         rollouts = read_rollouts(Path(case["rollouts"]), step) if is_root else None
-        batch = engine.score(engine.share(rollouts))
+        batch = engine.batch_from_root(rollouts)
         if step == 0:
-            report["old_logprobs"] = batch.old_logprobs_T.tolist()
-            report["old_entropy"] = batch.old_entropy_T.tolist()
-        for part in minibatches(batch, config.train.minibatches, seed=config.seed, step=step):
+            whole = engine.score(batch)
+            report["old_logprobs"] = whole.old_logprobs_T.tolist()
+            report["old_entropy"] = whole.old_entropy_T.tolist()
+        parts = minibatches(batch, config.train.minibatches, seed=config.seed, step=step)
+        for part in [engine.score(part) for part in parts]:
             result = engine.update(part)
             report["updates"].append(
                 {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **result.extrema}

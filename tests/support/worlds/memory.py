@@ -48,7 +48,7 @@ def main() -> None:
     gc.collect()
     before = resident("VmRSS")
     engine = Engine(config, Path(config.model.path))
-    batch = engine.score(engine.share(given))
+    batch = engine.score(engine.batch_from_root(given))
     engine.update(batch)
     Path("/proc/self/clear_refs").write_text("5")
     engine.update(batch)

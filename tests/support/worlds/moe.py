@@ -25,11 +25,12 @@ class MeanSurprise:
     """Minus the mean log-probability of the labels: a loss that any other library can compute."""
 
     needs_reference = False
+    needs_entropy_slope = False
 
     def advantages(self, batch: Batch) -> Tensor:
         return torch.zeros(batch.num_sequences)
 
-    def prepare(self, batch: Batch) -> Tensor:
+    def prepare(self, batch: Batch, *, entropy_noise: float) -> Tensor:
         return batch.loss_mask_T.sum()
 
     def __call__(self, scores: TokenScores, batch: Batch, context: Tensor) -> ObjectiveOutput:
@@ -45,7 +46,7 @@ def one_model(config: RunConfig, rollouts: Path, out: Path, resume: str | None) 
     built = {name: tuple(param.shape) for name, param in engine.params.items()}
     assert built == dict(engine.layouts[engine.ranks.rank].params)
     engine.export(out / "initial")
-    batch = engine.score(engine.share(read_rollouts(rollouts, 0) if is_root else None))
+    batch = engine.score(engine.batch_from_root(read_rollouts(rollouts, 0) if is_root else None))
     assert batch.old_logprobs_T is not None
     report: dict[str, Any] = {"logprobs": batch.old_logprobs_T.tolist(), "updates": []}
     for step in (1, 2):

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from vllm import LLM, SamplingParams
 from vllm.v1.executor import multiproc_executor
 
 from tepo_megatron.bridge.transfer.transport import BACKEND
+from tepo_megatron.rollout.client import GENERATE
 from tepo_megatron.rollout.resources import bind_cores
 
 HOST = "127.0.0.1"
@@ -53,7 +55,7 @@ def build(model: str, tp: int) -> LLM:
 def routes(llm: LLM) -> dict[str, Route]:
     """What the engine does for each path; nothing runs between requests, so there is nothing to pause."""
     return {
-        "/v1/completions": lambda body: complete(llm, body),
+        GENERATE: lambda body: generate(llm, body),
         "/pause": lambda _: None,
         "/resume": lambda _: None,
         "/reset_prefix_cache": lambda _: {"success": llm.reset_prefix_cache()},
@@ -64,20 +66,20 @@ def routes(llm: LLM) -> dict[str, Route]:
     }
 
 
-def complete(llm: LLM, body: dict[str, Any]) -> dict[str, Any]:
+def generate(llm: LLM, body: dict[str, Any]) -> dict[str, Any]:
     """As vLLM's server answers when it is asked for token ids and their log-probs."""
-    names = ("n", "temperature", "max_tokens", "seed", "stop_token_ids", "logprobs")
-    params = SamplingParams(**{name: body[name] for name in names}, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in body["prompt"]], params, use_tqdm=False)
-    return {"choices": [choice(sample) for output in outputs for sample in output.outputs]}
+    params = SamplingParams(**body["sampling_params"], detokenize=False)
+    (output,) = llm.generate([{"prompt_token_ids": body["token_ids"]}], params, use_tqdm=False)
+    return {"choices": [choice(sample) for sample in output.outputs]}
 
 
 def choice(sample: Any) -> dict[str, Any]:
     logprobs = [of_token[token].logprob for token, of_token in zip(sample.token_ids, sample.logprobs, strict=True)]
     return {
         "token_ids": list(sample.token_ids),
-        "logprobs": {"token_logprobs": logprobs},
+        "logprobs": {"content": [{"logprob": logprob} for logprob in logprobs]},
         "finish_reason": sample.finish_reason,
+        "weight_versions": [asdict(span) for span in sample.weight_versions],
     }
 
 

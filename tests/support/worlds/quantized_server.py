@@ -18,6 +18,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.rollout.canary import Canary, canary_prompt, tolerance
 from tepo_megatron.rollout.fleet import Fleet
+from tepo_megatron.train.weights import make_shard_sender
 
 SERVER = {"quantization": "fp8_per_channel", "dtype": "bfloat16", "max_model_len": 64, "max_num_seqs": 8}
 
@@ -33,6 +34,7 @@ def main() -> None:
         from tepo_megatron.engine.engine import Engine
 
         engine = Engine(config, model_dir)
+        sender = make_shard_sender(config, engine)
         torch.manual_seed(0)
         first = {name: param.detach().clone() for name, param in engine.params.items()}
         other = {name: values * (1 + 0.05 * torch.randn(values.shape)) for name, values in first.items()}
@@ -49,13 +51,13 @@ def main() -> None:
         become(other)
         manifest = [(meta.name, meta.shape, meta.dtype) for meta in engine.manifest]
         tensors = (tensor for _, tensor in engine.stream_weights() if tensor is not None)
-        fleet.update_weights(engine.version(1), manifest, tensors)
+        fleet.update_weights_from_tensors(engine.weights_version(1), manifest, tensors)
         report["other_by_tensors"] = answer()
         become(first)
-        fleet.update_shards(engine.version(2), engine.sender)
+        fleet.update_weights_from_shards(engine.weights_version(2), sender)
         report["first_by_shards"] = answer()
         become(other)
-        fleet.update_shards(engine.version(3), engine.sender)
+        fleet.update_weights_from_shards(engine.weights_version(3), sender)
         report["other_by_shards"], trainer = answer(), engine.prompt_logprobs(prompt)
         gap = Canary(tolerance(config)).check(3, prompt, trainer, {fleet._servers[0].url: report["other_by_shards"]})
     (out / "report.json").write_text(json.dumps({**report, "gap": gap}))

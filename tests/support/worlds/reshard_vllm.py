@@ -20,24 +20,26 @@ from typing import Any
 
 import torch
 
+from tepo_megatron.bridge.transfer.sender import ShardSender
 from tepo_megatron.config import RunConfig
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
+from tepo_megatron.train.weights import make_shard_sender
 from tepo_megatron.types import Rollout, WeightsVersion
 from tests.support.random_models import EOS, LENGTH, PROMPTS
 
 
-def publish(engine: Any, fleet: Fleet | None, version: int) -> bool:
+def update_weights(engine: Any, fleet: Fleet | None, sender: ShardSender, version: int) -> bool:
     """One sync, as the loop does it; whether a server died."""
     died = False
     if fleet is None:
-        engine.sender.follow()
+        sender.update_as_non_root()
     else:
         try:
-            fleet.update_shards(WeightsVersion(version), engine.sender)
+            fleet.update_weights_from_shards(WeightsVersion(version), sender)
         except ServerDied:
             fleet.revive()
             died = True
-    return bool(engine.told(died))
+    return bool(engine.broadcast_from_root(died))
 
 
 def look(engine: Any, fleet: Fleet | None) -> dict[str, Any]:
@@ -52,27 +54,28 @@ def look(engine: Any, fleet: Fleet | None) -> dict[str, Any]:
         ]
         for client in fleet._clients:
             arguments = {"n": 1, "temperature": 0.0, "max_new_tokens": LENGTH, "seed": None, "stop_token_ids": [EOS]}
-            groups = client.generate(PROMPTS, **arguments, version=WeightsVersion(0))
+            assert fleet.weights_version is not None
+            groups = [client.generate(prompt, **arguments, version=fleet.weights_version) for prompt in PROMPTS]
             greedy.append([list(group[0].response_ids) for group in groups])
-    batch = engine.score(engine.share(rollouts))
+    batch = engine.score(engine.batch_from_root(rollouts))
     gap = (batch.old_logprobs_T - batch.sampler_logprobs_T)[batch.loss_mask_T].abs().max()
     version = fleet.weights_version.step if fleet is not None and fleet.weights_version is not None else None
     return {"greedy": greedy, "gap": float(gap), "version": version}
 
 
-def kill_when_sending(engine: Any, fleet: Fleet | None) -> None:
+def kill_when_sending(sender: Any, fleet: Fleet | None) -> None:
     """The next time rank 0 is about to send, when the others already do, the last server dies."""
     if fleet is None:
         return
-    send, process = engine.sender.send, fleet._servers[-1]._process
+    send_shards, process = sender.send_shards, fleet._servers[-1]._process
 
     def send_late(cancelled: Callable[[], bool]) -> None:
-        engine.sender.send = send
+        sender.send_shards = send_shards
         time.sleep(0.5)
         os.killpg(process.pid, signal.SIGKILL)
-        send(cancelled)
+        send_shards(cancelled)
 
-    engine.sender.send = send_late
+    sender.send_shards = send_late
 
 
 def main() -> None:
@@ -90,14 +93,15 @@ def main() -> None:
 
     try:
         engine = Engine(config, trained)
-        assert not publish(engine, fleet, 1)
+        sender = make_shard_sender(config, engine)
+        assert not update_weights(engine, fleet, sender, 1)
         report = {"first": look(engine, fleet)}
         if kill:
-            kill_when_sending(engine, fleet)
+            kill_when_sending(sender, fleet)
             began = time.monotonic()
-            report["died"] = publish(engine, fleet, 2)
+            report["died"] = update_weights(engine, fleet, sender, 2)
             report["noticed_s"] = time.monotonic() - began
-            assert not publish(engine, fleet, 2)
+            assert not update_weights(engine, fleet, sender, 2)
             report["again"] = look(engine, fleet)
     finally:
         if fleet is not None:

@@ -20,6 +20,7 @@ from tepo_megatron.data.problems import load_problems
 from tepo_megatron.data.tokenizer import load_tokenizer
 from tepo_megatron.rollout.canary import Canary, canary_prompt, tolerance
 from tepo_megatron.rollout.fleet import Fleet
+from tepo_megatron.train.weights import make_shard_sender
 from tepo_megatron.types import Rollout
 
 TEMPERATURE = 0.8
@@ -81,6 +82,7 @@ def main() -> None:
     from tepo_megatron.engine.engine import Engine
 
     engine = Engine(config, model_dir)
+    sender = make_shard_sender(config, engine)
     tokenizer = load_tokenizer(model_dir)
     prompts = [tuple(tokenizer.prompt_ids(problem.prompt)) for problem in load_problems("builtin:addition-heldout")[:8]]
     fleet = None
@@ -98,15 +100,15 @@ def main() -> None:
     try:
         canary = Canary(tolerance(config))
         for sync in range(3):
-            version = engine.version(sync)
+            version = engine.weights_version(sync)
             if fleet is not None:
-                fleet.update_shards(version, engine.sender)
+                fleet.update_weights_from_shards(version, sender)
             else:
-                engine.sender.follow()
+                sender.update_as_non_root()
             canary_gap = ask(canary, engine, fleet, sync)
             engine.export(out / f"model-{sync}")
             rollouts = sample(fleet, prompts, seed=sync) if fleet is not None else None
-            batch = engine.score(engine.share(rollouts))
+            batch = engine.score(engine.batch_from_root(rollouts))
             assert batch.old_logprobs_T is not None
             gap = (batch.old_logprobs_T - batch.sampler_logprobs_T)[batch.loss_mask_T]
             if fleet is not None:

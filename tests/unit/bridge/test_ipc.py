@@ -33,15 +33,15 @@ CPU = torch.device("cpu")
 
 
 class Memory:
-    """Handles are numbers of storages of this process. ``corrupt``: the first settled copy loses a bit."""
+    """Handles are numbers of storages of this process. ``corrupt``: the first synchronized copy loses a bit."""
 
-    def __init__(self, place: dict[str, str] | None = None) -> None:
+    def __init__(self, location: dict[str, str] | None = None) -> None:
         self.storages: dict[int, torch.UntypedStorage] = {}
         self.numbers = itertools.count()
-        self.where = place or {"host": "h", "gpu": "g"}
+        self.where = location or {"host": "h", "gpu": "g"}
         self.corrupt = False
 
-    def place(self, device: torch.device) -> dict[str, str]:
+    def location(self, device: torch.device) -> dict[str, str]:
         return self.where
 
     def export(self, slots: Tensor) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Memory:
     def open(self, handle: dict[str, Any], device: torch.device) -> torch.UntypedStorage:
         return self.storages[handle["number"]]
 
-    def settle(self, device: torch.device) -> None:
+    def synchronize(self, device: torch.device) -> None:
         if self.corrupt:
             self.corrupt = False
             torch.empty(0, dtype=torch.uint8).set_(next(iter(self.storages.values())))[5] ^= 1
@@ -76,8 +76,8 @@ class Store:
             return self.values[key]
 
 
-def entering(box: Any) -> Callable[[], GlooGroup]:
-    """In place of entering gloo's group."""
+def joining(box: Any) -> Callable[[], GlooGroup]:
+    """Stands in for joining gloo's group."""
     return lambda: box
 
 
@@ -88,13 +88,13 @@ def members(plan: ReshardPlan, boxes: list[Mailbox], memory: Memory, *, limit: i
     for rank in range(plan.num_sources):
         outgoing = queues(source_ends(plan, rank), itemsize=8, limit=limit)
         near = [plan.num_sources + to for to, source in plan.local.items() if source == rank]
-        gives = {peer: largest_bytes(outgoing[peer], 8) for peer in near if peer in outgoing}
-        made.append(join_ipc(entering(boxes[rank]), store, rank, CPU, gives=gives, takes=(), handles=memory))
+        receivers = {peer: largest_bytes(outgoing[peer], 8) for peer in near if peer in outgoing}
+        made.append(join_ipc(joining(boxes[rank]), store, rank, CPU, receivers=receivers, senders=(), handles=memory))
     for destination in range(plan.num_destinations):
         near = [source for to, source in plan.local.items() if to == destination]
-        takes = [source for source in near if any(move.source == source for move in plan.receives(destination))]
+        senders = [source for source in near if any(move.source == source for move in plan.receives(destination))]
         rank = plan.num_sources + destination
-        made.append(join_ipc(entering(boxes[rank]), store, rank, CPU, gives={}, takes=takes, handles=memory))
+        made.append(join_ipc(joining(boxes[rank]), store, rank, CPU, receivers={}, senders=senders, handles=memory))
     assert all(json.loads(value) for value in store.values.values())
     return made
 
@@ -112,15 +112,15 @@ def test_what_is_local_goes_through_slots_and_all_of_it_arrives(case: Case, limi
         assert all(torch.equal(wanted[name], got[name]) for name in wanted)
     local = {(source, plan.num_sources + to) for to, source in plan.local.items()}
     if all((move.source, plan.num_sources + move.destination) in local for move in plan.moves):
-        assert max(box.largest for box in boxes) <= 1  # only words crossed
+        assert max(box.largest for box in boxes) <= 1  # only signals crossed
 
 
 def one_pair() -> tuple[IpcGroup, IpcGroup, Memory]:
     memory = Memory()
-    first, second = map(entering, mailboxes(2))
+    first, second = map(joining, mailboxes(2))
     store: Any = Store()
-    sender = join_ipc(first, store, 0, CPU, gives={1: 32}, takes=(), handles=memory)
-    return sender, join_ipc(second, store, 1, CPU, gives={}, takes=(0,), handles=memory), memory
+    sender = join_ipc(first, store, 0, CPU, receivers={1: 32}, senders=(), handles=memory)
+    return sender, join_ipc(second, store, 1, CPU, receivers={}, senders=(0,), handles=memory), memory
 
 
 def test_a_slot_is_used_again_only_when_its_message_was_taken() -> None:
@@ -128,18 +128,18 @@ def test_a_slot_is_used_again_only_when_its_message_was_taken() -> None:
     with ThreadPoolExecutor(1) as pool:
         for number in (0, 1):
             sender.send(torch.full((4,), number), 1, number)
-        done = pool.submit(sender.finish, 1, 0)
+        done = pool.submit(sender.wait, 1, 0)
         landing = torch.zeros(4, dtype=torch.int64)
         receiver.receive(landing, 0, 0)
         with pytest.raises(TimeoutError):
             done.result(0.2)  # it has come, but nobody has taken it out
-        receiver.finish(0, 0)
+        receiver.wait(0, 0)
         done.result(20)
         assert landing.tolist() == [0] * 4
         sender.send(torch.full((4,), 2), 1, 2)  # into the slot of message 0
         for number in (1, 2):
             receiver.receive(landing, 0, number)
-            receiver.finish(0, number)
+            receiver.wait(0, number)
             assert landing.tolist() == [number] * 4
 
 
@@ -163,11 +163,11 @@ def test_another_host_or_gpu_is_refused(what: str) -> None:
 
     store: Any = Store()
     boxes = mailboxes(1)
-    join_ipc(entering(boxes[0]), store, 0, CPU, gives={1: 8}, takes=(), handles=Memory())
+    join_ipc(joining(boxes[0]), store, 0, CPU, receivers={1: 8}, senders=(), handles=Memory())
     box = Box(1, boxes[0].letters)
     elsewhere = Memory({"host": "h", "gpu": "g"} | {what: "elsewhere"})
     with pytest.raises(RuntimeError, match=rf"rank 0 .* is on {what} [hg], rank 1 on {what} elsewhere; CUDA IPC needs"):
-        join_ipc(entering(box), store, 1, CPU, gives={}, takes=(0,), handles=elsewhere)
+        join_ipc(joining(box), store, 1, CPU, receivers={}, senders=(0,), handles=elsewhere)
     assert box.closed
 
 
@@ -183,13 +183,13 @@ def test_a_receiver_does_not_wait_for_slots_of_a_sender_that_fails() -> None:
 
     def receive() -> IpcGroup:
         mine = transport.connect(host, port, 60.0)
-        return join_ipc(lambda: GlooGroup(mine, host, 1, 2, 60.0), mine, 1, CPU, gives={}, takes=(0,), handles=memory)
+        return join_ipc(lambda: GlooGroup(mine, host, 1, 2, 60.0), mine, 1, CPU, receivers={}, senders=(0,), handles=memory)
 
     with ThreadPoolExecutor(1) as pool:
         receiving = pool.submit(receive)
         with pytest.raises(RuntimeError, match="out of memory"):
-            join_ipc(lambda: GlooGroup(store, host, 0, 2, 60.0), store, 0, CPU, gives={1: 8}, takes=(), handles=Full())
-        with pytest.raises(RuntimeError, match="gave up before all had come"):
+            join_ipc(lambda: GlooGroup(store, host, 0, 2, 60.0), store, 0, CPU, receivers={1: 8}, senders=(), handles=Full())
+        with pytest.raises(RuntimeError, match="left before all had joined"):
             receiving.result(20)
 
 

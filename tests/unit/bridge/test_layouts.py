@@ -23,7 +23,7 @@ from tepo_megatron.bridge.layouts import (
     tensor_shapes,
     vllm_ranks,
 )
-from tepo_megatron.bridge.transfer.gather import sources
+from tepo_megatron.bridge.transfer.gather import gather_sources
 
 BASE = ModelSpec(
     architecture="LlamaForCausalLM",
@@ -63,7 +63,7 @@ def layouts(draw: st.DrawFn) -> tuple[ModelSpec, int, int]:
 def test_chosen_sources_cover_each_element_once(case: tuple[ModelSpec, int, int]) -> None:
     spec, tp, pp = case
     ranks = [megatron_layout(spec, MegatronParallel(tp=tp, pp=pp), rank) for rank in range(tp * pp)]
-    plan = sources(ranks)
+    plan = gather_sources(ranks)
     for name, shape in tensor_shapes(spec).items():
         writes = np.zeros(shape, dtype=int)
         for _, shard in plan[name]:
@@ -101,7 +101,7 @@ def test_query_key_value_interleave_per_group() -> None:
 def test_a_tensor_that_no_rank_holds_is_named() -> None:
     half = megatron_layout(BASE, MegatronParallel(tp=2), 0)
     with pytest.raises(ValueError, match=r"hold \d+ of \d+ elements of model.embed_tokens.weight"):
-        sources([half])
+        gather_sources([half])
 
 
 @pytest.mark.parametrize(

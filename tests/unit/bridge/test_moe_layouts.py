@@ -21,7 +21,7 @@ from tepo_megatron.bridge.layouts import (
     tensor_shapes,
     vllm_ranks,
 )
-from tepo_megatron.bridge.transfer.gather import sources, written_by
+from tepo_megatron.bridge.transfer.gather import gather_sources, shards_to_write
 from tests.support.reshard_models import MOE, Case, cases, small_spec
 
 SIZES: dict[str, Any] = {
@@ -70,7 +70,7 @@ def test_ranks_stand_where_megatron_puts_them(parallel: MegatronParallel) -> Non
         coordinate(sparse, axis) for axis in ("tp", "ep", "dp")
     ]
     for rank in range(parallel.world_size):
-        assert tuple(parallel.place(rank)) == tuple(axis[rank] for axis in expected)
+        assert tuple(parallel.coordinates(rank)) == tuple(axis[rank] for axis in expected)
 
 
 @given(cases(moe=True))
@@ -81,15 +81,15 @@ def test_a_rank_holds_its_share_of_the_experts(case: Case) -> None:
     each = experts.count // parallel.ep
     layouts = megatron_ranks(case.spec, parallel)
     for rank, layout in enumerate(layouts):
-        place = parallel.place(rank)
+        at = parallel.coordinates(rank)
         numbers = {
             int(shard.tensor.split(".experts.")[1].split(".")[0]) for shard in layout.shards if ".experts." in shard.tensor
         }
-        assert numbers == set(range(place.ep_rank * each, (place.ep_rank + 1) * each))
+        assert numbers == set(range(at.ep_rank * each, (at.ep_rank + 1) * each))
         local = {param.rsplit("decoder.layers.", 1)[1] for param in layout.params if ".experts." in param}
         assert len({name.split(".", 1)[1] for name in local}) == 2 * each
-    plan = sources(layouts)
-    written = [shard for rank in range(len(layouts)) for shard in written_by(plan, rank)]
+    plan = gather_sources(layouts)
+    written = [shard for rank in range(len(layouts)) for shard in shards_to_write(plan, rank)]
     assert len({(shard.tensor, shard.box) for shard in written}) == len(written)
 
 

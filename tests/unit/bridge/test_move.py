@@ -14,7 +14,7 @@ from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel
 from tepo_megatron.bridge.reshard.plan import reshard_plan
 from tepo_megatron.bridge.transfer import messages
 from tepo_megatron.bridge.transfer.messages import End, message_bytes, queues, wire_dtype
-from tepo_megatron.bridge.transfer.verification import RUN_BYTES, Tally, digest
+from tepo_megatron.bridge.transfer.verification import BLOCK_BYTES, TensorDigests, digest
 from tests.support.reshard_models import Case, cases, small_spec
 from tests.support.thread_transport import Mailbox
 from tests.support.transfers import blank, carry_out, mailboxes, setting
@@ -50,9 +50,9 @@ def test_the_smaller_dtype_travels(source: torch.dtype, destination: torch.dtype
     boxes = mailboxes(plan.num_sources + plan.num_destinations)
     carry_out(plan, sources, found, limit=4096, boxes=boxes)
     for rank, got in enumerate(found):
-        for piece in plan.receives(rank):
-            given = piece.source_region.view(sources[piece.source][piece.source_param])
-            assert torch.equal(piece.destination_region.view(got[piece.destination_param]), given.to(destination))
+        for moved in plan.receives(rank):
+            given = moved.source_region.view(sources[moved.source][moved.source_param])
+            assert torch.equal(moved.destination_region.view(got[moved.destination_param]), given.to(destination))
 
 
 class Damaging(Mailbox):
@@ -60,9 +60,9 @@ class Damaging(Mailbox):
 
     at, seen = 0, 0
 
-    def finish(self, peer: int, number: int) -> None:
+    def wait(self, peer: int, number: int) -> None:
         landing = self.landing.get((peer, number))
-        super().finish(peer, number)
+        super().wait(peer, number)
         if landing is not None and landing.dtype == torch.float32:
             raw = landing.view(torch.uint8)
             if self.seen <= self.at < self.seen + raw.numel():
@@ -79,7 +79,7 @@ def test_one_flipped_bit_is_noticed_and_its_tensor_ranks_and_digests_are_named(
     sources = [{name: tensor.float() for name, tensor in params.items()} for params in sources]
     boxes = mailboxes(plan.num_sources + plan.num_destinations)
     victim = data.draw(st.integers(0, plan.num_destinations - 1), label="destination rank")
-    size = sum(piece.numel * 4 for piece in plan.receives(victim))
+    size = sum(moved.numel * 4 for moved in plan.receives(victim))
     old = boxes[plan.num_sources + victim]
     bad = boxes[plan.num_sources + victim] = Damaging(old.rank, old.letters)
     bad.at = data.draw(st.integers(0, size - 1), label="byte")
@@ -91,7 +91,7 @@ def test_one_flipped_bit_is_noticed_and_its_tensor_ranks_and_digests_are_named(
     assert named[2] != named[3]
     wrong = [name for name, wanted in expected[victim].items() if not torch.equal(wanted.float(), found[victim][name])]
     assert wrong == [named[1]]
-    assert any(piece.source == int(named[4]) for piece in plan.receives(victim) if piece.destination_param == named[1])
+    assert any(moved.source == int(named[4]) for moved in plan.receives(victim) if moved.destination_param == named[1])
 
 
 ends = st.builds(
@@ -107,15 +107,15 @@ def test_messages_are_bounded_and_cover_every_element_once(given_ends: list[End]
     found = queues(given_ends, itemsize=2, limit=limit)
     for peer in {end.peer for end in given_ends}:
         for message in found[peer]:
-            rows = {row for piece in message for row in [piece.numel // (piece.rows[1] - piece.rows[0])]}
-            assert sum(piece.numel for piece in message) * 2 <= limit or (len(message) == 1 and rows)
-            if sum(piece.numel for piece in message) * 2 > limit:
+            rows = {row for segment in message for row in [segment.numel // (segment.rows[1] - segment.rows[0])]}
+            assert sum(segment.numel for segment in message) * 2 <= limit or (len(message) == 1 and rows)
+            if sum(segment.numel for segment in message) * 2 > limit:
                 assert message[0].rows[1] - message[0].rows[0] == 1
     for number, end in enumerate(given_ends):
         rows = (end.region.count - 1) * end.region.step + end.region.box.stop[0]
         param = torch.zeros(rows, *end.region.box.stop[1:])
-        for piece in (piece for message in found[end.peer] for piece in message if piece.end is given_ends[number]):
-            piece.view(param).add_(1)
+        for segment in (segment for message in found[end.peer] for segment in message if segment.end is given_ends[number]):
+            segment.view(param).add_(1)
         assert param.sum() == end.region.numel
         assert param.max() == 1
 
@@ -131,7 +131,8 @@ def test_all_peers_together_stay_within_the_staging_memory() -> None:
 
 
 @given(
-    size=st.one_of(st.integers(1, 100), st.integers(RUN_BYTES - 9, RUN_BYTES + 9), st.just(3 * RUN_BYTES + 5)), data=st.data()
+    size=st.one_of(st.integers(1, 100), st.integers(BLOCK_BYTES - 9, BLOCK_BYTES + 9), st.just(3 * BLOCK_BYTES + 5)),
+    data=st.data(),
 )
 def test_a_digest_depends_on_every_bit_and_on_the_size(size: int, data: st.DataObject) -> None:
     raw = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
@@ -145,13 +146,13 @@ def test_a_digest_depends_on_every_bit_and_on_the_size(size: int, data: st.DataO
     assert digest(torch.cat([raw, raw.new_zeros(1)])) != before
 
 
-def test_a_digest_depends_on_the_order_of_runs() -> None:
-    raw = torch.randint(-(2**62), 2**62, (4, RUN_BYTES // 8), generator=torch.Generator().manual_seed(0))
+def test_a_digest_depends_on_the_order_of_blocks() -> None:
+    raw = torch.randint(-(2**62), 2**62, (4, BLOCK_BYTES // 8), generator=torch.Generator().manual_seed(0))
     assert digest(raw[[1, 0, 2, 3]]) != digest(raw)
 
 
-def test_a_tally_depends_on_which_piece_came_first() -> None:
-    first, second = Tally(["a"]), Tally(["a"])
+def test_the_digests_of_a_tensor_depend_on_which_segment_came_first() -> None:
+    first, second = TensorDigests(["a"]), TensorDigests(["a"])
     for one, other in ((3, 5), (5, 3)):
         first.add("a", torch.tensor(one))
         second.add("a", torch.tensor(other))

@@ -27,40 +27,40 @@ from tests.support.transfers import blank, carry_out, setting
 CPU = torch.device("cpu")
 
 
-class Rollcall:
-    """In place of the store: whether somebody has left."""
+class FakeRendezvous:
+    """Stands in for the store, and knows whether somebody has left."""
 
     def __init__(self) -> None:
         self.left = threading.Event()
 
-    def broken(self) -> bool:
+    def member_left(self) -> bool:
         return self.left.is_set()
 
-    def leave(self) -> None:
+    def announce_departure(self) -> None:
         self.left.set()
 
 
 def groups(world: int, fabric: Fabric, *, timeout_s: float = 60.0, kind: type[NcclGroup] = NcclGroup) -> list[NcclGroup]:
-    meeting = Rollcall()
+    rendezvous = FakeRendezvous()
     made = [FakeProcessGroup(fabric, rank) for rank in range(world)]
-    return [kind(group, group.abort, meeting, CPU, timeout_s) for group in made]  # type: ignore[arg-type]
+    return [kind(group, group.abort, rendezvous, CPU, timeout_s) for group in made]  # type: ignore[arg-type]
 
 
 class Leaving(NcclGroup):
     """Leaves when something fails, as a worker and a trainer rank do."""
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def round(self) -> Iterator[None]:
         try:
-            with super().together():
+            with super().round():
                 yield
         except RuntimeError:
             self.close()
             raise
 
-    def finish(self, peer: int, number: int) -> None:
+    def wait(self, peer: int, number: int) -> None:
         try:
-            super().finish(peer, number)
+            super().wait(peer, number)
         except RuntimeError:
             self.close()
             raise
@@ -122,7 +122,7 @@ def test_the_stand_in_blocks_a_first_group_call_until_the_peer_makes_its_own() -
 def test_a_dead_worker_ends_the_sending_of_all_ranks(
     cause: str, lives: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "LOOK_ROUND_S", 0.01)
+    monkeypatch.setattr(nccl, "FAILURE_POLL_S", 0.01)
     plan, sources, expected = setting(Case(small_spec(), MegatronParallel(2, 1), VllmParallel(2), {}))
     boxes = groups(
         4, Fabric(lives={3: lives}, connected=lives > 0), timeout_s=1.0 if cause == "time-out" else 60.0, kind=Leaving
@@ -144,35 +144,35 @@ def test_a_failure_within_a_round_closes_the_group_call() -> None:
     group = groups(2, Fabric(connected=True))[0]
 
     def fail() -> None:
-        with group.together():
+        with group.round():
             group.send(torch.zeros(1), 1, 0)
             raise ValueError("unpacked")
 
     with pytest.raises(ValueError, match="unpacked"):
         fail()
     assert group._group.call is None
-    with pytest.raises(AssertionError, match="within together"):
+    with pytest.raises(AssertionError, match="within round"):
         group.send(torch.zeros(1), 1, 1)
 
 
 def test_only_the_group_itself_is_made_with_errors_left_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-    with nccl._errors_are_ours():
+    with nccl._without_async_error_handling():
         assert nccl.os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in nccl.os.environ
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    with pytest.raises(OSError, match="no GPU"), nccl._errors_are_ours():
+    with pytest.raises(OSError, match="no GPU"), nccl._without_async_error_handling():
         raise OSError("no GPU")
     assert nccl.os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
 
 
-def test_connecting_is_given_up_when_a_member_leaves_or_is_late() -> None:
-    never, meeting = threading.Event(), Rollcall()
+def test_connecting_ends_when_a_member_leaves_or_is_late() -> None:
+    never, rendezvous = threading.Event(), FakeRendezvous()
     with pytest.raises(RuntimeError, match=r"within 0.1 s"):
-        nccl._within(0.1, lambda: never.wait(60) and None, meeting)  # type: ignore[arg-type]
+        nccl._run_with_timeout(0.1, lambda: never.wait(60) and None, rendezvous)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="refused"):
-        nccl._within(60, lambda: (_ for _ in ()).throw(OSError("refused")), meeting)  # type: ignore[arg-type]
-    meeting.leave()
+        nccl._run_with_timeout(60, lambda: (_ for _ in ()).throw(OSError("refused")), rendezvous)  # type: ignore[arg-type]
+    rendezvous.announce_departure()
     with pytest.raises(RuntimeError, match="a member left while NCCL connected"):
-        nccl._within(60, lambda: never.wait(60) and None, meeting)  # type: ignore[arg-type]
+        nccl._run_with_timeout(60, lambda: never.wait(60) and None, rendezvous)  # type: ignore[arg-type]
     never.set()

@@ -129,13 +129,14 @@ def test_a_section_of_another_kind_replaces_the_one_below(tmp_path: Path) -> Non
         ("lr=3", "lr: unknown key (got 3); did you mean optimizer.lr?"),
         ("train.zzz=3", "train.zzz: unknown key (got 3); known keys here: steps, minibatches"),
         ("engine.parallel.sequence_parallel=true", "engine.parallel: sequence_parallel = true needs tp > 1"),
+        ("optimizer.min_lr=1", "optimizer: min_lr = 1 is more than lr = 1e-06; lower min_lr, or raise lr"),
         ("train.minibatches=1000", "512 rollouts a step cannot fill train.minibatches = 1000"),
         ("objective.ratio.kind=tokn", 'objective.ratio.kind: got "tokn"; allowed: "sequence", "sequence_token", "token"'),
         (
             "objective.trust_region.lo=1",
             "objective.trust_region.lo: unknown key (got 1); did you mean objective.trust_region.low?",
         ),
-        ("objective.entropy.kind=fixed", "objective.entropy.coefficient: missing; allowed: a number ≥ 0"),
+        ("objective.entropy.kind=fixed", "objective.entropy.coefficient: missing; allowed: a number > 0"),
         ("objective.kl.against=new", 'objective.kl.against: got "new"; allowed: "old", "reference"'),
         ("steps", 'override "steps": write path=value, such as train.steps=10'),
         ("--train.steps=1", 'override "--train.steps=1": write path=value'),
@@ -162,6 +163,13 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
         ConfigError, match=r"run\.yaml: 2 problems in the configuration\n  train\.steps: got 0.*\n  train\.bogus"
     ):
         load_run(path)
+
+
+def test_a_tolerance_by_the_measured_noise_needs_the_measurement() -> None:
+    with pytest.raises(ConfigError, match=r"kl_mask\.tolerance = auto takes .* engine\.noise_every = 0 measures none"):
+        load_run(None, ["engine.noise_every=0"])
+    for override in ("objective.kl_mask.tolerance=1e-3", "objective.kl_mask.falling=covariance", "objective.preset=grpo"):
+        assert load_run(None, ["engine.noise_every=0", override]).engine.noise_every == 0
 
 
 @pytest.mark.parametrize(

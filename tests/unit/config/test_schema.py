@@ -1,9 +1,10 @@
-"""The schema tells of every field."""
+"""The schema has every field, with what it takes and what it means."""
 
+import pytest
 from pydantic import BaseModel
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.schema import json_schema, locate, schema_rows
+from tepo_megatron.config.schema import SchemaRow, json_schema, locate, schema_rows
 
 
 def leaves(model: BaseModel, prefix: str = "") -> set[str]:
@@ -22,6 +23,11 @@ def test_every_field_of_a_run_has_a_row_with_its_default() -> None:
     assert all(path.rpartition(".")[0] in rows for path in tags)
     assert (rows["optimizer.lr"].default, rows["optimizer.lr"].allowed) == ("1e-06", "a number > 0")
     assert rows["engine.parallel.tp"].description.startswith("Tensor-parallel size")
+
+
+@pytest.mark.parametrize("row", schema_rows(), ids=lambda row: f"{row.path} {row.when}".strip())
+def test_every_row_has_a_meaning(row: SchemaRow) -> None:
+    assert row.description.strip(), f"{row.path}: write what it means as a string literal below the field"
 
 
 def test_a_variant_has_its_own_rows() -> None:

@@ -49,7 +49,7 @@ def train_one_step(rank: int, world: int, model: Path, missing: str | None) -> N
         Rollout("p", 0, (3, 4), (5, 6, 7), (-1.0, -1.0, -1.0), "stop", WeightsVersion(0), reward=float(reward))
         for reward in (0, 1, 1)
     ]
-    engine.update(engine.score(engine.share(rollouts)))
+    engine.update(engine.score(engine.batch_from_root(rollouts)))
 
 
 @pytest.mark.slow

@@ -186,13 +186,15 @@ def test_an_image_without_transformer_engine_is_refused(tmp_path: Path, monkeypa
 def test_delivered_files_and_the_jobs_number_are_found_again(tmp_path: Path) -> None:
     config, shell = job(f"output={tmp_path}/out"), Shell()
     with pytest.raises(ValueError, match="no job was submitted"):
-        state.recall(config, shell)  # type: ignore[arg-type]
-    state.deliver(config, shell, {"train.sh": "true\n"}, {"git": {}})  # type: ignore[arg-type]
-    state.remember(config, shell, "42")  # type: ignore[arg-type]
-    assert state.recall(config, shell) == state.Submitted("42", 2)  # type: ignore[arg-type]
+        state.load_job(config, shell)  # type: ignore[arg-type]
+    state.upload(config, shell, {"train.sh": "true\n"}, {"git": {}})  # type: ignore[arg-type]
+    state.save_job(config, shell, "42")  # type: ignore[arg-type]
+    assert state.load_job(config, shell) == state.SubmittedJob("42", 2)  # type: ignore[arg-type]
     assert (tmp_path / "out" / "launch" / "train.sh").read_text() == "true\n"
     assert load_run(tmp_path / "out" / "launch" / "run.yaml") == load_run(tmp_path / "out" / "resolved.yaml") == config
-    assert state.log_pattern(config, state.Submitted("42", 8), "train", 19).endswith("ranks/42.*/node-2/*/attempt_*/3/std*.log")
+    assert state.log_pattern(config, state.SubmittedJob("42", 8), "train", 19).endswith(
+        "ranks/42.*/node-2/*/attempt_*/3/std*.log"
+    )
 
 
 def test_the_git_state_names_commit_and_changes(tmp_path: Path) -> None:

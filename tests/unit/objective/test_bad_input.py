@@ -69,6 +69,18 @@ def test_a_measured_mask_needs_the_old_entropy(step):
         adaptive.prepare(batch)
 
 
+def test_a_first_order_mask_needs_the_slope(step):
+    _, batch, scores = step
+    objective = build_objective(ObjectiveConfig(kl_mask={"falling": "first_order"}))
+    context = objective.prepare(batch)
+    with pytest.raises(ValueError, match=r"needs scores\.entropy_slope; score with logprob_and_entropy"):
+        objective(replace(scores, entropy_slope=None), batch, context)
+    broken = scores.entropy_slope.clone()
+    broken[1] = torch.nan
+    with pytest.raises(ValueError, match=r"scores\.entropy_slope is nan at token 1"):
+        objective(replace(scores, entropy_slope=broken), batch, context)
+
+
 def test_a_step_without_response_tokens(step):
     objective, batch, _ = step
     with pytest.raises(ValueError, match="no sequence of this optimizer step has a response token"):

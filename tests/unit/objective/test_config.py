@@ -7,6 +7,7 @@ import warnings
 import pytest
 
 from tepo_megatron.config.objective import PRESETS, ObjectiveConfig
+from tepo_megatron.config.objective_terms import KLTerm
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -42,6 +43,22 @@ def test_null_switches_off_and_a_regulariser_can_be_switched_on():
     assert (config.entropy.kind, config.mismatch.kind) == ("fixed", "truncate")
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("term", ["kl_mask", "kl", "kl_cov"])
+def test_a_reference_model_is_needed_where_a_kl_term_is_against_it(preset, term):
+    assert not ObjectiveConfig(preset=preset).needs_reference
+    assert not ObjectiveConfig(preset=preset, **{term: {"against": "old"}}).needs_reference
+    assert ObjectiveConfig(preset=preset, **{term: {"against": "reference"}}).needs_reference
+
+
+def test_a_kl_term_that_is_added_counts_without_being_listed():
+    class WithAnotherTerm(ObjectiveConfig):
+        another: KLTerm | None = None
+
+    assert not WithAnotherTerm().needs_reference
+    assert WithAnotherTerm(another={"coefficient": 0.1, "against": "reference"}).needs_reference
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -51,7 +68,18 @@ def test_null_switches_off_and_a_regulariser_can_be_switched_on():
         ({"preset": "clip_cov", "trust_region": {"cov_low": 9.0}}, "above cov_high"),
         ({"mismatch": {"kind": "mask", "low": 6.0}}, "must be below mismatch.high"),
         ({"advantage": {"overlong": {"max_tokens": 8, "buffer_tokens": 8}}}, "must be below max_tokens"),
+        ({"kl_mask": {"falling": "covariance", "tolerance": 1e-4}}, "tolerance = 0.0001 has no effect beside.*= covariance"),
+        ({"kl_mask": {"falling": "first_order", "tolerance": 0.0}}, "tolerance = 0 has no effect beside.*= first_order"),
         ({"trust_regoin": {}}, "Extra inputs"),
+        (
+            {"kl_mask": {"coefficient": 0}},
+            "a coefficient of 0 adds nothing; give a positive one, or null for the whole section",
+        ),
+        ({"kl": {"against": "reference", "coefficient": 0.0}}, "a coefficient of 0 adds nothing"),
+        ({"entropy": {"coefficient": 0}}, "a coefficient of 0 adds nothing"),
+        ({"kl_mask": {"falling": "covariance", "tolerance": 0.1}}, r"tolerance = 0\.1 does nothing .*falling = 'measured'"),
+        ({"trust_region": {"high": float("inf")}}, "finite"),
+        ({"mismatch": {"cap": float("inf")}}, "finite"),
         ({"ratio": {"kind": "tokens"}}, "'token', 'sequence', 'sequence_token'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The entropy facts of TEPO.md §5 on a small softmax policy, and the token statistic that predicts them."""
+"""What docs/tepo.md says in "Covariance and entropy", on a small softmax policy, and the token statistic that predicts it."""
 
 import torch
 from hypothesis import assume, given

@@ -87,7 +87,7 @@ def batch_of(world: World, sampler: Tensor) -> Batch:
 
 
 def expected_gradient(world: World, preset: str, mismatch: dict[str, Any] | None, sampler: Tensor) -> Tensor:
-    """Of the objective with respect to the trainer's head, over responses that ``sampler`` draws."""
+    """The objective's gradient with respect to the trainer's head, over responses that ``sampler`` draws."""
     objective = build_objective(ObjectiveConfig.model_validate({"preset": preset, "mismatch": mismatch}))
     batch = batch_of(world, sampler)
     context = objective.prepare(batch)

@@ -13,6 +13,7 @@ from tests.support.objective_batches import assert_same, make_batch, masks, pick
 VARIANTS = {
     **{name: {"preset": name} for name in PRESETS},
     "tepo, covariance mask": {"kl_mask": {"falling": "covariance", "against": "reference"}},
+    "tepo, first-order mask": {"kl_mask": {"falling": "first_order"}},
     "entropy, adaptive": {"entropy": {"kind": "adaptive", "coefficient": 0.1, "target": 0.7}, "kl": {}},
     "icepop, sequence": {"preset": "grpo", "mismatch": {"kind": "mask", "level": "sequence", "low": 0.9, "high": 1.1}},
     "truncated, product ratio": {
@@ -60,9 +61,9 @@ def test_a_padding_sequence_changes_nothing(variant, rows, tokens, seed):
     expected = summary([objective(scores, batch, context)], scores)
     for rubbish in (0.0, torch.nan, -torch.inf):
         padded = _pad(batch, tokens, rubbish)
-        logprob, entropy = (torch.cat([values, values.new_full((tokens,), rubbish)]) for values in vars(scores).values())
+        longer = TokenScores(*(torch.cat([values, values.new_full((tokens,), rubbish)]) for values in vars(scores).values()))
         for used in (context, objective.prepare(padded)):
-            assert_same(summary([objective(TokenScores(logprob, entropy), padded, used)], scores), expected)
+            assert_same(summary([objective(longer, padded, used)], scores), expected)
 
 
 def _pad(batch, tokens, rubbish):

@@ -181,13 +181,19 @@ def test_clip_cov_takes_the_gradient_of_some_candidates_and_nothing_else(rows, s
 
 @given(masks(min_sequences=2), st.integers(0, 99))
 def test_first_update_after_a_rollout(rows, seed):
-    """θ = old: the ratio is 1 and ΔH is 0, so the measured mask is empty, TEPO and its Markov form are one; covariance acts."""
+    """θ = old: the ratio is 1 and ΔH is 0, so the measured mask is empty, TEPO and its Markov form are one; the others act."""
     batch, scores = make_batch(rows, seed=seed)
-    scores = TokenScores(batch.old_logprobs_T.clone().requires_grad_(), batch.old_entropy_T.clone().requires_grad_())
+    old = (batch.old_logprobs_T.clone().requires_grad_(), batch.old_entropy_T.clone().requires_grad_())
+    scores = TokenScores(*old, scores.entropy_slope)
     tepo, markov = (whole(build_objective(ObjectiveConfig(preset=name)), batch, scores) for name in ("tepo", "tepo_markov"))
     assert tepo[2]["mask/fraction"][0] == 0
     assert tepo[2]["kl/mean"][0] == 0
     assert_same(tepo, markov)
+    first_order = build_objective(ObjectiveConfig(kl_mask={"falling": "first_order"}))
+    expected = (
+        batch.loss_mask_T & (first_order.advantages(batch)[batch.sequence_index_T] > 0) & (scores.entropy_slope < 0)
+    ).sum()
+    assert whole(first_order, batch, scores)[2]["mask/fraction"][0] == expected
     predicted = build_objective(ObjectiveConfig(kl_mask={"falling": "covariance"}))
     dense = _Dense(batch, scores, predicted.advantages(batch))
     assume(not_at_a_bound(dense, 0.0))

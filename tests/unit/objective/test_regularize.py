@@ -1,14 +1,17 @@
 """KL estimators, the KL mask, the entropy bonus."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.objective import ObjectiveConfig
-from tepo_megatron.config.objective_choices import KL
+from tepo_megatron.config.objective_terms import KL
 from tepo_megatron.objective import build_objective
 from tepo_megatron.objective.regularize import kl_penalty
+from tepo_megatron.vocab_parallel import logprob_and_entropy
 from tests.support.objective_batches import make_batch, masks, whole
 
 LOGITS = st.lists(st.floats(-2, 2), min_size=5, max_size=5).map(lambda row: torch.tensor(row, dtype=torch.float64))
@@ -21,7 +24,7 @@ def _penalties(policy, old, reference, **term):
 
 @given(LOGITS, LOGITS, LOGITS, st.sampled_from(["k1", "k3"]), st.sampled_from(["old", "reference"]))
 def test_importance_weighted_kl_is_unbiased_under_samples_of_the_old_policy(new, old, reference, estimator, against):
-    """E over a ~ π_old is KL(π_θ‖π_old) or KL(π_θ‖π_ref), in value and in gradient (TEPO.md §4)."""
+    """E over a ~ π_old is KL(π_θ‖π_old) or KL(π_θ‖π_ref), in value and in gradient (docs/tepo.md, equation 8)."""
     logits = new.requires_grad_()
     policy, old, reference = logits.log_softmax(-1), old.log_softmax(-1), reference.log_softmax(-1)
     estimate = (old.exp() * _penalties(policy, old, reference, estimator=estimator, against=against, weight="importance")).sum()
@@ -72,6 +75,27 @@ def test_measured_mask(rows, seed, tolerance):
     assert metrics["mask/fraction"].tolist() == [chosen.sum().item(), tokens.item()]
 
 
+def test_first_order_mask_by_hand():
+    """p = (0.5, 0.3, 0.2): H = 1.0296530; Σ p² (log p + H) = 0.0841265 − 0.0156888 − 0.0231914 = 0.0452463.
+
+    p_k (log p_k + H) = 0.1682529, −0.0522959, −0.1159570: a step on the likeliest token alone lowers the entropy.
+    """
+    batch, _ = make_batch([[True, True, True], [True]], rewards=[1.0, 0.0], groups=[0, 0])
+    logits = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log().expand(4, 3)
+    found = logprob_and_entropy(logits.clone().requires_grad_(), torch.tensor([0, 1, 2, 0]), entropy_slope=True)
+    expected = [0.0452463 - 0.1682529, 0.0452463 + 0.0522959, 0.0452463 + 0.1159570, 0.0452463 - 0.1682529]
+    assert found.entropy_slope.tolist() == pytest.approx(expected, abs=1e-6)
+    batch = batch.with_(old_logprobs_T=found.logprob.detach() - 0.1, old_entropy_T=found.entropy.detach())
+    with_mask, without = (build_objective(ObjectiveConfig(kl_mask=mask)) for mask in ({"falling": "first_order"}, None))
+    assert with_mask.needs_entropy_slope
+    assert not without.needs_entropy_slope
+    assert not build_objective(ObjectiveConfig()).needs_entropy_slope
+    loss, _, metrics, _ = whole(with_mask, batch, found)
+    kl = 0.1 * math.exp(0.1) - math.exp(0.1) + 1  # of the first token; that of the fourth has a negative advantage
+    assert (loss - whole(without, batch, found)[0]).item() == pytest.approx(kl / 4)
+    assert metrics["mask/fraction"].tolist() == [1, 4]
+
+
 @given(masks(), st.integers(0, 99))
 def test_plain_kl_to_a_reference(rows, seed):
     batch, scores = make_batch(rows, seed=seed)
@@ -105,3 +129,14 @@ def test_entropy_bonus_fixed_and_adaptive(rows, seed, target):
         )
     assert not build_objective(ObjectiveConfig()).needs_entropy_gradient
     assert (plain[1][1] == 0).all()
+
+
+@given(masks(min_sequences=2), st.integers(0, 99), st.sampled_from([0.0, 1e-6, 0.01, 0.05, 0.2]))
+def test_the_automatic_tolerance_is_twice_the_noise_and_no_less_than_the_rounding_of_fp32(rows, seed, noise):
+    batch, scores = make_batch(rows, seed=seed)
+    objective = build_objective(ObjectiveConfig())
+    batch = batch.with_(advantages_S=objective.advantages(batch))
+    output = objective(scores, batch, objective.prepare(batch, entropy_noise=noise))
+    falls = scores.entropy - batch.old_entropy_T < -max(1e-5, 2 * noise)
+    chosen = batch.loss_mask_T & (batch.advantages_S[batch.sequence_index_T] > 0) & falls
+    assert [float(value) for value in output.metrics["mask/fraction"]] == [chosen.sum(), batch.loss_mask_T.sum()]

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.objective_choices import MaskOutside, Truncate
-from tepo_megatron.objective.covariance import exact_mean, lottery_threshold, tickets
+from tepo_megatron.config.objective_terms import MaskOutside, Truncate
+from tepo_megatron.objective.covariance import exact_mean
+from tepo_megatron.objective.mechanisms.clip_cov import lottery_threshold, tickets
 from tepo_megatron.objective.mismatch import effective_sample_share, mismatch_weights
 from tepo_megatron.objective.trust_region import clipped, weighted_logprob
 

@@ -3,15 +3,15 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
-from tepo_megatron.rollout.client import Client, Response
+from tepo_megatron.rollout.client import GENERATE, Client
 from tepo_megatron.rollout.resources import free_port
-from tepo_megatron.types import WeightsVersion
+from tepo_megatron.types import Response, WeightsVersion
 
 KEY = "a-secret-key"
 Reply = tuple[int, bytes]
@@ -46,33 +46,68 @@ def serve() -> Iterator[Serve]:
         server.server_close()
 
 
-def generate(client: Client, **changes: Any) -> list[list[Response]]:
+NINE = WeightsVersion(9, "abc")
+
+
+def generate(client: Client, **changes: Any) -> list[Response]:
     arguments: dict[str, Any] = {
-        "n": 2, "temperature": 0.5, "max_new_tokens": 7, "seed": 3, "stop_token_ids": [2], "version": WeightsVersion(9)
+        "n": 2, "temperature": 0.5, "max_new_tokens": 7, "seed": 3, "stop_token_ids": [2], "version": NINE
     }  # fmt: skip
-    return client.generate([(1, 5), (1, 6)], **arguments | changes)
+    return client.generate((1, 5), **arguments | changes)
 
 
-def choice(ids: list[int], logprobs: list[float | None], reason: str = "stop") -> dict[str, Any]:
-    return {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}
+def choice(
+    ids: list[int], logprobs: list[float | None], reason: str = "stop", versions: Sequence[str] = ("9:abc",)
+) -> dict[str, Any]:
+    content = [{"token_id": 0, "logprob": logprob, "rank": 1, "top_logprobs": []} for logprob in logprobs]
+    spans = [{"version": version, "start": at, "end": at + 1} for at, version in enumerate(versions)]
+    return {"token_ids": ids, "logprobs": {"content": content}, "finish_reason": reason, "weight_versions": spans}
 
 
-def test_groups_come_back_in_the_order_of_the_prompts_with_key_and_parameters_sent(serve: Serve) -> None:
+def test_responses_come_back_with_key_and_parameters_sent(serve: Serve) -> None:
     seen: list[Any] = []
 
     def answer(path: str, body: Any, headers: dict[str, str]) -> Reply:
         seen.append((path, body, headers["authorization"]))
-        choices = [choice([i, 2], [-0.5, -i / 3]) for i in (10, 11, 20)] + [choice([21], [-1.0], "length")]
+        choices = [choice([10, 2], [-0.5, -11 / 3]), choice([21], [-1.0], "length")]
         return 200, json.dumps({"choices": choices}).encode()
 
-    groups = generate(serve(answer))
-    assert [[r.response_ids for r in group] for group in groups] == [[(10, 2), (11, 2)], [(20, 2), (21,)]]
-    assert groups[1][1] == Response((21,), (-1.0,), "length", WeightsVersion(9))
-    assert groups[0][1].logprobs == (-0.5, -11 / 3)
+    first, second = generate(serve(answer))
+    assert first == Response((10, 2), (-0.5, -11 / 3), "stop", NINE)
+    assert second == Response((21,), (-1.0,), "length", NINE)
     (path, body, authorization) = seen[0]
-    assert (path, authorization) == ("/v1/completions", f"Bearer {KEY}")
-    wanted = {"prompt": [[1, 5], [1, 6]], "n": 2, "temperature": 0.5, "max_tokens": 7, "seed": 3, "stop_token_ids": [2]}
-    assert wanted.items() <= body.items()
+    assert (path, authorization) == (GENERATE, f"Bearer {KEY}")
+    assert body["token_ids"] == [1, 5]
+    wanted = {"n": 2, "temperature": 0.5, "max_tokens": 7, "seed": 3, "stop_token_ids": [2], "logprobs": 0}
+    assert body["sampling_params"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected", "said"),
+    [
+        (["8:abc"], NINE, "8:abc"),  # an update was lost
+        (["9:abd"], NINE, "9:abd"),  # other weights of the same step
+        (["9:abc", "10:f"], NINE, "10:f and 9:abc"),  # updated while it was being drawn
+        (["default"], NINE, "default"),  # started again behind our back
+        (["41:"], WeightsVersion(0), "41:"),
+        ([], NINE, "of no version"),
+    ],
+)
+def test_a_response_of_an_unexpected_version_is_an_error(
+    serve: Serve, versions: list[str], expected: WeightsVersion, said: str
+) -> None:
+    reply = {"choices": [choice([10, 2], [-0.5, -1.0], versions=versions)] * 2}
+    client = serve(lambda path, body, headers: (200, json.dumps(reply).encode()))
+    with pytest.raises(RuntimeError) as caught:
+        generate(client, version=expected)
+    expected_label = f"{expected.step}:{expected.digest}"
+    assert f"{client.url} drew a response with weights {said}, but this run gave it {expected_label}" in str(caught.value)
+
+
+def test_weights_that_were_never_updated_are_version_0(serve: Serve) -> None:
+    reply = {"choices": [choice([10, 2], [-0.5, -1.0], versions=["default"])] * 2}
+    client = serve(lambda path, body, headers: (200, json.dumps(reply).encode()))
+    assert {response.weights_version for response in generate(client, version=WeightsVersion(0))} == {WeightsVersion(0)}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +121,7 @@ def test_groups_come_back_in_the_order_of_the_prompts_with_key_and_parameters_se
         ((200, b"<html>"), "status 200, but the answer is not JSON: '<html>'"),
         ((200, b"[1]"), "something else than responses"),
         ((200, b"{}"), "something else than responses"),
-        ((200, b'{"choices": []}'), "returned 0 responses to 2 prompts with n = 2"),
+        ((200, b'{"choices": []}'), "returned 0 responses to a prompt with n = 2"),
         ((200, json.dumps({"choices": [choice([1, 2], [-1.0])] * 4}).encode()), "1 log-probs for 2 tokens"),
         ((200, json.dumps({"choices": [choice([1], [None])] * 4}).encode()), "every token needs one"),
     ],
@@ -117,7 +152,7 @@ def test_a_server_that_is_not_there_is_named() -> None:
 
 def scored(prompt: list[int], logprobs: list[float]) -> bytes:
     tokens = [None, *({str(token): {"logprob": value, "rank": 1}} for token, value in zip(prompt[1:], logprobs, strict=True))]
-    return json.dumps({"choices": [{"prompt_logprobs": tokens}]}).encode()
+    return json.dumps({"prompt_logprobs": tokens}).encode()
 
 
 def test_a_prompt_is_scored_without_its_first_token(serve: Serve) -> None:
@@ -129,8 +164,8 @@ def test_a_prompt_is_scored_without_its_first_token(serve: Serve) -> None:
 
     assert serve(answer).prompt_logprobs((4, 9, 7)) == [-0.5, -2.25]
     (path, body) = seen[0]
-    assert path == "/v1/completions"
-    assert {"prompt": [[4, 9, 7]], "prompt_logprobs": 0, "max_tokens": 1}.items() <= body.items()
+    assert (path, body["token_ids"]) == (GENERATE, [4, 9, 7])
+    assert body["sampling_params"] == {"prompt_logprobs": 0, "max_tokens": 1}
 
 
 @pytest.mark.parametrize(
@@ -138,7 +173,7 @@ def test_a_prompt_is_scored_without_its_first_token(serve: Serve) -> None:
     [
         b"{}",
         b'{"choices": []}',
-        b'{"choices": [{"prompt_logprobs": null}]}',
+        b'{"prompt_logprobs": null}',
         scored([4, 9], [-1.0]),
         scored([4, 9, 8], [-1.0] * 2),
     ],

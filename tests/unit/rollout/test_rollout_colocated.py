@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config.rollout import ServerConfig
-from tepo_megatron.rollout.client import Client
+from tepo_megatron.rollout.client import GENERATE, Client
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
 from tepo_megatron.rollout.resources import visible_gpus
 from tepo_megatron.rollout.server import Server
@@ -26,6 +26,7 @@ class StandIn:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.dead_at = ""
+        self.version = "default"
         self.status: dict[str, Callable[[], int]] = {}
         outer = self
 
@@ -37,7 +38,9 @@ class StandIn:
                     self.connection.close()
                     return
                 body = json.loads(raw) if raw else {}
-                answer = {"choices": [choice(body)] * body.get("n", 1)} if "prompt" in body else {}
+                outer.version = body.get("weight_version", outer.version)
+                samples = body["sampling_params"]["n"] if self.path == GENERATE else 0
+                answer = {"choices": [choice(outer.version)] * samples}
                 content = json.dumps(answer).encode()
                 self.send_response(outer.status.get(self.path, lambda: 200)())
                 self.send_header("content-length", str(len(content)))
@@ -68,8 +71,10 @@ class StandIn:
         return "its log"
 
 
-def choice(body: dict[str, Any]) -> dict[str, Any]:
-    return {"token_ids": [2], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
+def choice(version: str) -> dict[str, Any]:
+    span = {"version": version, "start": 0, "end": 1}
+    content = [{"token_id": 2, "logprob": -1.0}]
+    return {"token_ids": [2], "logprobs": {"content": content}, "finish_reason": "stop", "weight_versions": [span]}
 
 
 class Sender:
@@ -82,20 +87,20 @@ class Sender:
         self.calls = calls
         self.closed = threading.Event()
 
-    def open(self, host: str) -> int:
+    def open_rendezvous(self, host: str) -> int:
         return 1
 
-    def announce(self) -> None: ...
-    def join(self) -> None: ...
+    def broadcast_rendezvous(self) -> None: ...
+    def join_group(self) -> None: ...
 
     def close(self) -> None:
         self.closed.set()
 
-    def send(self, cancelled: Any) -> None:
+    def send_shards(self, cancelled: Any) -> None:
         assert not cancelled()
         self.calls.append("shards are sent")
 
-    def conclude(self, arrived: bool) -> str:
+    def finish_update(self, arrived: bool) -> str:
         self.calls.append(f"arrived: {arrived}")
         return self.failed
 
@@ -136,15 +141,15 @@ def test_colocated_servers_sleep_and_wake_around_every_update(stand_in: StandIn,
     assert served(stand_in) == ["start", SLEEP]
     sender: Any = Sender(stand_in.calls)
     for step in (1, 2):
-        fleet.update_shards(WeightsVersion(step), sender)
+        fleet.update_weights_from_shards(WeightsVersion(step), sender)
         join = ["/init_weight_transfer_engine"] if step == 1 else []
         assert served(stand_in) == [*join, WEIGHTS, *UPDATE]  # neither paused nor resumed: sleep and waking do that
         with pytest.raises(RuntimeError, match=rf"{stand_in.url} is asleep: its kv_cache are not on the GPU"):
             sample(fleet)
-        fleet.wake()
-        fleet.wake()
+        fleet.wake_up()
+        fleet.wake_up()
         sample(fleet)
-        assert served(stand_in) == [CACHE, "/v1/completions"]
+        assert served(stand_in) == [CACHE, GENERATE]
         fleet.sleep()
         assert served(stand_in) == [SLEEP]
         with pytest.raises(RuntimeError, match="do not have the current weights"):
@@ -156,11 +161,11 @@ def test_other_servers_are_paused_and_never_sleep(stand_in: StandIn, tmp_path: P
     fleet = fleet_of(stand_in, "local", tmp_path)
     sender: Any = Sender(stand_in.calls)
     fleet.sleep()
-    fleet.update_shards(WeightsVersion(1), sender)
-    fleet.wake()
+    fleet.update_weights_from_shards(WeightsVersion(1), sender)
+    fleet.wake_up()
     sample(fleet)
     join = "/init_weight_transfer_engine"
-    assert served(stand_in) == ["start", join, "/pause?mode=keep", *UPDATE, "/resume", "/v1/completions"]
+    assert served(stand_in) == ["start", join, "/pause?mode=keep", *UPDATE, "/resume", GENERATE]
     fleet.stop()
 
 
@@ -168,17 +173,17 @@ def test_other_servers_are_paused_and_never_sleep(stand_in: StandIn, tmp_path: P
 def test_a_server_that_dies_while_it_changes_over_is_revived_asleep(dies_at: str, stand_in: StandIn, tmp_path: Path) -> None:
     fleet = fleet_of(stand_in, "colocated", tmp_path)
     sender: Any = Sender(stand_in.calls)
-    fleet.update_shards(WeightsVersion(1), sender)
+    fleet.update_weights_from_shards(WeightsVersion(1), sender)
     stand_in.calls.clear()
     stand_in.dead_at = dies_at
     with pytest.raises(ServerDied, match=r"rollout server gone: (?s:.*)its log"):
-        fleet.wake() if dies_at == CACHE else fleet.sleep()
+        fleet.wake_up() if dies_at == CACHE else fleet.sleep()
     stand_in.dead_at = "never"
     stand_in.alive = False
     stand_in.calls.clear()
     assert fleet.revive()
     assert served(stand_in) == ["start", SLEEP]
-    fleet.update_shards(WeightsVersion(1), sender)
+    fleet.update_weights_from_shards(WeightsVersion(1), sender)
     assert served(stand_in) == ["/init_weight_transfer_engine", WEIGHTS, *UPDATE]
     fleet.stop()
 
@@ -186,16 +191,16 @@ def test_a_server_that_dies_while_it_changes_over_is_revived_asleep(dies_at: str
 def test_a_server_that_only_seemed_dead_is_put_to_sleep_before_it_gets_weights(stand_in: StandIn, tmp_path: Path) -> None:
     fleet = fleet_of(stand_in, "colocated", tmp_path)
     sender: Any = Sender(stand_in.calls)
-    fleet.update_shards(WeightsVersion(1), sender)
-    fleet.wake()
-    stand_in.dead_at = "/v1/completions"
+    fleet.update_weights_from_shards(WeightsVersion(1), sender)
+    fleet.wake_up()
+    stand_in.dead_at = GENERATE
     with pytest.raises(ServerDied):
         sample(fleet)
     stand_in.dead_at = "never"
     stand_in.calls.clear()
     assert not fleet.revive()
     assert served(stand_in) == [SLEEP]
-    fleet.update_shards(WeightsVersion(1), sender)
+    fleet.update_weights_from_shards(WeightsVersion(1), sender)
     assert served(stand_in) == [WEIGHTS, *UPDATE]
     fleet.stop()
 
@@ -206,7 +211,7 @@ def test_the_error_says_which_other_rank_of_the_trainer_failed(stand_in: StandIn
     sender.failed = "The first other trainer rank to fail was rank 3: no room"
     stand_in.status["/update_weights"] = lambda: 500
     with pytest.raises(RuntimeError, match=r"(?s)weights 1 did not reach .*status 500.*\. The first .* was rank 3: no room"):
-        fleet.update_shards(WeightsVersion(1), sender)
+        fleet.update_weights_from_shards(WeightsVersion(1), sender)
     assert stand_in.calls[-1] == "arrived: False"
 
 
@@ -219,7 +224,7 @@ def test_the_trainer_leaves_when_one_server_fails_so_that_the_others_end(stand_i
     clients = [Client(server.url, "key", 60.0) for server in (stand_in, other)]
     sync = ShardSync(clients, host="127.0.0.1", tp=1, timeout_s=60.0)
     with pytest.raises(RuntimeError, match=rf"{stand_in.url}/update_weights: status 500(?s:.*){other.url}\S*: status 503"):
-        sync.push(WeightsVersion(1), sender)
+        sync.update_weights(WeightsVersion(1), sender)
     sync.close()
     other.http.shutdown()
     other.http.server_close()

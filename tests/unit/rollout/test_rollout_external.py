@@ -61,7 +61,7 @@ def test_a_registry_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         shared_key(tmp_path / "file" / "registry")
 
 
-def test_a_server_is_found_used_given_up_and_found_again(stand_in: ExternalServer, tmp_path: Path, url: str) -> None:
+def test_a_server_is_found_used_retired_and_found_again(stand_in: ExternalServer, tmp_path: Path, url: str) -> None:
     stand_in.start()
     with pytest.raises(RuntimeError, match="external rollout server 0 was not there within"):
         stand_in.wait_ready()
@@ -165,7 +165,7 @@ class FakeServer:
         return "the end of its log"
 
 
-def test_a_node_replaces_what_died_and_what_was_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_replaces_what_died_and_what_was_retired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[FakeServer] = []
     monkeypatch.setattr("tepo_megatron.rollout.serve.Server", lambda *a, **k: made.append(FakeServer(*a, **k)) or made[-1])
     server = {"placement": "external", "registry": str(tmp_path), "interface": "lo", "count": 4, "tp": 2, "max_restarts": 1}

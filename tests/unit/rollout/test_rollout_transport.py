@@ -17,7 +17,7 @@ from tepo_megatron.bridge.geometry import Box, Shard, ShardLayout
 from tepo_megatron.bridge.reshard.plan import plan_moves
 from tepo_megatron.bridge.transfer import broadcast, transport
 from tepo_megatron.bridge.transfer.sender import ShardSender
-from tepo_megatron.bridge.transfer.transport import Kind
+from tepo_megatron.bridge.transfer.transport import TransportName
 from tepo_megatron.bridge.transfer.transports import Member, join
 from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
 
@@ -165,16 +165,16 @@ def test_members_that_do_not_come_are_not_awaited_for_ever() -> None:
         GlooGroup(store, HOST, 0, 2, 0.5)
 
 
-def test_nobody_waits_for_members_when_one_has_given_up() -> None:
+def test_nobody_waits_for_members_when_one_has_left() -> None:
     """A minute is what they would wait otherwise."""
     store, port = transport.listen(HOST)
     with ThreadPoolExecutor(2) as pool:
         coming = [
             pool.submit(lambda rank: GlooGroup(transport.connect(HOST, port, 60), HOST, rank, 3, 60.0), rank) for rank in (1, 2)
         ]
-        transport.give_up(store)
+        transport.announce_departure(store)
         for member in coming:
-            with pytest.raises(RuntimeError, match="gave up before all had come"):
+            with pytest.raises(RuntimeError, match="left before all had joined"):
                 member.result(20)
 
 
@@ -183,7 +183,7 @@ def test_the_trainers_ranks_leave_a_meeting_to_which_a_server_does_not_come() ->
     word: queue.Queue[Any] = queue.Queue()
     plan = plan_moves(*[[layout] * 2 for layout in (LAYOUT, LAYOUT)])
 
-    def told(rank: int, value: Any) -> Any:
+    def broadcast(rank: int, value: Any) -> Any:
         if rank:
             return word.get(timeout=60)
         word.put(value)
@@ -191,48 +191,49 @@ def test_the_trainers_ranks_leave_a_meeting_to_which_a_server_does_not_come() ->
 
     options: dict[str, Any] = {"dtype": torch.float32, "timeout_s": 60.0}
     root, other = (
-        ShardSender(plan, {"p": torch.zeros(2, 2)}, rank=rank, told=partial(told, rank), **options) for rank in (0, 1)
+        ShardSender(plan, {"p": torch.zeros(2, 2)}, rank=rank, broadcast_from_root=partial(broadcast, rank), **options)
+        for rank in (0, 1)
     )
     with ThreadPoolExecutor(2) as pool:
-        root.open(HOST)
-        root.announce()
-        following, joining = pool.submit(other.follow), pool.submit(root.join)
+        root.open_rendezvous(HOST)
+        root.broadcast_rendezvous()
+        following, joining = pool.submit(other.update_as_non_root), pool.submit(root.join_group)
         with pytest.raises(TimeoutError):
             joining.result(0.5)
         root.close()
-        root.conclude(arrived=False)
+        root.finish_update(arrived=False)
         following.result(20)
-        with pytest.raises(RuntimeError, match="gave up"):
+        with pytest.raises(RuntimeError, match="left before all"):
             joining.result(20)
 
 
 def test_rank_0_hears_why_another_rank_failed_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it entered the group, where rank 0 would only see that somebody gave up."""
+    """Before it entered the group, where rank 0 would only see that somebody left."""
     sent: queue.Queue[Any] = queue.Queue()
     plan = plan_moves(*[[layout] * 2 for layout in (LAYOUT, LAYOUT)])
     options: dict[str, Any] = {"dtype": torch.float32, "timeout_s": 60.0}
     params = {"p": torch.zeros(2, 2)}
-    root = ShardSender(plan, params, rank=0, told=sent.put, **options)
-    other = ShardSender(plan, params, rank=1, told=lambda _: sent.get(timeout=60), **options)
+    root = ShardSender(plan, params, rank=0, broadcast_from_root=sent.put, **options)
+    other = ShardSender(plan, params, rank=1, broadcast_from_root=lambda _: sent.get(timeout=60), **options)
 
     def refuse() -> None:
         raise RuntimeError("no room for slots")
 
-    monkeypatch.setattr(other, "_gives", refuse)
+    monkeypatch.setattr(other, "_same_gpu_receivers", refuse)
     for _ in range(2):  # a new meeting forgets the failure of the last one
         with ThreadPoolExecutor(2) as pool:
-            root.open(HOST)
-            root.announce()
-            following, joining = pool.submit(other.follow), pool.submit(root.join)
-            with pytest.raises(RuntimeError, match="gave up"):
+            root.open_rendezvous(HOST)
+            root.broadcast_rendezvous()
+            following, joining = pool.submit(other.update_as_non_root), pool.submit(root.join_group)
+            with pytest.raises(RuntimeError, match="left before all"):
                 joining.result(20)
-            assert root.conclude(arrived=False) == "The first other trainer rank to fail was rank 1: no room for slots"
+            assert root.finish_update(arrived=False) == "The first other trainer rank to fail was rank 1: no room for slots"
             following.result(20)
-    assert root.conclude(arrived=False) == ""
+    assert root.finish_update(arrived=False) == ""
 
 
-@pytest.mark.parametrize("kind", ["nccl", "ipc"])
-def test_a_member_without_a_gpu_is_told_what_to_set(kind: Kind) -> None:
+@pytest.mark.parametrize("name", ["nccl", "ipc"])
+def test_a_member_without_a_gpu_is_told_what_to_set(name: TransportName) -> None:
     store, _ = transport.listen(HOST)
-    with pytest.raises(RuntimeError, match=rf"rank 1 .* runs on cpu, but rollout.server.transport = {kind} needs CUDA on both"):
-        join(kind, store, Member(1, 2, torch.device("cpu"), HOST), 1.0)
+    with pytest.raises(RuntimeError, match=rf"rank 1 .* runs on cpu, but rollout.server.transport = {name} needs CUDA on both"):
+        join(name, store, Member(1, 2, torch.device("cpu"), HOST), 1.0)

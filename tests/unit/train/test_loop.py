@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.config import EvaluateConfig, RolloutConfig, RunConfig, TrainConfig
+from tepo_megatron.config import EngineConfig, EvaluateConfig, ObjectiveConfig, RolloutConfig, RunConfig, TrainConfig
 from tepo_megatron.config.rollout import CanaryConfig
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.engine.step import UpdateResult
@@ -27,7 +27,7 @@ def rollouts(count: int) -> list[Rollout]:
 
 
 class Recorder:
-    """Engine and driver at once; ``dies_at`` names calls under which a server dies, once each.
+    """Engine, driver and publisher at once; ``dies_at`` names calls under which a server dies, once each.
 
     It keeps count of who has the GPU, where they are shared: two of trainer, servers' weights and servers' caches at most, and
     never the trainer's optimizer beside anything of a server.
@@ -37,6 +37,7 @@ class Recorder:
         self.calls: list[str] = []
         self.row = row
         self.dies_at = list(dies_at)
+        self.noted = 0
         self.shares_gpus = shares_gpus
         self.trainer, self.servers = "everything", "absent"
 
@@ -45,7 +46,16 @@ class Recorder:
             assert (self.trainer, self.servers) == (trainer, servers)
 
     # memory
-    def occupy(self, what: str) -> None:
+    def offload(self) -> None:
+        self._occupy("nothing")
+
+    def onload(self) -> None:
+        self._occupy("everything")
+
+    def onload_weights_only(self) -> None:
+        self._occupy("weights")
+
+    def _occupy(self, what: str) -> None:
         self.trainer = what
         allowed = {
             "everything": ("absent", "asleep"),
@@ -57,11 +67,11 @@ class Recorder:
     def memory(self) -> dict[str, float]:
         return {"memory/peak_gib": 1.0}
 
-    def rest(self) -> None:
+    def sleep_servers(self) -> None:
         assert self.servers == "awake"
         self.servers = "asleep" if self.shares_gpus else "awake"
 
-    def wake(self, died: bool) -> bool:
+    def revive_or_wake(self, died: bool) -> bool:
         self._check_gpus(trainer="nothing", servers="gone" if died else "weights")
         dies = "wake" in self.dies_at and self._dies("wake")
         self.servers = "asleep" if died or dies else "awake"  # a server that was revived sleeps
@@ -75,20 +85,25 @@ class Recorder:
         return False
 
     # engine
-    def told(self, value: bool) -> bool:
+    def broadcast_from_root(self, value: bool) -> bool:
         return value
 
-    def share(self, given: list[Rollout]) -> Batch:
+    def batch_from_root(self, given: list[Rollout]) -> Batch:
         return pack(given)
 
     def score(self, batch: Batch) -> Batch:
         self._check_gpus(trainer="everything", servers="asleep")
-        self.calls.append("score")
+        self.calls.append(f"score {batch.num_sequences}")
         return batch
+
+    def measure_noise(self, batch: Batch) -> dict[str, float]:
+        self._check_gpus(trainer="everything", servers="asleep")
+        self.calls.append("noise")
+        return {"entropy/noise/p99": 0.25}
 
     spec = SimpleNamespace(vocab_size=50, max_positions=64)
 
-    def version(self, step: int) -> WeightsVersion:
+    def weights_version(self, step: int) -> WeightsVersion:
         return WeightsVersion(step, f"{step:016x}")
 
     def prompt_logprobs(self, prompt: tuple[int, ...]) -> list[float]:
@@ -109,7 +124,7 @@ class Recorder:
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def attempt(self, work: Callable[[], Any]) -> tuple[Any, bool]:
+    def run_or_revive(self, work: Callable[[], Any]) -> tuple[Any, bool]:
         self._check_gpus(trainer="nothing", servers="awake")
         result = work()
         if result == "died":
@@ -117,7 +132,7 @@ class Recorder:
             return None, True
         return result, False
 
-    def ready(self) -> None:
+    def wait_until_ready(self) -> None:
         self._check_gpus(trainer="nothing", servers="absent")
         self.servers = "asleep"
         self.calls.append("ready")
@@ -126,22 +141,22 @@ class Recorder:
         self.drawn = step + 1
         return "died" if self._dies(f"collect {step}") else rollouts(6)
 
-    def publish(self, version: WeightsVersion, engine: Any) -> bool:
-        assert engine is self
-        assert version == self.version(version.step)
+    def update_weights(self, version: WeightsVersion, publisher: Any) -> bool:
+        assert publisher is self
+        assert version == self.weights_version(version.step)
         self._check_gpus(trainer="weights", servers="asleep")
-        died = self._dies(f"publish {version.step}")
+        died = self._dies(f"update weights {version.step}")
         self.servers = "gone" if died else "weights"
         return died
 
-    def compare(self, step: int, prompt: tuple[int, ...], logprobs: list[float]) -> Any:
+    def check_canary(self, step: int, prompt: tuple[int, ...], logprobs: list[float]) -> Any:
         assert len(logprobs) == len(prompt) - 1
-        return "died" if self._dies(f"compare {step}") else None
+        return "died" if self._dies(f"canary {step}") else None
 
     def evaluate(self, step: int) -> Any:
         return "died" if self._dies(f"evaluate {step}") else None
 
-    def logged(self, step: int) -> bool:
+    def has_logged(self, step: int) -> bool:
         return self.row == step
 
     def log(self, step: int, row: dict[str, float]) -> None:
@@ -153,6 +168,8 @@ class Recorder:
             assert row["entropy/mean"] == pytest.approx(0.75)
             assert row["ratio/max"] == 1.5
             assert row["memory/peak_gib"] == 1.0
+            assert ("entropy/noise/p99" in row) == (self.calls.count("noise") > self.noted)
+            self.noted = self.calls.count("noise")
 
     def state(self) -> dict[str, Any]:
         return {"drawn": self.drawn}
@@ -166,36 +183,46 @@ def run(
     canary: int = 1,
     save_every: int = 1,
     shares_gpus: bool = False,
+    noise_every: int = 50,
     resumed: int = 0,
     row: int | None = None,
 ) -> list[str]:
     config = RunConfig(
+        engine=EngineConfig(noise_every=noise_every),
+        objective=ObjectiveConfig(preset="grpo"),
         rollout=RolloutConfig(prompts_per_step=3, samples_per_prompt=2, canary=CanaryConfig(every=canary)),
         train=TrainConfig(steps=steps, minibatches=2, save_every=save_every),
         evaluate=EvaluateConfig(every=every),
     )
     recorder = Recorder(dies_at, shares_gpus=shares_gpus, row=row)
-    Loop(config, recorder, recorder, step=resumed).run()  # type: ignore[arg-type]
+    Loop(config, recorder, recorder, recorder, step=resumed).run()  # type: ignore[arg-type]
     assert recorder.trainer == "everything"  # what is exported afterwards is there
     return recorder.calls
 
 
-STEP = ["score", "update 3", "update 3"]
+STEP = ["score 3", "score 3", "update 3", "update 3"]
 
 
 @pytest.mark.parametrize("shares_gpus", [False, True])
 def test_the_order_of_a_run(shares_gpus: bool) -> None:
     """On shared GPUs it is the same; who may be there when is what the recorder asserts."""
-    first = ["ready", "publish 0", "compare 0", "evaluate 0", "log 0"]
-    one = ["collect 0", *STEP, "save 1", "publish 1", "compare 1", "log 1"]
-    two = ["collect 1", *STEP, "save 2", "publish 2", "compare 2", "evaluate 2", "log 2"]
+    first = ["ready", "update weights 0", "canary 0", "evaluate 0", "log 0"]
+    one = ["collect 0", "noise", *STEP, "save 1", "update weights 1", "canary 1", "log 1"]
+    two = ["collect 1", *STEP, "save 2", "update weights 2", "canary 2", "evaluate 2", "log 2"]
     assert run(2, shares_gpus=shares_gpus) == first + one + two
+
+
+@pytest.mark.parametrize(("noise_every", "measured"), [(0, 0), (1, 4), (2, 2), (3, 2), (50, 1)])
+def test_noise_is_measured_in_the_first_step_and_every_so_many(noise_every: int, measured: int) -> None:
+    calls = run(4, noise_every=noise_every)
+    assert calls.count("noise") == measured
+    assert not measured or calls.index("noise") < calls.index("score 3")
 
 
 def test_a_canary_is_due_by_the_count_of_syncs() -> None:
     """One that a server's death repeats is one sync."""
-    calls = run(4, canary=3, dies_at=("publish 1", "compare 3"))
-    assert [call for call in calls if call.startswith("compare")] == ["compare 0", "compare 3", "compare 3"]
+    calls = run(4, canary=3, dies_at=("update weights 1", "canary 3"))
+    assert [call for call in calls if call.startswith("canary")] == ["canary 0", "canary 3", "canary 3"]
 
 
 @pytest.mark.parametrize(("save_every", "saved"), [(0, [3]), (2, [2, 3]), (3, [3])])
@@ -207,28 +234,28 @@ def test_the_last_step_is_evaluated_and_saved_once(save_every: int, saved: list[
 
 @pytest.mark.parametrize("shares_gpus", [False, True])
 def test_a_resumed_run_goes_on_after_the_last_row(shares_gpus: bool) -> None:
-    again = ["ready", "publish 2", "compare 2"]
+    again = ["ready", "update weights 2", "canary 2"]
     assert run(2, resumed=2, row=2, shares_gpus=shares_gpus) == again
-    third = ["collect 2", *STEP, "save 3", "publish 3", "compare 3", "evaluate 3", "log 3"]
+    third = ["collect 2", *STEP, "save 3", "update weights 3", "canary 3", "evaluate 3", "log 3"]
     assert run(3, resumed=2, row=2, shares_gpus=shares_gpus) == again + third
 
 
 @pytest.mark.parametrize("steps", [2, 4])
 def test_a_run_that_ended_between_checkpoint_and_row_is_evaluated_when_it_is_resumed(steps: int) -> None:
     calls = run(steps, resumed=2, row=1)
-    assert calls[:5] == ["ready", "publish 2", "compare 2", "evaluate 2", "log 2"]
+    assert calls[:5] == ["ready", "update weights 2", "canary 2", "evaluate 2", "log 2"]
     assert [call for call in calls if call.startswith("log")] == [f"log {step}" for step in range(2, steps + 1)]
 
 
 @pytest.mark.parametrize(
     ("dies_at", "expected"),
     [
-        (("collect 0",), ["collect 0", "publish 0", "compare 0", "collect 0"]),
-        (("evaluate 1",), ["evaluate 1", "publish 1", "compare 1", "evaluate 1"]),
-        (("publish 1",), ["publish 1", "publish 1", "compare 1"]),
-        (("compare 1",), ["publish 1", "compare 1", "publish 1", "compare 1", "evaluate 1"]),
-        (("collect 0", "publish 0"), ["collect 0", "publish 0", "compare 0", "collect 0"]),
-        (("wake",), ["publish 0", "wake", "publish 0", "compare 0"]),
+        (("collect 0",), ["collect 0", "update weights 0", "canary 0", "collect 0"]),
+        (("evaluate 1",), ["evaluate 1", "update weights 1", "canary 1", "evaluate 1"]),
+        (("update weights 1",), ["update weights 1", "update weights 1", "canary 1"]),
+        (("canary 1",), ["update weights 1", "canary 1", "update weights 1", "canary 1", "evaluate 1"]),
+        (("collect 0", "update weights 0"), ["collect 0", "update weights 0", "canary 0", "collect 0"]),
+        (("wake",), ["update weights 0", "wake", "update weights 0", "canary 0"]),
     ],
 )
 @pytest.mark.parametrize("shares_gpus", [False, True])

@@ -34,8 +34,10 @@ def test_fused_linear_matches_the_dense_oracle(case):
     generator = torch.Generator().manual_seed(tokens)
     width = options["vocab_size"] + 2
     hidden, head = (torch.randn(n, 5, generator=generator, dtype=torch.float64).requires_grad_() for n in (tokens, width))
+    options = options | {"entropy_slope": True}
     scores = fused_linear_logprob_and_entropy(hidden, head, labels, **options)
     oracle = dense_logprob_and_entropy(hidden @ head.t(), labels, **options)
+    torch.testing.assert_close(scores.entropy_slope, oracle.entropy_slope, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(scores.logprob, oracle.logprob, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(scores.entropy, oracle.entropy, rtol=1e-9, atol=1e-9)
     own = torch.autograd.grad(loss(scores, weights), (hidden, head))
@@ -51,7 +53,63 @@ def test_the_oracle_is_the_definition():
     torch.testing.assert_close(oracle.logprob, categorical.log_prob(labels))
     torch.testing.assert_close(oracle.entropy, categorical.entropy())
     leaf = logits.requires_grad_()
-    torch.autograd.gradcheck(lambda x: tuple(vars(logprob_and_entropy(x, labels, temperature=0.5)).values()), leaf)
+    torch.autograd.gradcheck(lambda x: tuple(vars(logprob_and_entropy(x, labels, temperature=0.5)).values())[:2], leaf)
+
+
+def test_the_slope_of_the_entropy_is_its_derivative_along_a_policy_gradient_step():
+    """Autograd's derivative of the entropy in the direction e_k − p, and a central difference quotient, at 1 000 positions."""
+    generator = torch.Generator().manual_seed(5)
+    spread = torch.logspace(-1, 1, 1000, dtype=torch.float64).unsqueeze(1)
+    logits = spread * torch.randn(1000, 50, generator=generator, dtype=torch.float64)
+    labels = torch.multinomial(logits.softmax(1), 1, generator=generator).squeeze(1)
+    slope = logprob_and_entropy(logits, labels, entropy_slope=True).entropy_slope
+    direction = torch.nn.functional.one_hot(labels, 50) - logits.softmax(1)
+
+    def entropy(moved):
+        return dense_logprob_and_entropy(moved, labels).entropy
+
+    leaf = logits.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(entropy(leaf).sum(), leaf)
+    torch.testing.assert_close(slope, (gradient * direction).sum(1), rtol=0, atol=1e-12)
+    step = 1e-4
+    quotient = (entropy(logits + step * direction) - entropy(logits - step * direction)) / (2 * step)
+    torch.testing.assert_close(slope, quotient, rtol=0, atol=1e-6)
+    assert 0.2 < (slope < 0).double().mean() < 0.8
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_slope_is_computed_where_asked_for_and_changes_nothing_else(dtype, backend):
+    logits, labels = (3 * torch.randn(40, 3001)).to(dtype), torch.arange(40)
+    found = []
+    for asked in (False, True):
+        leaf = logits.clone().requires_grad_()
+        scores = logprob_and_entropy(leaf, labels, entropy_slope=asked, backend=backend)
+        (scores.logprob + scores.entropy).sum().backward()
+        assert (scores.entropy_slope is not None) == asked
+        found.append((scores.logprob, scores.entropy, leaf.grad))
+    assert all(torch.equal(without, with_slope) for without, with_slope in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_sign_of_the_slope_holds_where_its_size_does_not_vanish(backend):
+    """From flat to almost certain distributions, in bf16: what the sign says is what the exact value says."""
+    spread = torch.logspace(-1, 1.5, 600).unsqueeze(1)
+    logits = (spread * torch.randn(600, 200)).bfloat16()
+    labels = torch.distributions.Categorical(logits=logits.float()).sample()  # as tokens are
+    slope = logprob_and_entropy(logits, labels, entropy_slope=True, backend=backend).entropy_slope
+    exact = dense_logprob_and_entropy(logits, labels, entropy_slope=True).entropy_slope
+    sizeable = exact.abs() > 1e-6
+    assert sizeable.sum() > 300
+    assert torch.equal(slope[sizeable] < 0, exact[sizeable] < 0)
+
+
+def test_the_slope_of_a_label_without_probability():
+    """p_k = 0: nothing of the label is left in the formula; and of a certain distribution, nothing at all."""
+    scores = logprob_and_entropy(torch.tensor([[0.0, -torch.inf, 0.0]]), torch.tensor([1]), entropy_slope=True)
+    assert scores.entropy_slope.item() == 0.0
+    scores = logprob_and_entropy(torch.tensor([[0.0, -torch.inf]]), torch.tensor([0]), entropy_slope=True)
+    assert scores.entropy_slope.item() == 0.0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -170,12 +228,3 @@ def test_hidden_states_and_head_must_fit():
         fused_linear_logprob_and_entropy(torch.zeros(3, 4), torch.zeros(5, 4, dtype=torch.bfloat16), torch.tensor([0, 1, 2]))
     with pytest.raises(ValueError, match="hidden_TH is"):
         fused_linear_logprob_and_entropy(torch.zeros(3, 4), torch.zeros(5, 3), torch.tensor([0, 1, 2]))
-
-
-def test_a_missing_compiler_is_named(monkeypatch):
-    from tepo_megatron.vocab_parallel import native
-
-    native._library.cache_clear()
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(RuntimeError, match="install a C\\+\\+ compiler, name one in CXX, or use backend = 'torch'"):
-        logprob_and_entropy(torch.zeros(1, 2), torch.tensor([0]), backend="cpp")

@@ -61,8 +61,9 @@ ALIGNED = {"logits", "out", "row_stride", "out_row_stride", "width", "span"}
 @pytest.mark.parametrize(
     ("name", "dtype", "capability", "threads", "fixed"),
     [
-        ("statistics", "bf16", 90, 256, {}),
-        ("statistics", "fp32", 80, 128, {"rows": None}),
+        ("statistics", "bf16", 90, 256, {"STATISTICS": 4}),
+        ("statistics", "bf16", 90, 256, {"STATISTICS": 6}),
+        ("statistics", "fp32", 80, 128, {"STATISTICS": 4, "rows": None}),
         ("gradient", "bf16", 90, 256, {}),
         ("gradient", "fp16", 80, 128, {"numbers": None, "grad_entropy": None}),
         ("gradient", "fp32", 90, 128, {"grad_logprob": None}),
@@ -87,7 +88,8 @@ def test_compiles_for_one_row_of_one_column_and_any_stride(name, tmp_path, monke
     """Triton makes a constant of every integer that is 1; nothing here is a multiple of 16."""
     pytest.importorskip("triton", reason="Triton is not installed (scripts/test.sh installs it)")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert _compile(name, "bf16", 90, 128, {"columns": 1, "width": 1, "row_stride": 1}, multiples=set()).asm["cubin"]
+    fixed = {"columns": 1, "width": 1, "row_stride": 1} | ({"STATISTICS": 4} if name == "statistics" else {})
+    assert _compile(name, "bf16", 90, 128, fixed, multiples=set()).asm["cubin"]
 
 
 def test_who_gets_triton(monkeypatch):

@@ -1,51 +1,44 @@
-"""The ways from a trainer rank to a worker: gloo, NCCL, CUDA IPC; one call that joins a group of any of them."""
+"""The transports from a trainer rank to a worker. Each module of this folder is one, and declares itself as ``TRANSPORT``.
+
+A transport is imported when it is first used, by its name. ``rollout.server.transport`` lists the names again, because
+config imports nothing of the bridge; a test compares the two lists (tests/unit/bridge/test_transports.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import pkgutil
+from importlib import import_module
 
-import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tepo_megatron.bridge.transfer.transport import Group, Kind
-from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
-from tepo_megatron.bridge.transfer.transports.ipc import join_ipc
-from tepo_megatron.bridge.transfer.transports.nccl import join_nccl
+from tepo_megatron.bridge.transfer.transport import Group, Member, TransportName, TransportSpec
+
+__all__ = ["Member", "find_transport", "join", "transport_names"]
 
 
-@dataclass(frozen=True)
-class Member:
-    """One member of a group: its rank in it, the device that its parameters are on, the address that it offers to the others.
+def transport_names() -> tuple[str, ...]:
+    """Returns the names of all transports, which are the modules of this folder."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
-    ``gives``: ranks on the same GPU to which it sends, each with the bytes of the largest message. ``takes``: ranks on the
-    same GPU from which it receives.
+
+def find_transport(name: TransportName) -> TransportSpec:
+    """Returns the transport ``name``. Raises ValueError, with the known names, if there is none."""
+    if name not in transport_names():
+        raise ValueError(f"rollout.server.transport = {name} is not known; known: {', '.join(transport_names())}")
+    transport: TransportSpec = import_module(f"{__name__}.{name}").TRANSPORT
+    return transport
+
+
+def join(name: TransportName, store: TCPStore, member: Member, timeout_s: float) -> Group:
+    """Joins the group that meets at ``store``; returns when all members have.
+
+    Raises RuntimeError if they do not in ``timeout_s`` seconds, if one of them leaves, or if this member cannot use the
+    transport ``name``.
     """
-
-    rank: int
-    world_size: int
-    device: torch.device
-    address: str
-    gives: Mapping[int, int] = field(default_factory=dict)
-    takes: tuple[int, ...] = ()
-
-
-def join(kind: Kind, store: TCPStore, member: Member, timeout_s: float) -> Group:
-    """Enters the group that meets at ``store``; returns when all members have.
-
-    Raises RuntimeError if they do not come in ``timeout_s`` seconds, one of them gives up, or this member cannot use ``kind``.
-    """
-    if kind != "gloo" and member.device.type != "cuda":
+    transport = find_transport(name)
+    if transport.requires_gpu and member.device.type != "cuda":
         raise RuntimeError(
-            f"rank {member.rank} of the weight-transfer group runs on {member.device}, but rollout.server.transport = {kind} "
+            f"rank {member.rank} of the weight-transfer group runs on {member.device}, but rollout.server.transport = {name} "
             "needs CUDA on both sides; set it to gloo"
         )
-    if kind == "nccl":
-        return join_nccl(store, member.rank, member.world_size, member.device, timeout_s)
-
-    def enter() -> GlooGroup:
-        return GlooGroup(store, member.address, member.rank, member.world_size, timeout_s)
-
-    if kind == "gloo":
-        return enter()
-    return join_ipc(enter, store, member.rank, member.device, gives=member.gives, takes=member.takes)
+    return transport.join(store, member, timeout_s)

@@ -1,8 +1,8 @@
 """Messages within a GPU that trainer and worker share, through CUDA IPC; all others through gloo. Not run on a GPU yet.
 
-A sender has, for each rank on its GPU, two slots that the receiver opens once, when the group is made. A message is copied
-into a slot, gloo tells the receiver so, the receiver copies it out and tells the sender, which only then uses the slot again.
-The words over gloo also make a time-out or the death of either side an error of the other.
+A sender has, for each rank on its GPU, two slots that the receiver opens once, when the group is made. A message is copied into
+a slot, a signal over gloo says that it is there, the receiver copies it out and signals back, and only then does the sender use
+the slot again. The signals also make a time-out or the death of either side an error of the other.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tepo_megatron.bridge.transfer.messages import WINDOW
-from tepo_megatron.bridge.transfer.transport import give_up
+from tepo_megatron.bridge.transfer.transport import Member, TransportSpec, announce_departure
 from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Handles(Protocol):
-    """How memory of a GPU becomes visible to another process; what crosses is JSON."""
+    """Makes memory of a GPU visible to another process, by handles that are JSON."""
 
-    def place(self, device: torch.device) -> dict[str, str]:
-        """What both sides must agree on: the host and the GPU, by names that no other has."""
+    def location(self, device: torch.device) -> dict[str, str]:
+        """Returns unique names of the host and of the GPU, which must be the same on both sides."""
 
     def export(self, slots: Tensor) -> dict[str, Any]:
-        """A handle of a tensor's whole storage, which must stay alive."""
+        """Returns a handle of a tensor's whole storage, which must stay alive."""
 
     def open(self, handle: dict[str, Any], device: torch.device) -> torch.UntypedStorage:
-        """The same memory, in the process that has the handle."""
+        """Returns the same memory in the process that has the handle."""
 
-    def settle(self, device: torch.device) -> None:
-        """Returns when all copies that were started have been made, so that another process may look."""
+    def synchronize(self, device: torch.device) -> None:
+        """Returns when all copies that were started have been made, so that another process may read them."""
 
 
 class CudaHandles:
-    """CUDA's own, by the functions that torch.multiprocessing stands on, without its pickle."""
+    """CUDA's IPC handles, made by the functions that torch.multiprocessing uses, without its pickle."""
 
     _BYTES = ("handle", "counter", "event")
 
-    def place(self, device: torch.device) -> dict[str, str]:
+    def location(self, device: torch.device) -> dict[str, str]:
         return {"host": _host(), "gpu": str(torch.cuda.get_device_properties(device).uuid)}
 
     def export(self, slots: Tensor) -> dict[str, Any]:
@@ -61,123 +61,142 @@ class CudaHandles:
             device.index, raw, handle["size"], handle["offset"], counter, handle["counter_offset"], event, handle["must_sync"]
         )
 
-    def settle(self, device: torch.device) -> None:
+    def synchronize(self, device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
 def _host() -> str:
-    """A name of this machine that no other has, the same in all its containers; a new one after each start."""
+    """Returns a unique name of this machine, the same in all its containers. It changes with every start of the machine."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
 
 
 @dataclass(frozen=True)
-class _Given:
-    """A message in a slot: the word that it is there, and the word that it was taken."""
+class _PendingSend:
+    """A message in a slot, with the signal that it was written and the signal that it was read."""
 
-    full: Any
-    taken: Any
+    written: Any
+    read: Any
 
 
 @dataclass(frozen=True)
-class _Awaited:
-    """A message that is to come, where it goes, and the word that it is in its slot."""
+class _PendingReceive:
+    """A message that is to come: the tensor that it goes into, and the signal that it was written into its slot."""
 
     data: Tensor
-    full: Any
+    written: Any
 
 
 class IpcGroup:
-    """Routes by peer: ranks in ``given`` and ``taken``, whose slots these are, through them; all others through ``gloo``.
+    """Routes messages by peer: through slots to ``send_slots`` and from ``receive_slots``, through ``gloo`` otherwise.
 
-    Slots are uint8 [WINDOW, bytes]. It is a ``bridge.transfer.transport.Group``.
+    Slots are uint8 [WINDOW, bytes], by peer. It is a ``bridge.transfer.transport.Group``.
     """
 
     def __init__(
-        self, gloo: GlooGroup, device: torch.device, handles: Handles, given: Mapping[int, Tensor], taken: Mapping[int, Tensor]
+        self,
+        gloo: GlooGroup,
+        device: torch.device,
+        handles: Handles,
+        send_slots: Mapping[int, Tensor],
+        receive_slots: Mapping[int, Tensor],
     ) -> None:
         self._gloo, self._device, self._handles = gloo, device, handles
-        self._given, self._taken = dict(given), dict(taken)
-        self._pending: dict[tuple[int, int], _Given | _Awaited] = {}
+        self._send_slots, self._receive_slots = dict(send_slots), dict(receive_slots)
+        self._pending: dict[tuple[int, int], _PendingSend | _PendingReceive] = {}
         self.cancelled: Callable[[], bool] = lambda: False
 
     def device(self, peer: int) -> torch.device:
-        return self._device if peer in self._given or peer in self._taken else self._gloo.device(peer)
+        return self._device if peer in self._send_slots or peer in self._receive_slots else self._gloo.device(peer)
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
+    def round(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
-        """Start to send; to a rank on the same GPU the data is copied at once."""
-        if peer not in self._given:
+        """Starts to send; data for a rank on the same GPU is copied at once."""
+        if peer not in self._send_slots:
             self._gloo.send(data, peer, number)
             return
-        _part(self._given[peer], number, data).copy_(data.view(torch.uint8))
-        self._handles.settle(self._device)
-        full = self._gloo.start_send(_word(), peer, number)
-        self._pending[peer, number] = _Given(full, self._gloo.start_receive(_word(), peer, number))
+        # The slot is free: the wait for message number - WINDOW, which had it, includes the signal that it was read.
+        _slot(self._send_slots[peer], number, data).copy_(data.view(torch.uint8))
+        self._handles.synchronize(self._device)  # gloo's signal does not wait for the GPU
+        written = self._gloo.start_send(_signal(), peer, number)
+        self._pending[peer, number] = _PendingSend(written, self._gloo.start_receive(_signal(), peer, number))
 
     def receive(self, data: Tensor, peer: int, number: int) -> None:
-        """Start to receive; from a rank on the same GPU ``data`` is filled by :meth:`finish`."""
-        if peer not in self._taken:
+        """Starts to receive; from a rank on the same GPU ``data`` is filled by :meth:`wait`."""
+        if peer not in self._receive_slots:
             self._gloo.receive(data, peer, number)
             return
-        self._pending[peer, number] = _Awaited(data, self._gloo.start_receive(_word(), peer, number))
+        self._pending[peer, number] = _PendingReceive(data, self._gloo.start_receive(_signal(), peer, number))
 
-    def finish(self, peer: int, number: int) -> None:
-        """Wait for a message. Raises RuntimeError if it takes longer than the time-out, or the peer has left."""
+    def wait(self, peer: int, number: int) -> None:
+        """Waits for a message. Raises RuntimeError if it takes longer than the time-out, or the peer has left."""
         pending = self._pending.pop((peer, number), None)
         if pending is None:
-            self._gloo.finish(peer, number)
+            self._gloo.wait(peer, number)
             return
-        pending.full.wait()
-        if isinstance(pending, _Given):
-            pending.taken.wait()
+        pending.written.wait()
+        if isinstance(pending, _PendingSend):
+            pending.read.wait()
         else:
-            pending.data.view(torch.uint8).copy_(_part(self._taken[peer], number, pending.data))
-            self._handles.settle(self._device)
-            self._gloo.start_send(_word(), peer, number).wait()
+            pending.data.view(torch.uint8).copy_(_slot(self._receive_slots[peer], number, pending.data))
+            self._handles.synchronize(self._device)  # the sender may overwrite the slot as soon as it has the signal
+            self._gloo.start_send(_signal(), peer, number).wait()
 
     def close(self) -> None:
-        """Leave the group; the other members' pending operations fail."""
+        """Leaves the group; the other members' pending operations fail."""
         self._gloo.close()
-        self._pending, self._given, self._taken = {}, {}, {}
+        self._pending, self._send_slots, self._receive_slots = {}, {}, {}
 
 
 def join_ipc(
-    enter: Callable[[], GlooGroup],
+    join_gloo: Callable[[], GlooGroup],
     store: TCPStore,
     rank: int,
     device: torch.device,
     *,
-    gives: Mapping[int, int],
-    takes: Sequence[int],
+    receivers: Mapping[int, int],
+    senders: Sequence[int],
     handles: Handles | None = None,
 ) -> IpcGroup:
-    """Hands over the handles of the slots through ``store``; ``gives`` maps a rank to the bytes of its largest message.
+    """Exchanges the handles of the slots through ``store``, and joins the group of gloo that carries everything else.
 
-    ``enter`` enters gloo's group when all members have come: each offers its slots before, so that nobody waits for an offer
-    that does not come. Raises RuntimeError where sender and receiver are not on one host and GPU.
+    ``receivers`` maps each rank on this GPU to which this one sends to the bytes of its largest message; ``senders`` are the
+    ranks on this GPU from which it receives. Raises RuntimeError where sender and receiver are not on one host and GPU.
     """
     handles = handles or CudaHandles()
     try:
-        given = {peer: torch.empty(WINDOW, size, dtype=torch.uint8, device=device) for peer, size in gives.items()}
-        for peer, slots in given.items():
-            offer = {"place": handles.place(device), "bytes": gives[peer], "handle": handles.export(slots)}
+        send_slots = {peer: torch.empty(WINDOW, size, dtype=torch.uint8, device=device) for peer, size in receivers.items()}
+        for peer, slots in send_slots.items():
+            offer = {"location": handles.location(device), "bytes": receivers[peer], "handle": handles.export(slots)}
             store.set(_key(rank, peer), json.dumps(offer))
     except BaseException:
-        give_up(store)
+        announce_departure(store)
         raise
-    gloo = enter()
+    # gloo's group forms when all members are there, and each has made its offers before: no get below waits for a missing one.
+    gloo = join_gloo()
     try:
-        taken = {peer: _open(json.loads(store.get(_key(peer, rank))), peer, rank, device, handles) for peer in takes}
+        receive_slots = {peer: _open(json.loads(store.get(_key(peer, rank))), peer, rank, device, handles) for peer in senders}
     except BaseException:
         gloo.close()
         raise
-    return IpcGroup(gloo, device, handles, given, taken)
+    return IpcGroup(gloo, device, handles, send_slots, receive_slots)
+
+
+def _join(store: TCPStore, member: Member, timeout_s: float) -> IpcGroup:
+    def join_gloo() -> GlooGroup:
+        return GlooGroup(store, member.address, member.rank, member.world_size, timeout_s)
+
+    receivers, senders = member.same_gpu_receivers, member.same_gpu_senders
+    return join_ipc(join_gloo, store, member.rank, member.device, receivers=receivers, senders=senders)
+
+
+TRANSPORT = TransportSpec(join=_join, requires_gpu=True)
 
 
 def _open(offer: dict[str, Any], sender: int, receiver: int, device: torch.device, handles: Handles) -> Tensor:
-    there, here = offer["place"], handles.place(device)
+    """Opens the slots of a sender: uint8 [WINDOW, bytes]."""
+    there, here = offer["location"], handles.location(device)
     for what in ("host", "gpu"):
         if there[what] != here[what]:
             raise RuntimeError(
@@ -193,9 +212,9 @@ def _key(sender: int, receiver: int) -> str:
     return f"ipc/{sender}/{receiver}"
 
 
-def _part(slots: Tensor, number: int, data: Tensor) -> Tensor:
+def _slot(slots: Tensor, number: int, data: Tensor) -> Tensor:
     return slots[number % WINDOW, : data.nbytes]
 
 
-def _word() -> Tensor:
+def _signal() -> Tensor:
     return torch.zeros(1, dtype=torch.uint8)

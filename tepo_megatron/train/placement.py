@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.bridge.transfer.transport import Kind
+from tepo_megatron.bridge.transfer.transport import TransportName
+from tepo_megatron.bridge.transfer.transports import find_transport
 from tepo_megatron.config import RunConfig
 
 
@@ -30,12 +31,12 @@ def this_machine() -> Machine:
 
 
 def trains_on_gpus(config: RunConfig, machine: Machine) -> bool:
-    """Whether ``engine.platform`` comes to CUDA here."""
+    """Whether the trainer runs on GPUs here."""
     return config.engine.platform != "cpu" and machine.gpus > 0
 
 
-def choose_transport(config: RunConfig, machine: Machine) -> Kind:
-    """What ``rollout.server.transport`` comes to here."""
+def choose_transport(config: RunConfig, machine: Machine) -> TransportName:
+    """The transport that ``rollout.server.transport`` means here; ``auto`` is decided."""
     server = config.rollout.server
     if server.transport != "auto":
         return server.transport
@@ -53,6 +54,11 @@ def first_server_gpu(config: RunConfig, machine: Machine) -> int:
     return machine.local_ranks
 
 
+def takes_turns(config: RunConfig) -> bool:
+    """Whether trainer and servers are on the same GPUs, so that only one of them can have its memory there at a time."""
+    return config.rollout.server.placement == "colocated" and config.rollout.replay is None
+
+
 def shared_gpus(config: RunConfig) -> dict[int, int]:
     """Worker, numbered over all servers → the trainer rank on the same GPU."""
     server = config.rollout.server
@@ -65,7 +71,7 @@ def check_placement(config: RunConfig, machine: Machine) -> None:
         return
     server = config.rollout.server
     on_gpus = trains_on_gpus(config, machine)
-    if server.transport in ("nccl", "ipc") and not on_gpus:
+    if server.transport != "auto" and find_transport(server.transport).requires_gpu and not on_gpus:
         raise ValueError(
             f"rollout.server.transport = {server.transport} moves weights between GPUs, and {_no_gpus(config, machine)}; set "
             "it to gloo, or auto"

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True, scope="module")
 def small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload, "PIECE_BYTES", 48)
+        patch.setattr(offload, "CHUNK_BYTES", 48)
         yield
 
 
@@ -28,25 +28,25 @@ def test_every_byte_and_every_view_comes_back(sizes: list[int], times: int) -> N
     whole = [torch.randn(size) for size in sizes]
     views = [tensor[tensor.numel() // 2 :] for tensor in whole]
     before = [tensor.clone() for tensor in whole]
-    parking = offload.Parking(CPU)
+    storages = offload.OffloadedStorages(CPU)
     for _ in range(times):
-        parking.leave([*whole, *views])
-        assert parking.nbytes == 4 * sum(sizes)
+        storages.offload([*whole, *views])
+        assert storages.nbytes == 4 * sum(sizes)
         assert not any(tensor.untyped_storage().nbytes() for tensor in whole)
-        parking.come_back()
-        assert parking.nbytes == 0
+        storages.onload()
+        assert storages.nbytes == 0
         assert all(torch.equal(tensor, copy) for tensor, copy in zip(whole, before, strict=True))
         assert all(torch.equal(view, copy[copy.numel() // 2 :]) for view, copy in zip(views, before, strict=True))
 
 
 def test_host_memory_is_used_again() -> None:
-    tensor, parking = torch.randn(40), offload.Parking(CPU)
-    parking.leave([tensor])
-    kept = {piece.data_ptr() for _, pieces in parking._away for piece in pieces}
+    tensor, storages = torch.randn(40), offload.OffloadedStorages(CPU)
+    storages.offload([tensor])
+    kept = {chunk.data_ptr() for _, chunks in storages._offloaded for chunk in chunks}
     assert len(kept) == 4  # 160 bytes in pieces of 48
-    parking.come_back()
-    parking.leave([tensor])
-    assert {piece.data_ptr() for _, pieces in parking._away for piece in pieces} == kept
+    storages.onload()
+    storages.offload([tensor])
+    assert {chunk.data_ptr() for _, chunks in storages._offloaded for chunk in chunks} == kept
 
 
 def test_copies_in_fp8_leave_with_the_weights() -> None:
@@ -54,8 +54,8 @@ def test_copies_in_fp8_leave_with_the_weights() -> None:
     model._fp8_workspaces = {"weight": torch.zeros(9)}  # as Transformer Engine's modules have it
     optimizer: Any = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[], state={}))
     ddp: Any = SimpleNamespace(offload_grad_buffers=lambda **_: None, restore_grad_buffers=lambda **_: None)
-    residence = offload.Residence(model, ddp, optimizer, CPU, meet=lambda: None)
-    residence.occupy("weights")
+    offloader = offload.Offloader(model, ddp, optimizer, CPU, barrier=lambda: None)
+    offloader.onload_only("weights")
     assert model._fp8_workspaces
-    residence.occupy("nothing")
+    offloader.onload_only("nothing")
     assert not model._fp8_workspaces

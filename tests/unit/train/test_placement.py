@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.engine.placement import Machine, check_placement, choose_transport, first_server_gpu, shared_gpus
+from tepo_megatron.train.placement import Machine, check_placement, choose_transport, first_server_gpu, shared_gpus
 
 LAPTOP = Machine(gpus=0, has_nccl=False, local_ranks=2, ranks=2)
 NODE = Machine(gpus=8, has_nccl=True, local_ranks=4, ranks=4)

@@ -1,0 +1,152 @@
+"""Rounding that depends on where a token stands in its micro-batch must not look like a change of the policy.
+
+A GPU's kernels round a token's logits by its place: which tile, which split of a sum, which slot of a reduce-scatter ring. The
+CPU's do not, so noise is added here that is a function of the place (row, number of rows) and the column alone. In the first
+update after a rollout nothing has changed: every ratio is exactly 1, no entropy has moved, and TEPO's mask holds back nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.types import Batch, TokenScores
+from tepo_megatron.vocab_parallel import logprob_and_entropy
+from tests.support.launch import run_dist
+from tests.support.small_llama import draw_rollouts, write_llama
+
+LENGTHS = [9, 31, 5, 17, 24, 12, 40, 8, 21, 15, 6, 28]
+NOISE = 0.02
+"""The largest change of a logit: as large as one bfloat16 unit in the last place of a logit of 5 (2⁻⁵)."""
+
+
+def by_place(logits_TVp: Tensor, first_column: int) -> Tensor:
+    """Noise [T, V/p] in (−NOISE, NOISE) without a pattern: the same for the same row, number of rows and column."""
+    rows, columns = logits_TVp.shape
+    row_T = torch.arange(rows, dtype=torch.float64)[:, None]
+    column_V = torch.arange(first_column, first_column + columns, dtype=torch.float64)
+    return (NOISE * torch.sin(12.9898 * row_T + 78.233 * rows + 37.719 * column_V + row_T * column_V)).to(logits_TVp.dtype)
+
+
+def noisy(engine: Any, scale: float = 1.0) -> Callable[..., TokenScores]:
+    """``logprob_and_entropy`` of logits with noise."""
+
+    def scores(logits_TVp: Tensor, *arguments: Any, **options: Any) -> TokenScores:
+        first_column = engine.ranks.tp_rank * logits_TVp.shape[1]
+        return logprob_and_entropy(logits_TVp + scale * by_place(logits_TVp, first_column), *arguments, **options)
+
+    return scores
+
+
+def first_update(config: RunConfig, model_dir: Path, *, whole_step_scored: bool) -> dict[str, float]:
+    """Extrema and means of the first optimizer step after a rollout, on this rank's world."""
+    from megatron.core import parallel_state
+
+    from tepo_megatron.engine import forward
+    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.train.minibatches import minibatches
+
+    engine = Engine(config, model_dir)
+
+    def cut(batch: Batch) -> Batch:
+        return next(minibatches(batch, config.train.minibatches, seed=0, step=0))
+
+    with mock.patch.object(forward, "logprob_and_entropy", noisy(engine)):
+        batch = engine.batch_from_root(draw_rollouts(LENGTHS) if engine.ranks.rank == 0 else None)
+        scored = cut(engine.score(batch)) if whole_step_scored else engine.score(cut(batch))
+        result = engine.update(scored)
+    parallel_state.destroy_model_parallel()
+    return {**result.extrema, **{name: total / count for name, (total, count) in result.sums.items() if count}}
+
+
+def first_updates(rank: int, world: int, cases: list[dict[str, Any]], model_dir: Path, whole: bool) -> list[dict[str, float]]:
+    warnings.filterwarnings("ignore")
+    os.environ["WORLD_SIZE"] = str(world)
+    return [first_update(RunConfig.model_validate(case), model_dir, whole_step_scored=whole) for case in cases]
+
+
+def case(micro_batch_tokens: int, **parallel: Any) -> dict[str, Any]:
+    return {
+        "engine": {"platform": "cpu", "parallel": parallel, "micro_batch_tokens": micro_batch_tokens},
+        "objective": {"preset": "tepo", "kl_mask": {"falling": "measured", "tolerance": 0.0}},
+        "rollout": {"prompts_per_step": 3, "samples_per_prompt": 4},
+        "train": {"minibatches": 3},
+    }
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("noise"), scale=0.1)
+
+
+WORLDS = {
+    1: [case(size) for size in (1, 40, 64, 100, 4096)],
+    2: [
+        *(case(size, tp=2, sequence_parallel=True) for size in (40, 100)),
+        *(case(size, pp=2) for size in (40, 100)),
+        *(case(size, dp=2) for size in (40, 100)),
+    ],
+    4: [case(60, tp=2, sequence_parallel=True, pp=2), case(60, tp=2, dp=2)],
+}
+
+
+@pytest.mark.parametrize("world", list(WORLDS))
+def test_nothing_has_changed_in_the_first_update_after_a_rollout(world: int, model_dir: Path) -> None:
+    for found in run_dist(world, first_updates, WORLDS[world], model_dir, False):
+        for given, figures in zip(WORLDS[world], found, strict=True):
+            changes = {name: figures[name] for name in ("entropy/delta", "mask/fraction", "kl/mean", "clip/low", "clip/high")}
+            assert (figures["ratio/min"], figures["ratio/max"]) == (1.0, 1.0), given
+            assert set(changes.values()) == {0.0}, (given, changes)
+
+
+def test_scored_in_other_micro_batches_the_noise_looks_like_a_change(model_dir: Path) -> None:
+    """What the test above would miss if the noise were too small, or did not depend on the place."""
+    ((figures,),) = run_dist(1, first_updates, [case(100)], model_dir, True)
+    assert figures["ratio/max"] > 1 + 1e-3
+    assert figures["mask/fraction"] > 0.1
+
+
+def measured(rank: int, world: int, cases: list[dict[str, Any]], model_dir: Path, *, scale: float) -> list[dict[str, float]]:
+    """The engine's own measurement of the noise, where logits get ``scale`` times the noise of this file."""
+    from megatron.core import parallel_state
+
+    from tepo_megatron.engine import forward
+    from tepo_megatron.engine.engine import Engine
+
+    warnings.filterwarnings("ignore")
+    os.environ["WORLD_SIZE"] = str(world)
+    found = []
+    for given in cases:
+        engine = Engine(RunConfig.model_validate(given), model_dir)
+        with mock.patch.object(forward, "logprob_and_entropy", noisy(engine, scale)):
+            found.append(engine.measure_noise(engine.batch_from_root(draw_rollouts(LENGTHS) if rank == 0 else None)))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.mark.parametrize("world", list(WORLDS))
+def test_the_noise_that_is_there_is_measured(world: int, model_dir: Path) -> None:
+    """Next to none on a CPU, in any layout; with noise added, as much as was added: twice as much where twice as much was."""
+    for found in run_dist(world, partial(measured, scale=0.0), WORLDS[world], model_dir):
+        assert all(value < 1e-6 for figures in found for value in figures.values())
+    for once, twice in zip(
+        run_dist(world, partial(measured, scale=1.0), WORLDS[world], model_dir),
+        run_dist(world, partial(measured, scale=2.0), WORLDS[world], model_dir),
+        strict=True,
+    ):
+        for given, small, large in zip(WORLDS[world], once, twice, strict=True):
+            for name in ("entropy/noise", "ratio/noise", "sequence_ratio/noise"):
+                assert 0 < small[f"{name}/p50"] <= small[f"{name}/p90"] <= small[f"{name}/p99"], (given, name)
+                assert large[f"{name}/p90"] == pytest.approx(2 * small[f"{name}/p90"], rel=0.1), (given, name)
+            # a log-prob moves by at most the noise at its label and the mean noise, in each of the two scores
+            assert small["ratio/noise/p99"] < 2 * 2 * NOISE * 1.1

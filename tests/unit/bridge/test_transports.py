@@ -1,0 +1,50 @@
+"""The list of transports: each module declares one, config offers the same names, and a new file is a new transport."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from tepo_megatron.bridge.transfer import transports
+from tepo_megatron.bridge.transfer.transport import Member, TransportSpec
+from tepo_megatron.bridge.transfer.transports import find_transport, join, transport_names
+from tepo_megatron.config.rollout import ServerConfig
+
+MODULE = """
+from tepo_megatron.bridge.transfer.transport import TransportSpec
+
+TRANSPORT = TransportSpec(join=lambda store, member, timeout_s: (store, member, timeout_s))
+"""
+
+
+def test_config_offers_every_transport_that_there_is_and_no_other() -> None:
+    offered = get_args(ServerConfig.model_fields["transport"].annotation)
+    assert sorted(offered) == sorted(["auto", *transport_names()])
+
+
+@pytest.mark.parametrize("name", transport_names())
+def test_every_module_of_the_folder_declares_a_transport(name: str) -> None:
+    assert isinstance(find_transport(name), TransportSpec)
+    assert f"``{name}``" in (Path(sys.modules[ServerConfig.__module__].__file__ or "").read_text()), (
+        "config does not explain it"
+    )
+
+
+def test_a_new_file_is_a_new_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pigeon.py").write_text(MODULE)
+    monkeypatch.setattr(transports, "__path__", [*transports.__path__, str(tmp_path)])
+    member, store = Member(0, 1, torch.device("cpu"), "127.0.0.1"), object()
+    try:
+        assert "pigeon" in transport_names()
+        assert join("pigeon", store, member, 2.0) == (store, member, 2.0)  # type: ignore[arg-type]
+    finally:
+        sys.modules.pop(f"{transports.__name__}.pigeon", None)
+
+
+def test_an_unknown_transport_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=f"transport = pigeon is not known; known: {', '.join(transport_names())}"):
+        find_transport("pigeon")

@@ -1,0 +1,212 @@
+"""No field does nothing: another legal value of it changes loss, gradient, weights or metrics, or is refused.
+
+The fields are read from the JSON schema of the configuration, so that a field that is added is tested without being listed.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from tepo_megatron.config.objective import PRESETS, ObjectiveConfig
+from tepo_megatron.config.schema import schema_rows
+from tepo_megatron.objective import build_objective
+from tepo_megatron.types import TokenScores
+from tests.support.objective_batches import make_batch, whole
+
+SCHEMA = ObjectiveConfig.model_json_schema()
+
+REQUIRED = {
+    "low": 0.1,
+    "high": 0.15,
+    "coefficient": 0.1,
+    "target": 0.7,
+    "max_tokens": 5,
+    "buffer_tokens": 3,
+}
+"""Values for the fields that have no default, where another kind is tried."""
+
+SAME = {("ratio", '{"kind": "sequence"}'), ("ratio", '{"kind": "sequence_token"}')}
+"""Two names of one thing, wherever all tokens of a sequence weigh the same: see test_ratio.py. (field, value as JSON)."""
+
+
+@cache
+def _steps():
+    """Steps near to the old policy and far from it, of likely and unlikely tokens, with a sampler that is often far off."""
+    rows = [[True] * 6, [True, False, True, True], [False] + [True] * 4, [True], [False, False], [True] * 3, [True, True]]
+    made = []
+    for seed, spread in ((0, 1e-3), (1, 0.3), (2, 1.0), (4, 0.3)):
+        batch, scores = make_batch(rows, seed=seed, groups=[0, 0, 0, 1, 1, 2, 2], rewards=[1.0, 0.0, 0.25, 1.0, 0.0, 0.5, 0.25])
+        old = 6 * batch.old_logprobs_T
+        sampler = torch.where(batch.loss_mask_T, old + 6 * (batch.sampler_logprobs_T - batch.old_logprobs_T), 0.0)
+        logprob = (old + spread * (scores.logprob - batch.old_logprobs_T) / 0.3).detach().requires_grad_()
+        reference = old + batch.reference_logprobs_T - batch.old_logprobs_T
+        made.append(
+            (
+                batch.with_(old_logprobs_T=old, sampler_logprobs_T=sampler, reference_logprobs_T=reference),
+                TokenScores(logprob, scores.entropy),
+            )
+        )
+    return made
+
+
+def _outcome(config: ObjectiveConfig) -> list[torch.Tensor]:
+    objective, values = build_objective(config), []
+    for batch, scores in _steps():
+        loss, gradients, metrics, extrema = whole(objective, batch, scores)
+        named = {**metrics, **extrema}
+        values += [objective.advantages(batch), loss, *gradients, *(named[name] for name in sorted(named))]
+    return values
+
+
+def _differ(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    """By more than a rounding: two ways to write one thing are one thing."""
+    if len(left) != len(right):
+        return True
+    return any(not torch.allclose(a, b, rtol=1e-9, atol=1e-13, equal_nan=True) for a, b in zip(left, right, strict=True))
+
+
+def _build(given: dict[str, Any]) -> ObjectiveConfig | str:
+    """The configuration, or why it is refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return ObjectiveConfig.model_validate(given)
+        except ValidationError as error:
+            return "; ".join(problem["msg"] for problem in error.errors())
+
+
+def _follow(node: dict[str, Any]) -> dict[str, Any]:
+    while "$ref" in node:
+        node = SCHEMA["$defs"][node["$ref"].rsplit("/", 1)[1]]
+    return node
+
+
+def _kinds(node: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The sections that a field may hold, by kind; the only one has no kind."""
+    options = [_follow(option) for option in node.get("anyOf") or node.get("oneOf") or [_follow(node)]]
+    inner = [kind for option in options for kind in ([option] if "properties" in option else option.get("oneOf", []))]
+    sections = [_follow(section) for section in inner]
+    return {section["properties"].get("kind", {}).get("const", ""): section for section in sections}
+
+
+def _may_be_null(node: dict[str, Any]) -> bool:
+    return any(option.get("type") == "null" for option in node.get("anyOf", []))
+
+
+def _section(kind: str, node: dict[str, Any], *, inner: bool = False) -> dict[str, Any]:
+    """A section of a kind with its defaults, and values where there is no default; ``inner``: its own sections switched on."""
+    filled = {name: REQUIRED[name] for name in node.get("required", [])}
+    for name, raw in node["properties"].items() if inner else ():
+        for label, section in _kinds(raw).items():
+            filled[name] = _section(label, section)
+    return {"kind": kind, **filled} if kind else filled
+
+
+def _scalars(node: dict[str, Any], value: Any) -> Iterator[Any]:
+    """Other values of a field that is no section."""
+    options = node.get("anyOf") or [node]
+    for option in map(_follow, options):
+        if "enum" in option:
+            yield from option["enum"]
+        elif option.get("type") == "boolean":
+            yield not value
+        elif option.get("type") in ("integer", "number"):
+            near = value if isinstance(value, int | float) else 0.5
+            numbers = (near * 1.5, near * 0.5, near * 4, near * 0.1, near * 1e4, near + 0.4, near - 0.4, near + 2)
+            yield from (round(number) if option["type"] == "integer" else number for number in numbers)
+        elif option.get("type") == "null":
+            yield None
+
+
+def _leaves(node: dict[str, Any], given: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every field below ``node`` with another value of it, as (dotted path, value); sections are entered."""
+    for name, raw in node["properties"].items():
+        if name in ("kind", "preset"):
+            continue
+        here, value = f"{path}{name}", given.get(name)
+        kinds = _kinds(raw)
+        if not kinds:
+            yield from ((here, other) for other in _scalars(_follow(raw) | raw, value) if other != value)
+            continue
+        present = value.get("kind", "") if value is not None else None
+        for kind, section in kinds.items():
+            if kind != present:
+                yield here, _section(kind, section)
+        if value is not None:
+            if _may_be_null(raw):
+                yield here, None
+            yield from _leaves(kinds[present], value, f"{here}.")
+
+
+def _with(given: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    head, _, rest = path.partition(".")
+    return {**given, head: _with(given[head], rest, value) if rest else value}
+
+
+def _check(base: ObjectiveConfig, label: str) -> set[str]:
+    """Every field of ``base``: some other value changes the outcome, and none that is no number leaves it. The fields seen."""
+    given = base.model_dump()
+    expected = _outcome(base)
+    outcomes: dict[str, list[tuple[Any, str]]] = {}
+    for path, value in _leaves(SCHEMA, given):
+        changed = _build(_with(given, path, value))
+        if isinstance(changed, str):
+            assert len(changed.split()) > 3, f"{label}: {path} = {value} is refused with {changed!r}, which is no sentence"
+            verdict = "refused"
+        else:
+            verdict = "acts" if _differ(_outcome(changed), expected) else "nothing"
+        outcomes.setdefault(path, []).append((value, verdict))
+    for path, seen in outcomes.items():
+        assert any(verdict == "acts" for _, verdict in seen), (
+            f"{label}: no other value of objective.{path} does anything: {seen}"
+        )
+        for value, verdict in seen:
+            exact = isinstance(value, bool) or not isinstance(value, float | int)
+            if verdict == "nothing" and exact:
+                assert (path, json.dumps(value)) in SAME, f"{label}: objective.{path} = {json.dumps(value)} does nothing"
+    return set(outcomes)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_field_of_every_preset_acts_or_is_refused(preset):
+    config = ObjectiveConfig(preset=preset)
+    assert _paths(SCHEMA, config.model_dump()) <= _check(config, preset)
+
+
+SECTIONS = {(name, kind): section for name, raw in SCHEMA["properties"].items() for kind, section in _kinds(raw).items()}
+
+
+@pytest.mark.parametrize(("name", "kind"), SECTIONS)
+def test_every_field_of_every_kind_acts_or_is_refused(name, kind):
+    """Also of those kinds that no preset has: in the first preset that takes them."""
+    given = _section(kind, SECTIONS[name, kind], inner=True)
+    built = ((preset, _build({"preset": preset, name: given})) for preset in ("grpo", *PRESETS))
+    preset, config = next((preset, config) for preset, config in built if not isinstance(config, str))
+    assert _paths(SECTIONS[name, kind], given, f"{name}.") <= _check(config, f"{preset} with {name} {kind}")
+
+
+def _paths(node: dict[str, Any], given: dict[str, Any], path: str = "") -> set[str]:
+    """Every field of the sections that are on, from the schema."""
+    found = set()
+    for name, raw in node["properties"].items():
+        if name in ("kind", "preset"):
+            continue
+        found.add(f"{path}{name}")
+        value = given.get(name)
+        if isinstance(value, dict):
+            found |= _paths(_kinds(raw)[value.get("kind", "")], value, f"{path}{name}.")
+    return found
+
+
+def test_all_fields_of_the_schema_are_tested():
+    """What the tests above walk is what the configuration's schema lists below ``objective``."""
+    walked = {f"objective.{name}" for name in SCHEMA["properties"]}
+    for (name, kind), section in SECTIONS.items():
+        walked |= {f"objective.{path}" for path in _paths(section, _section(kind, section, inner=True), f"{name}.")}
+    assert {row.path for row in schema_rows() if row.path.startswith("objective.") and not row.path.endswith(".kind")} <= walked

@@ -1,0 +1,132 @@
+"""What ``import tepo_megatron`` offers: these names, lazily, with docstrings and pages, and no others."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tepo_megatron
+
+ROOT = Path(__file__).parents[2]
+TORCH_FREE = {
+    "ConfigError",
+    "MegatronParallel",
+    "ModelSpec",
+    "ObjectiveConfig",
+    "Plan",
+    "Problem",
+    "ReshardPlan",
+    "RunConfig",
+    "VllmParallel",
+    "__version__",
+    "check_plan",
+    "dump_resolved",
+    "load_run",
+    "make_plan",
+    "read_model_spec",
+    "reshard_plan",
+}
+WITH_TORCH = {
+    "Batch",
+    "EvaluationResult",
+    "Objective",
+    "ObjectiveOutput",
+    "StepContext",
+    "TokenScores",
+    "build_objective",
+    "evaluate_model",
+    "export_model",
+    "fused_linear_logprob_and_entropy",
+    "import_model",
+    "logprob_and_entropy",
+    "train_model",
+}
+
+
+def run(script: str) -> None:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_list_is_this_one() -> None:
+    """A name that goes, or another one, is a new version: docs/versions.md."""
+    assert set(tepo_megatron.__all__) == TORCH_FREE | WITH_TORCH
+    assert len(tepo_megatron.__all__) == len(set(tepo_megatron.__all__))
+    assert set(tepo_megatron.__all__) <= set(dir(tepo_megatron))
+
+
+@pytest.mark.parametrize("name", tepo_megatron.__all__)
+def test_a_name_is_there_and_says_what_it_is(name: str) -> None:
+    value = getattr(tepo_megatron, name)
+    if name != "__version__":
+        assert value.__name__ == name
+        assert value.__module__.startswith("tepo_megatron.")
+        assert value.__doc__
+        assert not value.__doc__.startswith(f"{name}("), "what dataclasses writes where there is none"
+
+
+@pytest.mark.parametrize("name", ["train", "no_such_name", "_private"])
+def test_other_names_are_not(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+        run_getattr(name)
+
+
+def run_getattr(name: str) -> object:
+    """As a user's first question, before anything has been imported that would set an attribute."""
+    return tepo_megatron.__getattr__(name)
+
+
+def test_no_name_is_that_of_a_file_or_folder() -> None:
+    """Importing ``tepo_megatron.train`` sets the attribute ``train``: a function of that name would be gone by then."""
+    assert {module.name for module in pkgutil.iter_modules(tepo_megatron.__path__)} & set(tepo_megatron.__all__) == set()
+
+
+def test_type_checkers_see_the_same_homes() -> None:
+    tree = ast.parse((ROOT / "tepo_megatron/__init__.py").read_text())
+    imported = {
+        alias.name: str(node.module).removeprefix("tepo_megatron.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("tepo_megatron.")
+        for alias in node.names
+    }
+    assert imported == tepo_megatron._HOMES
+    assert {*imported, "__version__"} == set(tepo_megatron.__all__)
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    run(
+        "import sys; before = set(sys.modules)\n"
+        "import tepo_megatron\n"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "assert new - sys.stdlib_module_names == {'tepo_megatron'}, new\n"
+        "assert [name for name in sys.modules if name.startswith('tepo_megatron.')] == []"
+    )
+
+
+def test_a_login_node_without_torch_has_what_it_needs() -> None:
+    run(
+        "import sys, tepo_megatron\n"
+        f"for name in {sorted(TORCH_FREE)}: getattr(tepo_megatron, name)\n"
+        "tepo_megatron.make_plan(tepo_megatron.load_run('examples/llama3.3-70b/run.yaml'))\n"
+        "assert not {'torch', 'transformers', 'megatron', 'vllm'} & set(sys.modules)"
+    )
+
+
+def test_every_name_has_its_place_in_the_pages() -> None:
+    pages = {path.name: path.read_text() for path in (ROOT / "docs/api").glob("*.md")}
+    shown = [name for text in pages.values() for name in re.findall(r"^::: tepo_megatron\.(\w+)$", text, flags=re.MULTILINE)]
+    assert sorted([*shown, "__version__"]) == sorted(tepo_megatron.__all__)
+    listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| \[.*$", pages["index.md"], flags=re.MULTILINE)))
+    assert sorted([*listed, "__version__"]) == sorted(tepo_megatron.__all__)
+
+
+def test_every_page_is_in_the_menu() -> None:
+    """mkdocs, in strict mode, says so too; this needs no mkdocs."""
+    menu = set(re.findall(r"[\w./-]+\.md$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
+    assert menu == {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}

@@ -1,0 +1,249 @@
+"""What the documents name exists: files, functions, tests, links, commands, fields; and they agree on versions and counts."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from tepo_megatron.config.schema import schema_rows
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "tepo_megatron"
+FOLDERS = ("tepo_megatron", "tests", "docs", "scripts", "examples", "benchmarks", "docker", "requirements", ".ci")
+SECTIONS = ("model", "data", "rollout", "reward", "objective", "engine", "optimizer", "train", "evaluate", "log", "cluster")
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md"))
+)
+
+NAMED_AS_ABSENT = {"tepo_megatron.api"}
+"""Names that a decision argues against."""
+
+# Short forms: code by its path in the package or, in docs/tepo.md, in objective/; a test by the name of its file.
+HOMES = (ROOT, PACKAGE, PACKAGE / "objective", ROOT / "tests/unit/objective")
+FILE = re.compile(
+    r"(?P<path>[\w.-][\w./*-]*\.(?:py|cpp|sh|md|yaml|toml|txt|in|Dockerfile))(?::(?P<name>[A-Za-z_][\w.]*))?(?:\[.*\])?"
+)
+"""``path/to/file.py``, ``file.py:function``, ``file.py:Class.method``, ``test_file.py:test_name[case]``."""
+
+
+@cache
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text()
+
+
+@cache
+def spans_in(document: str) -> tuple[str, ...]:
+    """Every piece of code between backticks, in order."""
+    return tuple(re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text_of(document), flags=re.M | re.S)))
+
+
+@cache
+def lines_in(document: str) -> tuple[tuple[str, ...], ...]:
+    """The words of every line of code: of each piece between backticks, and of each line of a block."""
+    blocks = re.findall(r"^```(?!mermaid)\w*\n(.*?)^```", text_of(document), re.M | re.S)
+    lines = (*spans_in(document), *(line for block in blocks for line in block.splitlines()))
+    return tuple(tuple(word.strip("\"'(),;") for word in line.split()) for line in lines)
+
+
+def code_in(document: str) -> list[str]:
+    return [word for line in lines_in(document) for word in line]
+
+
+@cache
+def files_named(name: str) -> tuple[Path, ...]:
+    return tuple(path for folder in FOLDERS for path in (ROOT / folder).rglob(name))
+
+
+@cache
+def names_in(path: Path) -> frozenset[str]:
+    """The functions, classes, methods and constants that a file of Python defines."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{member.name}" for member in node.body if isinstance(member, ast.FunctionDef)}
+        if isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return frozenset(found)
+
+
+@cache
+def all_tests() -> frozenset[str]:
+    return frozenset().union(*(names_in(path) for path in (ROOT / "tests").rglob("*.py")))
+
+
+def resolve(path: str) -> list[Path]:
+    """The files that a document means by ``path``."""
+    for home in HOMES:
+        if "*" in path and any(home.glob(path)):
+            return list(home.glob(path))
+        if "*" not in path and (home / path).exists():
+            return [home / path]
+    return list(files_named(path)) if "/" not in path else []
+
+
+def is_ours(path: str) -> bool:
+    """Whether a path that a document names is one of the repository, and not one of a run's output or of a user's."""
+    first, _, rest = path.partition("/")
+    if "NAME" in path:  # a placeholder
+        return False
+    if not rest:
+        return path.endswith((".py", ".cpp"))
+    return first in FOLDERS or (path.endswith((".py", ".cpp")) and (PACKAGE / first).is_dir())
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_file_and_function_that_is_named_exists(document: str) -> None:
+    missing = []
+    for word in code_in(document):
+        found = FILE.fullmatch(word)
+        if found is None or not is_ours(found["path"]):
+            continue
+        files = resolve(found["path"])
+        if not files or (found["name"] and not any(found["name"] in names_in(file) for file in files)):
+            missing.append(word)
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_folder_that_is_named_exists(document: str) -> None:
+    named = [word for word in code_in(document) if re.fullmatch(rf"(?:{'|'.join(map(re.escape, FOLDERS))})(/[\w.-]+)+/?", word)]
+    assert not [word for word in named if "NAME" not in word and not (ROOT / word).exists()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_test_that_is_named_exists(document: str) -> None:
+    named = [span.lstrip(":").partition("[")[0] for span in spans_in(document) if re.fullmatch(r":?test_\w+(\[.*\])?", span)]
+    assert not [name for name in named if name not in all_tests()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_relative_link_leads_somewhere(document: str) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)", text_of(document))
+    relative = [target for target in targets if not re.match(r"[a-z]+:", target)]
+    assert not [target for target in relative if not _leads_somewhere(ROOT / document, target)]
+
+
+def _leads_somewhere(document: Path, target: str) -> bool:
+    path, _, anchor = target.partition("#")
+    file = (document.parent / path).resolve() if path else document
+    if not anchor:
+        return file.exists()
+    headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M) if file.is_file() else []
+    return anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def schema_paths() -> frozenset[str]:
+    rows = {row.path for row in schema_rows()}
+    return frozenset(".".join(path.split(".")[:length]) for path in rows for length in range(1, path.count(".") + 2))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_field_that_is_named_exists(document: str) -> None:
+    fields = schema_paths()
+    methods = {
+        f"{owner}.{name.rpartition('.')[2]}"
+        for owner, file in {
+            "engine": "engine/engine.py",
+            "objective": "objective/compose.py",
+            "driver": "train/driver.py",
+        }.items()
+        for name in names_in(PACKAGE / file)
+    }
+    pattern = re.compile(rf"((?:{'|'.join((*SECTIONS, 'driver'))})(?:\.[a-z]\w*)+)([=(].*)?")
+    named = [found[1] for word in code_in(document) if (found := pattern.fullmatch(word))]
+    files = re.compile(r".*\.(py|json|jsonl|yaml|safetensors|sqsh)")
+    assert not [name for name in named if name not in fields | methods and not files.fullmatch(name)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_name_of_the_package_can_be_imported(document: str) -> None:
+    for name in {word for word in code_in(document) if re.fullmatch(r"tepo_megatron(\.\w+)+", word)}:
+        if name not in NAMED_AS_ABSENT:
+            pkgutil.resolve_name(name)
+
+
+def commands() -> dict[str, frozenset[str]]:
+    """``tepo``'s commands, each with its own sub-commands."""
+    import typer.main
+
+    from tepo_megatron.cli.main import app
+
+    found = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    return {name: frozenset(getattr(command, "commands", {})) for name, command in found.items()}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_command_that_is_named_exists(document: str) -> None:
+    known = commands()
+    for line in lines_in(document):
+        for previous, word, following in zip(line, line[1:], (*line[2:], ""), strict=False):
+            if previous.rpartition("/")[2] == "tepo" and re.fullmatch(r"[a-z]+", word):
+                assert word in known
+                assert not (known[word] and following) or set(following.split("|")) <= known[word]
+            if previous == "make" and re.fullmatch(r"[a-z-]+", word):
+                assert re.search(rf"^{word}:", text_of("Makefile"), re.M)
+
+
+# -- counts and versions
+
+
+def supported_pythons() -> list[str]:
+    requires = SpecifierSet(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"])
+    return [f"3.{minor}" for minor in range(30) if f"3.{minor}.0" in requires]
+
+
+def test_one_range_of_pythons_is_stated_everywhere() -> None:
+    versions = supported_pythons()
+    stated = ", ".join(versions[:-1]) + f" or {versions[-1]}"
+    for document in ("README.md", "docs/gpu.md", "scripts/common.sh"):
+        assert f"Python {stated}" in text_of(document), document
+    for script in ("scripts/setup_cpu.sh", "scripts/setup_launch.sh"):
+        assert f"({stated})" in text_of(script), script
+    classifiers = tomllib.loads(text_of("pyproject.toml"))["project"]["classifiers"]
+    assert [name.rpartition(" ")[2] for name in classifiers if "Python :: 3." in name] == versions
+    low, high = re.findall(r"\(3, (\d+)\)", text_of("scripts/common.sh"))
+    assert versions == [f"3.{minor}" for minor in range(int(low), int(high))]
+    assert set(re.findall(r" (?:python)(3\.\d+)(?= )", text_of("scripts/common.sh"))) == set(versions)
+
+
+def test_the_number_of_cpu_patches_is_the_decisions() -> None:
+    from tepo_megatron.engine.platform_cpu import patches
+
+    number = ("no", "one", "two", "three", "four", "five", "six", "seven")[len(patches())]
+    assert f"{number} patches and one torch function mode" in " ".join(text_of("docs/decisions/005-cpu-patches.md").split())
+
+
+def tree() -> Iterator[str]:
+    """The names at the starts of the lines of README's tree of folders."""
+    block = text_of("README.md").split("## What is where")[1].split("```")[1]
+    for line in block.splitlines():
+        names = re.match(r" *((?:[\w.]+/? ?)+?)(?:  |$)", line)
+        yield from names[1].split() if names else ()
+
+
+def test_the_tree_in_the_readme_has_every_part_of_the_package() -> None:
+    named = set(tree())
+    packages = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py")}
+    assert packages <= named, packages - named
+    assert not [name for name in named if not any((home / name).exists() for home in (ROOT, PACKAGE))]
+
+
+@pytest.mark.parametrize("results", sorted(path.name for path in (ROOT / "benchmarks/results").glob("*.md")))
+def test_every_table_of_results_is_quoted_as_it_was_written(results: str) -> None:
+    rows = [line for line in text_of(f"benchmarks/results/{results}").splitlines() if line.startswith("|")]
+    quoted = {line for document in DOCUMENTS for line in text_of(document).splitlines()}
+    assert rows
+    assert not [row for row in rows if row not in quoted]

@@ -1,0 +1,144 @@
+"""The lists of what to change for a new architecture, objective, knob or metric are complete for everything that is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tepo_megatron.bridge.architecture import FAMILIES, KNOWN_ARCHITECTURES
+from tepo_megatron.bridge.layouts.table import EXPERT_NAMES
+from tepo_megatron.config.objective import PRESETS
+from tepo_megatron.config.schema import schema_rows
+from tepo_megatron.train.metrics import PHASES
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "tepo_megatron"
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def keys(path: str, name: str) -> list[str]:
+    """The keys of the dictionary that a file of tests assigns to ``name``."""
+    for node in tree_of(ROOT / path).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            assert isinstance(node, ast.Assign | ast.AnnAssign)
+            assert isinstance(node.value, ast.Dict)
+            return [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
+    raise AssertionError(f"{path} has no {name}")
+
+
+def section(document: str, heading: str) -> str:
+    found = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", (ROOT / document).read_text(), re.M | re.S)
+    assert found is not None, f"{document} has no section {heading!r}"
+    return found[1]
+
+
+def cells(document: str) -> set[str]:
+    """The code in the first cells of a document's tables."""
+    rows = re.findall(r"^\|([^|]*)\|", (ROOT / document).read_text(), re.M)
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+# -- architectures
+
+
+def places_of(architecture: str) -> dict[str, str]:
+    """Where a line for this architecture must be: file → the name there."""
+    worlds = "tests/dist/test_moe.py" if FAMILIES[architecture].experts else "tests/dist/test_architectures.py"
+    return {
+        "tests/unit/bridge/test_architecture.py": "CONFIGS",
+        worlds: "MODELS",
+        "tests/support/random_models.py": "MODELS",
+        "tests/unit/engine/test_te_layouts.py": "MODELS",
+    }
+
+
+@pytest.mark.parametrize("architecture", KNOWN_ARCHITECTURES)
+def test_an_architecture_is_in_every_test_and_table(architecture: str) -> None:
+    family = architecture.removesuffix("ForCausalLM")
+    for path, name in places_of(architecture).items():
+        found = {key.partition("-")[0].removesuffix("ForCausalLM") for key in keys(path, name)}
+        assert family in found, f"{path}: {name} has no {family}"
+    assert (architecture in EXPERT_NAMES) == FAMILIES[architecture].experts
+    assert architecture in cells("docs/models.md")
+    assert family.lower() in re.sub("[^a-z0-9]", "", (ROOT / "README.md").read_text().lower())
+
+
+def test_the_list_for_an_architecture_names_every_place() -> None:
+    listed = section("docs/models.md", "Add an architecture")
+    places = {path for architecture in KNOWN_ARCHITECTURES for path in places_of(architecture)}
+    for path in ("bridge/architecture.py", "bridge/layouts/table.py", "engine/model.py", "README.md", *places):
+        assert f"`{path}`" in listed
+
+
+# -- objectives
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_computed_by_hand_and_explained(preset: str) -> None:
+    assert preset in keys("tests/unit/objective/test_presets.py", "HAND")
+    page = (ROOT / "docs/tepo.md").read_text()
+    assert re.search(rf"`(objective\.)?(preset: ?|preset=)?{preset}`", page), f"docs/tepo.md does not explain {preset}"
+
+
+# -- knobs
+
+
+def names_read(path: Path) -> Iterator[str]:
+    """The attributes that a file reads, also by name."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value  # getattr(config.data, "train")
+
+
+def read_in_config(path: Path) -> Iterator[str]:
+    """The attributes that a section's public properties and methods read for others, such as ``served_dtype``."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            yield from (inner.attr for inner in ast.walk(node) if isinstance(inner, ast.Attribute))
+
+
+PERMITS = {"rollout.uncorrected"}
+"""Fields whose only reader is the validator that would otherwise refuse a run."""
+
+
+def test_every_knob_is_read_by_some_code() -> None:
+    outside = [path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE / "config"]
+    read = {name for path in outside for name in names_read(path)}
+    read |= {name for path in (PACKAGE / "config").glob("*.py") for name in read_in_config(path)}
+    assert {row.path for row in schema_rows() if row.path.rpartition(".")[2] not in read} == PERMITS
+
+
+# -- metrics
+
+FAMILY = "reward|groups|response_len|accuracy|canary|memory|weights_version|ratio|clip|kl|mask|entropy|mismatch"
+
+
+def metrics() -> set[str]:
+    """Every key that the package writes into a row of metrics, by its form; the times by the phases."""
+    files = [*(PACKAGE / "train").glob("*.py"), *(PACKAGE / "objective").rglob("*.py"), PACKAGE / "engine/engine.py"]
+    files.append(PACKAGE / "evaluate/evaluation.py")
+    found = {
+        node.value
+        for path in files
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(rf"({FAMILY})/[\w@]+", node.value)
+    }
+    times = {f"time/{name}" for name in (*PHASES, "other", "step")}
+    return found | times | {"ess", "loss", "grad_norm", "lr", "tokens/s", "response_tokens"}
+
+
+def test_every_metric_is_explained() -> None:
+    assert len(metrics()) > 30
+    assert metrics() - cells("docs/tepo.md") - cells("docs/operations.md") == set()
