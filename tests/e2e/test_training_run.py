@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -21,6 +20,7 @@ from safetensors.torch import load_file
 
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
 from tepo_megatron.types import WeightsVersion
+from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S, run_program
 
 RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
@@ -79,17 +79,6 @@ def without_times(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not key.startswith(MEASURED_IN_SECONDS)} for row in rows(folder)]
 
 
-def processes_naming(folder: Path) -> list[str]:
-    """Command lines of living processes that name the folder: servers, ranks, their parents."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            line = " ".join(process.cmdline())
-            if str(folder) in line and process.pid != os.getpid():
-                found.append(line)
-    return found
-
-
 def wait_for_rows(process: subprocess.Popen[str], out: Path, count: int) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not ((out / "metrics.jsonl").exists() and len(rows(out)) >= count):
@@ -104,7 +93,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     printed = train(f"output={folder}", *SMALL, "rollout.record=true", "train.save_every=5")
     (folder.parent / "printed.txt").write_text(printed)
     yield folder
-    assert processes_naming(folder) == []
+    assert_none_names(folder)
 
 
 def test_a_run_leaves_what_it_promises(trained: Path) -> None:
@@ -212,7 +201,7 @@ def test_a_run_that_takes_turns_with_its_servers_is_the_same_run(trained: Path, 
         return [{name: row[name] for name in row if name not in EVALUATION_KEYS} for row in without_times(folder)[:5]]
 
     assert figures(out) == figures(trained)
-    assert processes_naming(out) == []
+    assert_none_names(out)
 
 
 def test_the_trained_model_is_evaluated_by_its_command(trained: Path, tmp_path: Path) -> None:
@@ -237,7 +226,7 @@ def test_interrupting_ends_everything(tmp_path: Path) -> None:
         assert "Traceback" not in err
     finally:
         process.kill()
-    assert processes_naming(out) == []
+    assert_none_names(out)
     assert all(set(row) >= KEYS for row in rows(out)[1:])
     assert max(abs(row["mismatch/kl"]) for row in rows(out)[1:]) < 1e-6
 
@@ -259,7 +248,7 @@ def test_a_server_that_dies_is_replaced_and_the_run_goes_on(tmp_path: Path) -> N
     assert "starting it again" in printed
     assert [row["step"] for row in rows(out)] == list(range(7))
     assert max(abs(row["mismatch/kl"]) for row in rows(out)[1:]) < 1e-6
-    assert processes_naming(out) == []
+    assert_none_names(out)
 
 
 @pytest.mark.parametrize(
