@@ -1,6 +1,6 @@
 BIN := .venv/bin
 
-.PHONY: check docs format test
+.PHONY: check docs format test test-fast
 
 check: ## style, types, directions of imports, shell scripts
 	$(BIN)/ruff check .
@@ -18,3 +18,6 @@ format:
 
 test:
 	bash scripts/test.sh
+
+test-fast: ## while you work: tests/unit without what starts vLLM, Triton or worlds
+	bash scripts/test.sh --fast

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Every test that this machine can run. The first call sets up .venv.
 #
-#   bash scripts/test.sh                         all: tests/unit on every core, then the worlds, servers and clusters
-#   bash scripts/test.sh tests/dist -k moe       with pytest's arguments: just these
+#   bash scripts/test.sh                         all, on every core; tests/support/schedule.py says what runs beside what
+#   bash scripts/test.sh --fast                  tests/unit without what is marked slow, on every core: about a minute on two
+#   bash scripts/test.sh tests/dist -k moe       with pytest's arguments: just these, one after the other
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/common.sh
@@ -15,9 +16,12 @@ if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
   .venv/bin/python -m pip install -qq --no-deps -r requirements/test.txt
   echo "$wanted" >"$stamp"
 fi
+workers=$(nproc)
+workers=$((workers < 8 ? workers : 8))
+if [[ ${1:-} == --fast ]]; then
+  exec .venv/bin/python -m pytest tests/unit -m "not slow" -n "$workers" "${@:2}"
+fi
 if [[ $# -gt 0 ]]; then
   exec .venv/bin/python -m pytest "$@"
 fi
-workers=$(nproc)
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/unit -n "$((workers < 8 ? workers : 8))" --dist loadfile
-exec .venv/bin/python -m pytest tests --ignore tests/unit
+exec .venv/bin/python -m pytest -n "$workers" --durations=25

@@ -3,7 +3,6 @@
 import http.client
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rollout.client import GENERATE
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
 from tepo_megatron.types import Response, WeightsVersion
+from tests.support.processes import assert_none_names, processes_naming
 
 EOS = 2
 VOCABULARY = 64
@@ -50,8 +50,9 @@ def fleet(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     config = ServerConfig(max_model_len=128, max_num_seqs=64, max_restarts=5)
     logs = tmp_path_factory.mktemp("logs")
     with Fleet(config, model_dir=model_dir, dtype="float32", stop_token_ids=[EOS], log_dir=logs) as running:
+        assert processes_naming(model_dir)
         yield running
-    assert processes_of(running) == []
+    assert_none_names(model_dir)
 
 
 @pytest.fixture
@@ -71,13 +72,6 @@ def sync(fleet: Fleet, model: torch.nn.Module, version: WeightsVersion) -> None:
 
 def manifest(weights: Weights) -> list[tuple[str, tuple[int, ...], str]]:
     return [(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in weights.items()]
-
-
-def processes_of(fleet: Fleet) -> list[int]:
-    """Live processes whose command line names this run's model folder, however they came to be."""
-    found = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True).stdout.splitlines()
-    folder = fleet._servers[0]._model
-    return [int(line.split()[0]) for line in found if folder in line and "pytest" not in line]
 
 
 def greedy(fleet: Fleet, length: int = 16) -> list[tuple[int, ...]]:
@@ -252,7 +246,22 @@ def test_health_is_open(fleet: Fleet) -> None:
 
 def test_the_key_is_in_no_log_and_on_no_command_line(fleet: Fleet) -> None:
     assert fleet._key not in fleet._servers[0].log.read_text()
-    assert fleet._key not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert processes_naming("vllm")
+    assert processes_naming(fleet._key) == []
+
+
+def test_a_connection_that_idled_for_a_step_is_still_there(fleet: Fleet, first_weights: torch.nn.Module) -> None:
+    """vLLM's default closes it after 5 s, and a client that takes it up at that moment gets an error instead of an answer."""
+    address = urlsplit(fleet._servers[0].url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
+    for pause in (0, 7):
+        time.sleep(pause)
+        connection.request("GET", "/health")
+        assert connection.getresponse().read() == b""
+    connection.close()
+
+
+# -- from here on servers end; whoever needs one afterwards waits for its start
 
 
 def test_a_killed_server_is_reported_revived_and_synced(fleet: Fleet, first_weights: torch.nn.Module) -> None:
@@ -281,7 +290,7 @@ def test_a_tensor_that_does_not_fit_is_named_and_the_rest_is_consumed(fleet: Fle
     assert not isinstance(caught.value, ServerDied)
     assert next(stream, None) is None
     assert fleet.weights_version is None
-    assert processes_of(fleet) == []
+    assert_none_names(fleet._servers[0]._model)
 
 
 def test_a_model_folder_without_a_model_is_reported_with_the_end_of_the_log(tmp_path: Path) -> None:
@@ -293,14 +302,3 @@ def test_a_model_folder_without_a_model_is_reported_with_the_end_of_the_log(tmp_
     assert "config.json" in str(caught.value)
     with pytest.raises(RuntimeError, match="start the fleet"):
         greedy(broken)
-
-
-def test_a_connection_that_idled_for_a_step_is_still_there(fleet: Fleet, first_weights: torch.nn.Module) -> None:
-    """vLLM's default closes it after 5 s, and a client that takes it up at that moment gets an error instead of an answer."""
-    address = urlsplit(fleet._servers[0].url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
-    for pause in (0, 7):
-        time.sleep(pause)
-        connection.request("GET", "/health")
-        assert connection.getresponse().read() == b""
-    connection.close()

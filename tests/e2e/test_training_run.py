@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -21,7 +20,8 @@ from safetensors.torch import load_file
 
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
 from tepo_megatron.types import WeightsVersion
-from tests.support.programs import run_program
+from tests.support.processes import assert_none_names
+from tests.support.programs import TIMEOUT_S, run_program
 
 RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
 STEPS = 10
@@ -66,7 +66,7 @@ def start(*arguments: str, runner: tuple[str, ...] = ()) -> subprocess.Popen[str
 def train(*arguments: str, runner: tuple[str, ...] = ()) -> str:
     """Runs to the end; returns what was printed."""
     process = start(*arguments, runner=runner)
-    out, err = process.communicate(timeout=500)
+    out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, f"exit code {process.returncode}\n{out[-3000:]}\n{err[-3000:]}"
     return out
 
@@ -79,22 +79,11 @@ def without_times(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not key.startswith(MEASURED_IN_SECONDS)} for row in rows(folder)]
 
 
-def processes_naming(folder: Path) -> list[str]:
-    """Command lines of living processes that name the folder: servers, ranks, their parents."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            line = " ".join(process.cmdline())
-            if str(folder) in line and process.pid != os.getpid():
-                found.append(line)
-    return found
-
-
 def wait_for_rows(process: subprocess.Popen[str], out: Path, count: int) -> None:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + TIMEOUT_S
     while not ((out / "metrics.jsonl").exists() and len(rows(out)) >= count):
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "no step within four minutes"
+        assert time.monotonic() < deadline, "no step in time"
         time.sleep(0.2)
 
 
@@ -104,7 +93,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     printed = train(f"output={folder}", *SMALL, "rollout.record=true", "train.save_every=5")
     (folder.parent / "printed.txt").write_text(printed)
     yield folder
-    assert processes_naming(folder) == []
+    assert_none_names(folder)
 
 
 def test_a_run_leaves_what_it_promises(trained: Path) -> None:
@@ -212,14 +201,14 @@ def test_a_run_that_takes_turns_with_its_servers_is_the_same_run(trained: Path, 
         return [{name: row[name] for name in row if name not in EVALUATION_KEYS} for row in without_times(folder)[:5]]
 
     assert figures(out) == figures(trained)
-    assert processes_naming(out) == []
+    assert_none_names(out)
 
 
 def test_the_trained_model_is_evaluated_by_its_command(trained: Path, tmp_path: Path) -> None:
     """And gives the figure that the run itself saw last: the exported weights are those that the server had."""
     settings = ["evaluate.problems=16", "evaluate.samples=0", f"output={tmp_path / 'eval'}"]
     command = [sys.executable, "-m", "tepo_megatron", "eval", str(trained / "model"), "--run", str(RUN), *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "eval" / "eval" / "metrics.json").read_text())
     assert found["accuracy/greedy"] == rows(trained)[-1]["accuracy/greedy"]
@@ -232,12 +221,12 @@ def test_interrupting_ends_everything(tmp_path: Path) -> None:
     try:
         wait_for_rows(process, out, 3)
         os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 130
         assert "Traceback" not in err
     finally:
         process.kill()
-    assert processes_naming(out) == []
+    assert_none_names(out)
     assert all(set(row) >= KEYS for row in rows(out)[1:])
     assert max(abs(row["mismatch/kl"]) for row in rows(out)[1:]) < 1e-6
 
@@ -252,14 +241,14 @@ def test_a_server_that_dies_is_replaced_and_the_run_goes_on(tmp_path: Path) -> N
         assert servers
         for server in servers:
             server.kill()
-        printed, err = process.communicate(timeout=300)
+        printed, err = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0, err
     finally:
         process.kill()
     assert "starting it again" in printed
     assert [row["step"] for row in rows(out)] == list(range(7))
     assert max(abs(row["mismatch/kl"]) for row in rows(out)[1:]) < 1e-6
-    assert processes_naming(out) == []
+    assert_none_names(out)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +270,7 @@ def test_bad_input_is_one_sentence_and_leaves_no_run(overrides: list[str], messa
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "", "answer": "3"}\n')
     process = start(f"output={tmp_path / 'out'}", *(override.format(data=data) for override in overrides))
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode not in (0, None)
     assert message.format(data=data) in err
     assert "Traceback" not in err

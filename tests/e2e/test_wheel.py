@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import TIMEOUT_S
+
 CHECKOUT = Path(__file__).parents[2]
 
 
@@ -27,7 +29,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((CHECKOUT / name).read_bytes())
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-3000:]
     (wheel,) = folder.glob("tepo_megatron-*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -42,7 +44,7 @@ def run(installed: Path, *arguments: str) -> str:
         env={**os.environ, "PYTHONPATH": str(installed)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.programs import TIMEOUT_S
+
 pytestmark = pytest.mark.slurm
 
 RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
@@ -20,13 +22,13 @@ SMALL = [
     *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "train.minibatches=1", "evaluate.every=0"),
     *("engine.platform=cpu", "rollout.server.interface=lo", "rollout.server.max_num_seqs=16"),
     *("cluster.train_nodes=1", "cluster.rollout_nodes=1", "cluster.gpus_per_node=2"),
-    *("cluster.partition=test", "cluster.time_limit=00:10:00", f"cluster.python={sys.executable}"),
+    *("cluster.partition=test", "cluster.time_limit=00:30:00", f"cluster.python={sys.executable}"),
 ]
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 def launch(cluster: Any, tepo: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return cluster.run(tepo, "launch", str(RUN), f"output={out}", *SMALL, *options, timeout=120)
+    return cluster.run(tepo, "launch", str(RUN), f"output={out}", *SMALL, *options, timeout=TIMEOUT_S)
 
 
 def submitted(cluster: Any, tepo: str, out: Path, *options: str) -> str:
@@ -43,7 +45,7 @@ def state(cluster: Any, job: str) -> str:
 
 
 def wait_for(cluster: Any, job: str, out: Path, enough: Any) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + TIMEOUT_S
     while not enough(now := state(cluster, job)):
         assert time.monotonic() < deadline, f"{now}\n{evidence(out)}"
         time.sleep(0.5)

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.support.programs import TIMEOUT_S
+
 SCRIPT = """
 import importlib.util, os, pkgutil, sys, warnings
 warnings.filterwarnings("ignore")
@@ -64,7 +66,7 @@ assert {k: v for k, v in os.environ.items() if environment.get(k) != v} == {}
 
 
 def run(script: str) -> None:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

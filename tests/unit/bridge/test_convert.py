@@ -19,6 +19,7 @@ from tepo_megatron.bridge.layouts import MegatronParallel, megatron_layout
 from tepo_megatron.bridge.storage.convert import check_imported, export_model, import_model
 from tepo_megatron.bridge.storage.stored import box_key
 from tests.support.convert_models import all_tensors, assert_same, make_checkpoint, make_model
+from tests.support.programs import TIMEOUT_S
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def test_no_more_than_a_bucket_is_held(tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 16001}
     make_model(tmp_path / "model", shard_bytes=2**24, **sizes)
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     assert done.returncode == 0, done.stderr
     peaks = json.loads(done.stdout)

@@ -219,7 +219,7 @@ def test_a_wrong_plan_is_not_proved(kind: str, message: str) -> None:
 def test_planning_needs_no_torch() -> None:
     """The servers' side and tools that plan need none of it."""
     modules = ", ".join(f"tepo_megatron.bridge.reshard.{name}" for name in ("plan", "proof", "cost"))
-    subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'torch' not in sys.modules"], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'torch' not in sys.modules"], check=True)
 
 
 def test_a_rank_beyond_the_vocabulary_still_has_its_padding() -> None:

@@ -119,7 +119,7 @@ def test_a_node_that_hangs_is_given_up_with_all_that_it_started(reach: Path) -> 
     alive = os.open(reach / "alive", os.O_RDONLY | os.O_NONBLOCK)
     try:
         assert checked("hung", timeout_s=0.5)["hung"].detail == "unreachable: no answer to ssh within 0.5 s"
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 100
         while is_open_for_writing(alive):
             assert time.monotonic() < deadline, "sleep lives on"
             time.sleep(0.02)

@@ -14,6 +14,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.torchrun import check_world_size
 from tepo_megatron.train.plots import _series
+from tests.support.programs import TIMEOUT_S
 
 RANK = """
 import os, sys, time
@@ -78,7 +79,7 @@ def start(tmp_path: Path):
         parent.communicate()
 
 
-def wait_for(*files: Path, seconds: float = 90) -> None:
+def wait_for(*files: Path, seconds: float = TIMEOUT_S) -> None:
     end = time.monotonic() + seconds
     while not all(file.exists() for file in files):
         assert time.monotonic() < end, f"{files} did not come"
@@ -93,7 +94,7 @@ def is_running(pid_file: Path) -> bool:
 
 @pytest.mark.slow
 def test_ranks_that_end_well_are_silent(start, tmp_path: Path) -> None:
-    out, err = (parent := start("ok")).communicate(timeout=120)
+    out, err = (parent := start("ok")).communicate(timeout=TIMEOUT_S)
     assert (parent.returncode, out, err) == (0, "", "")
     assert not list(tmp_path.glob("tepo-*"))
     assert not list(tmp_path.glob("torchelastic_*"))
@@ -101,7 +102,7 @@ def test_ranks_that_end_well_are_silent(start, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_sentence_of_one_rank_is_told_once_and_last(start, tmp_path: Path) -> None:
-    _, err = (parent := start("sentence")).communicate(timeout=120)
+    _, err = (parent := start("sentence")).communicate(timeout=TIMEOUT_S)
     assert parent.returncode == 1
     assert err == "error: overrides: 1 problem in the configuration\n  train.steps: got 0; allowed: an integer > 0\n"
     assert (tmp_path / "cleaned0").exists()
@@ -109,7 +110,7 @@ def test_a_sentence_of_one_rank_is_told_once_and_last(start, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_bug_has_its_traceback_once(start) -> None:
-    _, err = (parent := start("bug")).communicate(timeout=120)
+    _, err = (parent := start("bug")).communicate(timeout=TIMEOUT_S)
     assert parent.returncode == 1
     assert err.count("Traceback") == 1
     assert err.endswith("error: rank 1: KeyError: 'missing'\n")
@@ -118,21 +119,21 @@ def test_a_bug_has_its_traceback_once(start) -> None:
 @pytest.mark.slow
 def test_the_cause_is_told_and_not_what_it_did_to_the_other_ranks(start) -> None:
     """Rank 1 fails of what rank 0 does on its way out, and ends first."""
-    _, err = (parent := start("leaving")).communicate(timeout=120)
+    _, err = (parent := start("leaving")).communicate(timeout=TIMEOUT_S)
     assert parent.returncode == 1
     assert err == "error: overrides: 1 problem in the configuration\n  train.steps: got 0; allowed: an integer > 0\n"
 
 
 @pytest.mark.slow
 def test_a_rank_that_was_killed_is_told(start) -> None:
-    _, err = (parent := start("kill")).communicate(timeout=120)
+    _, err = (parent := start("kill")).communicate(timeout=TIMEOUT_S)
     assert parent.returncode == 128 + signal.SIGKILL
     assert err.startswith("error: rank 1 was ended by SIGKILL")
 
 
 @pytest.mark.slow
 def test_another_world_than_the_run_needs_is_told_with_both_numbers(start) -> None:
-    _, err = (parent := start("ok", "engine.parallel.tp=4")).communicate(timeout=120)
+    _, err = (parent := start("ok", "engine.parallel.tp=4")).communicate(timeout=TIMEOUT_S)
     assert parent.returncode == 1
     assert "tp × pp × dp = 4 × 1 × 1 = 4 ranks, but WORLD_SIZE is 2; start torchrun with --nproc-per-node 4" in err
 
@@ -144,7 +145,7 @@ def test_a_signal_ends_every_rank_after_it_cleaned_up(start, tmp_path: Path, num
     wait_for(tmp_path / "started0", tmp_path / "started1")
     time.sleep(0.2)
     parent.send_signal(number)
-    out, err = parent.communicate(timeout=60)
+    out, err = parent.communicate(timeout=TIMEOUT_S)
     assert (parent.returncode, out, err) == (130, "", "")
     assert (tmp_path / "cleaned0").exists()
     assert (tmp_path / "cleaned1").exists()
@@ -157,8 +158,8 @@ def test_ranks_do_not_outlive_a_parent_that_was_killed(start, tmp_path: Path) ->
     wait_for(tmp_path / "started0", tmp_path / "started1")
     time.sleep(0.2)
     parent.kill()
-    wait_for(tmp_path / "cleaned0", tmp_path / "cleaned1", seconds=30)
-    end = time.monotonic() + 30
+    wait_for(tmp_path / "cleaned0", tmp_path / "cleaned1")
+    end = time.monotonic() + TIMEOUT_S
     while any(is_running(tmp_path / f"started{rank}") for rank in (0, 1)):
         assert time.monotonic() < end
         time.sleep(0.05)

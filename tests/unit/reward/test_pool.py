@@ -153,7 +153,7 @@ def test_a_worker_that_dies_idle_costs_no_response(pool: RewardPool) -> None:
     pids = {int(result.reward) for result in pool.score(_items(*["pid"] * 64))}
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-        assert _gone(pid, within_s=5)
+        assert _gone(pid, within_s=60)
     assert [(result.reward, result.error) for result in pool.score(_items("1", "2"))] == [(1.0, None), (2.0, None)]
 
 
@@ -171,7 +171,7 @@ def test_closed_pool(module: str) -> None:
     pid = int(pool.score(_items("pid"))[0].reward)
     pool.close()
     pool.close()
-    assert _gone(pid, within_s=1)
+    assert _gone(pid, within_s=60)
     with pytest.raises(RuntimeError, match="pool is closed"):
         pool.score(_items("1"))
 
@@ -206,8 +206,8 @@ def test_workers_die_with_the_parent(module: str, tmp_path: Path, work: str, how
     worker = int(parent.stdout.readline())
     time.sleep(0.2)
     parent.send_signal(how)
-    assert _gone(worker, within_s=5)
-    parent.wait(timeout=5)
+    assert _gone(worker, within_s=60)
+    parent.wait(timeout=60)
     shown = parent.stderr.read()
     # Only the parent may speak of the interruption.
     assert shown.count("Traceback") == (1 if how == signal.SIGINT else 0), shown
@@ -221,4 +221,4 @@ from tepo_megatron.reward.worker import _limit_processor_time
 _limit_processor_time(-5.97)
 re.match("(a|a)*b", "a" * 60)
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -signal.SIGPROF
+    assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == -signal.SIGPROF

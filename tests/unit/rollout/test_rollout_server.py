@@ -21,7 +21,7 @@ from tepo_megatron.rollout.server import Server
 HOST = "127.0.0.1"
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 20.0) -> bool:
+def eventually(condition: Callable[[], bool], within_s: float = 100.0) -> bool:
     deadline = time.monotonic() + within_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -136,13 +136,13 @@ def test_the_supervisor_ends_the_whole_group_when_its_pipe_closes(tmp_path: Path
     assert supervisor.stdin is not None
     supervisor.stdin.close()
     assert eventually(lambda: all(gone(pid) for pid in pids))
-    supervisor.wait(20)
+    supervisor.wait(100)
 
 
 def test_the_supervisor_kills_what_a_dead_server_leaves(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
         supervisor = supervised(stand_in(tmp_path / "pids", last="sys.exit(7)"), stderr=log)
-    supervisor.wait(20)
+    supervisor.wait(100)
     assert eventually(lambda: all(gone(pid) for pid in read_pids(tmp_path / "pids")))
     assert "exit code 7" in (tmp_path / "log").read_text()
     assert supervisor.stdin is not None
@@ -258,7 +258,7 @@ def test_a_server_that_takes_too_long_is_stopped_and_reported(tmp_path: Path) ->
     assert eventually(lambda: "still loading" in one.log.read_text())
     with pytest.raises(RuntimeError, match=r"not ready within 0.5 s \(rollout.server.start_timeout_s\)(?s:.*)still loading"):
         one.wait_ready(0.5)
-    assert all(gone(pid) for pid in pids)
+    assert eventually(lambda: all(gone(pid) for pid in pids))
 
 
 def test_the_environment_carries_the_key_and_nothing_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

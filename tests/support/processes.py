@@ -1,0 +1,33 @@
+"""What runs on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+
+import psutil
+
+PATIENCE_S = 100.0
+
+
+def processes_naming(words: object) -> list[str]:
+    """Command lines of living processes other than this one that contain the words, whoever started them.
+
+    (``ps`` cuts command lines at 80 characters where there is no terminal.)
+    """
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            line = " ".join(process.cmdline())
+            if str(words) in line and process.pid != os.getpid():
+                found.append(line)
+    return found
+
+
+def assert_none_names(words: object) -> None:
+    """As :func:`processes_naming`; the kernel is given a moment for what was killed."""
+    deadline = time.monotonic() + PATIENCE_S
+    while found := processes_naming(words):
+        assert time.monotonic() < deadline, f"still running: {found}"
+        time.sleep(0.05)
