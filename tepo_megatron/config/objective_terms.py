@@ -76,15 +76,6 @@ class KLMask(KLTerm):
             )
         return self
 
-    @model_validator(mode="after")
-    def _tolerance_is_of_what_is_measured(self) -> Self:
-        if self.falling != "measured" and self.tolerance != type(self).model_fields["tolerance"].default:
-            raise ValueError(
-                f"kl_mask.tolerance = {self.tolerance:g} has no effect beside kl_mask.falling = {self.falling}, which measures "
-                "no entropies; leave it out, or set falling = measured"
-            )
-        return self
-
 
 class KL(KLTerm):
     """A KL penalty on every response token."""

@@ -92,7 +92,7 @@ class Objective:
             ValueError: shapes differ, or a score at a response token is not finite.
         """
         check_scores(scores, batch)
-        values = self._token_values(scores, batch, context)
+        values = self.token_values(scores, batch, context)
         index_T, num_sequences = values.index_T, batch.num_sequences
         lengths_S = sequence_sum(values.mask_T.to(values.delta_T.dtype), index_T, num_sequences, reduce)
         ratio_T = policy_ratio(self.config.ratio, values.delta_T, lengths_S, index_T, reduce)
@@ -110,7 +110,8 @@ class Objective:
         metrics, extrema = measure(values, context, ratio_T, gain, weight_T, choices.chosen_T)
         return ObjectiveOutput(numerator, context.denominator, metrics, extrema)
 
-    def _token_values(self, scores: TokenScores, batch: Batch, context: StepContext) -> TokenValues:
+    def token_values(self, scores: TokenScores, batch: Batch, context: StepContext) -> TokenValues:
+        """What a micro-batch's share of the loss is computed from, and what mechanisms choose tokens by; see ``__call__``."""
         mask_T, index_T = batch.loss_mask_T, batch.sequence_index_T
         assert batch.advantages_S is not None
         assert batch.old_logprobs_T is not None

@@ -49,7 +49,7 @@ def _steps():
         made.append(
             (
                 batch.with_(old_logprobs_T=old, sampler_logprobs_T=sampler, reference_logprobs_T=reference),
-                TokenScores(logprob, scores.entropy),
+                TokenScores(logprob, scores.entropy, scores.entropy_slope),
             )
         )
     return made

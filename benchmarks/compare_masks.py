@@ -1,0 +1,165 @@
+"""How far the three interpretations of "the entropy falls" agree on the recorded rollouts of a run.
+
+    tepo train examples/tiny/run.yaml output=out/tiny rollout.record=true train.steps=10
+    python benchmarks/compare_masks.py out/tiny --steps 10
+
+Goes through the run's first steps again from its first weights, on one rank and without servers: the run's own objective trains
+on the rollouts that were recorded, and at every update all three ways of `objective.kl_mask.falling` choose their tokens. Only
+tokens with a positive advantage can be chosen, so all shares are shares of these. Writes Markdown and JSON to --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.bench.results import markdown, write_report
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.load import load_run
+from tepo_megatron.config.objective_terms import KLMask
+from tepo_megatron.data.builtin import resolve_model_path
+from tepo_megatron.objective import Objective, StepContext
+from tepo_megatron.objective.mechanisms.kl_mask import KLMaskPenalty
+from tepo_megatron.rollout.record import read_rollouts
+from tepo_megatron.train.minibatches import minibatches
+from tepo_megatron.types import Batch, ObjectiveOutput, TokenScores
+
+WAYS = ("measured", "covariance", "first_order")
+PAIRS = tuple(combinations(range(len(WAYS)), 2))
+
+
+@dataclass(frozen=True)
+class Watched(Objective):
+    """A run's objective, which also notes what every way would choose."""
+
+    noted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Of each micro-batch, for its A tokens with a positive advantage: bool [3, A], the entropy of π_old [A]."""
+
+    @property
+    def needs_entropy_slope(self) -> bool:
+        return True
+
+    def __call__(self, scores: TokenScores, batch: Batch, context: StepContext, **options: Any) -> ObjectiveOutput:
+        with torch.no_grad():
+            values = self.token_values(scores, batch, context)
+            able_T = values.mask_T & (values.advantage_T > 0)
+            terms = [KLMask(falling=way) for way in WAYS]
+            chosen_3T = torch.stack([KLMaskPenalty(term).choose(values) for term in terms])
+            assert batch.old_entropy_T is not None
+            self.noted.append((chosen_3T[:, able_T].cpu(), batch.old_entropy_T[able_T].cpu()))
+        return super().__call__(scores, batch, context, **options)
+
+
+def replay(config: RunConfig, rollouts: Path, steps: int) -> list[list[tuple[Tensor, Tensor]]]:
+    """What `Watched` noted, by the number of the update within its step: of each step one pair for each."""
+    from tepo_megatron.engine.engine import Engine
+
+    watched = Watched(config.objective)
+    engine = Engine(config, resolve_model_path(config.model.path), watched)
+    by_update: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(config.train.minibatches)]
+    for step in range(steps):
+        batch = engine.score(engine.batch_from_root(read_rollouts(rollouts, step)))
+        for number, part in enumerate(minibatches(batch, config.train.minibatches, seed=config.seed, step=step)):
+            watched.noted.clear()
+            engine.update(part)
+            by_update[number].append(join(watched.noted))
+    engine.close()
+    return by_update
+
+
+def join(noted: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    chosen, entropy = zip(*noted, strict=True)
+    return torch.cat(chosen, 1), torch.cat(entropy)
+
+
+def describe(chosen_3A: Tensor, entropy_A: Tensor) -> dict[str, Any]:
+    """Shares of the tokens: chosen by each way, decided alike by two of them, and chosen by both where either chooses."""
+    tokens = entropy_A.numel()
+    shares = chosen_3A.double().mean(1).tolist() if tokens else [float("nan")] * len(WAYS)
+    alike, overlap = {}, {}
+    for a, b in PAIRS:
+        name = f"{WAYS[a]} / {WAYS[b]}"
+        same, both, either = (chosen_3A[a] == chosen_3A[b], chosen_3A[a] & chosen_3A[b], chosen_3A[a] | chosen_3A[b])
+        alike[name] = float(same.double().mean()) if tokens else float("nan")
+        overlap[name] = float(both.sum() / either.sum()) if either.any() else float("nan")
+    entropy = [float(entropy_A.min()), float(entropy_A.max())] if tokens else [float("nan")] * 2
+    shares_by_way = dict(zip(WAYS, shares, strict=True))
+    return {"tokens": tokens, "entropy": entropy, "masked": shares_by_way, "alike": alike, "overlap": overlap}
+
+
+def by_entropy(chosen_3A: Tensor, entropy_A: Tensor, quantiles: int) -> list[dict[str, Any]]:
+    """`describe` for equal parts of the tokens, from the least entropy of π_old to the most."""
+    order = entropy_A.argsort(stable=True)
+    return [describe(chosen_3A[:, part], entropy_A[part]) for part in order.tensor_split(quantiles)]
+
+
+def tables(updates: Sequence[dict[str, Any]], later: dict[str, Any], quantiles: Sequence[dict[str, Any]]) -> str:
+    """The report's tables, in Markdown."""
+
+    def percent(share: float) -> str:
+        return "–" if share != share else f"{share:.1%}"
+
+    pairs = [f"{WAYS[a]} / {WAYS[b]}" for a, b in PAIRS]
+    head = ("tokens", *(f"masked: {way}" for way in WAYS), *(f"alike: {pair}" for pair in pairs))
+
+    def cells(found: dict[str, Any]) -> tuple[str, ...]:
+        shares = [*found["masked"].values(), *found["alike"].values()]
+        return (str(found["tokens"]), *(percent(share) for share in shares))
+
+    def entry(a: int, b: int, kind: str) -> str:
+        return "–" if a == b else percent(later[kind][f"{WAYS[min(a, b)]} / {WAYS[max(a, b)]}"])
+
+    def matrix(kind: str) -> str:
+        rows = [(way, *(entry(a, b, kind) for b in range(len(WAYS)))) for a, way in enumerate(WAYS)]
+        return markdown(("", *WAYS), rows)
+
+    ranges = [f"{found['entropy'][0]:.3f} … {found['entropy'][1]:.3f}" for found in quantiles]
+    return "\n".join(
+        [
+            "All shares are of the response tokens with a positive advantage.\n",
+            "By the update within its step:\n",
+            markdown(("update", *head), [(str(number), *cells(found)) for number, found in enumerate(updates, 1)]),
+            "Decided alike, from the second update of a step on:\n",
+            matrix("alike"),
+            "Of the tokens that either masks, those that both mask, from the second update of a step on:\n",
+            matrix("overlap"),
+            "By the entropy of the policy before the update, from the second update of a step on:\n",
+            markdown(("entropy, nats", *head), [(name, *cells(found)) for name, found in zip(ranges, quantiles, strict=True)]),
+        ]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of a run with rollout.record=true")
+    parser.add_argument("--steps", type=int, default=10, help="steps to go through, from the first (default 10)")
+    parser.add_argument("--quantiles", type=int, default=4, help="parts of the tokens by entropy (default 4)")
+    parser.add_argument("--dtype", help="float32 or bfloat16; default: the run's")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder for the results")
+    given = parser.parse_args(arguments)
+    layout = {"tp": "1", "pp": "1", "dp": "1", "ep": "1", "etp": "null", "sequence_parallel": "false"}
+    changes = [f"engine.parallel.{name}={value}" for name, value in layout.items()]
+    changes += [f"model.dtype={given.dtype}"] if given.dtype else []
+    config = load_run(given.run / "resolved.yaml", changes)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    by_update = [join(steps) for steps in replay(config, given.run / "rollouts", given.steps)]
+    later = join(by_update[1:] or by_update)
+    updates, quantiles = [describe(*found) for found in by_update], by_entropy(*later, given.quantiles)
+    record = {"run": config.name, "dtype": config.model.dtype, "steps": given.steps}
+    record |= {"updates": updates, "later_updates": describe(*later), "by_entropy": quantiles}
+    note = f"{config.name} · {config.model.dtype} · {given.steps} steps of {config.train.minibatches} updates"
+    stem = f"masks-{config.model.dtype}"
+    paths = write_report(given.output, stem, record, tables(updates, record["later_updates"], quantiles), note=note)
+    print(f"wrote {' and '.join(str(path) for path in paths)}")
+
+
+if __name__ == "__main__":
+    main()
