@@ -27,7 +27,7 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.config.objective_terms import KLMask
 from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.objective import Objective, StepContext
-from tepo_megatron.objective.mechanisms.kl_mask import KLMaskPenalty
+from tepo_megatron.objective.mechanisms.kl_mask import LEAST_TOLERANCE, KLMaskPenalty
 from tepo_megatron.rollout.record import read_rollouts
 from tepo_megatron.train.minibatches import minibatches
 from tepo_megatron.types import Batch, ObjectiveOutput, TokenScores
@@ -52,7 +52,7 @@ class Watched(Objective):
             values = self.token_values(scores, batch, context)
             able_T = values.mask_T & (values.advantage_T > 0)
             terms = [KLMask(falling=way) for way in WAYS]
-            chosen_3T = torch.stack([KLMaskPenalty(term).choose(values) for term in terms])
+            chosen_3T = torch.stack([KLMaskPenalty(term, LEAST_TOLERANCE).choose(values) for term in terms])
             assert batch.old_entropy_T is not None
             self.noted.append((chosen_3T[:, able_T].cpu(), batch.old_entropy_T[able_T].cpu()))
         return super().__call__(scores, batch, context, **options)
