@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -183,5 +184,5 @@ def test_the_fused_swiglu_gives_the_same_and_keeps_less() -> None:
     torch.testing.assert_close(fused["out"], plain["out"])
     assert fused["gradients"].keys() == plain["gradients"].keys()
     for name, gradient in plain["gradients"].items():
-        torch.testing.assert_close(fused["gradients"][name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(fused["gradients"][name], gradient, msg=partial("{}: {}".format, name))
     assert fused["kept"] < plain["kept"]

@@ -1,5 +1,5 @@
-"""What follows from the choice of layers (what Megatron builds from it: test_built_layers.py); whose kernels there are; FP8 weights
-beside plain ones.
+"""What follows from the choice of layers (what Megatron builds from it: test_built_layers.py); whose kernels there are; FP8
+weights beside plain ones.
 """
 
 from __future__ import annotations
