@@ -85,7 +85,7 @@ def update(model: torch.nn.Module, shards: dict[str, Tensor], queue: Queues, *, 
 def main() -> None:
     models, out = map(Path, sys.argv[1:])
     rank = int(os.environ["RANK"])
-    torch.set_num_threads(1)
+    torch._dynamo.config.disable = True  # vLLM compiles its quantiser of blocks, which takes longer than all else here
     torch.set_default_dtype(torch.bfloat16)
     os.environ["VLLM_DIST_IDENT"] = str(rank)  # names differ: no shared memory between the two, only gloo
     with set_current_vllm_config(config(models / "new", None)):

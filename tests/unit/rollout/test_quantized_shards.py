@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.support.programs import run_program
+from tests.support.launch import run_world
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,  # no multiple of TP, nor of what vLLM pads to
@@ -46,9 +46,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
             model.model.layers[0].mlp.down_proj.weight[:128] = 0.0  # whole blocks, and whole rows, of zeros
         model.save_pretrained(models / name)
     (out / "new").symlink_to(models / "new")
-    # vLLM compiles its quantiser of blocks, which takes longer than all else here.
-    environment = {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-    run_program("quantized_shards", models, out, ranks=2, environment=environment)
+    run_world("quantized_shards", 2, models, out)
     return out
 
 
