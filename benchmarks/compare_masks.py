@@ -27,7 +27,7 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.config.objective_terms import KLMask
 from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.objective import Objective, StepContext
-from tepo_megatron.objective.mechanisms.kl_mask import KLMaskPenalty
+from tepo_megatron.objective.mechanisms.kl_mask import LEAST_TOLERANCE, KLMaskPenalty
 from tepo_megatron.rollout.record import read_rollouts
 from tepo_megatron.train.minibatches import minibatches
 from tepo_megatron.types import Batch, ObjectiveOutput, TokenScores
@@ -52,7 +52,7 @@ class Watched(Objective):
             values = self.token_values(scores, batch, context)
             able_T = values.mask_T & (values.advantage_T > 0)
             terms = [KLMask(falling=way) for way in WAYS]
-            chosen_3T = torch.stack([KLMaskPenalty(term).choose(values) for term in terms])
+            chosen_3T = torch.stack([KLMaskPenalty(term, LEAST_TOLERANCE).choose(values) for term in terms])
             assert batch.old_entropy_T is not None
             self.noted.append((chosen_3T[:, able_T].cpu(), batch.old_entropy_T[able_T].cpu()))
         return super().__call__(scores, batch, context, **options)
@@ -66,8 +66,9 @@ def replay(config: RunConfig, rollouts: Path, steps: int) -> list[list[tuple[Ten
     engine = Engine(config, resolve_model_path(config.model.path), watched)
     by_update: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(config.train.minibatches)]
     for step in range(steps):
-        batch = engine.score(engine.batch_from_root(read_rollouts(rollouts, step)))
-        for number, part in enumerate(minibatches(batch, config.train.minibatches, seed=config.seed, step=step)):
+        batch = engine.batch_from_root(read_rollouts(rollouts, step))
+        parts = minibatches(batch, config.train.minibatches, seed=config.seed, step=step)
+        for number, part in enumerate([engine.score(part) for part in parts]):
             watched.noted.clear()
             engine.update(part)
             by_update[number].append(join(watched.noted))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tepo_megatron.cli.console import show
-from tepo_megatron.config.objective import PRESETS, ObjectiveConfig
+from tepo_megatron.config.objective import ObjectiveConfig
+from tepo_megatron.config.objective_presets import PRESETS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,7 +38,7 @@ def preset_table() -> Table:
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for column in ("preset", "advantage", "ratio", "trust_region", "aggregation", "beside them"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "preset")
     for name in PRESETS:
         config = ObjectiveConfig(preset=name).model_dump(exclude_none=True)
         del config["preset"]

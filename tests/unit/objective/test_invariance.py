@@ -22,6 +22,16 @@ VARIANTS = {
         "aggregation": {"kind": "constant", "per": "step"},
     },
     "many chosen by covariance": {"preset": "kl_cov", "kl_cov": {"fraction": 0.4, "estimator": "k2"}},
+    "gdpo, weighted": {"preset": "gdpo", "advantage": {"weights": [1.0, 3.0]}},
+    "whitened over tokens": {"preset": "grpo", "advantage": {"kind": "whitened", "over": "tokens"}},
+    "rejection, geometric": {"preset": "dapo", "rejection": {"low": 0.9, "high": 1.05}},
+    "rejection, sequence, with weights": {
+        "preset": "dapo",
+        "rejection": {"level": "sequence", "low": 0.8, "high": 1.2},
+        "mismatch": {"kind": "truncate", "level": "geometric", "cap": 1.01},
+    },
+    "opsm": {"preset": "dapo", "opsm": {"delta": 0.05}},
+    "m2po": {"preset": "dapo", "m2po": {"threshold": 0.01}},
     "many drawn": {"preset": "clip_cov", "trust_region": {"fraction": 0.4, "cov_low": 0.0}},
 }
 
