@@ -36,7 +36,7 @@ class CrossEntropy:
     def advantages(self, batch: Batch) -> torch.Tensor:
         return torch.zeros_like(batch.rewards_S)
 
-    def prepare(self, batch: Batch) -> SimpleNamespace:
+    def prepare(self, batch: Batch, *, entropy_noise: float) -> SimpleNamespace:
         return SimpleNamespace(denominator=batch.loss_mask_T.sum().float())
 
     def __call__(self, scores: TokenScores, batch: Batch, context: SimpleNamespace) -> ObjectiveOutput:

@@ -83,6 +83,9 @@ SPLITS = [
 ]
 CASES = [pytest.param(split, model, id=f"{split.name}-{model}") for split in SPLITS for model in MODELS]
 OTHERS = [case for case in CASES if case.values[0] != SINGLE]
+UNINTERRUPTED = [
+    pytest.param(split, model, id=f"{split.name}-{model}") for split in SPLITS if split.resumes is None for model in MODELS
+]
 
 
 def make_model(name: str, out: Path) -> None:
@@ -228,7 +231,7 @@ def test_exports_are_the_model_and_its_checkpoint(worlds: Worlds, split: Split, 
     assert same_bytes(out / "converted", out / "trained")
 
 
-@pytest.mark.parametrize(("split", "model"), [case for case in CASES if case.values[0].resumes is None])
+@pytest.mark.parametrize(("split", "model"), UNINTERRUPTED)
 def test_loss_and_gradients_match_transformers_in_float64(worlds: Worlds, split: Split, model: str) -> None:
     """After one step Adam's first moment is a tenth of the gradient."""
     oracle, (loss, norm) = worlds.oracle(model), worlds.report(split, model)["updates"][0]

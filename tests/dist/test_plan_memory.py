@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def test_the_predicted_peak_is_within_a_tenth_of_the_measured(split: dict[str, i
         }
     )
     predicted = rank_memory(read_model_spec(model), config, 0, longest=TOKENS, step_tokens=SEQUENCES * TOKENS).total
-    case = {"config": config.model_dump(mode="json"), "out": str(tmp_path)}
+    case: dict[str, Any] = {"config": config.model_dump(mode="json"), "out": str(tmp_path)}
     case |= {"sequences": SEQUENCES, "tokens": TOKENS, "vocab_size": VOCABULARY}
     (tmp_path / "case.json").write_text(json.dumps(case))
     start(config.engine.parallel.world_size, tmp_path / "case.json")

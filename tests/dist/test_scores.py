@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def _count_collectives(rank, world):
         setattr(dist, name, spy)
     labels, seen = torch.arange(6), []
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(8, 4, requires_grad=True)
-    asked = {"tp_group": dist.group.WORLD, "entropy_slope": True}
+    asked: dict[str, Any] = {"tp_group": dist.group.WORLD, "entropy_slope": True}
     for score in (
         lambda: logprob_and_entropy(torch.randn(6, 8, requires_grad=True), labels, tp_group=dist.group.WORLD),
         lambda: logprob_and_entropy(torch.randn(6, 8, requires_grad=True), labels, **asked),
@@ -281,8 +282,8 @@ def _context_parallel_one(rank, preset):
     dist.all_reduce(numerator)
     torch.testing.assert_close(numerator, expected.numerator.detach(), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(own.grad, expected_grad[half], rtol=1e-9, atol=1e-12)
-    for name, pair in output.metrics.items():
-        pair = torch.stack(pair)
+    for name, sum_and_count in output.metrics.items():
+        pair = torch.stack(sum_and_count)
         dist.all_reduce(pair)
         torch.testing.assert_close(pair, torch.stack(expected.metrics[name]), rtol=1e-9, atol=1e-12)
 

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -16,6 +17,7 @@ from torch import Tensor
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rollout.client import GENERATE
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
+from tepo_megatron.rollout.server import Server
 from tepo_megatron.types import Response, WeightsVersion
 from tests.support.processes import assert_none_names, processes_naming
 
@@ -25,7 +27,7 @@ PROMPTS = [(1, 5, 6, 7), (1, 9), (1, 30, 31, 32, 33, 34, 35), (1,), (1, 60, 4), 
 Weights = dict[str, Tensor]
 
 
-def random_model(seed: int) -> torch.nn.Module:
+def random_model(seed: int) -> Any:
     """A Llama of 0.2 M parameters whose next-token distributions are neither flat nor sharp."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -72,6 +74,12 @@ def sync(fleet: Fleet, model: torch.nn.Module, version: WeightsVersion) -> None:
 
 def manifest(weights: Weights) -> list[tuple[str, tuple[int, ...], str]]:
     return [(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in weights.items()]
+
+
+def only_server(fleet: Fleet) -> Server:
+    (server,) = fleet._servers
+    assert isinstance(server, Server)
+    return server
 
 
 def greedy(fleet: Fleet, length: int = 16) -> list[tuple[int, ...]]:
@@ -267,7 +275,7 @@ def test_a_connection_that_idled_for_a_step_is_still_there(fleet: Fleet, first_w
 def test_a_killed_server_is_reported_revived_and_synced(fleet: Fleet, first_weights: torch.nn.Module) -> None:
     other = random_model(2)
     sync(fleet, other, WeightsVersion(3))
-    process = fleet._servers[0]._process
+    process = only_server(fleet)._process
     assert process is not None
     os.killpg(process.pid, signal.SIGKILL)
     with pytest.raises(ServerDied, match=fleet._servers[0].url):
@@ -290,7 +298,7 @@ def test_a_tensor_that_does_not_fit_is_named_and_the_rest_is_consumed(fleet: Fle
     assert not isinstance(caught.value, ServerDied)
     assert next(stream, None) is None
     assert fleet.weights_version is None
-    assert_none_names(fleet._servers[0]._model)
+    assert_none_names(only_server(fleet)._model)
 
 
 def test_a_model_folder_without_a_model_is_reported_with_the_end_of_the_log(tmp_path: Path) -> None:

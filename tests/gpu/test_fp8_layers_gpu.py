@@ -72,9 +72,9 @@ def test_fp8_layers_train_as_bfloat16_does(
     section = {"fp8": {"recipe": recipe, "params": params}}
     try:
         (found,) = run_dist(1, work, model, tmp_path, section)
-    except RuntimeError as error:
-        if f"engine.fp8.recipe = {recipe} " in str(error):
-            pytest.skip(str(error).strip().splitlines()[-1])
+    except RuntimeError as refused:
+        if f"engine.fp8.recipe = {recipe} " in str(refused):
+            pytest.skip(str(refused).strip().splitlines()[-1])
         raise
     mask = bfloat16["mask"]
     error = (found["logprobs"] - bfloat16["logprobs"])[mask].abs()

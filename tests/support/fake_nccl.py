@@ -86,7 +86,8 @@ class Fabric:
                 while stream and all(operation.done for operation in stream[0].operations):
                     stream.popleft()
             running = [(rank, stream[0]) for rank, stream in self._streams.items() if stream and not self._dead(rank)]
-            sends, receives = {}, {}
+            sends: dict[tuple[int, int], Operation] = {}
+            receives: dict[tuple[int, int], Operation] = {}
             for rank, call in running:
                 for operation in (operation for operation in call.operations if not operation.done):
                     ends = sends if operation.source == rank else receives
@@ -119,10 +120,12 @@ class FakeProcessGroup:
         self.call = GroupCall(self.fabric)
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> None:
-        self._add(Operation(self.rank, destination, *tensors))
+        (data,) = tensors
+        self._add(Operation(self.rank, destination, data))
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> None:
-        self._add(Operation(source, self.rank, *tensors))
+        (data,) = tensors
+        self._add(Operation(source, self.rank, data))
 
     def _add(self, operation: Operation) -> None:
         assert self.call is not None, "outside a group call NCCL would make a communicator of two"

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
 
 HOST = "127.0.0.1"
 IMPORTED = ["hypothesis", "pytest", "transformers", "tests.support.imported"]
@@ -50,7 +51,7 @@ def run_world(name: str, world: int, *arguments: object) -> None:
 
 
 def _in_group(rank: int, world: int, port: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    store = dist.TCPStore(HOST, port, world + 1, is_master=False, wait_for_workers=False)
+    store = TCPStore(HOST, port, world + 1, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     result = fn(rank, world, *args)
     dist.barrier()  # a rank that leaves early would break its peers' connections
@@ -67,7 +68,7 @@ def _as_program(rank: int, world: int, port: int, name: str, arguments: list[str
 
 def _run(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     # port 0: the operating system picks one, and it is held from then on, so two tests cannot meet
-    store = dist.TCPStore(HOST, 0, world + 1, is_master=True, wait_for_workers=False)
+    store = TCPStore(HOST, 0, world + 1, is_master=True, wait_for_workers=False)
     context = _context()
     outbox = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,7 @@
 """Random steps for tests, and the two ways to run an objective on them: as a whole, and cut into micro-batches."""
 
+from functools import partial
+
 import torch
 from hypothesis import strategies as st
 
@@ -84,9 +86,7 @@ def assert_same(left, right, rtol=1e-9):
         if isinstance(a, dict):
             assert a.keys() == b.keys()
             for name in a:
-                torch.testing.assert_close(
-                    a[name], b[name], rtol=rtol, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
-                )
+                torch.testing.assert_close(a[name], b[name], rtol=rtol, atol=1e-12, msg=partial("{}: {}".format, name))
         elif isinstance(a, tuple):
             assert_same(a, b, rtol)
         else:

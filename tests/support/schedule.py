@@ -16,7 +16,7 @@ IN_TURN = (("tests/e2e/test_training_run.py", "tests/slurm/"), ("tests/e2e/",))
 """The two groups: whole runs; servers."""
 
 
-class Schedule(LoadScopeScheduling):
+class Schedule(LoadScopeScheduling):  # type: ignore[misc] # xdist has no types
     def _split_scope(self, nodeid: str) -> str:
         """What this test is taken together with."""
         file = nodeid.partition("::")[0]

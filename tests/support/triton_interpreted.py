@@ -2,6 +2,8 @@
 own, with TRITON_INTERPRET=1. A tile there is 128 columns, a row comes in as many as 8 parts.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -57,7 +59,8 @@ def test_in_place_writes_the_same_bits(used):
     logits, labels, mask = 3 * torch.randn(7, 290), torch.randint(0, 270, (7,)), torch.rand(7) < 0.5
     logits[~mask] = torch.nan
     logits[:, 270:] = torch.nan
-    gradients, options = [], {"vocab_size": 270, "mask_T": mask, "temperature": 1.3}
+    gradients: list[torch.Tensor] = []
+    options: dict[str, Any] = {"vocab_size": 270, "mask_T": mask, "temperature": 1.3}
     for inplace in (False, True):
         leaf = logits.clone().requires_grad_()
         scores = logprob_and_entropy(leaf.view_as(leaf), labels, inplace_backward=inplace, backend="triton", **options)
@@ -123,7 +126,7 @@ def test_shards(world, width, vocab):
     torch.testing.assert_close(slope_R.double(), oracle.entropy_slope, rtol=1e-5, atol=1e-5)
     out = torch.full_like(logits, torch.nan)
     for shard, scoring, out_shard in zip(shards, scorings, out.split(width, 1), strict=True):
-        gradient(shard, scoring, scores, *weights, out_shard)
+        gradient(shard, scoring, scores, weights[0], weights[1], out_shard)
     torch.testing.assert_close(out.double(), dense.grad, rtol=1e-5, atol=1e-6)
 
 
@@ -132,7 +135,8 @@ def test_fused_with_the_head(monkeypatch):
     monkeypatch.setattr("tepo_megatron.vocab_parallel.fused_linear._CHUNK_BYTES", {"cpu": 16 * 210 * 4})
     labels, mask = torch.randint(0, 201, (30,)), torch.rand(30) < 0.8
     hidden, head = torch.randn(30, 6).requires_grad_(), torch.randn(210, 6).requires_grad_()
-    options, weights = {"temperature": 0.8, "vocab_size": 201, "mask_T": mask, "entropy_slope": True}, torch.randn(2, 30)
+    options: dict[str, Any] = {"temperature": 0.8, "vocab_size": 201, "mask_T": mask, "entropy_slope": True}
+    weights = torch.randn(2, 30)
     scores = fused_linear_logprob_and_entropy(hidden, head, labels, backend="triton", **options)
     dense_hidden, dense_head = hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()
     oracle = dense_logprob_and_entropy(dense_hidden @ dense_head.t(), labels, **options)

@@ -226,7 +226,7 @@ def imported_names(node: ast.AST) -> list[str]:
         inner = [f"{node.module}.{alias.name}" for alias in node.names]
         return [name if name in sources() else str(node.module) for name in inner]
     if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
-        return [argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)]
+        return [str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant)]
     return []
 
 

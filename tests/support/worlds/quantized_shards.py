@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -50,7 +51,7 @@ def config(folder: Path, quantization: str | None) -> VllmConfig:
     return VllmConfig(model_config=model, parallel_config=ParallelConfig(tensor_parallel_size=WORKERS))
 
 
-def loaded(folder: Path, quantization: str) -> tuple[torch.nn.Module, ModelConfig]:
+def loaded(folder: Path, quantization: str) -> tuple[Any, ModelConfig]:
     vllm_config = config(folder, quantization)
     with set_current_vllm_config(vllm_config):
         return get_model(vllm_config=vllm_config), vllm_config.model_config

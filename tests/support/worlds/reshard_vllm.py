@@ -23,6 +23,7 @@ import torch
 from tepo_megatron.bridge.transfer.sender import ShardSender
 from tepo_megatron.config import RunConfig
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
+from tepo_megatron.rollout.server import Server
 from tepo_megatron.train.weights import make_shard_sender
 from tepo_megatron.types import Rollout, WeightsVersion
 from tests.support.random_models import EOS, LENGTH, PROMPTS
@@ -53,7 +54,8 @@ def look(engine: Any, fleet: Fleet | None) -> dict[str, Any]:
             for at, r in enumerate(group)
         ]
         for client in fleet._clients:
-            arguments = {"n": 1, "temperature": 0.0, "max_new_tokens": LENGTH, "seed": None, "stop_token_ids": [EOS]}
+            arguments: dict[str, Any] = {"n": 1, "temperature": 0.0, "max_new_tokens": LENGTH, "seed": None}
+            arguments["stop_token_ids"] = [EOS]
             assert fleet.weights_version is not None
             groups = [client.generate(prompt, **arguments, version=fleet.weights_version) for prompt in PROMPTS]
             greedy.append([list(group[0].response_ids) for group in groups])
@@ -67,7 +69,9 @@ def kill_when_sending(sender: Any, fleet: Fleet | None) -> None:
     """The next time rank 0 is about to send, when the others already do, the last server dies."""
     if fleet is None:
         return
-    send_shards, process = sender.send_shards, fleet._servers[-1]._process
+    send_shards, server = sender.send_shards, fleet._servers[-1]
+    assert isinstance(server, Server)
+    process = server._process
 
     def send_late(cancelled: Callable[[], bool]) -> None:
         sender.send_shards = send_shards
@@ -95,7 +99,7 @@ def main() -> None:
         engine = Engine(config, trained)
         sender = make_shard_sender(config, engine)
         assert not update_weights(engine, fleet, sender, 1)
-        report = {"first": look(engine, fleet)}
+        report: dict[str, Any] = {"first": look(engine, fleet)}
         if kill:
             kill_when_sending(sender, fleet)
             began = time.monotonic()

@@ -25,10 +25,11 @@ RECIPES = ("none", "delayed", "tensorwise", "blockwise")
 
 def pretend_a_hopper() -> None:
     """What Megatron-Core and Transformer Engine ask while they make a layer."""
-    torch.cuda.is_available = lambda: True
-    torch.cuda.get_device_capability = lambda *_: (9, 0)
-    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, multi_processor_count=132)
-    torch.cuda.Stream = torch.cuda.Event = torch.cuda.current_stream = lambda *_, **__: None
+    cuda: Any = torch.cuda
+    cuda.is_available = lambda: True
+    cuda.get_device_capability = lambda *_: (9, 0)
+    cuda.get_device_properties = lambda *_: SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    cuda.Stream = cuda.Event = cuda.current_stream = lambda *_, **__: None
 
 
 def differences(built: dict[str, tuple[int, ...]], table: dict[str, tuple[int, ...]]) -> dict[str, list[Any]]:

@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -31,7 +32,7 @@ def be_rank(tp: int, tp_rank: int, pp: int, pp_rank: int) -> None:
     )
 
 
-def build(folder: str, device: str) -> torch.nn.Module:
+def build(folder: str, device: str) -> Any:
     config = VllmConfig(model_config=ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32"))
     model_class, _ = get_model_architecture(config.model_config)
     with set_current_vllm_config(config), torch.device(device):

@@ -34,7 +34,7 @@ CONFIGS = {
     "Qwen2ForCausalLM": Qwen2Config(**SIZES, architectures=["Qwen2ForCausalLM"]),
     "Qwen3ForCausalLM": Qwen3Config(**SIZES, architectures=["Qwen3ForCausalLM"], head_dim=6),
     "MixtralForCausalLM": MixtralConfig(**SIZES, architectures=["MixtralForCausalLM"]),
-    "Qwen3MoeForCausalLM": Qwen3MoeConfig(**SIZES, architectures=["Qwen3MoeForCausalLM"], head_dim=6),
+    "Qwen3MoeForCausalLM": Qwen3MoeConfig(**{**SIZES, "head_dim": 6}, architectures=["Qwen3MoeForCausalLM"]),
 }
 DENSE = [name for name in KNOWN_ARCHITECTURES if not FAMILIES[name].experts]
 """The others' tensors are the subject of ``test_moe_layouts.py``: in memory they are not what they are on disk."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_import_and_export_give_back_the_same_bytes(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_model(folder / "model", dtype=dtype, tie_word_embeddings=tied)
-        sizes = {"shard_bytes": shard_bytes, "bucket_bytes": bucket_bytes}
+        sizes: dict[str, Any] = {"shard_bytes": shard_bytes, "bucket_bytes": bucket_bytes}
         import_model(model, folder / "cut", tp=tp, pp=pp, **sizes)
         check_imported(folder / "cut", model)
         export_model(folder / "cut", folder / "whole", **sizes)
@@ -123,7 +124,7 @@ print(json.dumps({
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's high-water mark from /proc")
 def test_no_more_than_a_bucket_is_held(tmp_path: Path) -> None:
     """130 MB of weights, of which one tensor has 33 MB, through buckets of 2 MiB."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 16001}
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 16001}
     make_model(tmp_path / "model", shard_bytes=2**24, **sizes)
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, timeout=TIMEOUT_S, check=False

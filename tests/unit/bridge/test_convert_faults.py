@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from tepo_megatron.bridge.architecture import read_model_spec
 from tepo_megatron.bridge.layouts import MegatronParallel, megatron_layout
-from tepo_megatron.bridge.storage import convert
 from tepo_megatron.bridge.storage.convert import check_imported, export_model, import_model
 from tepo_megatron.bridge.storage.stored import open_weights
 from tests.support.convert_models import assert_same, make_checkpoint, make_model
@@ -114,7 +113,7 @@ def test_a_full_disk_is_told_before_anything_is_written(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(RuntimeError, match=r"needs (\S+) more bytes, and 1,000 are free") as caught:
         export_model(checkpoint, tmp_path / "out")
     needed = int(str(caught.value).split("needs ")[1].split(" ")[0].replace(",", ""))
@@ -132,7 +131,7 @@ def test_a_disk_that_fills_up_on_the_way_leaves_what_is_finished(
     def fsync(descriptor: int) -> None:
         calls.append(descriptor)
         if len(calls) == 3:
-            monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: usage._replace(free=0))
+            monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", fsync)

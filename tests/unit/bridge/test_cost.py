@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from typer.testing import CliRunner
 
+from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, tensor_shapes, vllm_ranks
 from tepo_megatron.bridge.reshard.cost import Cluster, traffic
 from tepo_megatron.bridge.reshard.plan import reshard_plan
@@ -18,8 +19,8 @@ from tepo_megatron.cli.main import app
 from tests.support.reshard_models import Case, cases, small_spec
 
 
-def weights(spec: object) -> int:
-    return sum(math.prod(shape) for shape in tensor_shapes(spec).values())  # type: ignore[arg-type]
+def weights(spec: ModelSpec) -> int:
+    return sum(math.prod(shape) for shape in tensor_shapes(spec).values())
 
 
 @settings(deadline=None, max_examples=40)

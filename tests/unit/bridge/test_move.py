@@ -112,8 +112,8 @@ def test_messages_are_bounded_and_cover_every_element_once(given_ends: list[End]
             if sum(segment.numel for segment in message) * 2 > limit:
                 assert message[0].rows[1] - message[0].rows[0] == 1
     for number, end in enumerate(given_ends):
-        rows = (end.region.count - 1) * end.region.step + end.region.box.stop[0]
-        param = torch.zeros(rows, *end.region.box.stop[1:])
+        height = (end.region.count - 1) * end.region.step + end.region.box.stop[0]
+        param = torch.zeros(height, *end.region.box.stop[1:])
         for segment in (segment for message in found[end.peer] for segment in message if segment.end is given_ends[number]):
             segment.view(param).add_(1)
         assert param.sum() == end.region.numel

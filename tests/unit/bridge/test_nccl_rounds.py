@@ -6,6 +6,7 @@ NCCL itself: tests/gpu.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -158,12 +159,12 @@ def test_a_failure_within_a_round_closes_the_group_call() -> None:
 def test_only_the_group_itself_is_made_with_errors_left_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     with nccl._without_async_error_handling():
-        assert nccl.os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in nccl.os.environ
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     with pytest.raises(OSError, match="no GPU"), nccl._without_async_error_handling():
         raise OSError("no GPU")
-    assert nccl.os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
 
 
 def test_connecting_ends_when_a_member_leaves_or_is_late() -> None:

@@ -150,7 +150,7 @@ LARGE = {
     ),
     "qwen3-30b-a3b": Large(QWEN3_30B_A3B, MegatronParallel(4, 1, 2, fused_norms=True, ep=8, etp=1), VllmParallel(2), 30.532),
 }
-SMALL = {
+SMALL: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     "llama-tied": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True},
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
@@ -240,7 +240,7 @@ def test_moved_weights_are_what_vllm_loads_from_disk(oracle: Path, name: str, tp
     rank's embedding is all padding.
     """
     spec = read_model_spec(oracle / f"hf-{name}")
-    experts = {"dp": 2, "ep": 2} if spec.experts else {}
+    experts: dict[str, Any] = {"dp": 2, "ep": 2} if spec.experts else {}
     source = MegatronParallel(2, 2, stages=pipeline_stages(3, 2, first=1, last=2), **experts)
     destination = VllmParallel(tp, pp)
     ours = parameters(megatron_ranks(spec, source), numbered_model(tensor_shapes(spec)))

@@ -83,8 +83,13 @@ def test_a_wrong_configuration_is_a_sentence_and_exit_code_1(command: list[str],
 
 
 def test_train_starts_the_ranks_that_the_run_needs(run_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
-    monkeypatch.setattr("tepo_megatron.cli.train.launch", lambda *given: started.append(given) or 7)
+    started: list[tuple[object, ...]] = []
+
+    def launch(*given: object) -> int:
+        started.append(given)
+        return 7
+
+    monkeypatch.setattr("tepo_megatron.cli.train.launch", launch)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     result = runner.invoke(app, ["train", str(run_yaml), "train.steps=3", "--resume"])

@@ -1,19 +1,22 @@
 """The doctor finds planted faults."""
 
+import importlib.metadata
 import json
 from email.message import Message
 from importlib.metadata import EntryPoint, PackageNotFoundError
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from typer.testing import CliRunner
 
-from tepo_megatron.cli.doctor import command, environment_checks, gpu_checks
+from tepo_megatron.cli.doctor import command, gpu_checks
 from tepo_megatron.cli.doctor.check import Check
 from tepo_megatron.cli.doctor.command import diagnose, doctor_json, is_fit
 from tepo_megatron.cli.doctor.environment_checks import CHECKS
 from tepo_megatron.cli.main import app
 from tepo_megatron.engine import packages
+from tepo_megatron.versions import requirements_of
 
 HEALTHY = {
     "tepo-megatron": "0.1.0",
@@ -71,7 +74,7 @@ def apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def installed(monkeypatch: pytest.MonkeyPatch) -> Environment:
     environment = Environment()
     for name in ("version", "requires", "metadata", "entry_points"):
-        monkeypatch.setattr(environment_checks.metadata, name, getattr(environment, name))
+        monkeypatch.setattr(importlib.metadata, name, getattr(environment, name))
     return environment
 
 
@@ -180,7 +183,7 @@ def test_only_what_is_needed_decides_and_json_says_it() -> None:
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("missing", 1)])
-def test_the_command_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch, status: str, code: int) -> None:
+def test_the_command_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch, status: Literal["ok", "missing"], code: int) -> None:
     monkeypatch.setattr(command, "diagnose", lambda _checks: [Check("vLLM", status, "[1]", needed=True)])
     result = CliRunner().invoke(app, ["doctor"])
     assert (result.exit_code, "[1]" in result.stdout) == (code, True)
@@ -189,5 +192,5 @@ def test_the_command_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch, statu
 
 
 def test_requirements_of_extras_do_not_count(installed: Environment) -> None:
-    names = [each.name for each in environment_checks.requirements_of("tepo-megatron")]
+    names = [each.name for each in requirements_of("tepo-megatron")]
     assert names == ["torch", "megatron-core", "transformers"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.doctor import command
-from tepo_megatron.cli.doctor.environment_checks import Check
+from tepo_megatron.cli.doctor.check import Check
 from tepo_megatron.cli.doctor.node_checks import node_checks, node_names
 from tepo_megatron.cli.main import app
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 import shutil
 import socket
@@ -15,8 +16,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from tepo_megatron.cli.doctor import environment_checks, gpu_checks
-from tepo_megatron.cli.doctor import run_checks as checks_of_run
+from tepo_megatron.cli.doctor import gpu_checks
 from tepo_megatron.cli.doctor.check import Check
 from tepo_megatron.cli.doctor.command import diagnose, is_fit
 from tepo_megatron.cli.doctor.environment_checks import CHECKS, LAUNCH_CHECKS
@@ -36,8 +36,8 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
             raise PackageNotFoundError(name)
         return known[name]
 
-    monkeypatch.setattr(environment_checks.metadata, "version", version)
-    monkeypatch.setattr(environment_checks.metadata, "requires", lambda name: [])
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: [])
     return known
 
 
@@ -70,11 +70,11 @@ def test_a_full_disk_is_named_with_what_the_checkpoints_take(tmp_path: Path, mon
     with (tmp_path / "model" / "model.safetensors").open("wb") as file:
         file.truncate(2**30)  # sparse: 1 GiB of weights that take no disk
     config = load_run(None, [f"model.path={tmp_path}/model", f"output={tmp_path}/not/yet", "train.keep_checkpoints=3"])
-    monkeypatch.setattr(checks_of_run.shutil, "disk_usage", lambda path: SimpleNamespace(free=23 * 2**30))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=23 * 2**30))
     (check,) = diagnose(run_checks(config))
     assert (check.name, check.status, check.needed) == ("output", "fail", True)
     assert "24.0 GiB" in check.advice
-    monkeypatch.setattr(checks_of_run.shutil, "disk_usage", lambda path: SimpleNamespace(free=24 * 2**30))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=24 * 2**30))
     assert is_fit(diagnose(run_checks(config)))
 
 

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.data.tasks import addition
+from tepo_megatron.types import Problem
 
 numbers = st.integers(10, 99)
 
@@ -49,7 +50,7 @@ def test_answer_and_solution_are_the_sum(a: int, b: int) -> None:
     [(37, 58, "7+8=15 3+5+1=9 95"), (31, 25, "1+5=6 3+2+0=5 56"), (99, 99, "9+9=18 9+9+1=19 198")],
 )
 def test_solution_format(a: int, b: int, written: str) -> None:
-    problem = addition.Problem(id=f"{a}+{b}", prompt=f"{a}+{b}=", answer=str(a + b))
+    problem = Problem(id=f"{a}+{b}", prompt=f"{a}+{b}=", answer=str(a + b))
     assert addition.solution(problem) == written
 
 

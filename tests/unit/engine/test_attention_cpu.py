@@ -38,7 +38,7 @@ def test_attention_and_gradients_match_the_block_causal_oracle(
     packed = PackedSeqParams("thd", offsets, offsets, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
     attention = PackedDotProductAttention(config, 1, AttnMaskType.causal, "self")
     out = attention(*single, None, packed_seq_params=packed)
-    expected = block_causal(*exact, lengths)
+    expected = block_causal(exact[0], exact[1], exact[2], lengths)
 
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
     out.backward(upstream.float())

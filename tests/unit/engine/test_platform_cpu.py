@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("model")
-    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
+    sizes["num_attention_heads"] = 2
     LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)).save_pretrained(folder)
     return folder
 
@@ -30,7 +32,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train_one_step(rank: int, world: int, model: Path, missing: str | None) -> None:
     """Two pipeline stages with full recomputation; without one of the patches."""
     from tepo_megatron.config import EngineConfig, ParallelConfig, RunConfig, TrainConfig
-    from tepo_megatron.engine import platform
     from tepo_megatron.engine.engine import Engine
     from tepo_megatron.types import Rollout, WeightsVersion
 
@@ -38,7 +39,7 @@ def train_one_step(rank: int, world: int, model: Path, missing: str | None) -> N
     every = platform_cpu.patches()
     platform_cpu.patches = lambda: [patch for patch in every if patch.key != missing]
     if missing == MODE:
-        platform.platform_cpu.cuda_means_cpu = contextlib.nullcontext
+        platform_cpu.cuda_means_cpu = contextlib.nullcontext  # type: ignore[assignment]
     os.environ["WORLD_SIZE"] = str(world)
     config = RunConfig(
         engine=EngineConfig(parallel=ParallelConfig(pp=world), recompute="full", micro_batch_tokens=8),

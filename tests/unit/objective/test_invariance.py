@@ -1,5 +1,7 @@
 """What must not matter: the order of sequences, how they are cut into micro-batches and ranks, padding."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from tepo_megatron.objective import build_objective
 from tepo_megatron.types import TokenScores
 from tests.support.objective_batches import assert_same, make_batch, masks, pick, summary, whole
 
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {"preset": name} for name in PRESETS},
     "tepo, covariance mask": {"kl_mask": {"falling": "covariance", "against": "reference"}},
     "tepo, first-order mask": {"kl_mask": {"falling": "first_order"}},

@@ -109,7 +109,9 @@ def _may_be_null(node: dict[str, Any]) -> bool:
 
 def _section(kind: str, node: dict[str, Any], *, inner: bool = False) -> dict[str, Any]:
     """A section of a kind with its defaults, and values where there is no default; ``inner``: its own sections switched on."""
-    filled = {name: REQUIRED.get(f"{node['title']}.{name}", REQUIRED.get(name)) for name in node.get("required", [])}
+    filled: dict[str, Any] = {
+        name: REQUIRED.get(f"{node['title']}.{name}", REQUIRED.get(name)) for name in node.get("required", [])
+    }
     for name, raw in node["properties"].items() if inner else ():
         for label, section in _kinds(raw).items():
             filled[name] = _section(label, section)

@@ -6,6 +6,7 @@ The scales are compared with float64 over the whole tensors, so that a worker wh
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from tests.support.programs import run_program
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 61,  # no multiple of TP, nor of what vLLM pads to
     "hidden_size": 160,  # blocks of 128 end within it
     "intermediate_size": 336,

@@ -150,7 +150,8 @@ def test_the_default_tolerance_is_that_of_the_coarser_side(
     trained: str, served: str, quantization: str, expected: float
 ) -> None:
     server = {"dtype": served, "quantization": quantization}
-    document = {"model": {"dtype": trained}, "rollout": {"server": server}, "objective": {"mismatch": {}}}
+    rollout: dict[str, Any] = {"server": server}
+    document = {"model": {"dtype": trained}, "rollout": rollout, "objective": {"mismatch": {}}}
     assert tolerance(RunConfig.model_validate(document)) == expected
-    document["rollout"]["canary"] = {"tolerance": 0.07}  # type: ignore[assignment]
+    rollout["canary"] = {"tolerance": 0.07}
     assert tolerance(RunConfig.model_validate(document)) == 0.07

@@ -114,7 +114,7 @@ def stand_in() -> Iterator[StandIn]:
 
 
 def fleet_of(stand_in: StandIn, placement: str, tmp_path: Path) -> Fleet:
-    config = ServerConfig(placement=placement, max_num_seqs=2)  # type: ignore[arg-type]
+    config = ServerConfig(placement=placement, max_num_seqs=2)
     fleet = Fleet(config, model_dir=tmp_path, dtype="float32", stop_token_ids=[2], log_dir=tmp_path)
     fleet._servers = [stand_in]  # type: ignore[list-item]
     fleet.start()
@@ -236,7 +236,7 @@ def test_a_sleeping_server_is_not_asked_for_anything(stand_in: StandIn) -> None:
     arguments: dict[str, Any] = {"n": 1, "temperature": 1.0, "max_new_tokens": 1, "seed": 0, "stop_token_ids": [2]}
     stand_in.calls.clear()
     for ask in (
-        lambda: client.generate([(1,)], **arguments, version=WeightsVersion(0)),
+        lambda: client.generate((1,), **arguments, version=WeightsVersion(0)),
         lambda: client.prompt_logprobs((1, 2)),
     ):
         with pytest.raises(RuntimeError, match="asleep: its kv_cache and weights are not on the GPU"):
@@ -247,7 +247,7 @@ def test_a_sleeping_server_is_not_asked_for_anything(stand_in: StandIn) -> None:
 
 def test_only_colocated_servers_are_started_with_sleep_mode(tmp_path: Path) -> None:
     for placement in ("local", "colocated"):
-        config = ServerConfig(placement=placement)  # type: ignore[arg-type]
+        config = ServerConfig(placement=placement)
         server = Server(config, model_dir=tmp_path, dtype="float32", cores="0", key="k", log=tmp_path / "log")
         assert ("--enable-sleep-mode" in server._command(True)) == (placement == "colocated")
 

@@ -167,14 +167,19 @@ class FakeServer:
 
 def test_a_node_replaces_what_died_and_what_was_retired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[FakeServer] = []
-    monkeypatch.setattr("tepo_megatron.rollout.serve.Server", lambda *a, **k: made.append(FakeServer(*a, **k)) or made[-1])
+
+    def make(*arguments: Any, **options: Any) -> FakeServer:
+        made.append(FakeServer(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr("tepo_megatron.rollout.serve.Server", make)
     server = {"placement": "external", "registry": str(tmp_path), "interface": "lo", "count": 4, "tp": 2, "max_restarts": 1}
     config = RunConfig.model_validate({"rollout": {"server": server}, "output": str(tmp_path)})
     turns = iter(
         [
             lambda: None,
             lambda: setattr(made[0], "alive", False),
-            lambda: retire(tmp_path, 3, registered(tmp_path, 3).life),  # type: ignore[union-attr]
+            lambda: retire(tmp_path, 3, registered(tmp_path, 3).life),
             lambda: setattr(made[1], "alive", False),
         ]
     )

@@ -126,7 +126,7 @@ def gone(pid: int) -> bool:
 
 def supervised(command: list[str], **options: object) -> subprocess.Popen[bytes]:
     arguments = [sys.executable, "-m", "tepo_megatron.rollout.supervise", "--", *command]
-    return subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True, **options)  # type: ignore[call-overload,no-any-return]
+    return subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True, **options)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("deaf", [False, True])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.train.metrics import PHASES, MetricsWriter, Stopwatch, read_metrics
 
-keys = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=8).filter(
+keys = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
     lambda key: key != "step"
 )
 rows = st.lists(st.dictionaries(keys, st.floats(allow_nan=True, allow_infinity=True), max_size=4), max_size=5)
@@ -19,7 +19,7 @@ rows = st.lists(st.dictionaries(keys, st.floats(allow_nan=True, allow_infinity=T
 @settings(deadline=None, max_examples=50)
 @given(rows=rows)
 def test_rows_are_read_as_written_and_what_is_not_finite_is_null(
-    rows: list[dict], tmp_path_factory: pytest.TempPathFactory
+    rows: list[dict[str, float]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     output = tmp_path_factory.mktemp("run")
     with MetricsWriter(output, tensorboard=False) as writer:

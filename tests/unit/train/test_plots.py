@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +13,14 @@ from matplotlib.image import imread
 from tepo_megatron.train.plots import _moving_average, plot_comparison, plot_curves
 
 
-def write(folder: Path, rows: list[dict]) -> Path:
+def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
     folder.mkdir(exist_ok=True)
     path = folder / "metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def row(step: int) -> dict:
+def row(step: int) -> dict[str, Any]:
     times = {"time/rollout": 2.0, "time/update": 1.0, "time/other": 0.1, "time/step": 3.1}
     return {
         "step": step,
@@ -42,7 +43,7 @@ ROWS = [
 @pytest.mark.parametrize(
     "rows", [ROWS, ROWS[1:2], ROWS[:1], [{"step": 3}], ROWS[1:4]], ids=["full", "one", "eval", "bare", "few"]
 )
-def test_a_run_becomes_a_png_of_its_size(tmp_path: Path, rows: list[dict]) -> None:
+def test_a_run_becomes_a_png_of_its_size(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     png = tmp_path / "new" / "curves.png"
     plot_curves(write(tmp_path / "a", rows), png, "a run")
     image = imread(png)

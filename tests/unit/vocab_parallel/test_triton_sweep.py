@@ -1,5 +1,6 @@
 """Triton's kernels where there is no GPU: their values in the interpreter, their compilation for GPUs, who gets them."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tepo_megatron.vocab_parallel import backend, logprob_and_entropy
+from tepo_megatron.vocab_parallel import logprob_and_entropy
 from tepo_megatron.vocab_parallel.backend import get_backend
 from tepo_megatron.vocab_parallel.row_sweeps import RowSweeps
 
@@ -105,7 +106,7 @@ def test_who_gets_triton(monkeypatch):
 
 
 def test_without_triton(monkeypatch):
-    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert get_backend("auto", CUDA) is get_backend("torch", CUDA)
     with pytest.raises(ValueError, match="triton is not installed; install it"):
         get_backend("triton", CUDA)
