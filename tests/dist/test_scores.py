@@ -230,7 +230,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _context_parallel(rank, world):
-    from tepo_megatron.config.objective import PRESETS
+    from tepo_megatron.config.objective_presets import PRESETS
 
     for preset in PRESETS:
         _context_parallel_one(rank, preset)

@@ -12,7 +12,7 @@ import pytest
 
 from tepo_megatron.bridge.architecture import FAMILIES, KNOWN_ARCHITECTURES
 from tepo_megatron.bridge.layouts.table import EXPERT_NAMES
-from tepo_megatron.config.objective import PRESETS
+from tepo_megatron.config.objective_presets import PRESETS
 from tepo_megatron.config.schema import schema_rows
 from tepo_megatron.train.metrics import PHASES
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import ConfigError, dump_diff, dump_resolved, load_run
-from tepo_megatron.config.objective import PRESETS
+from tepo_megatron.config.objective_presets import PRESETS
 from tepo_megatron.config.schema import schema_rows
 
 LEAVES = [row.path for row in schema_rows() if not row.when]

@@ -88,8 +88,8 @@ def test_whitened_over_the_batch():
 @given(REWARDS, st.integers(1, 9))
 def test_whitened_advantages_have_mean_0_and_deviation_1(pairs, length):
     """Over responses, and over tokens where all responses are as long; equal rewards in every group give 0."""
-    rewards, groups = zip(*pairs, strict=True)
-    rewards, groups = torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)
+    given_rewards, given_groups = zip(*pairs, strict=True)
+    rewards, groups = torch.tensor(given_rewards, dtype=torch.float64), torch.tensor(given_groups)
     lengths = torch.full_like(groups, length)
     for over in ("responses", "tokens"):
         result = whitened_advantages(rewards, groups, lengths, over=over)
@@ -114,8 +114,8 @@ def test_gdpo_hand_computed():
 @given(REWARDS, st.floats(0.1, 10), st.floats(0.1, 10))
 def test_gdpo_knows_no_scale_of_rewards_and_weights(pairs, scale, weight):
     """Each reward is normalised by itself: its scale, its offset and that of the weights do not matter; K = 1 is whitened."""
-    rewards, groups = zip(*pairs, strict=True)
-    first, groups = torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)
+    given_rewards, given_groups = zip(*pairs, strict=True)
+    first, groups = torch.tensor(given_rewards, dtype=torch.float64), torch.tensor(given_groups)
     second = first.flip(0)
     plain = gdpo_advantages(torch.stack([first, second], 1), groups, weights=(1.0, 2.0))
     scaled = gdpo_advantages(torch.stack([scale * first + 1, scale * second], 1), groups, weights=(weight, 2 * weight))

@@ -6,7 +6,8 @@ import warnings
 
 import pytest
 
-from tepo_megatron.config.objective import PRESETS, ObjectiveConfig
+from tepo_megatron.config.objective import ObjectiveConfig
+from tepo_megatron.config.objective_presets import PRESETS
 from tepo_megatron.config.objective_terms import KLTerm
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tepo_megatron.config.objective import PRESETS, ObjectiveConfig
+from tepo_megatron.config.objective import ObjectiveConfig
+from tepo_megatron.config.objective_presets import PRESETS
 from tepo_megatron.config.schema import schema_rows
 from tepo_megatron.objective import build_objective
 from tepo_megatron.types import TokenScores
