@@ -128,6 +128,11 @@ PRESETS: Mapping[str, Preset] = {
         "min(r A, clip(r, 0.8, 1.2) A), without gradient at the largest (log π_old/π_sampler)², until their mean ≤ 0.04; ÷ Σ T",
         _token(m2po={}),
     ),
+    "decoupled_ppo": Preset(
+        "arXiv 2110.00641, 2505.24298; AReaL",
+        "w 1[w ≤ 5] min(r A, clip(r, 0.8, 1.2) A), w = π_old / π_sampler; ÷ Σ T",
+        _token(mismatch={"kind": "mask", "low": 0.0, "high": 5.0}),
+    ),
     "clip_cov": Preset(
         "arXiv 2505.22617",
         "grpo, without gradient at a few tokens with 1 ≤ c ≤ 5; ÷ Σ T",
