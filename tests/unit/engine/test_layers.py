@@ -1,4 +1,6 @@
-"""One choice of layers, and everything that follows from it; whose kernels there are; FP8 weights beside plain ones."""
+"""What follows from the choice of layers (what Megatron builds from it: test_built_layers.py); whose kernels there are; FP8
+weights beside plain ones.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import save_file
@@ -29,22 +30,6 @@ from tepo_megatron.engine.packages import NO_PACKAGES, Packages
 SPEC = ModelSpec("LlamaForCausalLM", 1, 8, 2, 1, 4, 16, 5, False, 1e-5, 1e4, None, 64)
 
 
-@pytest.mark.parametrize("wgrad", [False, True])
-@pytest.mark.parametrize("kind", ["te", "local"])
-def test_fusions_follow_the_layers(kind: Any, wgrad: bool) -> None:
-    layers = Layers(kind, Packages(te="2.11.0", apex=wgrad, wgrad=wgrad))
-    te = kind == "te"
-    assert kernel_options(layers) == {
-        "bias_activation_fusion": te,
-        "apply_rope_fusion": te,
-        "gradient_accumulation_fusion": te and wgrad,
-        "persist_layer_norm": te,
-        "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
-    }
-    assert layers.fused_norms is te
-
-
 def config(layers: Layers, **changes: Any) -> TransformerConfig:
     options = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "gated_linear_unit": True, "add_bias_linear": False}
     silu = torch.nn.functional.silu
@@ -57,18 +42,6 @@ def test_megatron_takes_the_fusions() -> None:
     with pytest.raises(ValueError, match="apply_rope_fusion is not available"):
         config(Layers("te"))
     assert not config(LOCAL).bias_activation_fusion
-
-
-def test_the_head_is_megatrons_own_linear_in_both_kinds_of_layers() -> None:
-    """So it is outside Transformer Engine's FP8, in the parameters' dtype, and its vocabulary needs no multiple of 16."""
-    import inspect
-
-    from megatron.core.models.gpt import gpt_model
-
-    source = inspect.getsource(gpt_model.GPTModel)
-    assert "self.output_layer = tensor_parallel.ColumnParallelLinear(" in source
-    assert "fp8" not in source
-    assert "transformer_engine" not in inspect.getsource(ColumnParallelLinear)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
