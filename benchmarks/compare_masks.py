@@ -27,7 +27,7 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.config.objective_terms import KLMask
 from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.objective import Objective, StepContext
-from tepo_megatron.objective.mechanisms.kl_mask import LEAST_TOLERANCE, KLMaskPenalty
+from tepo_megatron.objective.mechanisms.kl_mask import LEAST_TOLERANCE, NOISE_MULTIPLE, KLMaskPenalty
 from tepo_megatron.rollout.record import read_rollouts
 from tepo_megatron.train.minibatches import minibatches
 from tepo_megatron.types import Batch, ObjectiveOutput, TokenScores
@@ -43,16 +43,24 @@ class Watched(Objective):
     noted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Of each micro-batch, for its A tokens with a positive advantage: bool [3, A], the entropy of π_old [A]."""
 
+    tolerances: list[float] = field(default_factory=list)
+    """Of each optimizer step, what ``measured`` takes for rounding, in nats."""
+
     @property
     def needs_entropy_slope(self) -> bool:
         return True
+
+    def prepare(self, batch: Batch, *, entropy_noise: float = 0.0) -> StepContext:
+        given = KLMask().tolerance if self.config.kl_mask is None else self.config.kl_mask.tolerance
+        self.tolerances.append(max(LEAST_TOLERANCE, NOISE_MULTIPLE * entropy_noise) if given == "auto" else given)
+        return super().prepare(batch, entropy_noise=entropy_noise)
 
     def __call__(self, scores: TokenScores, batch: Batch, context: StepContext, **options: Any) -> ObjectiveOutput:
         with torch.no_grad():
             values = self.token_values(scores, batch, context)
             able_T = values.mask_T & (values.advantage_T > 0)
-            terms = [KLMask(falling=way) for way in WAYS]
-            chosen_3T = torch.stack([KLMaskPenalty(term, LEAST_TOLERANCE).choose(values) for term in terms])
+            masks = [KLMaskPenalty(KLMask(falling=way), self.tolerances[-1]) for way in WAYS]
+            chosen_3T = torch.stack([mask.choose(values) for mask in masks])
             assert batch.old_entropy_T is not None
             self.noted.append((chosen_3T[:, able_T].cpu(), batch.old_entropy_T[able_T].cpu()))
         return super().__call__(scores, batch, context, **options)
@@ -66,8 +74,11 @@ def replay(config: RunConfig, rollouts: Path, steps: int) -> list[list[tuple[Ten
     engine = Engine(config, resolve_model_path(config.model.path), watched)
     by_update: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(config.train.minibatches)]
     for step in range(steps):
-        batch = engine.score(engine.batch_from_root(read_rollouts(rollouts, step)))
-        for number, part in enumerate(minibatches(batch, config.train.minibatches, seed=config.seed, step=step)):
+        batch = engine.batch_from_root(read_rollouts(rollouts, step))
+        if config.engine.noise_every and step % config.engine.noise_every == 0:
+            engine.measure_noise(batch)
+        parts = [engine.score(part) for part in minibatches(batch, config.train.minibatches, seed=config.seed, step=step)]
+        for number, part in enumerate(parts):
             watched.noted.clear()
             engine.update(part)
             by_update[number].append(join(watched.noted))

@@ -80,7 +80,8 @@ class Batch:
       - ``sampler_logprobs_T`` fp32 (0 outside the mask), ``rewards_S`` fp32, ``groups_S`` int64.
     Filled on the way, ``None`` before:
       - ``advantages_S`` fp32; ``old_logprobs_T``, ``old_entropy_T`` fp32 from the pre-update policy;
-        ``reference_logprobs_T`` fp32 from a frozen reference model.
+        ``reference_logprobs_T`` fp32 from a frozen reference model,
+      - ``reward_parts_SK`` fp32 [S, K]: several rewards for each response, for an objective that weighs them itself.
     """
 
     tokens_T: Tensor
@@ -94,6 +95,7 @@ class Batch:
     old_logprobs_T: Tensor | None = None
     old_entropy_T: Tensor | None = None
     reference_logprobs_T: Tensor | None = None
+    reward_parts_SK: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tepo_megatron.bench.settings import DENSE, FLOOR, MEGATRON, SLOPE
 from tepo_megatron.vocab_parallel import logprob_and_entropy
-from tepo_megatron.vocab_parallel.backend import Backend, get_backend
+from tepo_megatron.vocab_parallel.backend import Backend, BackendName, get_backend
 from tepo_megatron.vocab_parallel.combine import RowScores, combine
 from tepo_megatron.vocab_parallel.shard import Scoring, plan_scoring
 
@@ -19,32 +20,36 @@ Outputs = tuple[Tensor, ...]
 Method = Callable[[Tensor, Tensor], Outputs]
 """(logits shard [T, V/p], labels [T]) → the outputs [T] that a backward starts from."""
 
-DENSE = "dense torch log_softmax"
-
 
 def methods(device: str, logits: Tensor, labels: Tensor) -> dict[str, Method]:
     """Returns the methods by name that can score logits like these."""
     own: dict[str, dict[str, Method]] = {
         "cpu": {
             "tepo_megatron": partial(_own, backend="torch"),
-            "tepo_megatron, in place": partial(_own, backend="torch", inplace_backward=True),
-            "tepo_megatron, in place, C++": partial(_own, backend="cpp", inplace_backward=True),
+            **_with_and_without_slope("tepo_megatron, in place", "torch"),
+            **_with_and_without_slope("tepo_megatron, in place, C++", "cpp"),
         },
         "cuda": {
             "tepo_megatron, torch": partial(_own, backend="torch"),
             "tepo_megatron, torch, in place": partial(_own, backend="torch", inplace_backward=True),
             "tepo_megatron, Triton": partial(_own, backend="triton"),
-            "tepo_megatron, Triton, in place": partial(_own, backend="triton", inplace_backward=True),
+            **_with_and_without_slope("tepo_megatron, Triton, in place", "triton"),
         },
     }
     if device == "cuda":
         own["cuda"]["Triton's kernels alone, in place"] = _kernels(logits, labels)
+        own["cuda"]["Triton's kernels alone, in place" + SLOPE] = _kernels(logits, labels, entropy_slope=True)
     return {
         **own[device],
-        "Megatron-Core cross-entropy (log-prob only)": _megatron,
+        MEGATRON: _megatron,
         DENSE: _dense,
-        "floor: read, then read and write": _Floor.apply,
+        FLOOR: _Floor.apply,
     }
+
+
+def _with_and_without_slope(name: str, backend: BackendName) -> dict[str, Method]:
+    options: dict[str, Any] = {"backend": backend, "inplace_backward": True}
+    return {name: partial(_own, **options), name + SLOPE: partial(_own, entropy_slope=True, **options)}
 
 
 def _own(logits: Tensor, labels: Tensor, **options: Any) -> Outputs:
@@ -52,14 +57,21 @@ def _own(logits: Tensor, labels: Tensor, **options: Any) -> Outputs:
     return scores.logprob, scores.entropy
 
 
-def _kernels(logits: Tensor, labels: Tensor) -> Method:
+def _kernels(logits: Tensor, labels: Tensor, *, entropy_slope: bool = False) -> Method:
     """The two passes alone, without the work on [T] between them: checks, labels, the collective, combining the shards."""
     group, backend = dist.group.WORLD, get_backend("triton", logits.device)
     tokens, width = logits.shape
     scoring = plan_scoring(
-        labels, tokens=tokens, width=width, tp_group=group, temperature=1.0, vocab_size=None, mask_T=None, entropy_slope=False
+        labels,
+        tokens=tokens,
+        width=width,
+        tp_group=group,
+        temperature=1.0,
+        vocab_size=None,
+        mask_T=None,
+        entropy_slope=entropy_slope,
     )
-    stats = torch.empty(tokens, 4, device=logits.device)
+    stats = torch.empty(tokens, scoring.statistics, device=logits.device)
     backend.statistics(logits, scoring, stats)
     scores, _ = combine(stats, None, 1.0, group)
     return lambda logits, labels: _Kernels.apply(logits, scoring, scores, backend)
@@ -68,7 +80,7 @@ def _kernels(logits: Tensor, labels: Tensor) -> Method:
 class _Kernels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, scoring: Scoring, scores: RowScores, backend: Backend) -> Outputs:
-        stats = torch.empty(logits.shape[0], 4, device=logits.device)
+        stats = torch.empty(logits.shape[0], scoring.statistics, device=logits.device)
         backend.statistics(logits, scoring, stats)
         ctx.scoring, ctx.scores, ctx.backend = scoring, scores, backend
         ctx.save_for_backward(logits)

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tepo_megatron.bench.score_methods import DENSE, Method, Outputs, methods
+from tepo_megatron.bench.score_methods import Method, Outputs, methods
+from tepo_megatron.bench.settings import DENSE
 
 R = TypeVar("R")
+_CPU_COPY_BYTES = 2**28
 _SCRATCH_BYTES = 2**30
 """Bytes written before a time is taken on a GPU: this empties its cache, and lets the CPU launch kernels ahead of it."""
 
@@ -54,7 +56,7 @@ def _measure_shape(shape: tuple[int, int, str], tp: int, device: str, repeats: i
     labels = torch.randint(0, vocab, (tokens,), generator=generator).to(device)
     gradients = torch.randn(2, tokens, generator=generator).to(device)
     logits = logits.to(device)
-    copy_gbps = _copy_gbps(repeats) if device == "cuda" else None
+    copy_gbps = _copy_gbps(repeats, device)
     chosen = methods(device, logits, labels)
     if tokens * vocab * 4 * 5 * tp > _memory(device) / 2:  # about five fp32 copies of the whole logits on each rank
         del chosen[DENSE]
@@ -119,14 +121,19 @@ def _scratch() -> Tensor:
     return torch.empty(_SCRATCH_BYTES, dtype=torch.uint8, device="cuda")
 
 
-def _copy_gbps(repeats: int) -> float:
-    """Returns the bandwidth of a large copy within the GPU's memory, in 10⁹ bytes/s read and written: the best of the repeats,
-    which are at least 10.
+def _copy_gbps(repeats: int, device: str) -> float:
+    """Returns the bandwidth of a large copy within memory, in 10⁹ bytes/s read and written: the best of the repeats, which are
+    at least 10. On a CPU all ranks copy at once, as they compute at once, and the slowest counts.
     """
-    source = torch.randint(0, 2**31, (_SCRATCH_BYTES // 8,), device="cuda")
+    source = torch.randint(0, 2**31, ((_SCRATCH_BYTES if device == "cuda" else _CPU_COPY_BYTES) // 8,), device=device)
     target = torch.empty_like(source)
-    seconds = min(_timed(lambda: target.copy_(source), source.device)[1] for _ in range(max(repeats, 10)))
-    return round(2 * source.numel() * source.element_size() / seconds / 1e9, 1)
+    best = float("inf")
+    for _ in range(max(repeats, 10)):
+        _settle(source)
+        seconds = torch.tensor(_timed(lambda: target.copy_(source), source.device)[1], device=device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        best = min(best, float(seconds))
+    return round(2 * source.numel() * source.element_size() / best / 1e9, 1)
 
 
 def _settle(like: Tensor) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.bench.results import markdown, write_report
-from tepo_megatron.bench.settings import ScoreMeasurement
+from tepo_megatron.bench.settings import FLOOR, MEGATRON, SLOPE, ScoreMeasurement
 
 DEFAULTS = {
     "cpu": {"tp": 2, "tokens": "1024,4096", "vocab": "32000,128256", "dtype": "bf16,fp32"},
@@ -52,12 +52,20 @@ def run(*, tp: int, device: str, shapes: Sequence[tuple[int, int, str]], repeats
     return [ScoreMeasurement(**row) for row in json.loads(inbox.get())]
 
 
-_COLUMNS = ("method", "forward ms", "backward ms", "total ms", "× Megatron", "peak extra", "collectives")
-_GPU_COLUMNS = ("GB/s forward / backward", "of a copy's")
-
-
-def columns(device: str) -> tuple[str, ...]:
-    return (*_COLUMNS, *_GPU_COLUMNS) if device == "cuda" else _COLUMNS
+COLUMNS = (
+    *(
+        "method",
+        "forward ms",
+        "backward ms",
+        "total ms",
+        "× Megatron",
+        "× floor",
+        "× without slope",
+        "peak extra",
+        "collectives",
+    ),
+    *("GB/s forward / backward", "of a copy's"),
+)
 
 
 def shape_name(row: ScoreMeasurement) -> str:
@@ -65,17 +73,21 @@ def shape_name(row: ScoreMeasurement) -> str:
 
 
 def cells(row: ScoreMeasurement, peers: Sequence[ScoreMeasurement]) -> tuple[str, ...]:
-    reference = next((peer.total_ms for peer in peers if peer.method.startswith("Megatron")), float("nan"))
-    cells = (
+    def times(method: str) -> str:
+        reference = next((peer.total_ms for peer in peers if peer.method == method), None)
+        return "–" if reference is None else f"{row.total_ms / reference:.2f}"
+
+    return (
         row.method,
         *(f"{ms:.1f}" if ms >= 10 else f"{ms:.3f}" for ms in (row.forward_ms, row.backward_ms, row.total_ms)),
-        f"{row.total_ms / reference:.2f}",
+        times(MEGATRON),
+        times(FLOOR),
+        times(row.method.removesuffix(SLOPE)) if row.method.endswith(SLOPE) else "",
         f"{row.peak_extra:.3f}",
         f"{row.forward_collectives} + {row.backward_collectives}",
+        " / ".join(f"{x:.0f}" if x >= 10 else f"{x:.1f}" for x in row.gbps),
+        " / ".join(f"{x / row.copy_gbps:.0%}" for x in row.gbps),
     )
-    if row.copy_gbps is None:
-        return cells
-    return (*cells, " / ".join(f"{x:.0f}" for x in row.gbps), " / ".join(f"{x / row.copy_gbps:.0%}" for x in row.gbps))
 
 
 def write_results(results: Sequence[ScoreMeasurement], folder: Path, **arguments: Any) -> tuple[Path, Path]:
@@ -93,5 +105,5 @@ def write_results(results: Sequence[ScoreMeasurement], folder: Path, **arguments
         note = f"{record['gpu']} · {note}"
         packages.append("triton")
     stem = f"scores-{arguments['device']}-tp{arguments['tp']}"
-    table = markdown(("shape", *columns(arguments["device"])), rows)
+    table = markdown(("shape", *COLUMNS), rows)
     return write_report(folder, stem, record, table, note=note, packages=packages)

@@ -6,6 +6,12 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+DENSE = "dense torch log_softmax"
+MEGATRON = "Megatron-Core cross-entropy (log-prob only)"
+FLOOR = "floor: read, then read and write"
+SLOPE = ", with the entropy's slope"
+"""Behind the name of a method of ``tepo bench scores`` that also gives `TokenScores.entropy_slope`."""
+
 
 @dataclass(frozen=True)
 class ScoreMeasurement:
@@ -22,8 +28,8 @@ class ScoreMeasurement:
     forward_collectives: int
     backward_collectives: int
     shard_bytes: int
-    copy_gbps: float | None
-    """Bandwidth of a large copy within the same GPU in the same run, in 10⁹ bytes/s read and written; None on a CPU."""
+    copy_gbps: float
+    """Bandwidth of a large copy within the same memory in the same run, in 10⁹ bytes/s read and written."""
 
     @property
     def total_ms(self) -> float:

@@ -31,9 +31,9 @@ def scores_command(
 ) -> None:
     """Time and peak memory of log-prob and entropy with backward, over logits that are sharded over the vocabulary.
 
-    Beside the project's own: dense torch log_softmax, Megatron-Core's cross-entropy (log-prob only), and the floor of one read
-    of the logits forward, one read and write backward. On a GPU with Triton's kernels, and with the bytes that must move over
-    the bandwidth of a copy.
+    Beside the project's own, with and without the entropy's slope: dense torch log_softmax, Megatron-Core's cross-entropy
+    (log-prob only), and the floor of one read of the logits forward, one read and write backward. On a GPU with Triton's
+    kernels. All with the bytes that must move over the bandwidth of a plain copy in the same run.
 
     [dim]tepo bench scores[/]
 
@@ -47,9 +47,7 @@ def scores_command(
     results: list[ScoreMeasurement] = []
     for shape in [(*size, name) for name in grid["dtype"].split(",") for size in sizes]:
         measured = scores.run(tp=grid["tp"], device=device, shapes=[shape], repeats=repeats)
-        show_table(
-            scores.columns(device), [scores.cells(row, measured) for row in measured], title=scores.shape_name(measured[0])
-        )
+        show_table(scores.COLUMNS, [scores.cells(row, measured) for row in measured], title=scores.shape_name(measured[0]))
         results += measured
     paths = scores.write_results(results, output, tp=grid["tp"], device=device, repeats=repeats)
     typer.echo(f"wrote {' and '.join(str(path) for path in paths)}")

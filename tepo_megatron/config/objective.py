@@ -1,4 +1,4 @@
-"""The objective: four choices, what stands beside them, and presets that are only data."""
+"""The objective: four choices, what stands beside them, and a preset that the rest is laid over."""
 
 import difflib
 import warnings
@@ -11,31 +11,26 @@ from tepo_megatron.config.base import Section
 from tepo_megatron.config.objective_choices import (
     Advantage,
     Aggregation,
-    Clip,
-    ClipCov,
     GroupAdvantage,
+    PowerMeanRatio,
     Ratio,
     SequenceTokenRatio,
     TokenMean,
     TokenRatio,
-    TrustRegion,
 )
-from tepo_megatron.config.objective_terms import KL, EntropyBonus, KLCov, KLMask, KLTerm, Mismatch
-
-_TOKEN_CLIP = {"ratio": {"kind": "token"}, "trust_region": {"kind": "clip", "low": 0.2, "high": 0.2}, "kl_mask": None}
-
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "tepo": {},
-    "tepo_markov": {"kl_mask": None},
-    "grpo": {**_TOKEN_CLIP, "aggregation": {"kind": "sequence_mean"}},
-    "dapo": {**_TOKEN_CLIP, "trust_region": {"kind": "clip", "low": 0.2, "high": 0.28}},
-    "gspo": {"ratio": {"kind": "sequence"}, "aggregation": {"kind": "sequence_mean"}, "kl_mask": None},
-    "dr_grpo": {**_TOKEN_CLIP, "advantage": {"kind": "no_std"}, "aggregation": {"kind": "constant"}},
-    "clip_cov": {**_TOKEN_CLIP, "trust_region": {"kind": "clip_cov", "low": 0.2, "high": 0.2}},
-    "kl_cov": {**_TOKEN_CLIP, "trust_region": {"kind": "none"}, "kl_cov": {}},
-    "cispo": {**_TOKEN_CLIP, "trust_region": {"kind": "clip_weight"}},
-}
-"""What each preset changes in the defaults of `ObjectiveConfig`, which are TEPO's."""
+from tepo_megatron.config.objective_presets import PRESETS
+from tepo_megatron.config.objective_regions import Clip, ClipCov, LengthClip, TrustRegion
+from tepo_megatron.config.objective_terms import (
+    KL,
+    EntropyBonus,
+    KLCov,
+    KLMask,
+    KLTerm,
+    Mismatch,
+    OffPolicySequenceMask,
+    Rejection,
+    SecondMomentMask,
+)
 
 
 class ObjectiveConfig(Section):
@@ -76,6 +71,15 @@ class ObjectiveConfig(Section):
     mismatch: Mismatch | None = None
     """Weights for a sampler whose probabilities differ from the trainer's; kind ``truncate`` unless given; null: off."""
 
+    rejection: Rejection | None = None
+    """Leaves out what a sampler drew whose probabilities differ too much from the trainer's; null: off."""
+
+    opsm: OffPolicySequenceMask | None = None
+    """Leaves out responses of negative advantage that the policy has moved away from (off-policy sequence mask); null: off."""
+
+    m2po: SecondMomentMask | None = None
+    """Leaves out the tokens on which trainer and sampler differ most (second-moment mask of M2PO); null: off."""
+
     @property
     def needs_reference(self) -> bool:
         """Whether a KL term is against the frozen reference model: then a copy of the first weights is kept, and scored."""
@@ -93,7 +97,17 @@ class ObjectiveConfig(Section):
             raise ValueError(f"objective.preset = {name!r} is unknown; the nearest is {nearest!r}. Known: {', '.join(PRESETS)}")
         sections = {key: field.default for key, field in cls.model_fields.items() if isinstance(field.default, Section)}
         defaults = {key: section.model_dump() for key, section in sections.items()}
-        return _merge(_merge(defaults, PRESETS[name]), given)
+        return _merge(_merge(defaults, PRESETS[name].changes), given)
+
+    @model_validator(mode="after")
+    def _length_clip_bounds_a_sum(self) -> Self:
+        if isinstance(self.trust_region, LengthClip) and (self.ratio.kind == "token" or _is_normalized(self.ratio)):
+            raise ValueError(
+                f"objective.trust_region.kind = 'length_clip' with objective.ratio.kind = {self.ratio.kind!r}: its bound grows "
+                "with the length, as a sum of log-ratios does; set objective.ratio.kind = 'sequence' and "
+                "objective.ratio.length_normalized = false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _range_belongs_to_ratio(self) -> Self:
@@ -102,12 +116,16 @@ class ObjectiveConfig(Section):
             return self
         widest = max(region.low, region.high)
         advice = f"objective.ratio.kind = {self.ratio.kind!r} with a trust region of {widest:g}"
-        normalized = not isinstance(self.ratio, TokenRatio) and self.ratio.length_normalized
-        if normalized and widest > 0.05:
+        if _is_normalized(self.ratio) and widest > 0.05:
             warnings.warn(f"{advice}: such ratios stay within about 1e-3 of 1; 3e-4 is usual, 0.2 hardly clips", stacklevel=2)
         elif isinstance(self.ratio, TokenRatio) and widest < 0.01:
             warnings.warn(f"{advice}: token ratios leave that range at once; 0.2 is usual", stacklevel=2)
         return self
+
+
+def _is_normalized(ratio: Ratio) -> bool:
+    """Whether a ratio is a mean over the tokens of a response, and so stays near to 1."""
+    return isinstance(ratio, PowerMeanRatio) or (not isinstance(ratio, TokenRatio) and ratio.length_normalized)
 
 
 def _likeness(name: str, known: str) -> tuple[float, bool]:

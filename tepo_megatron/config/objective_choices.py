@@ -1,4 +1,5 @@
-"""The four choices that an objective is composed of, each alternative as a section of its own.
+"""Three of the four choices that an objective is composed of, each alternative as a section of its own; the fourth is the
+trust region (``objective_regions.py``).
 
 A field whose docstring says *our interpretation* fills a gap that the TEPO papers leave open; ``docs/tepo.md`` lists them all.
 π_θ is the policy that is trained, π_old the policy before the update, δ = log π_θ − log π_old at a token of a response.
@@ -6,7 +7,7 @@ A field whose docstring says *our interpretation* fills a gap that the TEPO pape
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from tepo_megatron.config.base import FiniteSection
 
@@ -60,6 +61,39 @@ class LeaveOneOutAdvantage(_Advantage):
     kind: Literal["leave_one_out"] = "leave_one_out"
 
 
+class DivideByMeanAdvantage(FiniteSection):
+    """Reward minus the group's mean, divided by that mean (MaxRL). Rewards must not be negative; so no overlong penalty."""
+
+    kind: Literal["divide_by_mean"] = "divide_by_mean"
+
+
+class WhitenedAdvantage(_Advantage):
+    """Reward minus the group's mean, then whitened over the whole rollout batch (REINFORCE++ with baseline)."""
+
+    kind: Literal["whitened"] = "whitened"
+    over: Literal["responses", "tokens"] = "responses"
+    """Whose mean and standard deviation: ``responses`` weighs each response once, as the paper does; ``tokens`` by its number
+    of response tokens, as verl does."""
+
+    eps: PositiveFloat = 1e-6
+    """Added to the batch's standard deviation before the division."""
+
+
+class GDPOAdvantage(FiniteSection):
+    """Several rewards for each response: each is normalised in its group as kind ``group`` does, then their weighted sum is
+    divided by its standard deviation over the whole rollout batch (GDPO). A length penalty is one of the rewards."""
+
+    kind: Literal["gdpo"] = "gdpo"
+    weights: Annotated[tuple[PositiveFloat, ...], Field(min_length=2)] | None = None
+    """One for each reward, of which only the proportions count; null: all weigh the same."""
+
+    std: Literal["sample", "population"] = "sample"
+    """Divisor of a variance over n responses: ``sample`` n − 1, ``population`` n."""
+
+    eps: PositiveFloat = 1e-6
+    """Added to each standard deviation before a division."""
+
+
 class TokenRatio(FiniteSection):
     """π_θ / π_old of each token by itself: exp(δ)."""
 
@@ -82,69 +116,12 @@ class SequenceTokenRatio(FiniteSection):
     """true: s_i is the geometric mean of the token ratios; false: their product. Our interpretation: the mean, as in GSPO."""
 
 
-class _Range(FiniteSection):
-    """The interval [1 − low, 1 + high] for a ratio: about 0.2 for token ratios, 3e-4 for length-normalised sequence ratios."""
+class PowerMeanRatio(FiniteSection):
+    """One ratio for all tokens of a response: the power mean of its token ratios, (Σ_t exp(p δ) / T_i)^(1/p) (HölderPO)."""
 
-    low: NonNegativeFloat
-    """The clip begins below a ratio of 1 − low: about 0.2 for token ratios, 3e-4 for length-normalised sequence ratios."""
-
-    high: NonNegativeFloat
-    """The clip begins above a ratio of 1 + high: about 0.2 for token ratios, 4e-4 for length-normalised sequence ratios."""
-
-    @field_validator("low")
-    @classmethod
-    def _low_below_one(cls, low: float) -> float:
-        if low >= 1:
-            raise ValueError(
-                f"trust_region.low = {low:g} puts the lower bound 1 − low at or below 0; give about 0.2 for a token ratio, "
-                "3e-4 for a sequence ratio"
-            )
-        return low
-
-
-class Clip(_Range):
-    """min(ratio · A, clip(ratio, 1 − low, 1 + high) · A), as in PPO; A is the advantage."""
-
-    kind: Literal["clip"] = "clip"
-    dual: Annotated[float, Field(gt=1)] | None = None
-    """Dual clip: where A < 0 the surrogate is no lower than ``dual`` · A, however large the ratio; null: no such bound."""
-
-
-class ClipCov(_Range):
-    """Clip, and no gradient for a few tokens drawn from those of high covariance (Clip-Cov)."""
-
-    kind: Literal["clip_cov"] = "clip_cov"
-    fraction: Annotated[float, Field(gt=0, le=1)] = 2e-4
-    """Tokens that lose their gradient, as a share of all response tokens of the step; at least one if there is a candidate."""
-
-    cov_low: float = 1.0
-    """Candidates have a covariance statistic of at least this: (log π_old − mean)(A − mean), means over the step's tokens."""
-
-    cov_high: float = 5.0
-    """Candidates have a covariance statistic of at most this."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.cov_low > self.cov_high:
-            raise ValueError(f"trust_region.cov_low = {self.cov_low:g} is above cov_high = {self.cov_high:g}; exchange them")
-        return self
-
-
-class ClipWeight(FiniteSection):
-    """The ratio as a detached weight of the log-probability, bounded above (CISPO)."""
-
-    kind: Literal["clip_weight"] = "clip_weight"
-    low: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """The weight is at least 1 − low; null: no lower bound."""
-
-    high: NonNegativeFloat = 4.0
-    """The weight is at most 1 + high. The value is ours, to be tuned."""
-
-
-class NoTrustRegion(FiniteSection):
-    """ratio · A, without a bound."""
-
-    kind: Literal["none"] = "none"
+    kind: Literal["power_mean"] = "power_mean"
+    p: Annotated[float, Field(ge=-10, le=10)]
+    """1: the arithmetic mean; 0: the geometric mean, as in GSPO. The larger, the more the largest ratios count."""
 
 
 class TokenMean(FiniteSection):
@@ -171,7 +148,8 @@ class ConstantSum(FiniteSection):
 
 
 _Kind = Field(discriminator="kind")
-Advantage = Annotated[GroupAdvantage | NoStdAdvantage | LeaveOneOutAdvantage, _Kind]
-Ratio = Annotated[TokenRatio | SequenceRatio | SequenceTokenRatio, _Kind]
-TrustRegion = Annotated[Clip | ClipCov | ClipWeight | NoTrustRegion, _Kind]
+Advantage = Annotated[
+    GroupAdvantage | NoStdAdvantage | LeaveOneOutAdvantage | DivideByMeanAdvantage | WhitenedAdvantage | GDPOAdvantage, _Kind
+]
+Ratio = Annotated[TokenRatio | SequenceRatio | SequenceTokenRatio | PowerMeanRatio, _Kind]
 Aggregation = Annotated[TokenMean | SequenceMean | ConstantSum, _Kind]

@@ -123,12 +123,17 @@ class AdaptiveEntropyBonus(FiniteSection):
     """The mean entropy of π_old from which on there is no bonus, in nats per token."""
 
 
+Level = Literal["token", "sequence", "geometric"]
+"""Of what the ratio of two policies is taken."""
+
+
 class Truncate(FiniteSection):
     """Importance weights π_old / π_sampler, bounded above, detached."""
 
     kind: Literal["truncate"] = "truncate"
-    level: Literal["token", "sequence"] = "token"
-    """``token``: each token has its own weight; ``sequence``: all tokens of a response have the product of their weights."""
+    level: Level = "token"
+    """``token``: each token has its own weight; ``sequence``: all tokens of a response have the product of their weights;
+    ``geometric``: their geometric mean."""
 
     cap: PositiveFloat = 2.0
     """The largest weight; larger ones are set to it."""
@@ -138,8 +143,9 @@ class MaskOutside(FiniteSection):
     """Importance weights π_old / π_sampler, 0 where they lie outside [low, high], detached (IcePop)."""
 
     kind: Literal["mask"] = "mask"
-    level: Literal["token", "sequence"] = "token"
-    """``token``: each token has its own weight; ``sequence``: all tokens of a response have the product of their weights."""
+    level: Level = "token"
+    """``token``: each token has its own weight; ``sequence``: all tokens of a response have the product of their weights;
+    ``geometric``: their geometric mean."""
 
     low: NonNegativeFloat = 0.5
     """The smallest weight that is kept."""
@@ -152,6 +158,42 @@ class MaskOutside(FiniteSection):
         if self.low >= self.high:
             raise ValueError(f"mismatch.low = {self.low:g} must be below mismatch.high = {self.high:g}")
         return self
+
+
+class Rejection(FiniteSection):
+    """No gradient for what the sampler drew with a probability too far from the trainer's: where π_old / π_sampler lies outside
+    [low, high]. What is kept has its weight unchanged, so that a ``mismatch`` may stand beside it."""
+
+    level: Level = "geometric"
+    """``token``: each token by its own ratio; ``sequence``: a response by the product of its tokens' ratios; ``geometric``: by
+    their geometric mean, which does not depend on the length."""
+
+    low: NonNegativeFloat
+    """The smallest ratio that is kept: about 0.999 for ``geometric``, 0.5 for the others."""
+
+    high: PositiveFloat
+    """The largest ratio that is kept: about 1.001 for ``geometric``, 2 for the others."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"rejection.low = {self.low:g} must be below rejection.high = {self.high:g}")
+        return self
+
+
+class OffPolicySequenceMask(FiniteSection):
+    """No gradient for a response of negative advantage from which the policy has already moved away (OPSM)."""
+
+    delta: PositiveFloat = 1e-4
+    """The mean over its tokens of log π_old − log π_θ, in nats, above which a response is left out."""
+
+
+class SecondMomentMask(FiniteSection):
+    """No gradient for the tokens with the largest (log π_old − log π_sampler)², as few as bring the mean of the others to the
+    threshold (M2PO)."""
+
+    threshold: PositiveFloat = 0.04
+    """The largest mean of (log π_old − log π_sampler)² over the tokens that are kept."""
 
 
 _Kind = Field(discriminator="kind")

@@ -86,6 +86,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _one_reward(self) -> "RunConfig":
+        advantage = self.objective.advantage
+        if advantage.kind == "gdpo" and advantage.weights is not None:
+            raise ValueError(
+                f"objective.advantage.weights names {len(advantage.weights)} rewards, but a run has one for each response, "
+                "that of reward.verifier; leave objective.advantage.weights out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _quantised_rollouts_fit(self) -> "RunConfig":
         server = self.rollout.server
         if server.quantization == "none":

@@ -1,7 +1,8 @@
-"""Advantages from rewards within groups (docs/tepo.md, "Advantage"). S sequences."""
+"""Advantages from rewards within groups (docs/tepo.md, "Advantage"). S sequences, K rewards for each."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -12,14 +13,15 @@ def group_advantages(
     rewards_S: Tensor,
     groups_S: Tensor,
     *,
-    kind: Literal["group", "no_std", "leave_one_out"] = "group",
+    kind: Literal["group", "no_std", "leave_one_out", "divide_by_mean"] = "group",
     std: Literal["sample", "population"] = "sample",
     eps: float = 1e-6,
 ) -> Tensor:
     """One advantage per sequence, relative to the sequences of the same group, wherever they stand and however many they are.
 
     ``group`` is (R − mean) / (std + eps) (docs/tepo.md, equation 1); ``no_std`` is R − mean (Dr.GRPO); ``leave_one_out`` is R
-    minus the mean of the others. Sequences of a group whose rewards are all equal, and of a group of one, get exactly 0.
+    minus the mean of the others (RLOO); ``divide_by_mean`` is (R − mean) / mean (MaxRL). Sequences of a group whose rewards are
+    all equal, and of a group of one, get exactly 0.
 
     Args:
         rewards_S: float [S].
@@ -29,7 +31,7 @@ def group_advantages(
         fp32 [S] (fp64 for fp64 rewards), detached.
 
     Raises:
-        ValueError: shapes differ, or a reward is not finite.
+        ValueError: shapes differ, a reward is not finite, or it is negative where the mean is divided by.
     """
     if rewards_S.ndim != 1 or rewards_S.shape != groups_S.shape:
         raise ValueError(
@@ -39,6 +41,12 @@ def group_advantages(
     if not finite_S.all():
         first = int((~finite_S).nonzero()[0])
         raise ValueError(f"the reward of sequence {first} is {rewards_S[first].item()}; rewards must be finite numbers")
+    if kind == "divide_by_mean" and (rewards_S < 0).any():
+        first = int((rewards_S < 0).nonzero()[0])
+        raise ValueError(
+            f"the reward of sequence {first} is {rewards_S[first].item():g}; objective.advantage.kind = 'divide_by_mean' "
+            "divides by the group's mean, so rewards must not be negative; shift them, or choose another kind"
+        )
     dtype = torch.promote_types(rewards_S.dtype, torch.float32)
     rewards_S = rewards_S.detach().double()
     _, group_S = torch.unique(groups_S, return_inverse=True)
@@ -51,6 +59,9 @@ def group_advantages(
         advantages_S = centred_S * size_S / (size_S - 1).clamp(min=1)
     elif kind == "no_std":
         advantages_S = centred_S
+    elif kind == "divide_by_mean":
+        # a mean of 0 is one of rewards that are all 0, which differ in nothing and are set to 0 below
+        advantages_S = centred_S / (rewards_S - centred_S)
     else:
         degrees_S = (size_S - 1).clamp(min=1) if std == "sample" else size_S
         variance_S = zeros_G.index_add(0, group_S, centred_S**2)[group_S] / degrees_S
@@ -59,6 +70,71 @@ def group_advantages(
     lowest_S = zeros_G.scatter_reduce(0, group_S, rewards_S, "amin", include_self=False)[group_S]
     highest_S = zeros_G.scatter_reduce(0, group_S, rewards_S, "amax", include_self=False)[group_S]
     return advantages_S.where(lowest_S < highest_S, 0.0).to(dtype)
+
+
+def whitened_advantages(
+    rewards_S: Tensor,
+    groups_S: Tensor,
+    lengths_S: Tensor,
+    *,
+    over: Literal["responses", "tokens"] = "responses",
+    eps: float = 1e-6,
+) -> Tensor:
+    """R minus the group's mean, whitened over the batch: (x − mean) / (sample std + eps) (REINFORCE++ with baseline, arXiv
+    2501.03262).
+
+    ``responses``: every response counts once; the mean is then 0, whatever the groups, and a group of equal rewards keeps its
+    exact 0. ``tokens``: every response counts ``lengths_S`` (int64 [S], its response tokens) times, as in verl; responses of a
+    group of equal rewards then get the batch's offset.
+
+    Args and returns else as `group_advantages`, which it raises for.
+    """
+    dtype = torch.promote_types(rewards_S.dtype, torch.float32)
+    centred_S = group_advantages(rewards_S.double(), groups_S, kind="no_std")
+    if over == "responses":
+        return (centred_S / (_deviation(centred_S, torch.ones_like(centred_S), degrees=1) + eps)).to(dtype)
+    count_S = lengths_S.double()
+    centred_S = centred_S - (count_S * centred_S).sum() / count_S.sum().clamp(min=1)
+    return (centred_S / (_deviation(centred_S, count_S, degrees=1) + eps)).to(dtype)
+
+
+def gdpo_advantages(
+    rewards_SK: Tensor,
+    groups_S: Tensor,
+    *,
+    weights: Sequence[float] | None = None,
+    std: Literal["sample", "population"] = "sample",
+    eps: float = 1e-6,
+) -> Tensor:
+    """Σ_k w_k (R_k − mean) / (std + eps) within groups, divided by its standard deviation over the batch + eps (GDPO, arXiv
+    2601.05242). The mean over the batch, which the paper subtracts, is 0 already, since it is so in every group.
+
+    Args:
+        rewards_SK: float [S, K], K rewards for each response.
+        groups_S: int64 [S], any numbers; equal numbers make a group.
+        weights: K numbers, of which only the proportions count; ``None``: all 1.
+
+    Returns:
+        fp32 [S] (fp64 for fp64 rewards), detached; exactly 0 in a group in which every reward is the same for all.
+
+    Raises:
+        ValueError: shapes differ, or a reward is not finite.
+    """
+    if rewards_SK.ndim != 2 or (weights is not None and len(weights) != rewards_SK.shape[1]):
+        raise ValueError(
+            f"objective.advantage.weights has {'no' if weights is None else len(weights)} entries, but the rewards have shape "
+            f"{tuple(rewards_SK.shape)}; give one column, and one weight, for each reward"
+        )
+    dtype = torch.promote_types(rewards_SK.dtype, torch.float32)
+    columns = [group_advantages(reward_S, groups_S, std=std, eps=eps) for reward_S in rewards_SK.double().unbind(1)]
+    pairs = zip(weights or [1.0] * len(columns), columns, strict=True)
+    total_S = torch.stack([weight * column_S for weight, column_S in pairs]).sum(0)
+    return (total_S / (_deviation(total_S, torch.ones_like(total_S), degrees=int(std == "sample")) + eps)).to(dtype)
+
+
+def _deviation(centred_S: Tensor, count_S: Tensor, *, degrees: int) -> Tensor:
+    """The standard deviation of values of mean 0, each counted so often; a scalar."""
+    return ((count_S * centred_S**2).sum() / (count_S.sum() - degrees).clamp(min=1)).sqrt()
 
 
 def overlong_penalty(response_lengths_S: Tensor, *, max_tokens: int, buffer_tokens: int, penalty: float = 1.0) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tepo_megatron.objective.advantage import group_advantages, overlong_penalty
+from tepo_megatron.objective.advantage import gdpo_advantages, group_advantages, overlong_penalty, whitened_advantages
 from tepo_megatron.objective.aggregate import token_weights
 from tepo_megatron.objective.checks import check_scores
 from tepo_megatron.objective.context import StepContext, prepare_step
@@ -16,8 +16,8 @@ from tepo_megatron.objective.covariance import covariance_statistic
 from tepo_megatron.objective.mechanisms import choose_tokens
 from tepo_megatron.objective.metrics import measure
 from tepo_megatron.objective.mismatch import mismatch_weights
-from tepo_megatron.objective.ratio import Reduce, policy_ratio, sequence_sum
-from tepo_megatron.objective.trust_region import surrogate
+from tepo_megatron.objective.ratio import Reduce, sequence_sum
+from tepo_megatron.objective.trust_region import bounded_ratio, surrogate
 from tepo_megatron.objective.values import TokenValues
 from tepo_megatron.types import Batch, ObjectiveOutput, TokenScores
 
@@ -57,18 +57,25 @@ class Objective:
         return self.config.needs_reference
 
     def advantages(self, batch: Batch) -> Tensor:
-        """Advantages fp32 [S] of the whole rollout batch, from ``rewards_S``, ``groups_S`` and the response lengths."""
-        choice = self.config.advantage
-        rewards_S = batch.rewards_S
-        if choice.overlong is not None:
-            lengths_S = sequence_sum(batch.loss_mask_T.long(), batch.sequence_index_T, batch.num_sequences)
-            long = choice.overlong
+        """Advantages fp32 [S] of the whole rollout batch, from ``rewards_S``, ``groups_S`` and the response lengths; with kind
+        ``gdpo`` from ``reward_parts_SK``, where there is one."""
+        choice, groups_S = self.config.advantage, batch.groups_S
+        if choice.kind == "gdpo":
+            parts_SK = batch.rewards_S.unsqueeze(1) if batch.reward_parts_SK is None else batch.reward_parts_SK
+            return gdpo_advantages(parts_SK, groups_S, weights=choice.weights, std=choice.std, eps=choice.eps)
+        if choice.kind == "divide_by_mean":
+            return group_advantages(batch.rewards_S, groups_S, kind=choice.kind)
+        lengths_S = sequence_sum(batch.loss_mask_T.long(), batch.sequence_index_T, batch.num_sequences)
+        rewards_S, long = batch.rewards_S, choice.overlong
+        if long is not None:
             rewards_S = rewards_S + overlong_penalty(
                 lengths_S, max_tokens=long.max_tokens, buffer_tokens=long.buffer_tokens, penalty=long.penalty
             )
+        if choice.kind == "whitened":
+            return whitened_advantages(rewards_S, groups_S, lengths_S, over=choice.over, eps=choice.eps)
         if choice.kind == "group":
-            return group_advantages(rewards_S, batch.groups_S, std=choice.std, eps=choice.eps)
-        return group_advantages(rewards_S, batch.groups_S, kind=choice.kind)
+            return group_advantages(rewards_S, groups_S, std=choice.std, eps=choice.eps)
+        return group_advantages(rewards_S, groups_S, kind=choice.kind)
 
     def prepare(self, batch: Batch, *, entropy_noise: float = 0.0) -> StepContext:
         """Denominator and statistics of one optimizer step, from its whole mini-batch; see `prepare_step`."""
@@ -92,25 +99,27 @@ class Objective:
             ValueError: shapes differ, or a score at a response token is not finite.
         """
         check_scores(scores, batch)
-        values = self.token_values(scores, batch, context)
-        index_T, num_sequences = values.index_T, batch.num_sequences
-        lengths_S = sequence_sum(values.mask_T.to(values.delta_T.dtype), index_T, num_sequences, reduce)
-        ratio_T = policy_ratio(self.config.ratio, values.delta_T, lengths_S, index_T, reduce)
+        values = self.token_values(scores, batch, context, reduce)
+        ratio_T, held = bounded_ratio(self.config, values)
         choices = choose_tokens(context.mechanisms, values)
-        gain = surrogate(self.config.trust_region, ratio_T, values.logprob_T, values.advantage_T, choices.detached_T)
+        gain = surrogate(self.config.trust_region, ratio_T, values, choices.detached_T, held)
         weight_T = None
         gain_T = gain.value_T
         if self.config.mismatch is not None:
-            weight_T = mismatch_weights(self.config.mismatch, values.mismatch_T, index_T, num_sequences, reduce)
+            weight_T = mismatch_weights(self.config.mismatch, values.mismatch_T, values.index_T, values.lengths_S, reduce)
             gain_T = weight_T * gain_T
         objective_T = gain_T - choices.penalty_T()
         if self.needs_entropy_gradient:
             objective_T = objective_T + context.entropy_coefficient * values.entropy_T
-        numerator = -(token_weights(self.config.aggregation, values.mask_T, lengths_S, index_T) * objective_T).sum()
+        numerator = -(
+            token_weights(self.config.aggregation, values.mask_T, values.lengths_S, values.index_T) * objective_T
+        ).sum()
         metrics, extrema = measure(values, context, ratio_T, gain, weight_T, choices.chosen_T)
         return ObjectiveOutput(numerator, context.denominator, metrics, extrema)
 
-    def token_values(self, scores: TokenScores, batch: Batch, context: StepContext) -> TokenValues:
+    def token_values(
+        self, scores: TokenScores, batch: Batch, context: StepContext, reduce: Reduce | None = None
+    ) -> TokenValues:
         """What a micro-batch's share of the loss is computed from, and what mechanisms choose tokens by; see ``__call__``."""
         mask_T, index_T = batch.loss_mask_T, batch.sequence_index_T
         assert batch.advantages_S is not None
@@ -138,4 +147,6 @@ class Objective:
             entropy_slope_T=None if slope_T is None else torch.where(mask_T, slope_T.detach(), 0.0),
             mismatch_T=old_T - torch.where(mask_T, batch.sampler_logprobs_T, 0.0),
             covariance_T=covariance_statistic(old_T, advantage_T, context.logprob_mean, context.advantage_mean),
+            lengths_S=sequence_sum(mask_T.to(logprob_T.dtype), index_T, batch.num_sequences, reduce),
+            reduce=reduce,
         )

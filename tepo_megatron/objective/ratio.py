@@ -1,4 +1,4 @@
-"""Ratios of the policy to the policy before the update, at three levels. S sequences, T packed tokens.
+"""Ratios of the policy to the policy before the update, of tokens and of sequences. S sequences, T packed tokens.
 
 Formulas: docs/tepo.md, "Sequence likelihood". δ = log π_θ − log π_old at the sampled token, 0 outside the loss mask.
 """
@@ -6,8 +6,9 @@ Formulas: docs/tepo.md, "Sequence likelihood". δ = log π_θ − log π_old at 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -28,22 +29,57 @@ def sequence_sum(values_T: Tensor, sequence_index_T: Tensor, num_sequences: int,
     return sums_S if reduce is None else reduce(sums_S)
 
 
-def policy_ratio(ratio: Ratio, delta_T: Tensor, lengths_S: Tensor, index_T: Tensor, reduce: Reduce | None = None) -> Tensor:
-    """The ratio at every token, [T], differentiable in ``delta_T``.
+def over_sequence(
+    values_T: Tensor,
+    level: Literal["sequence", "geometric"],
+    index_T: Tensor,
+    lengths_S: Tensor,
+    reduce: Reduce | None = None,
+) -> Tensor:
+    """The sum (``sequence``) or the mean (``geometric``: of logarithms) over the response tokens of each sequence, at each of
+    its tokens; [T]. ``values_T`` is 0 outside the mask, ``lengths_S`` counts response tokens; see `sequence_sum`."""
+    sums_S = sequence_sum(values_T, index_T, lengths_S.numel(), reduce)
+    return (sums_S if level == "sequence" else sums_S / lengths_S.clamp(min=1))[index_T]
 
-    - ``token``: exp δ_it.
-    - ``sequence``: s_i = exp(Σ_t δ_it / T_i) at every token of sequence i (equation 3), or exp(Σ_t δ_it) un-normalised.
-    - ``sequence_token``: sg[s_i] · exp(δ_it − sg[δ_it]), the same value, through which each token gets its own gradient
+
+def policy_log_ratio(
+    ratio: Ratio, delta_T: Tensor, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor, reduce: Reduce | None = None
+) -> Tensor:
+    """The logarithm of the ratio at every token, [T], differentiable in ``delta_T``.
+
+    - ``token``: δ_it.
+    - ``sequence``: log s_i = Σ_t δ_it / T_i at every token of sequence i (equation 3), or Σ_t δ_it un-normalised.
+    - ``sequence_token``: sg[log s_i] + δ_it − sg[δ_it], the same value, through which each token gets its own gradient
       (equation 4).
+    - ``power_mean``: log (Σ_t exp(p δ_it) / T_i)^(1/p), see `log_power_mean`; for p = 0 that of ``sequence``.
 
-    ``lengths_S`` counts response tokens of the whole sequences, T_i.
+    ``lengths_S`` counts response tokens of the whole sequences, T_i; ``mask_T`` (bool) marks those in ``delta_T``.
     """
     if ratio.kind == "token":
-        return delta_T.exp()
-    sums_S = sequence_sum(delta_T, index_T, lengths_S.numel(), reduce)
-    log_ratio_S = sums_S / lengths_S.clamp(min=1) if ratio.length_normalized else sums_S
-    log_ratio_T = log_ratio_S[index_T]
+        return delta_T
+    if ratio.kind == "power_mean":
+        return log_power_mean(ratio.p, delta_T, mask_T, lengths_S, index_T, reduce)
+    level: Literal["sequence", "geometric"] = "geometric" if ratio.length_normalized else "sequence"
+    log_ratio_T = over_sequence(delta_T, level, index_T, lengths_S, reduce)
     if ratio.kind == "sequence_token":
         # the bracket is 0 in value and 1 in gradient: log s_i for the value, the token's own δ for the gradient
         log_ratio_T = log_ratio_T.detach() + (delta_T - delta_T.detach())
-    return log_ratio_T.exp()
+    return log_ratio_T
+
+
+def log_power_mean(
+    p: float, delta_T: Tensor, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor, reduce: Reduce | None = None
+) -> Tensor:
+    """log of the power mean of the token ratios of each sequence, at each of its tokens; [T], differentiable (HölderPO).
+
+    The ratios are divided by their geometric mean before they are raised to the power: the mean of the powers is then at least
+    1, whatever p and δ, and its logarithm exact also near p = 0, where it fades. In fp64, since exp(p δ) of |p| ≤ 10 leaves
+    fp32 at |δ| = 9. The gradient at token t is r_t^p / Σ_u r_u^p.
+    """
+    mean_T = over_sequence(delta_T, "geometric", index_T, lengths_S, reduce)
+    if p == 0:
+        return mean_T
+    # differences outside the mask are made 0 beforehand, so that they add nothing: expm1(0) = 0
+    apart_T = torch.where(mask_T, (delta_T - mean_T).double(), 0.0)
+    excess_T = over_sequence(torch.expm1(p * apart_T), "geometric", index_T, lengths_S.double(), reduce)
+    return mean_T + (torch.log1p(excess_T) / p).to(delta_T.dtype)

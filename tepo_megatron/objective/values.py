@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tepo_megatron.objective.ratio import Reduce
+
 
 @dataclass(frozen=True)
 class StepValues:
@@ -28,7 +30,7 @@ class StepValues:
 @dataclass(frozen=True)
 class TokenValues:
     """The T tokens of a micro-batch: [T] each, zero outside the loss mask, but for ``index_T``, ``labels_T`` and
-    ``covariance_T``.
+    ``covariance_T``; and what is known of their S sequences.
     """
 
     mask_T: Tensor
@@ -54,3 +56,7 @@ class TokenValues:
     """log π_old − log π_sampler."""
     covariance_T: Tensor
     """The covariance statistic, see ``covariance.py``; detached."""
+    lengths_S: Tensor
+    """The response tokens of each whole sequence, floating point."""
+    reduce: Reduce | None
+    """Sums over the context-parallel ranks that hold other tokens of the same sequences."""

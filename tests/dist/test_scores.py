@@ -230,7 +230,9 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _context_parallel(rank, world):
-    for preset in ("tepo", "gspo", "grpo", "dr_grpo"):
+    from tepo_megatron.config.objective_presets import PRESETS
+
+    for preset in PRESETS:
         _context_parallel_one(rank, preset)
 
 

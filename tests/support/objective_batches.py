@@ -39,6 +39,10 @@ def make_batch(masks, *, seed=0, spread=0.3, rewards=None, groups=None):
         old_logprobs_T=old,
         old_entropy_T=torch.rand(total, generator=generator, dtype=torch.float64),
         reference_logprobs_T=old + 0.3 * noise[1],
+        # as a reward and a bonus that is seldom given; where a test sets the rewards they are the only ones
+        reward_parts_SK=None
+        if rewards is not None
+        else torch.randint(0, 3, (count, 2), generator=generator).clamp(min=1) - 1.0,
     )
     logprob = (old + spread * noise[2]).requires_grad_()
     entropy = (batch.old_entropy_T + 0.1 * noise[3]).requires_grad_()

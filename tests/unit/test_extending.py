@@ -12,7 +12,7 @@ import pytest
 
 from tepo_megatron.bridge.architecture import FAMILIES, KNOWN_ARCHITECTURES
 from tepo_megatron.bridge.layouts.table import EXPERT_NAMES
-from tepo_megatron.config.objective import PRESETS
+from tepo_megatron.config.objective_presets import PRESETS
 from tepo_megatron.config.schema import schema_rows
 from tepo_megatron.train.metrics import PHASES
 
@@ -32,7 +32,9 @@ def keys(path: str, name: str) -> list[str]:
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             assert isinstance(node, ast.Assign | ast.AnnAssign)
             assert isinstance(node.value, ast.Dict)
-            return [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
+            shared = [call.args[0] for call in node.value.values if isinstance(call, ast.Call) and call.args]  # dict.fromkeys
+            names = [name for names in shared if isinstance(names, ast.Tuple) for name in names.elts]
+            return [str(key.value) for key in (*node.value.keys, *names) if isinstance(key, ast.Constant)]
     raise AssertionError(f"{path} has no {name}")
 
 

@@ -16,7 +16,10 @@ from tepo_megatron.objective.mechanisms.clip_cov import ClipCovDetach
 from tepo_megatron.objective.mechanisms.kl import KLPenalty
 from tepo_megatron.objective.mechanisms.kl_cov import KLCovPenalty
 from tepo_megatron.objective.mechanisms.kl_mask import KLMaskPenalty
+from tepo_megatron.objective.mechanisms.m2po import LargestSecondMoments
 from tepo_megatron.objective.mechanisms.mechanism import Mechanism
+from tepo_megatron.objective.mechanisms.opsm import OffPolicySequences
+from tepo_megatron.objective.mechanisms.rejection import RejectionMask
 
 if TYPE_CHECKING:
     from tepo_megatron.config.objective import ObjectiveConfig
@@ -24,7 +27,15 @@ if TYPE_CHECKING:
 
 __all__ = ["MECHANISMS", "Choices", "Mechanism", "choose_tokens", "prepare_mechanisms"]
 
-MECHANISMS: tuple[type[Mechanism], ...] = (KLMaskPenalty, KLPenalty, KLCovPenalty, ClipCovDetach)
+MECHANISMS: tuple[type[Mechanism], ...] = (
+    KLMaskPenalty,
+    KLPenalty,
+    KLCovPenalty,
+    ClipCovDetach,
+    RejectionMask,
+    OffPolicySequences,
+    LargestSecondMoments,
+)
 """Every mechanism there is. Penalties are added up in this order, so a new one goes last: sums then keep their last bit."""
 
 

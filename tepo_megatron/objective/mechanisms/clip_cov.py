@@ -12,7 +12,7 @@ from tepo_megatron.objective.covariance import token_count
 
 if TYPE_CHECKING:
     from tepo_megatron.config.objective import ObjectiveConfig
-    from tepo_megatron.config.objective_choices import ClipCov
+    from tepo_megatron.config.objective_regions import ClipCov
     from tepo_megatron.objective.values import StepValues, TokenValues
 
 

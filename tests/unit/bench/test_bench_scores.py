@@ -5,8 +5,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from tepo_megatron.bench.scores import cells, run
-from tepo_megatron.bench.settings import ScoreMeasurement
+from tepo_megatron.bench.scores import COLUMNS, cells, run
+from tepo_megatron.bench.settings import FLOOR, MEGATRON, SLOPE, ScoreMeasurement
 from tepo_megatron.cli.bench import app
 
 
@@ -21,11 +21,12 @@ def test_a_small_run(tmp_path):
     own = rows["tepo_megatron, in place, C++"]
     assert (own["forward_collectives"], own["backward_collectives"]) == (1, 0)
     assert own["shard_bytes"] == 64 * 512 * 4
-    assert own["copy_gbps"] is None
+    assert all(row["copy_gbps"] == own["copy_gbps"] > 0 for row in record["results"])
+    assert own["method"] + SLOPE in rows
     table = (tmp_path / "scores-cpu-tp1.md").read_text().splitlines()
     assert table[2].startswith("| shape | method | forward ms")
     assert len(table) == 4 + len(rows)
-    assert "Megatron-Core cross-entropy (log-prob only)" in rows
+    assert MEGATRON in rows
 
 
 def test_share_of_a_copys_bandwidth():
@@ -33,6 +34,19 @@ def test_share_of_a_copys_bandwidth():
     row = ScoreMeasurement(8192, 16032, "bf16", "Triton", 1.0, 2.5, 0.004, 1, 0, shard_bytes=2 * 10**9, copy_gbps=4000.0)
     assert row.gbps == (2000.0, 1600.0)
     assert cells(row, [row])[-2:] == ("2000 / 1600", "50% / 40%")
+
+
+def test_ratios_are_to_the_methods_of_the_same_shape():
+    """Total times of 4 ms without the slope, 5 ms with it, 10 ms for Megatron and 2 ms for the floor; no such peer: a dash."""
+
+    def row(method, total):
+        return ScoreMeasurement(64, 512, "fp32", method, total / 2, total / 2, 0.0, 1, 0, shard_bytes=10**6, copy_gbps=10.0)
+
+    peers = [row("own", 4.0), row("own" + SLOPE, 5.0), row(MEGATRON, 10.0), row(FLOOR, 2.0)]
+    named = dict(zip(COLUMNS, cells(peers[1], peers), strict=True))
+    assert (named["× Megatron"], named["× floor"], named["× without slope"]) == ("0.50", "2.50", "1.25")
+    assert dict(zip(COLUMNS, cells(peers[0], peers[:1]), strict=True))["× floor"] == "–"
+    assert dict(zip(COLUMNS, cells(peers[0], peers), strict=True))["× without slope"] == ""
 
 
 @pytest.mark.parametrize(

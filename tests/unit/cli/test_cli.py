@@ -35,6 +35,8 @@ COMMANDS = [
     ("plan",),
     ("import",),
     ("export",),
+    ("objective", "list"),
+    ("objective", "show"),
 ]
 
 

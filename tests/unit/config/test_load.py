@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import ConfigError, dump_diff, dump_resolved, load_run
-from tepo_megatron.config.objective import PRESETS
+from tepo_megatron.config.objective_presets import PRESETS
 from tepo_megatron.config.schema import schema_rows
 
 LEAVES = [row.path for row in schema_rows() if not row.when]
@@ -131,7 +131,10 @@ def test_a_section_of_another_kind_replaces_the_one_below(tmp_path: Path) -> Non
         ("engine.parallel.sequence_parallel=true", "engine.parallel: sequence_parallel = true needs tp > 1"),
         ("optimizer.min_lr=1", "optimizer: min_lr = 1 is more than lr = 1e-06; lower min_lr, or raise lr"),
         ("train.minibatches=1000", "512 rollouts a step cannot fill train.minibatches = 1000"),
-        ("objective.ratio.kind=tokn", 'objective.ratio.kind: got "tokn"; allowed: "sequence", "sequence_token", "token"'),
+        (
+            "objective.ratio.kind=tokn",
+            'objective.ratio.kind: got "tokn"; allowed: "power_mean", "sequence", "sequence_token", "token"',
+        ),
         (
             "objective.trust_region.lo=1",
             "objective.trust_region.lo: unknown key (got 1); did you mean objective.trust_region.low?",

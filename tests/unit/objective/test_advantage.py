@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.objective import ObjectiveConfig
+from tepo_megatron.config.run import RunConfig
 from tepo_megatron.objective import build_objective, group_advantages, overlong_penalty
+from tepo_megatron.objective.advantage import gdpo_advantages, whitened_advantages
 from tests.support.objective_batches import make_batch
 
 REWARDS = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.7, 1.0]), st.integers(-2, 2)), min_size=1, max_size=12)
@@ -50,6 +52,96 @@ def test_hand_computed():
     close(group_advantages(rewards, groups, std="population"), [1.414211, 0.999999, -0.707105, -0.999999, -0.707105])
     close(group_advantages(rewards, groups, kind="no_std"), [2 / 3, 1.0, -1 / 3, -1.0, -1 / 3])
     close(group_advantages(rewards, groups, kind="leave_one_out"), [1.0, 2.0, -0.5, -2.0, -0.5])
+
+
+def test_divided_by_the_mean():
+    """Means 1/3 and 2; a group without any success teaches nothing."""
+    rewards, groups = torch.tensor([1.0, 3.0, 0.0, 1.0, 0.0, 0.0, 0.0]), torch.tensor([5, 2, 5, 2, 5, 7, 7])
+    result = group_advantages(rewards, groups, kind="divide_by_mean")
+    torch.testing.assert_close(result, torch.tensor([2.0, 0.5, -1.0, -0.5, -1.0, 0.0, 0.0]))
+    with pytest.raises(ValueError, match=r"reward of sequence 1 is -0\.5; .*must not be negative"):
+        group_advantages(torch.tensor([1.0, -0.5]), torch.tensor([0, 0]), kind="divide_by_mean")
+
+
+@given(st.lists(st.booleans(), min_size=2, max_size=12))
+def test_success_divided_by_its_rate_is_the_gradient_of_the_likelihood(successes):
+    """MaxRL: K successes of N; the weights are 1/p − 1 of a success and −1 else, whose sum is 0."""
+    rate = sum(successes) / len(successes)
+    result = group_advantages(torch.tensor(successes, dtype=torch.float64), torch.zeros(len(successes)), kind="divide_by_mean")
+    expected = [0.0 if rate in (0, 1) else (1 / rate - 1 if success else -1.0) for success in successes]
+    assert result.tolist() == pytest.approx(expected)
+
+
+def test_whitened_over_the_batch():
+    """Centred: 2/3, 1, −1/3, −1, −1/3, squares 24/9 over 4; with lengths 1, 2, 1, 1, 3 the mean of 8 tokens is 1/24."""
+    rewards, groups = torch.tensor([1.0, 3.0, 0.0, 1.0, 0.0]), torch.tensor([5, 2, 5, 2, 5])
+    lengths = torch.tensor([1, 2, 1, 1, 3])
+    close = lambda result, values: torch.testing.assert_close(result, torch.tensor(values), rtol=1e-5, atol=1e-5)  # noqa: E731
+    deviation = math.sqrt(24 / 9 / 4) + 1e-6
+    values = [2 / 3, 1.0, -1 / 3, -1.0, -1 / 3]
+    close(whitened_advantages(rewards, groups, lengths), [value / deviation for value in values])
+    apart = [value - 1 / 24 for value in values]
+    deviation = math.sqrt(sum(n * value**2 for n, value in zip(lengths.tolist(), apart, strict=True)) / 7) + 1e-6
+    close(whitened_advantages(rewards, groups, lengths, over="tokens"), [value / deviation for value in apart])
+
+
+@given(REWARDS, st.integers(1, 9))
+def test_whitened_advantages_have_mean_0_and_deviation_1(pairs, length):
+    """Over responses, and over tokens where all responses are as long; equal rewards in every group give 0."""
+    given_rewards, given_groups = zip(*pairs, strict=True)
+    rewards, groups = torch.tensor(given_rewards, dtype=torch.float64), torch.tensor(given_groups)
+    lengths = torch.full_like(groups, length)
+    for over in ("responses", "tokens"):
+        result = whitened_advantages(rewards, groups, lengths, over=over)
+        assert result.sum().item() == pytest.approx(0, abs=1e-9)
+        if (group_advantages(rewards, groups) == 0).all():
+            assert (result == 0).all()
+        elif over == "responses":
+            assert result.std().item() == pytest.approx(1, rel=1e-4)
+
+
+def test_gdpo_hand_computed():
+    """Two groups of two; the first reward differs in both, the second in the second group only.
+
+    Each is ±1/√2 where it differs: 1 · (±0.7071) + 2 · (±0.7071, in the other direction) in the second group; divided by the
+    deviation of (0.7071, −0.7071, −0.7071, 0.7071), √(4 · 0.5 / 3) = 0.8165.
+    """
+    parts = torch.tensor([[1.0, 0.5], [0.0, 0.5], [3.0, 0.0], [1.0, 9.0]], dtype=torch.float64)
+    result = gdpo_advantages(parts, torch.tensor([4, 4, 1, 1]), weights=(1.0, 2.0), eps=1e-12)
+    assert result.tolist() == pytest.approx([0.8660254, -0.8660254, -0.8660254, 0.8660254])
+
+
+@given(REWARDS, st.floats(0.1, 10), st.floats(0.1, 10))
+def test_gdpo_knows_no_scale_of_rewards_and_weights(pairs, scale, weight):
+    """Each reward is normalised by itself: its scale, its offset and that of the weights do not matter; K = 1 is whitened."""
+    given_rewards, given_groups = zip(*pairs, strict=True)
+    first, groups = torch.tensor(given_rewards, dtype=torch.float64), torch.tensor(given_groups)
+    second = first.flip(0)
+    plain = gdpo_advantages(torch.stack([first, second], 1), groups, weights=(1.0, 2.0))
+    scaled = gdpo_advantages(torch.stack([scale * first + 1, scale * second], 1), groups, weights=(weight, 2 * weight))
+    torch.testing.assert_close(plain, scaled, rtol=1e-3, atol=1e-4)
+    alone = gdpo_advantages(first.unsqueeze(1), groups, eps=1e-12)
+    assert alone.sum().item() == pytest.approx(0, abs=1e-9)
+    if (alone != 0).any():
+        assert alone.std().item() == pytest.approx(1, rel=1e-6)
+
+
+def test_gdpo_takes_the_rewards_that_the_batch_carries():
+    batch, _ = make_batch([[True]] * 4)
+    objective = build_objective(ObjectiveConfig(preset="gdpo"))
+    torch.testing.assert_close(objective.advantages(batch), gdpo_advantages(batch.reward_parts_SK, batch.groups_S))
+    single = batch.with_(reward_parts_SK=None)
+    torch.testing.assert_close(objective.advantages(single), gdpo_advantages(batch.rewards_S.unsqueeze(1), batch.groups_S))
+    weighted = build_objective(ObjectiveConfig(preset="gdpo", advantage={"weights": [1, 2]}))
+    with pytest.raises(ValueError, match=r"weights has 2 entries, but the rewards have shape \(4, 1\)"):
+        weighted.advantages(single)
+    with pytest.raises(ValueError, match="at least 2 items"):
+        ObjectiveConfig(preset="gdpo", advantage={"weights": [2.0]})
+
+
+def test_a_run_has_one_reward():
+    with pytest.raises(ValueError, match=r"weights names 2 rewards, but a run has one"):
+        RunConfig.model_validate({"objective": {"preset": "gdpo", "advantage": {"weights": [1, 2]}}})
 
 
 def test_a_rounded_mean_is_not_a_difference():

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tepo_megatron.config.objective import PRESETS, ObjectiveConfig
+from tepo_megatron.config.objective import ObjectiveConfig
+from tepo_megatron.config.objective_presets import PRESETS
 from tepo_megatron.objective import build_objective
 from tests.support.objective_batches import make_batch
 

@@ -6,7 +6,8 @@ import warnings
 
 import pytest
 
-from tepo_megatron.config.objective import PRESETS, ObjectiveConfig
+from tepo_megatron.config.objective import ObjectiveConfig
+from tepo_megatron.config.objective_presets import CORRECTIONS, PRESETS
 from tepo_megatron.config.objective_terms import KLTerm
 
 
@@ -103,5 +104,8 @@ def test_the_table_of_presets_needs_no_torch():
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert all(name in printed for name in PRESETS)
+    assert all(name in printed for name in CORRECTIONS)
+    assert all(preset.source.split(";")[0] in printed for preset in PRESETS.values())
+    assert "sg[min(r, 5)] A log π; ÷ Σ T" in printed
     assert "sequence_token" in printed
     assert "kl_mask" in printed

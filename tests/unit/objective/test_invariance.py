@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.config.objective import PRESETS, ObjectiveConfig
+from tepo_megatron.config.objective import ObjectiveConfig
+from tepo_megatron.config.objective_presets import PRESETS
 from tepo_megatron.objective import build_objective
 from tepo_megatron.types import TokenScores
 from tests.support.objective_batches import assert_same, make_batch, masks, pick, summary, whole
@@ -24,6 +25,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "aggregation": {"kind": "constant", "per": "step"},
     },
     "many chosen by covariance": {"preset": "kl_cov", "kl_cov": {"fraction": 0.4, "estimator": "k2"}},
+    "gdpo, weighted": {"preset": "gdpo", "advantage": {"weights": [1.0, 3.0]}},
+    "whitened over tokens": {"preset": "grpo", "advantage": {"kind": "whitened", "over": "tokens"}},
+    "rejection, geometric": {"preset": "dapo", "rejection": {"low": 0.9, "high": 1.05}},
+    "rejection, sequence, with weights": {
+        "preset": "dapo",
+        "rejection": {"level": "sequence", "low": 0.8, "high": 1.2},
+        "mismatch": {"kind": "truncate", "level": "geometric", "cap": 1.01},
+    },
+    "opsm": {"preset": "dapo", "opsm": {"delta": 0.05}},
+    "m2po": {"preset": "dapo", "m2po": {"threshold": 0.01}},
     "many drawn": {"preset": "clip_cov", "trust_region": {"fraction": 0.4, "cov_low": 0.0}},
 }
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tepo_megatron.config.objective import PRESETS, ObjectiveConfig
+from tepo_megatron.config.objective import ObjectiveConfig
+from tepo_megatron.config.objective_presets import PRESETS
 from tepo_megatron.config.schema import schema_rows
 from tepo_megatron.objective import build_objective
 from tepo_megatron.types import TokenScores
@@ -28,8 +29,13 @@ REQUIRED = {
     "target": 0.7,
     "max_tokens": 5,
     "buffer_tokens": 3,
+    "p": 2.0,
+    "Rejection.low": 0.3,
+    "Rejection.high": 1.5,
+    "measure": "tv",
+    "threshold": 0.1,
 }
-"""Values for the fields that have no default, where another kind is tried."""
+"""Values for the fields that have no default, where another kind is tried; one section may need its own."""
 
 SAME = {("ratio", '{"kind": "sequence"}'), ("ratio", '{"kind": "sequence_token"}')}
 """Two names of one thing, wherever all tokens of a sequence weigh the same: see test_ratio.py. (field, value as JSON)."""
@@ -40,15 +46,18 @@ def _steps():
     """Steps near to the old policy and far from it, of likely and unlikely tokens, with a sampler that is often far off."""
     rows = [[True] * 6, [True, False, True, True], [False] + [True] * 4, [True], [False, False], [True] * 3, [True, True]]
     made = []
-    for seed, spread in ((0, 1e-3), (1, 0.3), (2, 1.0), (4, 0.3)):
+    for seed, spread, scale in ((0, 1e-3, 6), (1, 0.3, 6), (2, 1.0, 6), (4, 0.3, 6), (7, 0.6, 1)):
         batch, scores = make_batch(rows, seed=seed, groups=[0, 0, 0, 1, 1, 2, 2], rewards=[1.0, 0.0, 0.25, 1.0, 0.0, 0.5, 0.25])
-        old = 6 * batch.old_logprobs_T
+        old = scale * batch.old_logprobs_T
         sampler = torch.where(batch.loss_mask_T, old + 6 * (batch.sampler_logprobs_T - batch.old_logprobs_T), 0.0)
         logprob = (old + spread * (scores.logprob - batch.old_logprobs_T) / 0.3).detach().requires_grad_()
         reference = old + batch.reference_logprobs_T - batch.old_logprobs_T
+        parts = torch.stack([batch.rewards_S, batch.rewards_S.flip(0)], 1)
         made.append(
             (
-                batch.with_(old_logprobs_T=old, sampler_logprobs_T=sampler, reference_logprobs_T=reference),
+                batch.with_(
+                    old_logprobs_T=old, sampler_logprobs_T=sampler, reference_logprobs_T=reference, reward_parts_SK=parts
+                ),
                 TokenScores(logprob, scores.entropy, scores.entropy_slope),
             )
         )
@@ -101,7 +110,9 @@ def _may_be_null(node: dict[str, Any]) -> bool:
 
 def _section(kind: str, node: dict[str, Any], *, inner: bool = False) -> dict[str, Any]:
     """A section of a kind with its defaults, and values where there is no default; ``inner``: its own sections switched on."""
-    filled: dict[str, Any] = {name: REQUIRED[name] for name in node.get("required", [])}
+    filled: dict[str, Any] = {
+        name: REQUIRED.get(f"{node['title']}.{name}", REQUIRED.get(name)) for name in node.get("required", [])
+    }
     for name, raw in node["properties"].items() if inner else ():
         for label, section in _kinds(raw).items():
             filled[name] = _section(label, section)
@@ -120,6 +131,8 @@ def _scalars(node: dict[str, Any], value: Any) -> Iterator[Any]:
             near = value if isinstance(value, int | float) else 0.5
             numbers = (near * 1.5, near * 0.5, near * 4, near * 0.1, near * 1e4, near + 0.4, near - 0.4, near + 2)
             yield from (round(number) if option["type"] == "integer" else number for number in numbers)
+        elif option.get("type") == "array":
+            yield [1.0, 3.0]
         elif option.get("type") == "null":
             yield None
 
@@ -150,7 +163,7 @@ def _with(given: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def _check(base: ObjectiveConfig, label: str) -> set[str]:
-    """Every field of ``base``: some other value changes the outcome, and none that is no number leaves it. The fields seen."""
+    """Another value of each field changes the outcome, and each other choice does so or is refused. The fields seen."""
     given = base.model_dump()
     expected = _outcome(base)
     outcomes: dict[str, list[tuple[Any, str]]] = {}
@@ -163,14 +176,17 @@ def _check(base: ObjectiveConfig, label: str) -> set[str]:
             verdict = "acts" if _differ(_outcome(changed), expected) else "nothing"
         outcomes.setdefault(path, []).append((value, verdict))
     for path, seen in outcomes.items():
-        assert any(verdict == "acts" for _, verdict in seen), (
-            f"{label}: no other value of objective.{path} does anything: {seen}"
-        )
+        acts = any(verdict == "acts" or (verdict == "refused" and _is_choice(value)) for value, verdict in seen)
+        assert acts, f"{label}: no other value of objective.{path} does anything: {seen}"
         for value, verdict in seen:
-            exact = isinstance(value, bool) or not isinstance(value, float | int)
-            if verdict == "nothing" and exact:
+            if verdict == "nothing" and _is_choice(value):
                 assert (path, json.dumps(value)) in SAME, f"{label}: objective.{path} = {json.dumps(value)} does nothing"
     return set(outcomes)
+
+
+def _is_choice(value: Any) -> bool:
+    """Whether a value is one of a few, each of which has to act. Of numbers one is enough: a bound may hold nowhere."""
+    return isinstance(value, bool) or not isinstance(value, float | int)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

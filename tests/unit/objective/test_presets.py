@@ -7,7 +7,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.config.objective import PRESETS, ObjectiveConfig
+from tepo_megatron.config.objective import ObjectiveConfig
+from tepo_megatron.config.objective_presets import PRESETS
 from tepo_megatron.objective import build_objective
 from tepo_megatron.types import Batch, TokenScores
 from tests.support.objective_batches import assert_same, make_batch, masks, whole
@@ -26,6 +27,7 @@ class _Dense:
         self.logp, self.old = _pad(scores.logprob, batch), _pad(batch.old_logprobs_T, batch)
         self.delta = (self.logp - self.old) * self.m
         self.dH = (_pad(scores.entropy, batch) - _pad(batch.old_entropy_T, batch)).detach()
+        self.mismatch = (self.old - _pad(batch.sampler_logprobs_T, batch)) * self.m
         self.A = advantages.double().unsqueeze(1).expand_as(self.m)
         self.T = self.m.sum(1)
         self.S = (self.T > 0).sum()
@@ -36,6 +38,15 @@ class _Dense:
 
     def clip(self, r, low, high):
         return torch.min(r * self.A, r.clamp(1 - low, 1 + high) * self.A)
+
+    def clip_logs(self, low, high):
+        return torch.where(
+            self.A > 0, self.delta.clamp(max=high), torch.where(self.A < 0, self.delta.clamp(min=-low), self.delta)
+        )
+
+    def mean_over_tokens(self, values):
+        """[S, 1]: of the response tokens of each sequence."""
+        return ((self.m * values).sum(1) / self.T.clamp(min=1)).unsqueeze(1)
 
     def token_mean(self, values):
         return -(self.m * values).sum() / self.T.sum()
@@ -55,13 +66,75 @@ def _kl_cov(d):
     return d.token_mean(d.delta.exp() * d.A - 1.0 * (chosen & (d.cov == worst)) * d.delta.abs())
 
 
+def _fspo(d):
+    total, most = (d.m * d.delta).sum(1), 0.03 * d.T.sqrt()
+    return -((d.T > 0) * total.clamp(-most, most).exp() * d.A[:, 0]).sum() / d.S
+
+
+def _holder_po(d):
+    mean = d.mean_over_tokens(d.delta.exp()).expand_as(d.m)
+    return d.sequence_mean(torch.min(mean * d.A, mean.clamp(1 - 3e-4, 1 + 4e-4) * d.A))
+
+
+def _sapo(d):
+    tau = 1.05 - 0.05 * (d.A > 0).double()
+    return d.sequence_mean(4 / tau * torch.sigmoid(tau * (d.delta.exp() - 1)) * d.A)
+
+
+def _dppo(d, kept):
+    return d.token_mean(torch.where(kept, d.delta.exp().detach().clamp(max=20.0) * d.A * d.logp, 0.0))
+
+
+def _dppo_tv(d):
+    moved = (d.logp.exp() - d.old.exp()).detach()
+    return _dppo(d, torch.where(d.A > 0, moved <= 0.2, moved >= -0.2))
+
+
+def _dppo_kl(d):
+    p, q = d.logp.detach().exp(), d.old.exp()
+    kl = q * (d.old - d.logp.detach()) + (1 - q) * ((1 - q) / (1 - p).clamp(min=2.0**-52)).log()
+    return _dppo(d, (kl <= 0.05) | torch.where(d.A > 0, p <= q, p >= q))
+
+
+def _opsm(d):
+    gain = d.clip(d.delta.exp(), 0.2, 0.2)
+    dropped = (d.A < 0) & (-d.mean_over_tokens(d.delta) > 1e-4)
+    return d.sequence_mean(torch.where(dropped, gain.detach(), gain))
+
+
+def _m2po(d):
+    gain, squares, kept = d.clip(d.delta.exp(), 0.2, 0.2), d.mismatch**2, d.m.bool()
+    while kept.any() and squares[kept].mean() > 0.04:
+        kept = kept & (squares < squares[kept].max())
+    return d.token_mean(torch.where(kept, gain, gain.detach()))
+
+
+def _ppo(d):
+    return d.token_mean(d.clip(d.delta.exp(), 0.2, 0.2))
+
+
 FORMULAS = {
+    **dict.fromkeys(("rloo", "max_rl", "reinforce_plus_plus_baseline", "gdpo"), _ppo),  # advantages: test_advantage.py
     "tepo": _tepo,
     "tepo_markov": lambda d: d.token_mean(d.clip(d.s_token, 3e-4, 4e-4)),
     "grpo": lambda d: d.sequence_mean(d.clip(d.delta.exp(), 0.2, 0.2)),
     "dapo": lambda d: d.token_mean(d.clip(d.delta.exp(), 0.2, 0.28)),
     "gspo": lambda d: d.sequence_mean(d.clip(d.s, 3e-4, 4e-4)),
     "dr_grpo": lambda d: -(d.m * d.clip(d.delta.exp(), 0.2, 0.2)).sum() / (1024 * d.S),
+    "gspo_token": lambda d: d.sequence_mean(d.clip(d.s_token, 3e-4, 4e-4)),
+    "luspo": lambda d: -(d.T * (d.clip(d.s, 2e-3, 2.5e-3))[:, 0]).sum() / d.S,
+    "gmpo": lambda d: -((d.T > 0) * d.mean_over_tokens(d.clip_logs(0.4, 0.4)).exp()[:, 0] * d.A[:, 0]).sum() / d.S,
+    "fspo": _fspo,
+    "holder_po": _holder_po,
+    "sapo": _sapo,
+    "dppo_tv": _dppo_tv,
+    "dppo_kl": _dppo_kl,
+    "two_sided_clip": lambda d: d.sequence_mean(
+        torch.where(d.A < 0, torch.max(d.clip(d.delta.exp(), 0.2, 0.2), 3 * d.A), d.clip(d.delta.exp(), 0.2, 0.2))
+    ),
+    "opsm": _opsm,
+    "m2po": _m2po,
+    "decoupled_ppo": lambda d: d.token_mean(d.mismatch.exp() * (d.mismatch.exp() <= 5) * d.clip(d.delta.exp(), 0.2, 0.2)),
     "kl_cov": _kl_cov,
     "cispo": lambda d: d.token_mean(d.delta.exp().detach().clamp(max=5.0) * d.A * d.logp),
 }
@@ -106,12 +179,32 @@ def _two_sequences():
 
 # s_1 = sqrt(1.1 · 1.3) = 1.195826…, above 1.0004; s_2 = 0.7, below 0.9997 with A < 0
 HAND = {
+    "decoupled_ppo": -(1.1 + 1.2 - 0.8) / 3,  # the sampler is π_old; apart from it: test_decoupled.py
+    "opsm": -((1.1 + 1.2) / 2 - 0.8) / 2,  # the masks take gradients, not values: test_masks.py
+    "m2po": -(1.1 + 1.2 - 0.8) / 3,
+    **dict.fromkeys(("rloo", "max_rl", "reinforce_plus_plus_baseline", "gdpo"), -(1.1 + 1.2 - 0.8) / 3),
     # min(s A, clip) = 1.0004 twice and −0.9997; KL of the first token 1.1 ln 1.1 − 0.1 = 0.00484120
     "tepo": -(1.0004 + 1.0004 - 0.9997 - 0.0048412) / 3,
     "tepo_markov": -(1.0004 + 1.0004 - 0.9997) / 3,
     "grpo": -((1.1 + 1.2) / 2 - 0.8) / 2,
     "dapo": -(1.1 + 1.28 - 0.8) / 3,
     "gspo": -(1.0004 - 0.9997) / 2,
+    "gspo_token": -(1.0004 - 0.9997) / 2,
+    # lengths 2 and 1: (2 · 1.0025 − 1 · 0.998) over 2 sequences
+    "luspo": -(2 * 1.0025 - 0.998) / 2,
+    # no |ln r| is above 0.4: sqrt(1.43) − 0.7
+    "gmpo": -(1.1958261 - 0.7) / 2,
+    # ln 1.43 = 0.3577 and ln 0.7 = −0.3567 are bounded: exp(0.03 √2) − exp(−0.03)
+    "fspo": -(1.0433392 - 0.9704455) / 2,
+    # arithmetic means 1.2 and 0.7, clipped as GSPO's
+    "holder_po": -(1.0004 - 0.9997) / 2,
+    # 4 σ(0.1) = 2.0999167, 4 σ(0.3) = 2.2977701, 4/1.05 · σ(−0.315) = 1.6072212
+    "sapo": -((2.0999167 + 2.2977701) / 2 - 1.6072212) / 2,
+    # p moves by 0.05, 0.06, −0.12, and the binary KLs are 0.0050, 0.0099, 0.0333: all tokens count, as for CISPO
+    "dppo_tv": (0.657621 + 1.751196 - 0.891076) / 3,
+    "dppo_kl": (0.657621 + 1.751196 - 0.891076) / 3,
+    # the ratio of the token with A < 0 is below 3
+    "two_sided_clip": -((1.1 + 1.2) / 2 - 0.8) / 2,
     "dr_grpo": -(1.1 + 1.2 - 0.8) / 2048,
     # mean log π_old −1.072959, mean A 1/3: covariances 0.25321, −0.35765, −0.20889; none is in [1, 5]
     "clip_cov": -(1.1 + 1.2 - 0.8) / 3,

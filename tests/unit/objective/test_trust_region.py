@@ -50,11 +50,14 @@ def test_clipped_weight_keeps_every_token():
 def test_mismatch_weights():
     """π_old/π_sampler of 0.4, 2 in one sequence (product 0.8) and 6 in another."""
     difference, index = torch.tensor([0.4, 2.0, 6.0], dtype=torch.float64).log(), torch.tensor([0, 0, 1])
-    weights = lambda correction: mismatch_weights(correction, difference, index, 2).tolist()  # noqa: E731
+    lengths = torch.tensor([2.0, 1.0], dtype=torch.float64)
+    weights = lambda correction: mismatch_weights(correction, difference, index, lengths).tolist()  # noqa: E731
     assert weights(Truncate(cap=1.5)) == pytest.approx([0.4, 1.5, 1.5])
     assert weights(Truncate(level="sequence", cap=3.0)) == pytest.approx([0.8, 0.8, 3.0])
     assert weights(MaskOutside(low=0.5, high=5.0)) == pytest.approx([0.0, 2.0, 0.0])
     assert weights(MaskOutside(level="sequence", low=0.5, high=5.0)) == pytest.approx([0.8, 0.8, 0.0])
+    assert weights(Truncate(level="geometric", cap=3.0)) == pytest.approx([0.8**0.5, 0.8**0.5, 3.0])
+    assert weights(MaskOutside(level="geometric", low=0.9, high=7.0)) == pytest.approx([0.0, 0.0, 6.0])
 
 
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=20), st.floats(-500, 500))
@@ -82,7 +85,7 @@ def test_the_lottery_is_fair():
 
 def test_mismatch_weights_are_detached():
     difference = torch.zeros(3, requires_grad=True)
-    assert not mismatch_weights(Truncate(), difference, torch.zeros(3, dtype=torch.int64), 1).requires_grad
+    assert not mismatch_weights(Truncate(), difference, torch.zeros(3, dtype=torch.int64), torch.tensor([3.0])).requires_grad
 
 
 @given(st.integers(1, 3000), st.floats(-2, 2, width=32))

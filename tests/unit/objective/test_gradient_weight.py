@@ -1,0 +1,117 @@
+"""What `tepo objective show` prints and draws, from the objective itself."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tepo_megatron.cli.main import app
+from tepo_megatron.cli.objective_plot import Curve, curves, text_plot
+from tepo_megatron.config.objective import ObjectiveConfig
+from tepo_megatron.config.objective_presets import PRESETS
+from tepo_megatron.objective.gradient_weight import gradient_weights, telling_log_ratios
+
+runner = CliRunner()
+RATIOS = [0.5, 0.9, 1.1, 1.5, 4.0]
+
+
+def _weights(*ratios, **config):
+    return gradient_weights(ObjectiveConfig(**config), torch.tensor(ratios, dtype=torch.float64).log())
+
+
+@pytest.mark.parametrize(
+    ("preset", "positive", "negative"),
+    [
+        ("dapo", [0.5, 0.9, 1.1, 0, 0], [0, -0.9, -1.1, -1.5, -4]),
+        ("two_sided_clip", [0.5, 0.9, 1.1, 0, 0], [0, -0.9, -1.1, -1.5, 0]),
+        ("cispo", [0.5, 0.9, 1.1, 1.5, 4], [-0.5, -0.9, -1.1, -1.5, -4]),
+        ("gspo", [0.5, 0.9, 0, 0, 0], [0, 0, -1.1, -1.5, -4]),
+        ("gmpo", [0.5, 0.9, 1.1, 0, 0], [0, -0.9, -1.1, -1.5, -4]),
+        ("fspo", [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]),
+        ("dppo_tv", [0.5, 0.9, 1.1, 1.5, 0], [-0.5, -0.9, -1.1, -1.5, -4]),
+        ("opsm", [0.5, 0.9, 1.1, 0, 0], [0, 0, -1.1, -1.5, -4]),
+    ],
+)
+def test_hand_computed(preset, positive, negative):
+    """p_old is 0.1, so that a ratio of 4 has moved by 0.3."""
+    weights = _weights(*RATIOS, preset=preset)
+    assert weights.ratios_N.tolist() == pytest.approx(RATIOS)
+    assert weights.positive_N.tolist() == pytest.approx(positive)
+    assert weights.negative_N.tolist() == pytest.approx(negative)
+
+
+def test_the_kl_mask_pulls_back_where_the_entropy_falls():
+    """A = 1: the surrogate pushes with r below its bound; the penalty's gradient is r δ."""
+    weights = _weights(*RATIOS, preset="tepo")
+    plain = [0.5, 0.9, 0, 0, 0]
+    assert weights.positive_N.tolist() == pytest.approx(plain)
+    pulled = [push - ratio * math.log(ratio) for push, ratio in zip(plain, RATIOS, strict=True)]
+    assert weights.falling_N.tolist() == pytest.approx(pulled)
+    assert [curve.label for curve in curves(weights)] == ["A = 1", "A = −1", "A = 1, the entropy falls"]
+    assert len(curves(_weights(*RATIOS, preset="tepo_markov"))) == 2
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_at_a_ratio_of_one_every_preset_pushes_alike(preset):
+    """On the first update all are the policy gradient: A, whatever the bounds."""
+    weights = _weights(1.0, preset=preset)
+    assert (weights.positive_N.item(), weights.negative_N.item()) == pytest.approx((1.0, -1.0))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_range_shows_where_a_bound_begins(preset):
+    config = ObjectiveConfig(preset=preset)
+    weights = gradient_weights(config, telling_log_ratios(config))
+    values = torch.stack([weights.positive_N, weights.negative_N, weights.falling_N])
+    assert values.isfinite().all()
+    if preset != "kl_cov":  # which has no bound
+        straight = torch.stack([weights.ratios_N, -weights.ratios_N, weights.ratios_N])
+        held = (values - straight).abs() > 1e-9
+        assert held.any()
+        assert not held.all()
+
+
+def test_the_range_holds_the_bound_of_a_dual_clip():
+    assert telling_log_ratios(ObjectiveConfig(preset="two_sided_clip")).max() > math.log(3)
+
+
+def test_text_plot():
+    """Where two curves meet, the first is seen."""
+    lines = [Curve("up", "+", "", [0.0, 1.0, 2.0]), Curve("down", "o", "", [-2.0, 1.0, -2.0])]
+    drawn = text_plot([0.5, 1.0, 2.0], lines, width=3, height=5).splitlines()
+    assert drawn[1:6] == ["       2 │  +", "         │ + ", "       0 │+··", "         │   ", "      -2 │o o"]
+    assert drawn[-1].split() == ["+", "up", "o", "down"]
+    assert "0 │" in text_plot([0.5, 1.0, 2.0], [Curve("nothing", "+", "", [0.0] * 3)])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_show_prints_every_field_with_value_and_meaning(preset):
+    result = runner.invoke(app, ["objective", "show", preset])
+    assert result.exit_code == 0
+    words = result.stdout.split()
+    for path, value in _leaves(ObjectiveConfig(preset=preset).model_dump(), "objective"):
+        said = "off" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+        assert (path, said) in set(pairwise(words))
+    assert "∂J/∂log" in words
+
+
+def _leaves(section, path):
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield f"{path}.{name}", value.get("kind", "on")
+            yield from _leaves(value, f"{path}.{name}")
+        elif name != "kind":
+            yield f"{path}.{name}", value
+
+
+def test_show_draws_a_png_and_names_the_presets_for_an_unknown_one(tmp_path):
+    png = tmp_path / "new" / "sapo.png"
+    result = runner.invoke(app, ["objective", "show", "sapo", "--png", str(png)])
+    assert result.exit_code == 0
+    assert f"wrote {png}" in result.stdout
+    assert png.read_bytes().startswith(b"\x89PNG")
+    refused = runner.invoke(app, ["objective", "show", "gpro"])
+    assert refused.exit_code == 1
+    assert "gpro is no preset; there are tepo" in refused.stderr
