@@ -19,5 +19,5 @@ format:
 test:
 	bash scripts/test.sh
 
-test-fast: ## while you work: tests/unit without what starts vLLM, Triton or worlds
+test-fast: ## while you work: tests/unit without what is marked slow
 	bash scripts/test.sh --fast

@@ -39,6 +39,7 @@ def test_parts_by_entropy():
     assert math.isnan(empty["masked"]["measured"])
 
 
+@pytest.mark.slow
 def test_a_recorded_run(tmp_path):
     """Half of the responses have a positive advantage; in a first update nothing has been measured yet, and the others act."""
     run, setting = tmp_path / "run", StepSetting("tiny", 2, 8, 20, "float32", 100)

@@ -62,6 +62,7 @@ def test_a_cache_that_takes_no_files_is_named(monkeypatch, tmp_path):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_many_processes_compile_it_once(tmp_path):
     """All start without it; one compiles, the others wait for it, and nothing else is left in the cache."""
     wrapper, calls = tmp_path / "compiler", tmp_path / "calls"
