@@ -2,7 +2,7 @@
 # Every test that this machine can run. The first call sets up .venv.
 #
 #   bash scripts/test.sh                         all, on every core; tests/support/schedule.py says what runs beside what
-#   bash scripts/test.sh --fast                  tests/unit without what is marked slow, on every core: about a minute on two
+#   bash scripts/test.sh --fast                  tests/unit without what is marked slow, with fewer random examples: 90 s on two cores
 #   bash scripts/test.sh tests/dist -k moe       with pytest's arguments: just these, one after the other
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,7 +19,7 @@ fi
 workers=$(awk -v cores="$(nproc)" '/^MemTotal/ { fit = int($2 / 4e6); print fit < 1 ? 1 : fit < cores ? fit : cores }' /proc/meminfo)
 workers=$((workers < 8 ? workers : 8)) # with 4 GB each: two of them have servers
 if [[ ${1:-} == --fast ]]; then
-  exec .venv/bin/python -m pytest tests/unit -m "not slow" -n "$workers" "${@:2}"
+  exec .venv/bin/python -m pytest tests/unit -m "not slow" --hypothesis-profile fast -n "$workers" "${@:2}"
 fi
 if [[ $# -gt 0 ]]; then
   exec .venv/bin/python -m pytest "$@"

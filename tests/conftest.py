@@ -12,6 +12,8 @@ from hypothesis import settings
 # Two shared cores: how long an example takes says nothing. The same examples every time, so that a failure of CI is one of
 # the change; --hypothesis-profile=default looks for new ones.
 settings.register_profile("shared_machine", deadline=None, derandomize=True)
+# make test-fast: enough examples to see a slip of the hand. What a test itself asks for stands.
+settings.register_profile("fast", parent=settings.get_profile("shared_machine"), max_examples=10)
 settings.load_profile("shared_machine")
 
 # Tensors here are small: threads that wait for one another would take most of the time, above all where tests run side by side.

@@ -20,6 +20,8 @@ from tepo_megatron.objective import build_objective
 from tepo_megatron.types import TokenScores
 from tests.support.objective_batches import make_batch, whole
 
+pytestmark = pytest.mark.slow  # half a minute: every field of every preset
+
 SCHEMA = ObjectiveConfig.model_json_schema()
 
 REQUIRED = {
