@@ -27,16 +27,9 @@ from tepo_megatron.rollout.record import read_rollouts, write_rollouts
 from tepo_megatron.types import Rollout, WeightsVersion
 from tests.support.launch import run_world
 from tests.support.model_worlds import save_random_model
+from tests.support.random_models import LLAMA3_ROPE
 
 VOCABULARY = 61
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": {"head_dim": 8, "rope_parameters": LLAMA3_ROPE},
     "Llama-tied": {"tie_word_embeddings": True},

@@ -24,7 +24,7 @@ _SIZES = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-_LLAMA3_ROPE = {
+LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
     "factor": 8.0,
@@ -33,7 +33,7 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "Llama": {"rope_parameters": _LLAMA3_ROPE},
+    "Llama": {"rope_parameters": LLAMA3_ROPE},
     "Llama-tied": {"tie_word_embeddings": True},
     "Mistral": {"sliding_window": None},
     "Qwen2": {"hidden_size": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},

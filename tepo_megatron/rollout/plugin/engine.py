@@ -26,8 +26,8 @@ from tepo_megatron.rollout.plugin.shards import ShardLoader
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm's types are not followed, here and below
-    """Where the group meets: ``rank_offset`` is the rank of this server's first worker. ``sharded``: the trainer's ranks send
-    shards by a plan, and this worker's part of it lies at the meeting place; otherwise rank 0 broadcasts full tensors.
+    """The rendezvous of the group; ``rank_offset`` is the rank of this server's first worker. ``sharded``: the trainer's ranks
+    send shards by a plan, and this worker finds its part in the rendezvous store; otherwise rank 0 broadcasts full tensors.
     """
 
     host: str
