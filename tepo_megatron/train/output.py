@@ -28,7 +28,8 @@ class Output:
                 "(train.resume=true), or remove it"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "resolved.yaml").write_text(dump_resolved(config))
+        if not config.train.resume:  # a resumed run writes it when the checkpoint has been accepted
+            (self.folder / "resolved.yaml").write_text(dump_resolved(config))
         self._metrics = MetricsWriter(self.folder, config.log.tensorboard)
         progress.start(config)
 

@@ -8,7 +8,6 @@ import signal
 import warnings
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.engine.checkpoint_folder import newest
 from tepo_megatron.torchrun import report_before_leaving
 from tepo_megatron.train.driver import Driver, NonRootDriver
 from tepo_megatron.train.inputs import check_model, read_inputs
@@ -16,6 +15,7 @@ from tepo_megatron.train.loop import Loop
 from tepo_megatron.train.output import Output
 from tepo_megatron.train.placement import takes_turns
 from tepo_megatron.train.progress import make_progress
+from tepo_megatron.train.resume import accept, messages, resume
 from tepo_megatron.train.root_driver import RootDriver
 from tepo_megatron.train.weights import WeightPublisher
 
@@ -59,13 +59,14 @@ def train_model(config: RunConfig) -> None:
 
 
 def _resume(loop: Loop, driver: Driver, output: Output | None) -> None:
-    found = newest(loop.config.output / "checkpoints")
-    state = loop.engine.load(found)
-    loop.step = state["step"]
+    found = resume(loop.config, loop.engine)
+    loop.step = found.step
+    loop.updates_sent = found.step  # one a step, so that canaries are due when they would have been
     if isinstance(driver, RootDriver) and output is not None:
-        driver.restore(state)
+        driver.restore(found.state)
         output.resume_from(loop.step)
-        output.message(f"resumed from {found} at step {loop.step}")
+        for sentence in [*messages(loop.config, found), *accept(loop.config, found)]:
+            output.message(sentence)
 
 
 def _silence_upstream() -> None:

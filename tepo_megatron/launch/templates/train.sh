@@ -11,11 +11,12 @@ node=${SLURM_NODEID:-0}
 if [[ $node == 0 ]]; then
   "$python" -m tepo_megatron.launch.record "$out/launch/$job.json" @needed@
 fi
-# A job that Slurm has started again goes on from the newest checkpoint, or begins anew where there is none.
+# A job that Slurm has started again goes on from the newest checkpoint (also where it was first resumed from another one), or
+# begins anew where there is none.
 again=()
 if [[ ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
   if compgen -G "$out/checkpoints/step_*[0-9]/state.json" >/dev/null; then
-    again=(train.resume=true)
+    again=(train.resume=true train.resume_from=null)
   elif [[ $node == 0 && -e $out/metrics.jsonl ]]; then
     mv "$out/metrics.jsonl" "$out/metrics.before-$job.jsonl"
   fi
