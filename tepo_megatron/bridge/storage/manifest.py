@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ class Manifest:
 
 
 def digest_file(path: Path) -> str:
-    """Returns the SHA-256 of a file in hexadecimal: about 1.5 GB/s where the processor has instructions for it."""
+    """Returns the SHA-256 of a file in hexadecimal: about 1 GB/s on one core."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK):
@@ -137,10 +138,15 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_whole(folder: Path) -> Manifest:
-    """Reads every byte of a checkpoint in this process. Raises DamagedCheckpoint that names every damaged file."""
+    """Reads every byte of a checkpoint in this process, several files at a time.
+
+    Raises DamagedCheckpoint that names every damaged file.
+    """
     manifest = read_manifest(folder)
     wrong = manifest.wrong_files()
-    problems = [*wrong.values(), *manifest.wrong_contents(sorted(manifest.files.keys() - wrong.keys()))]
+    with ThreadPoolExecutor() as readers:  # digests are computed without Python's lock
+        found = readers.map(lambda name: manifest.wrong_contents([name]), sorted(manifest.files.keys() - wrong.keys()))
+    problems = [*wrong.values(), *(problem for problems in found for problem in problems)]
     if problems:
         raise DamagedCheckpoint(folder, problems)
     return manifest
