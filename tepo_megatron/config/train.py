@@ -45,7 +45,7 @@ class TrainConfig(Section):
     steps in the output folder are set aside, as they are not this run's past. Needs ``resume``. Default: the newest."""
 
     allow_change: tuple[str, ...] = ()
-    """Fields, or sections, that may differ from the run that wrote the checkpoint, such as ``[optimizer.lr, objective]``. A
+    """Fields, or sections, that may differ from the run that wrote the checkpoint, such as ``[seed, objective.kl]``. A
     difference that makes it another run is refused otherwise; what runs the same run elsewhere or longer needs no entry."""
 
     @field_validator("resume_from")
