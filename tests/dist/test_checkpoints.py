@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tepo_megatron.bridge.storage.manifest import check_whole
+from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.rollout.record import write_rollouts
 from tepo_megatron.types import Rollout, WeightsVersion
 from tests.support.checkpoints import flip_bit, shards
@@ -106,13 +109,25 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_ends_as_if_nothi
     assert (tmp_path / "checkpoints" / "step_000002.abandoned").is_dir()
 
 
-def test_none_whole_ends_all_ranks_with_one_sentence(replay: Path, tmp_path: Path) -> None:
-    train(tmp_path, replay, "train.steps=2", *KEPT)
+def test_another_reference_model_and_none_whole_end_all_ranks_with_one_sentence(replay: Path, tmp_path: Path) -> None:
+    reference = ["objective.kl.coefficient=0.1", "objective.kl.against=reference"]
+    train(tmp_path, replay, "train.steps=2", *KEPT, *reference)
+    model = tmp_path / "other"
+    shutil.copytree(resolve_model_path("builtin:tiny"), model)
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] *= 2
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    again = [f"train.steps={STEPS}", *KEPT, *reference, "train.resume=true"]
+    with pytest.raises(
+        RuntimeError, match=r"(?s)would not be the same run:\n  the weights of the reference model in model\.path"
+    ):
+        train(tmp_path, replay, *again, f"model.path={model}")
+
     for folder in (tmp_path / "checkpoints").iterdir():
         flip_bit(shards(folder)[0], 99)
     resolved = (tmp_path / "resolved.yaml").read_bytes()
     with pytest.raises(RuntimeError, match=r"is whole: step_000002 is damaged \(.*; step_000001 is damaged \(.*Restore one"):
-        train(tmp_path, replay, f"train.steps={STEPS}", *KEPT, "train.resume=true")
+        train(tmp_path, replay, *again)
     assert (tmp_path / "resolved.yaml").read_bytes() == resolved
     assert not list((tmp_path / "checkpoints").glob("*.damaged"))
 
