@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tepo_megatron.bridge.storage.boxes import write_boxes
-from tepo_megatron.bridge.storage.manifest import FORMAT, write_durably, write_manifest
+from tepo_megatron.bridge.storage.manifest import FORMAT, FileRecord, write_durably, write_manifest
 
 
 def make_whole(parent: Path, step: int, *, ranks: int = 2, **state: Any) -> Path:
@@ -19,7 +19,7 @@ def make_whole(parent: Path, step: int, *, ranks: int = 2, **state: Any) -> Path
     folder = parent / f"step_{step:06d}"
     (folder / "shards").mkdir(parents=True)
     generator = torch.Generator().manual_seed(step)
-    files = {}
+    files: dict[str, FileRecord] = {}
     for rank in range(ranks):
         boxes = ((f"master|t{at}|{8 * rank},0", torch.randn(8, 16, generator=generator)) for at in range(4))
         written = write_boxes(folder, f"rank{rank:05d}", boxes, metadata={"step": str(step)}, file_bytes=1500)
@@ -71,6 +71,15 @@ def _take_from(folder: Path, other: Path, name: str) -> None:
     shutil.copy(other / name, folder / name)
 
 
+def _become(folder: Path, other: Path | None) -> None:
+    """The folder becomes a copy of the other, or empty."""
+    shutil.rmtree(folder)
+    if other is None:
+        folder.mkdir()
+    else:
+        shutil.copytree(other, folder)
+
+
 Damage = Callable[[Path, Path], object]
 """What happens to a checkpoint; the second folder is a whole one of another step, of which files may be taken."""
 
@@ -97,8 +106,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "garbage for manifest": (lambda c, o: (c / "manifest.json").write_bytes(bytes(range(256))), "manifest.json"),
     "no manifest": (lambda c, o: (c / "manifest.json").unlink(), "manifest.json is missing"),
     "a manifest of another step": (lambda c, o: _take_from(c, o, "manifest.json"), "its files are of step"),
-    "another checkpoint under its name": (lambda c, o: (shutil.rmtree(c), shutil.copytree(o, c)), "its files are of step"),
-    "an empty folder": (lambda c, o: (shutil.rmtree(c), c.mkdir()), "it has neither manifest.json nor state.json"),
+    "another checkpoint under its name": (_become, "its files are of step"),
+    "an empty folder": (lambda c, o: _become(c, None), "it has neither manifest.json nor state.json"),
 }
 """Kind of damage → what does it, and words of the sentence that names it."""
 

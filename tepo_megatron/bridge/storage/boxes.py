@@ -83,7 +83,7 @@ def _write_file(folder: Path, name: str, tensors: Mapping[str, Tensor], metadata
     with (folder / name).open("wb", buffering=0) as file:
         _write_all(file.fileno(), memoryview(header))
         for tensor in tensors.values():
-            data = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+            data = tensor.view(-1).view(torch.uint8).numpy().data
             digest.update(data)
             _write_all(file.fileno(), data)
         os.fsync(file.fileno())
