@@ -97,6 +97,7 @@ def test_a_job_that_was_started_again_resumes_if_it_can(
         (tmp_path / "checkpoints" / saved / "state.json").write_text("{}")
     got = run_train_script(tmp_path, config, SLURM_JOB_ID="7", SLURM_RESTART_COUNT=restarts)
     assert ("train.resume=true" in got) == resumes
+    assert ("train.resume_from=null" in got) == resumes  # what it was first resumed from is behind it
     begins_anew = restarts == "1" and not resumes
     assert (tmp_path / "metrics.jsonl").exists() != begins_anew
     assert (tmp_path / "metrics.before-7.1.jsonl").exists() == begins_anew
