@@ -92,7 +92,8 @@ def prune_command(
 
     with user_errors():
         parent = _parent(folder)
-        whole, damaged = {}, []
+        whole: dict[int, Path] = {}
+        damaged: list[str] = []
         for path in reversed(checkpoints(parent)):
             damage = _damage(path, thoroughly=len(whole) < keep)
             if damage is None:

@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,7 +125,7 @@ def test_a_failed_write_is_told_and_every_box_is_still_drawn(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("key", "value"), [("updates", -4), ("updates", "24"), ("updates", True), ("model", None)])
-def test_a_state_that_cannot_be_is_refused_although_its_digest_is_right(key: str, value: object, tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_is_refused_although_its_digest_is_right(key: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpoint, match=rf"state\.json: {key} = "):
         read_state(make_whole(tmp_path, 6, **{key: value}))
 
