@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tepo_megatron.bench.score_methods import Method, Outputs, methods
+from tepo_megatron.bench.score_methods import methods
+from tepo_megatron.bench.score_peers import Method, Outputs
 from tepo_megatron.bench.settings import DENSE
 
 R = TypeVar("R")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.bench.results import markdown, write_report
-from tepo_megatron.bench.settings import FLOOR, MEGATRON, SLOPE, ScoreMeasurement
+from tepo_megatron.bench.settings import AREAL, FLOOR, MEGATRON, SLOPE, VERL, ScoreMeasurement
 
 DEFAULTS = {
     "cpu": {"tp": 2, "tokens": "1024,4096", "vocab": "32000,128256", "dtype": "bf16,fp32"},
@@ -59,6 +59,7 @@ COLUMNS = (
         "backward ms",
         "total ms",
         "× Megatron",
+        "× best peer",
         "× floor",
         "× without slope",
         "peak extra",
@@ -73,14 +74,15 @@ def shape_name(row: ScoreMeasurement) -> str:
 
 
 def cells(row: ScoreMeasurement, peers: Sequence[ScoreMeasurement]) -> tuple[str, ...]:
-    def times(method: str) -> str:
-        reference = next((peer.total_ms for peer in peers if peer.method == method), None)
+    def times(*methods: str) -> str:
+        reference = min((peer.total_ms for peer in peers if peer.method in methods), default=None)
         return "–" if reference is None else f"{row.total_ms / reference:.2f}"
 
     return (
         row.method,
         *(f"{ms:.1f}" if ms >= 10 else f"{ms:.3f}" for ms in (row.forward_ms, row.backward_ms, row.total_ms)),
         times(MEGATRON),
+        times(AREAL, VERL),
         times(FLOOR),
         times(row.method.removesuffix(SLOPE)) if row.method.endswith(SLOPE) else "",
         f"{row.peak_extra:.3f}",
