@@ -64,6 +64,7 @@ def _imbalance(bins: Sequence[MicroBatch], costs: Sequence[float]) -> float:
     """Returns the cost of the most expensive micro-batch, as a multiple of the mean."""
     return max(sum(costs[at] for at in members) for members in bins) * len(bins) / sum(costs)
 
+
 def _fill_tightly(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[MicroBatch]:
     """Puts each sequence, the longest first, where it leaves the least room, or into a new micro-batch."""
     bins: list[MicroBatch] = []
@@ -83,7 +84,9 @@ def _fill_tightly(order: Sequence[int], lengths: Sequence[int], max_tokens: int)
 def _fill_evenly(
     order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], *, count: int, max_tokens: int
 ) -> list[MicroBatch]:
-    """Puts each sequence, the longest first, into the cheapest of ``count`` micro-batches that has room, else into that with the most."""
+    """Puts each sequence, the longest first, into the cheapest of ``count`` micro-batches that has room; into that with the most
+    room if none has enough.
+    """
     bins: list[MicroBatch] = [[] for _ in range(count)]
     rooms, loads = [max_tokens] * count, [0.0] * count
     open_ = [(0.0, index) for index in range(count)]  # a heap by cost
@@ -116,11 +119,13 @@ def _cut(bins: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
 
 def _deal(bins: Sequence[MicroBatch], costs: Sequence[float], ranks: int) -> list[list[MicroBatch]]:
     """Deals micro-batches to ranks, the most expensive first: in each round the rank with the least cost gets the first."""
-    priced = sorted(((sum(costs[at] for at in members), sorted(members)) for members in bins), key=lambda one: (-one[0], one[1]))
+    price = {id(members): sum(costs[at] for at in members) for members in bins}
+    ordered = sorted(bins, key=lambda members: (-price[id(members)], min(members)))
     dealt: list[list[MicroBatch]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
-    for start in range(0, len(priced), ranks):
-        for rank, (cost, members) in zip(sorted(range(ranks), key=loads.__getitem__), priced[start : start + ranks], strict=True):
-            dealt[rank].append(members)
-            loads[rank] += cost
+    for start in range(0, len(ordered), ranks):
+        by_load = sorted(range(ranks), key=loads.__getitem__)
+        for rank, members in zip(by_load, ordered[start : start + ranks], strict=True):
+            dealt[rank].append(sorted(members))
+            loads[rank] += price[id(members)]
     return dealt
