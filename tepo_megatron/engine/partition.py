@@ -84,8 +84,8 @@ def _fill_tightly(order: Sequence[int], lengths: Sequence[int], max_tokens: int)
 def _fill_evenly(
     order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], *, count: int, max_tokens: int
 ) -> list[MicroBatch]:
-    """Puts each sequence, the longest first, into the cheapest of ``count`` micro-batches that has room; into that with the most
-    room if none has enough.
+    """Puts each sequence, the longest first, into the cheapest of ``count`` micro-batches that has room; into that with
+    the most room if none has enough.
     """
     bins: list[MicroBatch] = [[] for _ in range(count)]
     rooms, loads = [max_tokens] * count, [0.0] * count
@@ -98,7 +98,7 @@ def _fill_evenly(
         while open_ and bins[open_[0][1]] and rooms[open_[0][1]] < lengths[at]:
             index = heapq.heappop(open_)[1]
             heapq.heappush(full, (-rooms[index], index))
-        index = heapq.heappop(open_ or full)[1]
+        index = heapq.heappop(open_)[1] if open_ else heapq.heappop(full)[1]
         bins[index].append(at)
         rooms[index] -= lengths[at]
         loads[index] += costs[at]
