@@ -31,7 +31,7 @@ def ask(what: str, *arguments: object) -> Any:
     return json.loads(done.stdout)
 
 
-class _Payload:
+class Payload:
     """Unpickled, it makes an empty file, as the user who unpickles it."""
 
     def __init__(self, path: str) -> None:
@@ -46,7 +46,7 @@ def poison_stores(path: str, *ports: str) -> list[str]:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     become_nobody()
-    payload = pickle.dumps(_Payload(path))
+    payload = pickle.dumps(Payload(path))
     found = []
     for port in _stores(ports):
         store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=10), False)

@@ -40,6 +40,7 @@ CALLS = {
 _PIPES = "arguments and results by pipes between a parent and its children"
 
 ALLOWED = {
+    ("tepo_megatron/rollout/plugin/signed.py", "pickle"): "reads only what carries a signature under the run's key",
     ("tepo_megatron/engine/collectives.py", "all_gather_object"): "is exchanged for one that sends JSON, for Megatron",
     ("tepo_megatron/bench/reshard.py", "torch.multiprocessing"): _PIPES,
     ("tepo_megatron/bench/scores.py", "torch.multiprocessing"): _PIPES,
