@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 BACKEND = "tepo"

@@ -1,4 +1,4 @@
-"""A run on one machine, two trainer ranks and a real vLLM server, and another user of the machine who tries its ports."""
+"""A run on one machine, two trainer ranks and a real vLLM server of two workers, and another user who tries its ports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPEN = {"/health": "says only whether the engine works; the trainer asks it befo
 
 SMALL = [
     *("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.sampling.max_new_tokens=4"),
-    *("evaluate.every=0", "train.steps=100000", "log.tensorboard=false"),
+    *("rollout.server.tp=2", "evaluate.every=0", "train.steps=100000", "log.tensorboard=false"),
 ]
 RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
 
@@ -153,6 +153,7 @@ def test_shared_memory_is_for_the_runs_user_alone(run: Run) -> None:
     mapped = {
         each.path for process in family(run.process.pid) for each in process.memory_maps() if each.path.startswith("/dev/shm/")
     }
+    assert mapped, "the workers of one server share some"
     assert stranger.ask("read_files", *mapped, RUN) == [str(RUN)]
 
 

@@ -53,7 +53,7 @@ def poison_stores(path: str, *ports: str) -> list[str]:
         for key in store.list_keys():
             found.append(key)
             # The state of a dynamic rendezvous is written in base64.
-            store.set(key, base64.b64encode(payload) if "rendezvous" in key else payload)
+            store.set(key, base64.b64encode(payload) if "rendezvous" in key else payload)  # type: ignore[arg-type]
     return found
 
 

@@ -40,7 +40,7 @@ def sign_objects(key: str) -> None:
                 )
             return pickle.loads(data)  # noqa: S301  # one of this server's workers has made it
 
-    distributed_c10d._pickler, distributed_c10d._unpickler = Pickler, Unpickler  # type: ignore[misc,assignment]
+    distributed_c10d._pickler, distributed_c10d._unpickler = Pickler, Unpickler  # type: ignore[assignment]
 
 
 def _signature(secret: bytes, data: bytes) -> bytes:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import pytest
-import sympy.parsing.sympy_parser as sympy_parser
 
 from tepo_megatron.reward.math_verifier import math
 from tepo_megatron.types import Problem
@@ -39,6 +39,7 @@ WRAPPINGS = ("{0}", "final answer is {0}. I hope", "\\boxed{{{0}}}", "${0}$", "$
 def named(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names in all that sympy evaluates."""
     names: list[str] = []
+    sympy_parser: Any = importlib.import_module("sympy.parsing.sympy_parser")
     original = sympy_parser.eval_expr
 
     def note(code: str | CodeType, *arguments: Any) -> Any:
