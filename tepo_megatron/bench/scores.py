@@ -25,7 +25,6 @@ def run(*, tp: int, device: str, shapes: Sequence[tuple[int, int, str]], repeats
     """
     import torch
     import torch.multiprocessing as mp
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.multiprocessing.spawn import start_processes
 
     from tepo_megatron.vocab_parallel.backend import get_backend
@@ -39,12 +38,13 @@ def run(*, tp: int, device: str, shapes: Sequence[tuple[int, int, str]], repeats
             raise ValueError(f"--dtype {dtype} is unknown; give bf16, fp32 or both")
         if size % tp:
             raise ValueError(f"--vocab {size} cannot be split into {tp} equal shards; give a multiple of --tp")
-    from tepo_megatron.bench.score_ranks import worker
+    from tepo_megatron.bench.score_ranks import HOST, worker
+    from tepo_megatron.bridge.transfer.transport import listen
 
-    store = TCPStore("127.0.0.1", 0, tp + 1, is_master=True, wait_for_workers=False)
+    _, place = listen(HOST)
     inbox = mp.get_context("spawn").SimpleQueue()
     workers = start_processes(
-        worker, args=(tp, store.port, device, list(shapes), repeats, inbox), nprocs=tp, join=False, start_method="spawn"
+        worker, args=(tp, place, device, list(shapes), repeats, inbox), nprocs=tp, join=False, start_method="spawn"
     )
     assert workers is not None
     while not workers.join():
