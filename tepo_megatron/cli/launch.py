@@ -163,8 +163,11 @@ def _submit(config: RunConfig, scripts: dict[str, str]) -> None:
 
     tunnel = nemo.connect(config.cluster)
     check_cluster(config, tunnel)
-    if config.train.save_every == 0:
-        typer.echo("warning: train.save_every = 0: a job that is preempted begins anew; set it to a number of steps", err=True)
+    if config.train.save_every == 0 and config.train.save_minutes == 0:
+        typer.echo(
+            "warning: train.save_every = 0 and train.save_minutes = 0: a job that ends without a warning begins anew; set one",
+            err=True,
+        )
     state.upload(config, tunnel, scripts, submission(sys.argv))
     job = nemo.submit(config)
     state.save_job(config, tunnel, job)

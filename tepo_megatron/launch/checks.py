@@ -33,7 +33,7 @@ def check_cluster(config: RunConfig, tunnel: Tunnel) -> None:
                 f"the container image {image} does not exist on {_where(config)}; docs/cluster.md says how to make it"
             )
     _check_transformer_engine(config, tunnel)
-    if config.train.resume and not _has(tunnel, f"{output}/checkpoints/step_*[0-9]/state.json", pattern=True):
+    if config.train.resume is True and not _has(tunnel, f"{output}/checkpoints/step_*[0-9]/state.json", pattern=True):
         raise ValueError(
             f"train.resume = true, but {output} has no finished checkpoint on {_where(config)}; launch without --resume"
         )

@@ -44,7 +44,7 @@ class Shell:
 def run_train_script(folder: Path, config: RunConfig, **environment: str) -> list[str]:
     """The arguments of torchrun, which a python that only writes them down gets in place of the real one."""
     fake = folder / "python"
-    fake.write_text('#!/usr/bin/env bash\nif [[ $2 == torch.distributed.run ]]; then printf "%s\\n" "$@"; fi\n')
+    fake.write_text('#!/usr/bin/env bash\nif [[ $2 == tepo_megatron.torchrun ]]; then printf "%s\\n" "$@"; fi\n')
     fake.chmod(0o755)
     script = folder / "train.sh"
     script.write_text(
@@ -71,7 +71,7 @@ def test_torchrun_gets_the_nodes_place_and_the_first_nodes_address(tmp_path: Pat
     assert (option(got, "--master-addr"), option(got, "--master-port")) == ("10.0.0.7", "20123")
     assert got[got.index("train") + 1] == f"{tmp_path}/launch/run.yaml"
     assert f"rollout.server.registry={tmp_path}/servers/20123.0" in got
-    assert "train.resume=true" not in got
+    assert "train.resume=auto" not in got
     assert Path(option(got, "--log-dir")).is_dir()
 
 
@@ -83,23 +83,11 @@ def test_nodes_do_not_wait_for_each_other_at_a_loopback_address(tmp_path: Path) 
     assert "set rollout.server.interface" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("saved", "restarts", "resumes"),
-    [("step_000002", "1", True), ("step_000002", "0", False), ("step_000002.partial", "1", False), (None, "1", False)],
-)
-def test_a_job_that_was_started_again_resumes_if_it_can(
-    tmp_path: Path, saved: str | None, restarts: str, resumes: bool
-) -> None:
-    config = job(f"output={tmp_path}")
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    if saved is not None:
-        (tmp_path / "checkpoints" / saved).mkdir(parents=True)
-        (tmp_path / "checkpoints" / saved / "state.json").write_text("{}")
-    got = run_train_script(tmp_path, config, SLURM_JOB_ID="7", SLURM_RESTART_COUNT=restarts)
-    assert ("train.resume=true" in got) == resumes
-    begins_anew = restarts == "1" and not resumes
-    assert (tmp_path / "metrics.jsonl").exists() != begins_anew
-    assert (tmp_path / "metrics.before-7.1.jsonl").exists() == begins_anew
+@pytest.mark.parametrize(("restarts", "resumes"), [("0", False), ("1", True), ("7", True)])
+def test_a_job_that_was_started_again_resumes_if_it_can(tmp_path: Path, restarts: str, resumes: bool) -> None:
+    """What a run with train.resume = auto does: tests/unit/train/test_output.py."""
+    got = run_train_script(tmp_path, job(f"output={tmp_path}"), SLURM_JOB_ID="7", SLURM_RESTART_COUNT=restarts)
+    assert ("train.resume=auto" in got) == resumes
 
 
 def test_values_reach_the_shell_as_they_are(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -85,8 +86,8 @@ class Recorder:
         return False
 
     # engine
-    def broadcast_from_root(self, value: bool) -> bool:
-        return value
+    def broadcast_from_root(self, value: Any) -> Any:
+        return json.loads(json.dumps(value))
 
     def batch_from_root(self, given: list[Rollout]) -> Batch:
         return pack(given)
@@ -173,6 +174,16 @@ class Recorder:
 
     def state(self) -> dict[str, Any]:
         return {"drawn": self.drawn}
+
+    def drop_step(self, step: int) -> None:
+        self.drawn = step
+
+    def message(self, text: str) -> None:
+        self.calls.append(text)
+
+    def close(self) -> None:
+        self.servers = "absent"
+        self.calls.append("close")
 
 
 def run(
