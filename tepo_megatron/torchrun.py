@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 _LEAVE_S = 2.0
 """How long a rank that was asked to stop waits at the end for its threads, which may wait for servers that go on without it."""
 
+_AGENT_LOG = "torch.distributed.elastic.multiprocessing.api"
+
 _REPORTED = "_tepo_reported"
 """Attribute of an error that was said already."""
 
@@ -152,6 +154,8 @@ def run_node(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="tepo-") as folder:
         try:
             with forward_signals(Path(folder), int(parsed.nproc_per_node)) as asked:
+                # The agent would log a rank that did as it was asked as a failure.
+                logging.getLogger(_AGENT_LOG).addFilter(lambda record: asked() is None)
                 try:
                     torchrun.run(parsed)
                 except ChildFailedError as error:

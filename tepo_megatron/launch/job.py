@@ -101,7 +101,7 @@ def train_script(config: RunConfig) -> str:
 def serve_script(config: RunConfig) -> str:
     """The script that every node for rollouts runs."""
     python = config.cluster.rollout_python or config.cluster.python
-    return _fill("serve.sh", config, python=python, nodes=config.cluster.rollout_nodes, grace=config.train.grace_s)
+    return _fill("serve.sh", config, python=python, nodes=config.cluster.rollout_nodes, grace=math.ceil(config.train.grace_s))
 
 
 def batch_lines(config: RunConfig) -> str:

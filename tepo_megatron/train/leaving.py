@@ -25,7 +25,8 @@ class Leaving:
     signals: StopSignals = field(default_factory=stop_signals)
 
     def __post_init__(self) -> None:
-        self._seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
+        """How long the last ``update`` and the last ``save`` took."""
         self._saved_at = time.monotonic()
 
     @contextmanager
@@ -33,7 +34,7 @@ class Leaving:
         """Around an ``update`` or a ``save``: how long the last one took."""
         began = time.monotonic()
         yield
-        self._seconds[name] = time.monotonic() - began
+        self.seconds[name] = time.monotonic() - began
 
     def saved(self, step: int) -> None:
         """A checkpoint of so many steps is complete."""
@@ -48,8 +49,8 @@ class Leaving:
         length cannot; a first save is taken to last as long as the updates.
         """
         left = self.signals.seconds_left()
-        update = self._seconds.get("update", math.inf)
-        return left == math.inf or _MARGIN * (update + self._seconds.get("save", update)) <= left
+        update = self.seconds.get("update", math.inf)
+        return left == math.inf or _MARGIN * (update + self.seconds.get("save", update)) <= left
 
     def at_risk(self, step: int) -> str:
         """What is lost if a run of so many steps ends without saving, as a sentence; empty if nothing is."""

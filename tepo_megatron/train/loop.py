@@ -13,6 +13,7 @@ from tepo_megatron.rollout.canary import due_prompt
 from tepo_megatron.train.driver import Driver
 from tepo_megatron.train.leaving import Leaving
 from tepo_megatron.train.minibatches import minibatches
+from tepo_megatron.train.placement import takes_turns
 from tepo_megatron.train.summary import summarize
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class Loop:
         driver, engine, found = self.driver, self.engine, self.leaving.saved_step
         driver.drop_step(self.step)
         if self.step > found:
-            if self.config.rollout.server.placement == "colocated":
+            if takes_turns(self.config):
                 driver.close()  # the GPUs are the servers', who are not needed again
                 engine.broadcast_from_root(None)  # the others wait for that
             engine.onload()

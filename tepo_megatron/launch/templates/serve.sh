@@ -10,18 +10,17 @@ job=${SLURM_JOB_ID:-local}.${SLURM_RESTART_COUNT:-0}
 if [[ -n $interface ]]; then
   export GLOO_SOCKET_IFNAME=$interface NCCL_SOCKET_IFNAME=$interface
 fi
-"$python" -m tepo_megatron serve "$out/launch/run.yaml" --node "${SLURM_NODEID:-0}" --nodes @nodes@ \
-  "rollout.server.registry=$out/servers/$job" &
-server=$!
 preempted=
-trap 'preempted=yes; kill -TERM "$server" || true' TERM
+trap 'preempted=yes' TERM # which Slurm sends to all processes of the job; acted on when the servers have ended
 code=0
-while kill -0 "$server" 2>/dev/null; do
-  wait "$server" || code=$?
-done
-# SIGTERM is the whole job's: the trainer saves now, and its end is the job's. A server that ended first would end the job before.
+"$python" -m tepo_megatron serve "$out/launch/run.yaml" --node "${SLURM_NODEID:-0}" --nodes @nodes@ \
+  "rollout.server.registry=$out/servers/$job" || code=$?
 if [[ -n $preempted ]]; then
-  sleep @grace@ &
-  wait "$!" || true
+  # The trainer is saving. A role that ended before it would end the job.
+  for ((waited = 0; waited < @grace@; waited++)); do
+    [[ ! -e $out/servers/$job/trainer-ended ]] || break
+    sleep 1 || true
+  done
+  sleep 3 || true
 fi
 exit "$code"
