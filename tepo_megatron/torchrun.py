@@ -28,6 +28,7 @@ from tepo_megatron.preemption import (
     AGENT_ENVIRONMENT,
     INTERRUPTED,
     PREEMPTED,
+    STOP_SIGNALS,
     StopRequested,
     exit_code,
     forward_signals,
@@ -254,6 +255,8 @@ def _claim(sentence: str) -> bool:
 
 def _leave(code: int) -> int:
     """Returns the exit code once no thread keeps the interpreter, or ends the process with it."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # one more would end an interpreter that is closing with another code
     end = time.monotonic() + _LEAVE_S
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:

@@ -53,10 +53,13 @@ def run(
     [dim]tepo launch examples/llama3.3-70b/run.yaml cluster.partition=h100 cluster.account=rl[/]
     """
     from tepo_megatron.launch import nemo
+    from tepo_megatron.launch.checks import check_time_limit
     from tepo_megatron.launch.plan import check_plan, make_plan
 
     with user_errors():
         config = _load(run, [*(overrides or ()), *(["train.resume=true"] if resume else [])])
+        if executor is Executor.SLURM:
+            check_time_limit(config)
         plan = make_plan(config)
         if dry_run:
             _show_plan(plan)

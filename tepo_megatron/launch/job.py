@@ -109,9 +109,9 @@ def batch_lines(config: RunConfig) -> str:
     return _fill("batch.sh", config, max_requeues=config.cluster.max_requeues)
 
 
-def warning_signal(config: RunConfig) -> str:
-    """Which signal Slurm sends to the batch script, and how many seconds before the end, as its option ``--signal`` has it."""
-    return f"B:USR1@{math.ceil(config.train.warning_s) + JOB_END_S}"
+def warning_lead_s(config: RunConfig) -> int:
+    """How many seconds before the end Slurm warns the batch script, with SIGUSR1."""
+    return math.ceil(config.train.warning_s) + JOB_END_S
 
 
 def _fill(template: str, config: RunConfig, **values: str | int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import ClusterConfig, RunConfig
-from tepo_megatron.launch.job import Role, batch_lines, mounts, roles, uses_gpus, warning_signal
+from tepo_megatron.launch.job import Role, batch_lines, mounts, roles, uses_gpus, warning_lead_s
 
 if TYPE_CHECKING:
     from nemo_run import SlurmExecutor
@@ -144,7 +144,7 @@ def _executor(config: RunConfig, role: Role) -> SlurmExecutor:
         container_mounts=mounts(config) if role.container else [],
         srun_args=[*placed, *(["--no-container-mount-home"] if role.container else [])],
         # NeMo-Run itself asks for --requeue, and for logs that a job's next start continues (open-mode=append)
-        additional_parameters={"signal": warning_signal(config), **_sbatch_options(cluster)},
+        additional_parameters={"signal": f"B:USR1@{warning_lead_s(config)}", **_sbatch_options(cluster)},
         job_details=JobLogs(job_name=_job_name(config), folder=str(config.output / "logs"), role=role.name),
         tunnel=_tunnel(cluster, job_dir=str(config.output / "launch" / "nemo" / "experiments")),
         packager=nemo_run.Packager(),

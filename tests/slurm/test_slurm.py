@@ -21,6 +21,7 @@ STEPS = 4
 SMALL = [
     *("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "train.minibatches=1", "evaluate.every=0"),
     *("engine.platform=cpu", "rollout.server.interface=lo", "rollout.server.max_num_seqs=16"),
+    *("rollout.server.start_timeout_s=1000", "rollout.server.transfer_timeout_s=1000"),  # for a busy machine
     *("cluster.train_nodes=1", "cluster.rollout_nodes=1", "cluster.gpus_per_node=2"),
     *("cluster.partition=test", "cluster.time_limit=00:30:00", f"cluster.python={sys.executable}"),
 ]
@@ -159,7 +160,8 @@ def test_a_job_that_is_warned_or_preempted_saves_and_resumes_without_a_person(cl
 
 def wait_for_restart(cluster: Any, job: str, out: Path, number: int) -> int:
     """Returns the step of the newest checkpoint when Slurm has put the job back."""
-    wait_for(cluster, job, out, lambda now: int(shown(cluster, job, "Restarts")) == number or now in ENDED)
+    back = ("PENDING", "CONFIGURING", "RUNNING")  # not COMPLETING: it is still saving
+    wait_for(cluster, job, out, lambda now: (now in back and int(shown(cluster, job, "Restarts")) == number) or now in ENDED)
     assert state(cluster, job) not in ENDED, evidence(out)
     return max(int(path.parent.name.removeprefix("step_")) for path in out.glob("checkpoints/step_*/state.json"))
 
