@@ -22,7 +22,7 @@ def train(
 
     [dim]tepo train examples/tiny/run.yaml train.steps=20 output=out/short[/]
 
-    [dim]python -m tepo_megatron.rendezvous --nproc-per-node 2 -m tepo_megatron train examples/tiny/run.yaml[/]
+    [dim]python -m tepo_megatron.torchrun --nproc-per-node 2 -m tepo_megatron train examples/tiny/run.yaml[/]
     """
     given = [*(overrides or ()), *(["train.resume=true"] if resume else [])]
     with user_errors():

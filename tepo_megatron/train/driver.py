@@ -47,6 +47,12 @@ class Driver(Protocol):
 
     def log(self, step: int, row: Mapping[str, float]) -> None: ...
     def state(self) -> dict[str, Any]: ...
+    def drop_step(self, step: int) -> None:
+        """The step after ``step`` completed ones is given up, if it was begun: its problems are drawn again."""
+
+    def message(self, text: str) -> None:
+        """Tells the user."""
+
     def close(self) -> None: ...
 
 
@@ -89,6 +95,12 @@ class NonRootDriver:
 
     def state(self) -> dict[str, Any]:
         return {}
+
+    def drop_step(self, step: int) -> None:
+        return None
+
+    def message(self, text: str) -> None:
+        return None
 
     def close(self) -> None:
         return None

@@ -38,7 +38,7 @@ def check_model(config: RunConfig) -> Path:
     model_dir = resolve_model_path(config.model.path)
     layout = config.engine.parallel
     check_placement(config, this_machine())
-    if config.train.resume:
+    if config.train.resume is True:
         newest(config.output / "checkpoints")
     spec = read_model_spec(model_dir)
     spec.check_parallel(tp=layout.tp, pp=layout.pp)

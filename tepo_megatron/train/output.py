@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
+from tepo_megatron.engine.checkpoint_folder import finished
 from tepo_megatron.train.figures import final_table
 from tepo_megatron.train.metrics import MetricsWriter, read_metrics
 from tepo_megatron.train.plots import plot_curves
@@ -22,7 +24,13 @@ class Output:
         self.folder = config.output
         self.progress = progress
         self._name = config.name
-        if (self.folder / "metrics.jsonl").exists() and not config.train.resume:
+        self.resumes = config.train.resume is True or (
+            config.train.resume == "auto" and bool(finished(self.folder / "checkpoints"))
+        )
+        """Whether the run goes on from a checkpoint."""
+        if config.train.resume == "auto" and not self.resumes:
+            _put_aside(self.folder)
+        if (self.folder / "metrics.jsonl").exists() and not self.resumes:
             raise ValueError(
                 f"output {self.folder} already holds a run; give another folder (output=…), continue it "
                 "(train.resume=true), or remove it"
@@ -75,3 +83,11 @@ class Output:
         """After a failure: the terminal is given back, the files are complete up to the last row."""
         self.progress.close()
         self._metrics.close()
+
+
+def _put_aside(folder: Path) -> None:
+    """Keeps what a run logged that left no checkpoint: ``metrics.jsonl`` becomes ``metrics.before-1.jsonl``, then 2."""
+    number = 1 + len(list(folder.glob("metrics.before-*.jsonl")))
+    for name in ("metrics", "samples"):
+        if (folder / f"{name}.jsonl").exists():
+            (folder / f"{name}.jsonl").rename(folder / f"{name}.before-{number}.jsonl")

@@ -12,6 +12,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.data.prompts import encode_prompt
 from tepo_megatron.data.sampler import ProblemSampler
 from tepo_megatron.evaluate.evaluation import evaluate
+from tepo_megatron.preemption import stop_signals
 from tepo_megatron.reward.pool import RewardPool
 from tepo_megatron.rollout.canary import Canary, tolerance
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
@@ -59,6 +60,8 @@ class RootDriver:
                 # Servers take tens of seconds to start; the model is built meanwhile.
                 self._starting = ThreadPoolExecutor(1, "fleet").submit(self.fleet.start)
         self._drawn: tuple[int, list[Problem]] = (-1, [])
+        self._before_draw = self.sampler.state()
+        self._signals = stop_signals()
         self._canary = Canary(tolerance(config))
         self._canary_figures: dict[str, float] = {}
         self._evaluation: dict[str, float] = {}
@@ -73,7 +76,8 @@ class RootDriver:
     def run_or_revive(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
         result, died = self._run_or_report(work)
         if died:
-            self._fleet().revive()
+            with self._signals.interruptible():
+                self._fleet().revive()
         return result, died
 
     def _run_or_report(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
@@ -81,17 +85,23 @@ class RootDriver:
         try:
             return work(), False
         except ServerDied as error:
-            self.output.message(f"{error}; starting it again")
+            if self._signals.requested is None:
+                self.output.message(f"{error}; starting it again")
             return None, True
+        except RuntimeError:
+            if self._signals.requested is None:
+                raise
+            return None, True  # servers got the signal too
 
     def wait_until_ready(self) -> None:
         if self.fleet is None:
             return
         self.output.progress.phase("servers")  # no phase of the stopwatch: it is no part of a step
-        if self._starting is not None:
-            self._starting.result()
-        else:
-            self.fleet.start()
+        with self._signals.interruptible():
+            if self._starting is not None:
+                self._starting.result()
+            else:
+                self.fleet.start()
 
     # -- rollouts --------------------------------------------------------------------------------------------------------
 
@@ -108,6 +118,7 @@ class RootDriver:
                 return read_rollouts(self.config.rollout.replay, step)
         # A step that a server's death repeats asks again, and must get the same problems.
         if self._drawn[0] != step:
+            self._before_draw = self.sampler.state()
             self._drawn = (step, self.sampler.next(self.config.rollout.prompts_per_step))
         problems = self._drawn[1]
         rollouts = self._sample(problems, step)
@@ -120,7 +131,7 @@ class RootDriver:
         config = self.config.rollout
         template = self.config.data.chat_template
         prompts = [encode_prompt(self.tokenizer, problem, chat_template=template) for problem in problems]
-        with self.phase("rollout"):
+        with self.phase("rollout"), self._signals.interruptible():
             groups = self._fleet().generate(
                 prompts,
                 n=config.samples_per_prompt,
@@ -144,7 +155,7 @@ class RootDriver:
         ]
 
     def _reward(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[Rollout]:
-        with self.phase("reward"):
+        with self.phase("reward"), self._signals.interruptible():
             results = self.pool.score([(problems[rollout.group], rollout.text) for rollout in rollouts])
         failures = [result.error for result in results if result.error]
         if failures:
@@ -161,7 +172,8 @@ class RootDriver:
         if self.fleet is None:
             return False
         if died:
-            self.fleet.revive()
+            with self._signals.interruptible():
+                self.fleet.revive()
             return True
         return self.run_or_revive(self.fleet.wake_up)[1]
 
@@ -182,7 +194,7 @@ class RootDriver:
     def evaluate(self, step: int) -> None:
         if self.config.rollout.replay is not None:
             return
-        with self.phase("eval"):
+        with self.phase("eval"), self._signals.interruptible():
             result = evaluate(
                 self.inputs.heldout,
                 generate=self._fleet().generate,
@@ -220,6 +232,14 @@ class RootDriver:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on in the data where the run that was saved stopped."""
         self.sampler.restore(state["sampler"])
+
+    def drop_step(self, step: int) -> None:
+        if self._drawn[0] == step:
+            self._drawn = (-1, [])
+            self.sampler.restore(self._before_draw)
+
+    def message(self, text: str) -> None:
+        self.output.message(text)
 
     def close(self) -> None:
         """Ends servers and verifiers; safe after any failure, also while the servers are still starting."""
