@@ -16,11 +16,13 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import describe, is_ours, wants_traceback
+from tepo_megatron.watch.watcher import watching
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -47,23 +49,43 @@ def speaks_first() -> bool:
     return not under_torchrun() or (os.environ["RANK"] == "0" and _FAILURE_FILE not in os.environ)
 
 
-def launch(arguments: Sequence[str], world_size: int, module: str = "tepo_megatron") -> int:
+def launch(arguments: Sequence[str], world_size: int, module: str = "tepo_megatron", *, status: Path | None = None) -> int:
     """Runs ``python -m <module>`` with ``arguments`` as ``world_size`` ranks of this machine; returns the exit code.
+
+    Where the ranks' heartbeats are in ``status``, ranks that hang are found there and ended, with a report (``watch/``).
 
     A signal (Ctrl-C, SIGTERM) goes to every rank, and this returns when they have ended. If a rank fails, the others are
     ended, and the first one's sentence is printed last. The ranks meet at 127.0.0.1 and talk over the loopback interface.
     """
+    hangs: list[str] = []
     with tempfile.TemporaryDirectory(prefix="tepo-") as folder:
         failure = Path(folder) / "failure.txt"
         try:
-            with _environment(failure):
-                code, fallback = _run_agent(["-m", module, *arguments], world_size, Path(folder))
+            with _environment(failure), watching(status, hangs.append):
+                code, end = _run_agent(["-m", module, *arguments], world_size, Path(folder))
         except KeyboardInterrupt:
             code = INTERRUPTED
         _show_cursor()
         if code not in (0, INTERRUPTED):
-            print_error(failure.read_text(encoding="utf-8") if failure.exists() else fallback)
+            print_error(_first_cause(hangs, end, failure.read_text(encoding="utf-8") if failure.exists() else ""))
         return code
+
+
+@dataclass(frozen=True)
+class _End:
+    """How the first rank ended: ``sentence``; ``killed``: by a signal, of which it could say nothing itself."""
+
+    sentence: str = ""
+    killed: bool = False
+
+
+def _first_cause(hangs: Sequence[str], end: _End, said: str) -> str:
+    """What is told. A rank that was killed comes before what the others ``said``, since their connections to it broke."""
+    if hangs:
+        return hangs[0]
+    if end.killed and said:
+        return f"{end.sentence}. Then the others failed: {said}"
+    return said or end.sentence
 
 
 def run_rank(config: RunConfig, work: Callable[[RunConfig], None]) -> int:
@@ -124,8 +146,8 @@ def print_error(text: str) -> None:
     sys.stderr.flush()
 
 
-def _run_agent(arguments: Sequence[str], world_size: int, folder: Path) -> tuple[int, str]:
-    """The exit code, and what to say if no rank said anything."""
+def _run_agent(arguments: Sequence[str], world_size: int, folder: Path) -> tuple[int, _End]:
+    """The exit code, and how the first rank ended."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -137,19 +159,24 @@ def _run_agent(arguments: Sequence[str], world_size: int, folder: Path) -> tuple
         parsed = torchrun.parse_args([*options, *arguments])
         torchrun.run(parsed)
     except SignalException:
-        return INTERRUPTED, ""
+        return INTERRUPTED, _End()
     except ChildFailedError as error:
         return _describe_end(error)
-    return 0, ""
+    return 0, _End()
 
 
-def _describe_end(error: ChildFailedError) -> tuple[int, str]:
+def _describe_end(error: ChildFailedError) -> tuple[int, _End]:
     rank, failure = error.get_first_failure()
+    # A rank that a signal ended takes others with it, which may have been seen to end before it.
+    killed = [
+        (r, f) for r, f in error.failures.items() if f.exitcode < 0 and -f.exitcode not in (signal.SIGINT, signal.SIGTERM)
+    ]
+    rank, failure = killed[0] if killed else (rank, failure)
     if failure.exitcode >= 0:
-        return failure.exitcode, f"rank {rank} ended with exit code {failure.exitcode}; what it wrote last is above"
+        return failure.exitcode, _End(f"rank {rank} ended with exit code {failure.exitcode}; what it wrote last is above")
     name = signal.Signals(-failure.exitcode).name
     hint = "; the kernel does this when memory runs out" if name == "SIGKILL" else ""
-    return 128 - failure.exitcode, f"rank {rank} was ended by {name}{hint}"
+    return 128 - failure.exitcode, _End(f"rank {rank} was ended by {name}{hint}", killed=bool(killed))
 
 
 @contextmanager

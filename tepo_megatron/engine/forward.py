@@ -13,8 +13,10 @@ from torch import Tensor
 
 from tepo_megatron.engine.batch import pad_to, partition
 from tepo_megatron.engine.moe import largest_in_group
+from tepo_megatron.engine.not_finite import NOT_FINITE
 from tepo_megatron.engine.parallel import Ranks
 from tepo_megatron.engine.platform import Platform
+from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.types import Batch, TokenScores
 from tepo_megatron.vocab_parallel import logprob_and_entropy
 from tepo_megatron.vocab_parallel.backend import BackendName
@@ -41,6 +43,9 @@ class Forward:
     gathers_tokens: bool = False
     """Whether ranks that share experts gather their tokens, which needs micro-batches of one length (``engine/moe.py``)."""
 
+    moved: Callable[[], None] = lambda: None
+    """Called with every micro-batch, for whoever watches that this rank moves."""
+
     entropy_slope: bool = False
     """Whether scores that are trained on have ``TokenScores.entropy_slope``."""
 
@@ -55,6 +60,7 @@ class Forward:
         """Runs forward, and backward if ``train``, over this rank's micro-batches.
 
         Every rank calls. Returns what ``loss`` kept of each micro-batch on the last pipeline stage, elsewhere an empty list.
+        Where ``loss`` raised NotFiniteError the micro-batch's loss is NaN, and ``NOT_FINITE`` says why.
         """
         members = [batch.select(sequences) for sequences in micro_batches]
         # The stages of a pipeline exchange activations of one length, so there all micro-batches are padded alike.
@@ -82,6 +88,7 @@ class Forward:
         self, numbered: tuple[int, Batch], model: torch.nn.Module, loss: LossFunction, *, train: bool
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
         number, micro = numbered
+        self.moved()
         longest = int(micro.lengths_S.max())
         packed = PackedSeqParams("thd", micro.cu_seqlens, micro.cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
         output = model(micro.tokens_T[None], micro.positions_T[None], None, packed_seq_params=packed)
@@ -89,6 +96,10 @@ class Forward:
         def reduce(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             try:
                 value, kept = loss(self._scores(logits[0], micro, train=train), micro)
+            except NotFiniteError as error:
+                # Other ranks know nothing of it, and wait in the schedule's collectives: this one goes through them all with a
+                # loss of NaN, and the ranks agree afterwards (``engine/not_finite.py``).
+                value, kept = logits.sum() * torch.nan, {NOT_FINITE: f"micro-batch {number}: {error}"}
             except ValueError as error:
                 raise ValueError(f"micro-batch {number}: {error}") from error
             # Megatron expects (loss, number of tokens to divide by, values to keep); nothing is divided there (engine/step.py)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.rollout.canary import due_prompt
 from tepo_megatron.train.driver import Driver
 from tepo_megatron.train.minibatches import minibatches
+from tepo_megatron.train.skipped import SkippedUpdates, describe
 from tepo_megatron.train.summary import summarize
 
 if TYPE_CHECKING:
@@ -30,12 +31,18 @@ class Loop:
     step: int = 0
     updates_sent: int = 0
     """Weight updates that reached every server; one that a server's death repeated counts once."""
+    skipped: SkippedUpdates = field(init=False)
+
+    def __post_init__(self) -> None:
+        allowed = self.config.train.max_skipped
+        self.skipped = SkippedUpdates(allowed, self.driver.keep_skipped, self.engine.broadcast_from_root)
 
     def run(self) -> None:
         """Every rank calls. Afterwards the trainer has its GPUs, and everything on them."""
         driver, engine = self.driver, self.engine
         engine.offload()
         driver.wait_until_ready()
+        engine.broadcast_from_root(True)  # the others wait for the servers here, and in no collective
         self.update_weights()
         # A first row is missing at the start of a run, and where it ended between a checkpoint and its row.
         if not engine.broadcast_from_root(driver.has_logged(self.step)):
@@ -59,6 +66,9 @@ class Loop:
             scored = [engine.score(part) for part in parts]
         with driver.phase("update"):
             updates = [engine.update(part) for part in scored]
+            self.skipped.check(
+                self.step, updates, lambda: describe(updates, batch.num_sequences, seed=self.config.seed, step=self.step)
+            )
         self.step += 1
         self.save_if_due()
         self.update_weights()

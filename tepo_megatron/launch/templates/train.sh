@@ -31,7 +31,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # shellcheck disable=SC2016  # torchrun fills it in
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
 mkdir -p "$out/logs/ranks/$job/node-$node"
-exec "$python" -m torch.distributed.run \
+exec "$python" -m tepo_megatron.watch.agent "$out/status" \
   --nnodes "$nodes" --nproc-per-node @ranks@ --node-rank "$node" \
   --master-addr "$1" --master-port "$((20000 + ${SLURM_JOB_ID:-0} % 20000))" \
   --rdzv-id "$job" --tee 3 --log-dir "$out/logs/ranks/$job/node-$node" \

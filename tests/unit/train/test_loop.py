@@ -33,9 +33,12 @@ class Recorder:
     never the trainer's optimizer beside anything of a server.
     """
 
-    def __init__(self, dies_at: tuple[str, ...] = (), *, shares_gpus: bool = False, row: int | None = None) -> None:
+    def __init__(
+        self, dies_at: tuple[str, ...] = (), *, shares_gpus: bool = False, row: int | None = None, skips: tuple[int, ...] = ()
+    ) -> None:
         self.calls: list[str] = []
         self.row = row
+        self.skips, self.updates = skips, 0
         self.dies_at = list(dies_at)
         self.noted = 0
         self.shares_gpus = shares_gpus
@@ -113,6 +116,9 @@ class Recorder:
 
     def update(self, batch: Batch) -> UpdateResult:
         self.calls.append(f"update {batch.num_sequences}")
+        self.updates += 1
+        if self.updates in self.skips:
+            return UpdateResult(float("nan"), float("nan"), 0.1, {}, {}, skipped=f"update {self.updates}")
         return UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, sums={"entropy/mean": (3.0, 4.0)}, extrema={"ratio/max": 1.5})
 
     def save(self, folder: Any, *, step: int, state: dict[str, Any]) -> None:
@@ -148,6 +154,9 @@ class Recorder:
         died = self._dies(f"update weights {version.step}")
         self.servers = "gone" if died else "weights"
         return died
+
+    def keep_skipped(self, step: int, skipped: list[dict[str, Any]]) -> None:
+        self.calls.append(f"keep {step} {[each['cause'] for each in skipped]}")
 
     def check_canary(self, step: int, prompt: tuple[int, ...], logprobs: list[float]) -> Any:
         assert len(logprobs) == len(prompt) - 1
@@ -186,6 +195,7 @@ def run(
     noise_every: int = 50,
     resumed: int = 0,
     row: int | None = None,
+    skips: tuple[int, ...] = (),
 ) -> list[str]:
     config = RunConfig(
         engine=EngineConfig(noise_every=noise_every),
@@ -194,7 +204,7 @@ def run(
         train=TrainConfig(steps=steps, minibatches=2, save_every=save_every),
         evaluate=EvaluateConfig(every=every),
     )
-    recorder = Recorder(dies_at, shares_gpus=shares_gpus, row=row)
+    recorder = Recorder(dies_at, shares_gpus=shares_gpus, row=row, skips=skips)
     Loop(config, recorder, recorder, recorder, step=resumed).run()  # type: ignore[arg-type]
     assert recorder.trainer == "everything"  # what is exported afterwards is there
     return recorder.calls
@@ -266,6 +276,17 @@ def test_a_server_that_died_gets_the_weights_before_the_work_is_repeated(
     text = " | ".join(calls)
     assert " | ".join(expected) in text
     assert calls.count("log 1") == 1
+
+
+def test_a_step_with_skipped_updates_is_kept_and_the_run_goes_on() -> None:
+    calls = run(2, skips=(2, 3))
+    assert [call for call in calls if call.startswith(("keep", "log"))] == [
+        "log 0",
+        "keep 0 ['update 2']",
+        "log 1",
+        "keep 1 ['update 3']",
+        "log 2",
+    ]
 
 
 def test_minibatches_divide_the_batch_and_depend_on_seed_and_step_alone() -> None:
