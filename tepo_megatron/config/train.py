@@ -19,11 +19,11 @@ class TrainConfig(Section):
     bad batch costs up to ``minibatches`` of them. Batches that were skipped are kept in ``<output>/skipped``. 0: the first one
     stops the run."""
 
-    hang_timeout_s: Annotated[float, Field(ge=10, allow_inf_nan=False)] = 1800.0
+    hang_timeout_s: Annotated[float, Field(ge=60, allow_inf_nan=False)] = 1800.0
     """Seconds without any movement of a trainer rank after which the job counts as hanging: a report is written to
     ``<output>/logs/hang-….txt`` and the job ended. A new phase, a micro-batch or an answered prompt is a movement; while a rank
-    waits for servers or verifiers, their own time-outs are added. It must be longer than a micro-batch and than the writing of
-    a checkpoint takes. A rank that a signal has stopped counts as hanging after 30 seconds."""
+    waits for servers or verifiers, their own time-outs are added. It must be longer than a micro-batch, the writing of a
+    checkpoint, or the start of a rank takes. A rank that a signal has stopped counts as hanging after 30 seconds."""
 
     save_every: NonNegativeInt = 0
     """Steps between checkpoints; one is always written at the end. 0: only that."""

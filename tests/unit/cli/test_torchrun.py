@@ -59,7 +59,7 @@ def work(config):
         (folder / f"beats{rank}").touch()
         while not (folder / "never").exists():
             time.sleep(0.05)
-            if not runs(1):
+            if not runs(1) or not runs(0):
                 raise RuntimeError("connection closed by peer")
     if what == "broken" and rank == "0":
         while not (folder / "started1").exists() or runs(1):
@@ -173,18 +173,19 @@ def test_a_rank_that_was_killed_is_told_before_what_the_others_say_of_it(start) 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_a_rank_that_a_signal_stopped_ends_the_job_with_one_sentence(start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_a_signal_stopped_ends_the_job_with_one_sentence(start, tmp_path: Path, victim: int) -> None:
     parent = start("hang")
     wait_for(tmp_path / "beats0", tmp_path / "beats1")
-    os.kill(int((tmp_path / "started1").read_text()), signal.SIGSTOP)
+    os.kill(int((tmp_path / f"started{victim}").read_text()), signal.SIGSTOP)
     _, err = parent.communicate(timeout=TIMEOUT_S)
     assert parent.returncode == 128 + signal.SIGKILL
     (report,) = (tmp_path / "logs").glob("hang-*.txt")
     last = err.splitlines()[-1]
-    assert last.startswith("error: rank 1 (process ")
+    assert last.startswith(f"error: rank {victim} (process ")
     assert "is stopped (state T: SIGSTOP, SIGTSTP) for " in last
     assert f"The stacks of this machine's processes are in {report}. The job is ended; go on from its newest" in last
-    assert "== rank 0: phase score" in report.read_text()
+    assert f"== rank {1 - victim}: phase score" in report.read_text()
 
 
 @pytest.mark.slow
