@@ -2,9 +2,31 @@
 
 from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from tepo_megatron.config.base import Section
+
+
+class RollbackConfig(Section):
+    """When a step's row shows that the run went astray, and how often it may go back."""
+
+    metric: str
+    """The column of the step's row that is looked at, such as ``loss``, ``grad_norm``, ``mismatch/kl`` or ``ratio/max``."""
+
+    above: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """The run goes back where the metric is above this."""
+
+    factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """The run goes back where the metric is above this many times its median over the last 20 steps, from the sixth step on."""
+
+    max_times: PositiveInt = 3
+    """How often the run may go back; then it stops."""
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> "RollbackConfig":
+        if (self.above is None) == (self.factor is None):
+            raise ValueError("give one of above (a bound) and factor (times the running median), not both and not none")
+        return self
 
 
 class TrainConfig(Section):
@@ -31,5 +53,15 @@ class TrainConfig(Section):
     keep_checkpoints: PositiveInt = 2
     """How many of the newest checkpoints are kept; an older one is deleted when a new one is complete."""
 
+    rollback: RollbackConfig | None = None
+    """Go back to the newest checkpoint, without the step's batch, where a metric explodes. Needs ``save_every``. Off by
+    default: a bound that is too tight throws work away."""
+
     resume: bool = False
     """Continue from the newest checkpoint in the output folder; it is an error if there is none."""
+
+    @model_validator(mode="after")
+    def _there_is_something_to_go_back_to(self) -> "TrainConfig":
+        if self.rollback is not None and not self.save_every:
+            raise ValueError("rollback goes back to a checkpoint, but save_every = 0 writes none on the way; set save_every")
+        return self

@@ -46,6 +46,12 @@ class Driver(Protocol):
     def keep_skipped(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> Path | None:
         """Saves the rollouts that :meth:`collect` gave last, some of whose mini-batches were ``skipped``; returns the file."""
 
+    def go_back(self, step: int, sentence: str) -> None:
+        """Forgets the rows beyond ``step``, from which the run goes on with other problems than those that it drew since."""
+
+    def message(self, text: str) -> None:
+        """One line for the user."""
+
     def evaluate(self, step: int) -> None: ...
     def has_logged(self, step: int) -> bool:
         """Whether the run has a row of metrics of that step."""
@@ -88,6 +94,12 @@ class NonRootDriver:
         return None
 
     def keep_skipped(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> None:
+        return None
+
+    def go_back(self, step: int, sentence: str) -> None:
+        return None
+
+    def message(self, text: str) -> None:
         return None
 
     def evaluate(self, step: int) -> None:

@@ -79,6 +79,7 @@ class RootDriver:
         self._evaluation: dict[str, float] = {}
         self._versions: dict[str, float] = {}
         self._failed_rewards = 0
+        self._returns = 0
         self._said_noise = False
         self.lost = LostTime()
 
@@ -187,6 +188,16 @@ class RootDriver:
         )
         return path
 
+    def go_back(self, step: int, sentence: str) -> None:
+        self.message(sentence)
+        # The sampler goes on where it is, so that no problem of the steps that are undone comes again in this pass.
+        self._drawn = (-1, [])
+        self.lost.add("lost/rollback", self.output.resume_from(step) + self.watch.elapsed())
+        self._returns += 1
+
+    def message(self, text: str) -> None:
+        self.output.message(text)
+
     # -- weights ---------------------------------------------------------------------------------------------------------
 
     def update_weights(self, version: WeightsVersion, publisher: WeightPublisher) -> bool:
@@ -248,6 +259,8 @@ class RootDriver:
         if "response_tokens" in row:
             figures["tokens/s"] = row["response_tokens"] / split["time/step"]
             figures["reward/failed"] = float(self._failed_rewards)
+            figures["rollback/count"] = float(self._returns)
+            self._returns = 0
         self._versions, self._evaluation, self._canary_figures, self._failed_rewards = {}, {}, {}, 0
         self.lost.add("lost/skipped", split["time/step"] * row.get("update/skipped", 0.0) / self.config.train.minibatches)
         self.output.write_row(step, {**figures, **split, **self.lost.split()})

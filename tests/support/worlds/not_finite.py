@@ -52,6 +52,15 @@ def main() -> None:
         result = engine.update(batch)
         assert not result.skipped
     report |= {"digest": digest(engine), "lr": result.lr, "updates": engine.updates, "norm": result.grad_norm}
+    # A return to a checkpoint, in place: what was trained since is gone, and comes again in the same bits.
+    saved = engine.save(Path(case["out"], "checkpoints"), step=1, state={})
+    engine.update(batch)
+    trained = digest(engine)
+    engine.update(batch)
+    engine.load(saved)
+    assert (digest(engine), engine.updates) == (report["digest"], report["updates"])
+    engine.update(batch)
+    assert digest(engine) == trained
     Path(case["out"], f"rank{rank}.json").write_text(json.dumps(report))
     engine.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from tepo_megatron.config import EngineConfig, EvaluateConfig, ObjectiveConfig, RolloutConfig, RunConfig, TrainConfig
 from tepo_megatron.config.rollout import CanaryConfig
+from tepo_megatron.config.train import RollbackConfig
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.engine.step import UpdateResult
 from tepo_megatron.train.loop import Loop
@@ -34,11 +36,19 @@ class Recorder:
     """
 
     def __init__(
-        self, dies_at: tuple[str, ...] = (), *, shares_gpus: bool = False, row: int | None = None, skips: tuple[int, ...] = ()
+        self,
+        dies_at: tuple[str, ...] = (),
+        *,
+        shares_gpus: bool = False,
+        row: int | None = None,
+        skips: tuple[int, ...] = (),
+        spikes: tuple[int, ...] = (),
+        output: Path | None = None,
     ) -> None:
         self.calls: list[str] = []
         self.row = row
         self.skips, self.updates = skips, 0
+        self.spikes, self.output = spikes, output
         self.dies_at = list(dies_at)
         self.noted = 0
         self.shares_gpus = shares_gpus
@@ -119,12 +129,17 @@ class Recorder:
         self.updates += 1
         if self.updates in self.skips:
             return UpdateResult(float("nan"), float("nan"), 0.1, {}, {}, skipped=f"update {self.updates}")
-        return UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, sums={"entropy/mean": (3.0, 4.0)}, extrema={"ratio/max": 1.5})
+        loss = 50.0 if self.updates in self.spikes else 1.0
+        return UpdateResult(loss=loss, grad_norm=2.0, lr=0.1, sums={"entropy/mean": (3.0, 4.0)}, extrema={"ratio/max": 1.5})
 
     def save(self, folder: Any, *, step: int, state: dict[str, Any]) -> None:
         assert state == {"drawn": step}
         self._check_gpus(trainer="everything", servers="asleep")
         self.calls.append(f"save {step}")
+        if self.output is not None:
+            saved = folder / f"step_{step:06d}"
+            saved.mkdir(parents=True, exist_ok=True)
+            (saved / "state.json").write_text("{}")
 
     # driver
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -154,6 +169,18 @@ class Recorder:
         died = self._dies(f"update weights {version.step}")
         self.servers = "gone" if died else "weights"
         return died
+
+    def load(self, folder: Path) -> dict[str, int]:
+        self._check_gpus(trainer="everything", servers="asleep")
+        self.calls.append(f"load {folder.name}")
+        return {"step": int(folder.name.removeprefix("step_"))}
+
+    def go_back(self, step: int, sentence: str) -> None:
+        self.row = step
+        self.calls.append(f"back {step}: {sentence.partition(';')[0]}")
+
+    def message(self, text: str) -> None:
+        self.calls.append(text)
 
     def keep_skipped(self, step: int, skipped: list[dict[str, Any]]) -> None:
         self.calls.append(f"keep {step} {[each['cause'] for each in skipped]}")
@@ -196,15 +223,18 @@ def run(
     resumed: int = 0,
     row: int | None = None,
     skips: tuple[int, ...] = (),
+    spikes: tuple[int, ...] = (),
+    output: Path | None = None,
 ) -> list[str]:
     config = RunConfig(
+        output=output or Path("nowhere"),
         engine=EngineConfig(noise_every=noise_every),
         objective=ObjectiveConfig(preset="grpo"),
         rollout=RolloutConfig(prompts_per_step=3, samples_per_prompt=2, canary=CanaryConfig(every=canary)),
-        train=TrainConfig(steps=steps, minibatches=2, save_every=save_every),
+        train=TrainConfig(steps=steps, minibatches=2, save_every=save_every, rollback=ROLLBACK if output else None),
         evaluate=EvaluateConfig(every=every),
     )
-    recorder = Recorder(dies_at, shares_gpus=shares_gpus, row=row, skips=skips)
+    recorder = Recorder(dies_at, shares_gpus=shares_gpus, row=row, skips=skips, spikes=spikes, output=output)
     Loop(config, recorder, recorder, recorder, step=resumed).run()  # type: ignore[arg-type]
     assert recorder.trainer == "everything"  # what is exported afterwards is there
     return recorder.calls
@@ -287,6 +317,37 @@ def test_a_step_with_skipped_updates_is_kept_and_the_run_goes_on() -> None:
         "keep 1 ['update 3']",
         "log 2",
     ]
+
+
+ROLLBACK = RollbackConfig(metric="loss", above=20.0, max_times=1)
+
+
+@pytest.mark.parametrize("shares_gpus", [False, True])
+def test_a_spike_undoes_the_step_and_trainer_and_servers_go_back(tmp_path: Path, shares_gpus: bool) -> None:
+    calls = run(3, spikes=(6,), every=0, save_every=2, output=tmp_path, shares_gpus=shares_gpus)
+    at = calls.index("load step_000002")
+    assert calls[at - 5 : at] == ["collect 2", *STEP]
+    assert calls[at + 1 :] == [
+        "back 2: step 3: loss is 25.5, above train.rollback.above = 20",
+        "update weights 2",
+        "canary 2",
+        "collect 2",
+        *STEP,
+        "save 3",
+        "update weights 3",
+        "canary 3",
+        "log 3",
+    ]
+
+
+def test_a_spike_before_the_first_checkpoint_is_said_and_too_many_stop_the_run(tmp_path: Path) -> None:
+    calls = run(2, spikes=(1,), every=0, save_every=2, output=tmp_path / "one")
+    assert "step 1: loss is 25.5, above train.rollback.above = 20, but there is no checkpoint yet to go back to" in str(calls)
+    assert [call for call in calls if call.startswith("log")] == ["log 0", "log 1", "log 2"]
+    with pytest.raises(
+        RuntimeError, match=r"loss is 25.5, above .*, after 1 returns to a checkpoint \(train.rollback.max_times"
+    ):
+        run(3, spikes=(4, 6), every=0, save_every=1, output=tmp_path / "two")
 
 
 def test_minibatches_divide_the_batch_and_depend_on_seed_and_step_alone() -> None:
