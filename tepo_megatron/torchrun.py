@@ -19,6 +19,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -36,6 +37,7 @@ from tepo_megatron.preemption import (
     stop_signals,
 )
 from tepo_megatron.rendezvous import refuse_dynamic_rendezvous, refuse_pickles, run_agent
+from tepo_megatron.watch.watcher import watching
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -64,24 +66,48 @@ def speaks_first() -> bool:
     return not under_torchrun() or (os.environ["RANK"] == "0" and _FAILURE_FILE not in os.environ)
 
 
-def launch(arguments: Sequence[str], world_size: int, module: str = "tepo_megatron") -> int:
+def launch(arguments: Sequence[str], world_size: int, module: str = "tepo_megatron", *, status: Path | None = None) -> int:
     """Runs ``python -m <module>`` with ``arguments`` as ``world_size`` ranks of this machine; returns the exit code.
+
+    Where the ranks' heartbeats are in ``status``, ranks that hang are found there and ended, with a report (``watch/``).
 
     A signal (Ctrl-C, SIGTERM, SIGUSR1) goes to every rank, and this returns when they have ended. If a rank fails, the others
     are ended, and the first one's sentence is printed last. The ranks meet in a private file and talk over the loopback
     interface.
     """
+    hangs: list[str] = []
     with tempfile.TemporaryDirectory(prefix="tepo-") as folder:
         failure = Path(folder) / "failure.txt"
         try:
-            with _environment(failure), forward_signals(Path(folder), world_size) as asked:
-                code, fallback = _run_agent(["-m", module, *arguments], world_size, Path(folder), asked)
+            with (
+                _environment(failure),
+                watching(status, hangs.append),
+                forward_signals(Path(folder), world_size) as asked,
+            ):
+                code, end = _run_agent(["-m", module, *arguments], world_size, Path(folder), asked)
         except StopRequested as stop:
             code = stop.exit_code
         _show_cursor()
         if code not in (0, INTERRUPTED, PREEMPTED):
-            print_error(failure.read_text(encoding="utf-8") if failure.exists() else fallback)
+            print_error(_first_cause(hangs, end, failure.read_text(encoding="utf-8") if failure.exists() else ""))
         return code
+
+
+@dataclass(frozen=True)
+class _End:
+    """How the first rank ended: ``sentence``; ``killed``: by a signal, of which it could say nothing itself."""
+
+    sentence: str = ""
+    killed: bool = False
+
+
+def _first_cause(hangs: Sequence[str], end: _End, said: str) -> str:
+    """What is told. A rank that was killed comes before what the others ``said``, since their connections to it broke."""
+    if hangs:
+        return hangs[0]
+    if end.killed and said:
+        return f"{end.sentence}. Then the others failed: {said}"
+    return said or end.sentence
 
 
 def run_rank(config: RunConfig, work: Callable[[RunConfig], None]) -> int:
@@ -148,15 +174,19 @@ def print_error(text: str) -> None:
 def run_node(arguments: Sequence[str]) -> int:
     """The ``torchrun`` command with these arguments, for the ranks of one node of several; returns the exit code.
 
-    A signal goes to every rank of the node, and this returns when they have ended, with 75 or 130 on the node of rank 0. Other
-    failures are raised as ``torchrun`` does, with its table of ranks.
+    ``--status FOLDER`` may come first: where the ranks' heartbeats are, so that ranks that hang are found. A signal goes to
+    every rank of the node, and this returns when they have ended, with 75 or 130 on the node of rank 0. Other failures are
+    raised as ``torchrun`` does, with its table of ranks.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    status = None
+    if list(arguments[:1]) == ["--status"]:
+        status, arguments = Path(arguments[1]), arguments[2:]
     os.environ.update(AGENT_ENVIRONMENT)
     parsed = torchrun.parse_args(list(arguments))
-    with tempfile.TemporaryDirectory(prefix="tepo-") as folder:
+    with tempfile.TemporaryDirectory(prefix="tepo-") as folder, watching(status, print_error):
         try:
             with forward_signals(Path(folder), int(parsed.nproc_per_node)) as asked:
                 # The agent would log a rank that did as it was asked as a failure.
@@ -180,8 +210,8 @@ def _stop_code(error: ChildFailedError, asked: int | None) -> int | None:
     return exit_code(asked) if asked is not None and code == -asked else None
 
 
-def _run_agent(arguments: Sequence[str], world_size: int, folder: Path, asked: Callable[[], int | None]) -> tuple[int, str]:
-    """The exit code, and what to say if no rank said anything."""
+def _run_agent(arguments: Sequence[str], world_size: int, folder: Path, asked: Callable[[], int | None]) -> tuple[int, _End]:
+    """The exit code, and how the first rank ended."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     options = ["--nnodes=1", f"--nproc-per-node={world_size}", f"--rdzv-id={uuid.uuid4()}", f"--log-dir={folder / 'ranks'}"]
@@ -189,17 +219,22 @@ def _run_agent(arguments: Sequence[str], world_size: int, folder: Path, asked: C
         run_agent([*options, "--local-addr=127.0.0.1", *arguments])
     except ChildFailedError as error:
         code = _stop_code(error, asked())
-        return _describe_end(error) if code is None else (code, "")
-    return 0, ""
+        return _describe_end(error) if code is None else (code, _End())
+    return 0, _End()
 
 
-def _describe_end(error: ChildFailedError) -> tuple[int, str]:
+def _describe_end(error: ChildFailedError) -> tuple[int, _End]:
     rank, failure = error.get_first_failure()
+    # A rank that a signal ended takes others with it, which may have been seen to end before it.
+    killed = [
+        (r, f) for r, f in error.failures.items() if f.exitcode < 0 and -f.exitcode not in (signal.SIGINT, signal.SIGTERM)
+    ]
+    rank, failure = killed[0] if killed else (rank, failure)
     if failure.exitcode >= 0:
-        return failure.exitcode, f"rank {rank} ended with exit code {failure.exitcode}; what it wrote last is above"
+        return failure.exitcode, _End(f"rank {rank} ended with exit code {failure.exitcode}; what it wrote last is above")
     name = signal.Signals(-failure.exitcode).name
     hint = "; the kernel does this when memory runs out" if name == "SIGKILL" else ""
-    return 128 - failure.exitcode, f"rank {rank} was ended by {name}{hint}"
+    return 128 - failure.exitcode, _End(f"rank {rank} was ended by {name}{hint}", killed=bool(killed))
 
 
 @contextmanager

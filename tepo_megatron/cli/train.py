@@ -28,7 +28,8 @@ def train(
     with user_errors():
         config = load_config(run, given)
     if not under_torchrun():
-        raise typer.Exit(launch(["train", str(run), *given], config.engine.parallel.world_size))
+        status = config.output / "status"  # as train/watched.py has it
+        raise typer.Exit(launch(["train", str(run), *given], config.engine.parallel.world_size, status=status))
 
     def work(config: Any) -> None:
         from tepo_megatron.train.training import train_model

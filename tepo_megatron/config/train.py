@@ -2,11 +2,33 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from tepo_megatron.config.base import Section
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class RollbackConfig(Section):
+    """When a step's row shows that the run went astray, and how often it may go back."""
+
+    metric: str
+    """The column of the step's row that is looked at, such as ``loss``, ``grad_norm``, ``mismatch/kl`` or ``ratio/max``."""
+
+    above: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """The run goes back where the metric is above this."""
+
+    factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """The run goes back where the metric is above this many times its median over the last 20 steps, from the sixth step on."""
+
+    max_times: PositiveInt = 3
+    """How often the run may go back; then it stops."""
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> "RollbackConfig":
+        if (self.above is None) == (self.factor is None):
+            raise ValueError("give one of above (a bound) and factor (times the running median), not both and not none")
+        return self
 
 
 class TrainConfig(Section):
@@ -15,6 +37,17 @@ class TrainConfig(Section):
 
     minibatches: PositiveInt = 4
     """K, optimizer steps per batch of rollouts; each takes an equal part of the batch's responses once."""
+
+    max_skipped: NonNegativeInt = 8
+    """How many optimizer steps in a row may be skipped because a loss or a gradient was not finite; one more stops the run. One
+    bad batch costs up to ``minibatches`` of them. Batches that were skipped are kept in ``<output>/skipped``. 0: the first one
+    stops the run."""
+
+    hang_timeout_s: Annotated[float, Field(ge=60, allow_inf_nan=False)] = 1800.0
+    """Seconds without any movement of a trainer rank after which the job counts as hanging: a report is written to
+    ``<output>/logs/hang-….txt`` and the job ended. A new phase, a micro-batch or an answered prompt is a movement; while a rank
+    waits for servers or verifiers, their own time-outs are added. It must be longer than a micro-batch, the writing of a
+    checkpoint, or the start of a rank takes. A rank that a signal has stopped counts as hanging after 30 seconds."""
 
     save_every: NonNegativeInt = 0
     """Steps between checkpoints; one is always written at the end, and when a signal ends the run. 0: no others by count."""
@@ -38,3 +71,13 @@ class TrainConfig(Section):
     warning_s: Seconds = 300.0
     """The same for SIGUSR1, by which Slurm warns. ``tepo launch`` has it sent so long before the time limit, and half a minute
     more for the job's own end."""
+
+    rollback: RollbackConfig | None = None
+    """Go back to the newest checkpoint, without the step's batch, where a metric explodes. Needs ``save_every``. Off by
+    default: a bound that is too tight throws work away."""
+
+    @model_validator(mode="after")
+    def _there_is_something_to_go_back_to(self) -> "TrainConfig":
+        if self.rollback is not None and not self.save_every:
+            raise ValueError("rollback goes back to a checkpoint, but save_every = 0 writes none on the way; set save_every")
+        return self

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.engine.checkpoint_folder import finished
 from tepo_megatron.preemption import StopRequested
 from tepo_megatron.rollout.canary import due_prompt
 from tepo_megatron.train.driver import Driver
 from tepo_megatron.train.leaving import Leaving
 from tepo_megatron.train.minibatches import minibatches
 from tepo_megatron.train.placement import takes_turns
+from tepo_megatron.train.rollback import Rollback
+from tepo_megatron.train.skipped import SkippedUpdates, describe
 from tepo_megatron.train.summary import summarize
 
 if TYPE_CHECKING:
@@ -34,12 +38,17 @@ class Loop:
     step: int = 0
     updates_sent: int = 0
     """Weight updates that reached every server; one that a server's death repeated counts once."""
+    skipped: SkippedUpdates = field(init=False)
+    rollback: Rollback = field(init=False)
 
     leaving: Leaving = field(init=False)
 
     def __post_init__(self) -> None:
         self.leaving = Leaving(saved_step=self.step)
         self.leaving.signals.at_risk = lambda: self.leaving.at_risk(self.step)
+        allowed = self.config.train.max_skipped
+        self.skipped = SkippedUpdates(allowed, self.driver.keep_skipped, self.engine.broadcast_from_root)
+        self.rollback = Rollback(self.config.train.rollback)
 
     def run(self) -> None:
         """Every rank calls. Afterwards the trainer has its GPUs, and everything on them.
@@ -80,8 +89,14 @@ class Loop:
         self.from_root(lambda: None, unless=self.leaving.update_fits)  # a step whose updates are too long is dropped
         with driver.phase("update"), self.leaving.timed("update"):
             updates = [engine.update(part) for part in scored]
+            self.skipped.check(
+                self.step, updates, lambda: describe(updates, batch.num_sequences, seed=self.config.seed, step=self.step)
+            )
+        row = summarize(batch, updates)
+        reason = self.rollback.reason(row)
+        if reason and self.go_back(reason):
+            return
         self.step += 1
-        row = {**summarize(batch, updates), **noise}
         try:
             self.save_if_due()
             self.from_root(lambda: None)
@@ -89,9 +104,27 @@ class Loop:
             self.evaluate()
         except StopRequested:
             if not self.evaluation_is_due():  # else the resumed run evaluates, and writes the row
-                driver.log(self.step, {**row, **engine.memory()})
+                driver.log(self.step, {**row, **noise, **engine.memory()})
             raise
-        driver.log(self.step, {**row, **engine.memory()})
+        driver.log(self.step, {**row, **noise, **engine.memory()})
+
+    def go_back(self, reason: str) -> bool:
+        """Trainer and servers get the weights of the newest checkpoint again, and the run goes on from its step with other
+        prompts; not where there is no checkpoint yet. Raises RuntimeError where that was done too often.
+        """
+        newest = "".join(map(str, finished(self.config.output / "checkpoints")[-1:]))
+        newest = self.engine.broadcast_from_root(newest)  # on a shared disk the ranks need not see the same at once
+        if not newest:
+            self.driver.message(
+                f"step {self.step + 1}: {reason}, but there is no checkpoint yet to go back to; the run goes on"
+            )
+            return False
+        self.rollback.count(reason)
+        undone = self.step + 1
+        self.step = self.leaving.saved_step = self.engine.load(Path(newest))["step"]
+        self.driver.go_back(self.step, f"step {undone}: {reason}; back to {newest}, with other prompts")
+        self.update_weights()
+        return True
 
     def update_weights(self) -> None:
         """The servers' weights become the trainer's, and a canary shows that they do; every later rollout carries their

@@ -18,6 +18,7 @@ from tepo_megatron.train.output import Output
 from tepo_megatron.train.placement import takes_turns
 from tepo_megatron.train.progress import make_progress
 from tepo_megatron.train.root_driver import RootDriver
+from tepo_megatron.train.watched import make_heartbeat, told_at_the_end
 from tepo_megatron.train.weights import WeightPublisher
 
 
@@ -35,21 +36,24 @@ def train_model(config: RunConfig) -> None:
     # Unwound in reverse: the engine leaves its groups first, then servers and verifiers end, and the files are closed last.
     with contextlib.ExitStack() as stack:
         output: Output | None = None
-        driver: Driver = NonRootDriver()
+        heartbeat = make_heartbeat(config)
+        stack.enter_context(told_at_the_end(heartbeat))
+        driver: Driver = NonRootDriver(heartbeat)
         if is_root:
             inputs = read_inputs(config, model_dir)
             output = Output(config, make_progress(config.log))
             stack.callback(output.close)
             signals.say = output.message
+            heartbeat.start()
             for source, count in inputs.left_out.items():
                 output.message(f"{source}: {count} problems left out, longer than data.max_prompt_tokens")
-            driver = RootDriver(config, inputs, output)
+            driver = RootDriver(config, inputs, output, heartbeat)
             stack.callback(driver.close)
         _silence_upstream()
         # Megatron-Core takes seconds to import; the servers are coming up meanwhile.
         from tepo_megatron.engine.engine import Engine
 
-        engine = Engine(config, model_dir, shares_gpus=takes_turns(config))
+        engine = Engine(config, model_dir, shares_gpus=takes_turns(config), heartbeat=heartbeat)
         stack.callback(engine.close)
         stack.push(report_before_leaving)
         fleet = driver.fleet if isinstance(driver, RootDriver) else None
@@ -70,7 +74,7 @@ def _resume(loop: Loop, driver: Driver, output: Output | None) -> None:
     loop.step = loop.leaving.saved_step = state["step"]
     if isinstance(driver, RootDriver) and output is not None:
         driver.restore(state)
-        output.resume_from(loop.step)
+        driver.lost.add("lost/resume", output.resume_from(loop.step))
         output.message(f"resumed from {found} at step {loop.step}")
 
 

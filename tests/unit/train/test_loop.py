@@ -7,6 +7,7 @@ import json
 import math
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import EngineConfig, EvaluateConfig, ObjectiveConfig, RolloutConfig, RunConfig, TrainConfig
 from tepo_megatron.config.rollout import CanaryConfig, ServerConfig
+from tepo_megatron.config.train import RollbackConfig
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.engine.step import UpdateResult
 from tepo_megatron.preemption import StopRequested, StopSignals
@@ -56,13 +58,23 @@ class Recorder:
     """
 
     def __init__(
-        self, dies_at: tuple[str, ...] = (), *, shares_gpus: bool = False, row: int | None = None, stops_at: int = -1
+        self,
+        dies_at: tuple[str, ...] = (),
+        *,
+        shares_gpus: bool = False,
+        row: int | None = None,
+        stops_at: int = -1,
+        skips: tuple[int, ...] = (),
+        spikes: tuple[int, ...] = (),
+        output: Path | None = None,
     ) -> None:
         self.calls: list[str] = Calls(self)
         self.stops_at = stops_at
         self.signals = StopSignals(grace_s=1000.0)
         self.waits = False
         self.row = row
+        self.skips, self.updates = skips, 0
+        self.spikes, self.output = spikes, output
         self.dies_at = list(dies_at)
         self.noted = 0
         self.shares_gpus = shares_gpus
@@ -140,12 +152,20 @@ class Recorder:
 
     def update(self, batch: Batch) -> UpdateResult:
         self.calls.append(f"update {batch.num_sequences}")
-        return UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, sums={"entropy/mean": (3.0, 4.0)}, extrema={"ratio/max": 1.5})
+        self.updates += 1
+        if self.updates in self.skips:
+            return UpdateResult(float("nan"), float("nan"), 0.1, {}, {}, skipped=f"update {self.updates}")
+        loss = 50.0 if self.updates in self.spikes else 1.0
+        return UpdateResult(loss=loss, grad_norm=2.0, lr=0.1, sums={"entropy/mean": (3.0, 4.0)}, extrema={"ratio/max": 1.5})
 
     def save(self, folder: Any, *, step: int, state: dict[str, Any]) -> None:
         assert state == {"drawn": step}
         self._check_gpus(trainer="everything", servers="absent" if "close" in self.calls else "asleep")
         self.calls.append(f"save {step}")
+        if self.output is not None:
+            saved = folder / f"step_{step:06d}"
+            saved.mkdir(parents=True, exist_ok=True)
+            (saved / "state.json").write_text("{}")
 
     # driver
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -175,6 +195,18 @@ class Recorder:
         died = self._dies(f"update weights {version.step}")
         self.servers = "gone" if died else "weights"
         return died
+
+    def load(self, folder: Path) -> dict[str, int]:
+        self._check_gpus(trainer="everything", servers="asleep")
+        self.calls.append(f"load {folder.name}")
+        return {"step": int(folder.name.removeprefix("step_"))}
+
+    def go_back(self, step: int, sentence: str) -> None:
+        self.row = step
+        self.calls.append(f"back {step}: {sentence.partition(';')[0]}")
+
+    def keep_skipped(self, step: int, skipped: list[dict[str, Any]]) -> None:
+        self.calls.append(f"keep {step} {[each['cause'] for each in skipped]}")
 
     def check_canary(self, step: int, prompt: tuple[int, ...], logprobs: list[float]) -> Any:
         assert len(logprobs) == len(prompt) - 1
@@ -224,8 +256,13 @@ def run(
     noise_every: int = 50,
     resumed: int = 0,
     row: int | None = None,
+    skips: tuple[int, ...] = (),
+    spikes: tuple[int, ...] = (),
+    output: Path | None = None,
 ) -> list[str]:
-    loop, recorder = make(steps, dies_at, every, canary, save_every, shares_gpus, noise_every, resumed, row)
+    loop, recorder = make(
+        steps, dies_at, every, canary, save_every, shares_gpus, noise_every, resumed, row, -1, skips, spikes, output
+    )
     loop.run()
     assert recorder.trainer == "everything"  # what is exported afterwards is there
     return recorder.calls
@@ -242,8 +279,12 @@ def make(
     resumed: int = 0,
     row: int | None = None,
     stops_at: int = -1,
+    skips: tuple[int, ...] = (),
+    spikes: tuple[int, ...] = (),
+    output: Path | None = None,
 ) -> tuple[Loop, Recorder]:
     config = RunConfig(
+        output=output or Path("nowhere"),
         engine=EngineConfig(noise_every=noise_every),
         objective=ObjectiveConfig(preset="grpo"),
         rollout=RolloutConfig(
@@ -252,10 +293,10 @@ def make(
             canary=CanaryConfig(every=canary),
             server=ServerConfig(placement="colocated" if shares_gpus else "local"),
         ),
-        train=TrainConfig(steps=steps, minibatches=2, save_every=save_every),
+        train=TrainConfig(steps=steps, minibatches=2, save_every=save_every, rollback=ROLLBACK if output else None),
         evaluate=EvaluateConfig(every=every),
     )
-    recorder = Recorder(dies_at, shares_gpus=shares_gpus, row=row, stops_at=stops_at)
+    recorder = Recorder(dies_at, shares_gpus=shares_gpus, row=row, stops_at=stops_at, skips=skips, spikes=spikes, output=output)
     loop = Loop(config, recorder, recorder, recorder, step=resumed)  # type: ignore[arg-type]
     loop.leaving.signals = recorder.signals
     return loop, recorder
@@ -403,6 +444,48 @@ def test_a_checkpoint_is_due_when_the_last_one_is_old(monkeypatch: pytest.Monkey
         if seen[-1]:
             leaving.saved(step)
     assert seen == [False, False, True] * 2 + [False, False]
+
+
+def test_a_step_with_skipped_updates_is_kept_and_the_run_goes_on() -> None:
+    calls = run(2, skips=(2, 3))
+    assert [call for call in calls if call.startswith(("keep", "log"))] == [
+        "log 0",
+        "keep 0 ['update 2']",
+        "log 1",
+        "keep 1 ['update 3']",
+        "log 2",
+    ]
+
+
+ROLLBACK = RollbackConfig(metric="loss", above=20.0, max_times=1)
+
+
+@pytest.mark.parametrize("shares_gpus", [False, True])
+def test_a_spike_undoes_the_step_and_trainer_and_servers_go_back(tmp_path: Path, shares_gpus: bool) -> None:
+    calls = run(3, spikes=(6,), every=0, save_every=2, output=tmp_path, shares_gpus=shares_gpus)
+    at = calls.index("load step_000002")
+    assert calls[at - 5 : at] == ["collect 2", *STEP]
+    assert calls[at + 1 :] == [
+        "back 2: step 3: loss is 25.5, above train.rollback.above = 20",
+        "update weights 2",
+        "canary 2",
+        "collect 2",
+        *STEP,
+        "save 3",
+        "update weights 3",
+        "canary 3",
+        "log 3",
+    ]
+
+
+def test_a_spike_before_the_first_checkpoint_is_said_and_too_many_stop_the_run(tmp_path: Path) -> None:
+    calls = run(2, spikes=(1,), every=0, save_every=2, output=tmp_path / "one")
+    assert "step 1: loss is 25.5, above train.rollback.above = 20, but there is no checkpoint yet to go back to" in str(calls)
+    assert [call for call in calls if call.startswith("log")] == ["log 0", "log 1", "log 2"]
+    with pytest.raises(
+        RuntimeError, match=r"loss is 25.5, above .*, after 1 returns to a checkpoint \(train.rollback.max_times"
+    ):
+        run(3, spikes=(4, 6), every=0, save_every=1, output=tmp_path / "two")
 
 
 def test_minibatches_divide_the_batch_and_depend_on_seed_and_step_alone() -> None:
