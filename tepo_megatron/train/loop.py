@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.engine.checkpoint_folder import finished
@@ -222,7 +222,8 @@ class Loop:
         with contextlib.suppress(StopRequested):  # rank 0 says so to all
             answer = work()
         requested = self.leaving.signals.requested
-        stop, answer = self.engine.broadcast_from_root([None if requested is None or unless() else int(requested), answer])
-        if stop is not None:
-            raise StopRequested(stop)
-        return answer
+        stop = None if requested is None or unless() else int(requested)
+        agreed: list[Any] = self.engine.broadcast_from_root([stop, answer])
+        if agreed[0] is not None:
+            raise StopRequested(agreed[0])
+        return agreed[1]

@@ -38,6 +38,13 @@ try:
     if what == "before":
         tell("ready")
         time.sleep(1000)
+    if what == "twice before":
+        try:
+            tell("ready")
+            time.sleep(1000)
+        finally:
+            sys.stdin.readline()
+            tell("cleaned up")
     signals.defer()
     if what == "safe point":
         tell("ready")
@@ -130,9 +137,10 @@ def test_the_first_signal_is_told_at_once(start: type[Rank], number: signal.Sign
     assert rank.says() == ASKED[number][0]
 
 
-def test_another_sigterm_cuts_nothing_short(start: type[Rank]) -> None:
+@pytest.mark.parametrize("what", ["twice", "twice before"])
+def test_another_sigterm_cuts_nothing_short(start: type[Rank], what: str) -> None:
     """Slurm sends it to all processes, and the parent of the ranks sends it on."""
-    rank = start("twice")
+    rank = start(what)
     rank.send(signal.SIGTERM)
     assert rank.says() == ASKED[signal.SIGTERM][0]
     rank.send(signal.SIGTERM, signal.SIGUSR1)

@@ -215,11 +215,10 @@ def test_a_job_that_has_saved_goes_back_so_many_times(tmp_path: Path, code: int,
 
 def test_the_warning_reaches_the_trainer_alone(tmp_path: Path) -> None:
     """And a job that has started nothing yet just goes back."""
-    trainer = "(trap 'exit 75' USR1; while :; do sleep 0.01; done) & pids[0]=$!; (sleep 1000) & pids[1]=$!"
-    script = (
-        f"{trainer}; sleep 0.2; kill -USR1 $$; wait ${{pids[0]}}; code=$?; kill ${{pids[1]}} && echo servers live; exit $code"
-    )
-    code, said = batch(tmp_path, job(), script.replace("sleep 0.2", "sleep 1"))
+    ready = tmp_path / "ready"
+    trainer = f"(trap 'exit 75' USR1; touch {ready}; while :; do sleep 0.01; done) & pids[0]=$!; sleep 1000 & pids[1]=$!"
+    warned = f"until test -e {ready}; do sleep 0.01; done; kill -USR1 $$; wait ${{pids[0]}}; code=$?"
+    code, said = batch(tmp_path, job(), f"{trainer}; {warned}; kill ${{pids[1]}} && echo servers live; exit $code")
     assert (code, said.splitlines()[0]) == (75, "servers live")
     assert batch(tmp_path, job(), "kill -USR1 $$; sleep 10")[0] == 75
 
