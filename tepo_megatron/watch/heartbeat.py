@@ -20,8 +20,8 @@ from tepo_megatron.watch.processes import process_state
 INTERVAL_S = 2.0
 """Seconds from one beat to the next. A change of phase is written within a fraction of that."""
 
-STACK_SIGNAL = signal.SIGUSR1
-"""Has a rank write the stacks of its threads into :func:`stacks_path`."""
+STACK_SIGNAL = signal.SIGUSR2
+"""Has a rank write the stacks of its threads into :func:`stacks_path`. (By SIGUSR1 Slurm warns of the end.)"""
 
 
 @dataclass

@@ -99,8 +99,8 @@ def start(tmp_path: Path):
     environment |= {"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}
     parents = []
 
-    def start_parent(what: str, *overrides: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", PARENT, what, str(tmp_path), *(overrides or ("engine.parallel.dp=2",))]
+    def start_parent(what: str, *overrides: str, program: str = PARENT) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", program, what, str(tmp_path), *(overrides or ("engine.parallel.dp=2",))]
         parents.append(subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True))
         return parents[-1]
 
@@ -186,6 +186,31 @@ def test_a_rank_that_a_signal_stopped_ends_the_job_with_one_sentence(start, tmp_
     assert "is stopped (state T: SIGSTOP, SIGTSTP) for " in last
     assert f"The stacks of this machine's processes are in {report}. The job is ended; go on from its newest" in last
     assert f"== rank {1 - victim}: phase score" in report.read_text()
+
+
+AGENT = """
+import sys
+from tepo_megatron.watch import agent, verdict
+
+verdict.STOPPED_S = 3.0
+folder = sys.argv[2]
+options = ["--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "0"]
+agent.main([f"{folder}/status", *options, "-m", "made_up_rank", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_the_agent_of_a_node_watches_its_ranks_too(start, tmp_path: Path) -> None:
+    agent = start("hang", program=AGENT)
+    wait_for(tmp_path / "beats0", tmp_path / "beats1")
+    os.kill(int((tmp_path / "started1").read_text()), signal.SIGSTOP)
+    _, err = agent.communicate(timeout=TIMEOUT_S)
+    assert agent.returncode == 1
+    (said,) = [line for line in err.splitlines() if line.startswith("error: rank 1 (process ")]
+    assert "is stopped (state T: SIGSTOP, SIGTSTP) for " in said
+    (report,) = (tmp_path / "logs").glob("hang-*.txt")
+    assert str(report) in said
 
 
 @pytest.mark.slow
