@@ -78,7 +78,7 @@ class NonRootDriver:
         return None, False
 
     def wait_until_ready(self) -> None:
-        return None
+        self._heartbeat.phase("servers")
 
     def collect(self, step: int) -> None:
         return None

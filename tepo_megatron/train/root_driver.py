@@ -123,6 +123,11 @@ class RootDriver:
                 self._starting.result()
             else:
                 self.fleet.start()
+        self._tell_who_works()
+
+    def _tell_who_works(self) -> None:
+        servers = [] if self.fleet is None else self.fleet.addresses
+        self.heartbeat.tell(servers=servers, reward_workers=self.config.reward.workers)
 
     # -- rollouts --------------------------------------------------------------------------------------------------------
 
@@ -273,8 +278,7 @@ class RootDriver:
         self.lost.add("lost/skipped", split["time/step"] * row.get("update/skipped", 0.0) / self.config.train.minibatches)
         self.output.write_row(step, {**figures, **split, **self.lost.split()})
         self.heartbeat.step(step)
-        servers = [] if self.fleet is None else self.fleet.addresses
-        self.heartbeat.tell(servers=servers, reward_workers=self.config.reward.workers)
+        self._tell_who_works()
         if not self._said_noise:
             for sentence in below_the_noise(self.config.objective, figures):
                 self.output.message(sentence)

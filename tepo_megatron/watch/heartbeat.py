@@ -21,7 +21,7 @@ INTERVAL_S = 2.0
 """Seconds from one beat to the next. A change of phase is written within a fraction of that."""
 
 STACK_SIGNAL = signal.SIGUSR2
-"""Has a rank write the stacks of its threads into :func:`stacks_path`."""
+"""Has a rank write the stacks of its threads into :func:`stacks_path`. (By SIGUSR1 Slurm warns of the end.)"""
 
 _BLOCK = 512
 """Records are filled up to a multiple of this, so that a longer one before leaves nothing behind a shorter one."""
@@ -180,17 +180,24 @@ class Heartbeat:
         record = self._record
         record.beats += 1
         record.time = time.time()
-        data = json.dumps(asdict(record)).encode()
-        data += b" " * (-(len(data) + 1) % _BLOCK) + b"\n"
+        data = json.dumps(asdict(record)).encode() + b"\n"
         with contextlib.suppress(OSError):  # a full disk: the run needs no heartbeat, and the watch sees that it is silent
             os.pwrite(file.fileno(), data, 0)
             os.truncate(file.fileno(), len(data))
 
 
 def read_records(folder: Path) -> list[Record]:
-    """What the ranks said last, by rank. A record that is being written at this moment is left out."""
-    found = []
-    for path in sorted(folder.glob("rank-*.json")):
-        with contextlib.suppress(OSError, ValueError, TypeError):  # gone, half written, of another version
-            found.append(Record(**json.loads(path.read_text(encoding="utf-8"))))
-    return found
+    """What the ranks said last, by rank. Files that hold no record are left out: damaged, or of another version."""
+    found = (_read(path) for path in sorted(folder.glob("rank-*.json")))
+    return [record for record in found if record is not None]
+
+
+def _read(path: Path) -> Record | None:
+    for _ in range(3):
+        try:
+            return Record(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, TypeError):  # gone, of another version
+            return None
+        except ValueError:  # being written at this moment
+            time.sleep(0.02)
+    return None

@@ -193,6 +193,31 @@ def test_a_rank_that_a_signal_stopped_ends_the_job_with_one_sentence(start, tmp_
     assert f"== rank {1 - victim}: phase score" in report.read_text()
 
 
+AGENT = """
+import sys
+from tepo_megatron import torchrun
+from tepo_megatron.watch import verdict
+
+verdict.STOPPED_S = 3.0
+options = ["--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "0"]
+sys.exit(torchrun.run_node(["--status", f"{sys.argv[2]}/status", *options, "-m", "made_up_rank", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_the_agent_of_a_node_watches_its_ranks_too(start, tmp_path: Path) -> None:
+    agent = start("hang", parent=AGENT)
+    wait_for(tmp_path / "beats0", tmp_path / "beats1")
+    os.kill(int((tmp_path / "started1").read_text()), signal.SIGSTOP)
+    _, err = agent.communicate(timeout=TIMEOUT_S)
+    assert agent.returncode == 1
+    (said,) = [line for line in err.splitlines() if line.startswith("error: rank 1 (process ")]
+    assert "is stopped (state T: SIGSTOP, SIGTSTP) for " in said
+    (report,) = (tmp_path / "logs").glob("hang-*.txt")
+    assert str(report) in said
+
+
 @pytest.mark.slow
 def test_another_world_than_the_run_needs_is_told_with_both_numbers(start) -> None:
     _, err = (parent := start("ok", "engine.parallel.tp=4")).communicate(timeout=TIMEOUT_S)

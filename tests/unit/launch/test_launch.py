@@ -73,6 +73,7 @@ def option(arguments: list[str], name: str) -> str:
 def test_torchrun_gets_the_nodes_place_and_the_first_nodes_address(tmp_path: Path) -> None:
     config = job(f"output={tmp_path}", "cluster.train_nodes=2", "engine.parallel.dp=2")
     got = run_train_script(tmp_path, config, SLURM_JOB_ID="20123", SLURM_NODEID="1")
+    assert got[:4] == ["-m", "tepo_megatron.torchrun", "--status", f"{tmp_path}/status"]  # where the ranks' heartbeats are
     assert (option(got, "--nnodes"), option(got, "--nproc-per-node"), option(got, "--node-rank")) == ("2", "2", "1")
     assert (option(got, "--master-addr"), option(got, "--master-port")) == ("10.0.0.7", "20123")
     assert got[got.index("train") + 1] == f"{tmp_path}/launch/run.yaml"

@@ -16,7 +16,8 @@ from tepo_megatron.train.rollback import LEAST, WINDOW, Rollback
 
 @given(st.lists(st.floats(0.1, 100.0), max_size=60), st.floats(1.5, 20.0))
 def test_a_factor_is_of_the_median_of_the_steps_that_stayed(values: list[float], factor: float) -> None:
-    guard, stayed = Rollback(RollbackConfig(metric="loss", factor=factor)), []
+    guard = Rollback(RollbackConfig(metric="loss", factor=factor))
+    stayed: list[float] = []
     for value in values:
         recent = stayed[-WINDOW:]
         expected = len(recent) >= LEAST and value > factor * median(recent)

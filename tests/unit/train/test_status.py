@@ -91,6 +91,10 @@ def test_on_another_machine_a_rank_is_there_as_long_as_it_says_something(tmp_pat
             {"pid": 2**22, "phase": "sync"},
             "made up: ended at step 2 of 10 without a last word (killed?), in phase sync, 5.0 s ago; go on with --resume",
         ),
+        (
+            {"started": 1, "phase": "sync"},  # the number is another process' by now
+            "made up: ended at step 2 of 10 without a last word (killed?), in phase sync, 5.0 s ago; go on with --resume",
+        ),
     ],
 )
 def test_one_that_has_ended(tmp_path: Path, said: dict[str, object], expected: str) -> None:

@@ -122,10 +122,18 @@ def test_a_rank_says_what_it_does_and_how_it_ended(tmp_path: Path) -> None:
     assert (record.phase, record.done, record.total, record.allowance_s, record.hang_timeout_s) == ("rollout", 3, 8, 3.0, 7.0)
     assert (record.passive, record.facts, record.ended) == (False, {"servers": ["http://a"]}, "failed: a sentence")
     assert (record.pid, record.started) == (os.getpid(), process_state(os.getpid()).started)
-    # What a longer record has left behind would spoil a shorter one.
-    again = Heartbeat(tmp_path, 0, 1)
-    again.start()
-    again.close("finished")
+
+
+def test_a_shorter_word_after_a_longer_one_is_whole(tmp_path: Path) -> None:
+    beats = Heartbeat(tmp_path, 0, 1)
+    beats.start()
+    beats.phase("rollout", waits_for="the servers " * 100)
+    end = time.monotonic() + TIMEOUT_S
+    while "the servers" not in record_path(tmp_path, 0).read_text():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    beats.phase("update")
+    beats.close("finished")
     assert json.loads(record_path(tmp_path, 0).read_text())["ended"] == "finished"
 
 
