@@ -1,8 +1,9 @@
 """``train``: how long a run trains, and what it keeps."""
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from tepo_megatron.config.base import Section
 
@@ -31,6 +32,15 @@ class RollbackConfig(Section):
         return self
 
 
+class KeepBestConfig(Section):
+    metric: str = Field(min_length=1)
+    """A key of ``metrics.jsonl``, such as ``accuracy/greedy``. Only checkpoints of steps whose row has it are compared, so let
+    ``save_every`` be a multiple of ``evaluate.every``."""
+
+    mode: Literal["max", "min"] = "max"
+    """Whether the best value is the largest or the smallest; of equal ones the newest counts."""
+
+
 class TrainConfig(Section):
     steps: PositiveInt = 100
     """Steps of the run. A step samples one batch of rollouts and trains on it."""
@@ -57,11 +67,18 @@ class TrainConfig(Section):
     word may cost. 0: never."""
 
     keep_checkpoints: PositiveInt = 2
-    """How many of the newest checkpoints are kept; an older one is deleted when a new one is complete."""
+    """How many of the newest checkpoints are kept; an older one is deleted when a newer one has its row of metrics."""
+
+    keep_every: NonNegativeInt = 0
+    """Checkpoints of steps that are multiples of this are kept for good. 0: none."""
+
+    keep_best: KeepBestConfig | None = None
+    """Also keep the checkpoint that is best by a metric of its step. Default: none."""
 
     resume: bool | Literal["auto"] = False
-    """Continue from the newest checkpoint in the output folder; it is an error if there is none. auto: begin anew if there is
-    none, for jobs that are started again without a person; metrics of a run that left none are kept under another name."""
+    """Continue from the newest whole checkpoint in the output folder; it is an error if there is none. One that is damaged is
+    passed over. auto: begin anew if there is none, for jobs that are started again without a person; metrics of a run that left
+    none are kept under another name."""
 
     grace_s: Seconds = 60.0
     """Seconds from SIGTERM to the end of every process. Within them a checkpoint is written, after the step's updates if the
@@ -76,8 +93,31 @@ class TrainConfig(Section):
     """Go back to the newest checkpoint, without the step's batch, where a metric explodes. Needs ``save_every``. Off by
     default: a bound that is too tight throws work away."""
 
+    resume_from: str | None = None
+    """Continue from this checkpoint instead: its name in the output folder (``step_000040``), or a path. Checkpoints of later
+    steps in the output folder are set aside, as they are not this run's past. Needs ``resume``. Default: the newest."""
+
+    allow_change: tuple[str, ...] = ()
+    """Fields, or sections, that may differ from the run that wrote the checkpoint, such as ``[seed, objective.kl]``. A
+    difference that makes it another run is refused otherwise; what runs the same run elsewhere or longer needs no entry."""
+
     @model_validator(mode="after")
     def _there_is_something_to_go_back_to(self) -> "TrainConfig":
         if self.rollback is not None and not self.save_every:
             raise ValueError("rollback goes back to a checkpoint, but save_every = 0 writes none on the way; set save_every")
+        return self
+
+    @field_validator("resume_from")
+    @classmethod
+    def _names_a_checkpoint(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"(.*/)?step_\d{6,}/?", name):
+            raise ValueError(
+                f"{name!r} is no checkpoint; give its name in the output folder, such as step_000040, or a path that ends so"
+            )
+        return name
+
+    @model_validator(mode="after")
+    def _a_checkpoint_is_for_resuming(self) -> "TrainConfig":
+        if self.resume_from is not None and not self.resume:
+            raise ValueError(f"resume_from = {self.resume_from} has no effect without resume; set train.resume = true")
         return self

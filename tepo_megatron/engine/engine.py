@@ -28,6 +28,7 @@ from tepo_megatron.engine.batch import broadcast, pack
 from tepo_megatron.engine.collectives import broadcast_json
 from tepo_megatron.engine.forward import Forward
 from tepo_megatron.engine.fp8_weights import PlainWeights, load_weights
+from tepo_megatron.engine.identity import describe_run
 from tepo_megatron.engine.layers import choose_layers
 from tepo_megatron.engine.model import build_model, transformer_config
 from tepo_megatron.engine.moe import check_parallel, gathers_tokens, one_length
@@ -113,6 +114,8 @@ class Engine:
         with self.platform.megatron():
             self._build()
         self.reference = self._build_reference() if self.objective.needs_reference else None
+        self.reference_digest = None if self.reference is None else self._digest(dict(self.reference.named_parameters()))
+        self.identity = describe_run(config, model_dir) if self.ranks.rank == 0 else {}
         self.updates = 0
         """Optimizer steps that were made, by which learning rate and Adam count; skipped ones are not among them."""
         self.updates_skipped = 0
@@ -255,10 +258,13 @@ class Engine:
 
     def weights_version(self, step: int) -> WeightsVersion:
         """The step, and the digest of the weights as they stand: the same on every rank. Every rank calls."""
-        own = fingerprint(shards_to_write(self.sources, self.ranks.rank), PlainWeights(self.params))
+        return WeightsVersion(step, self._digest(self.params))
+
+    def _digest(self, params: dict[str, torch.nn.Parameter]) -> str:
+        own = fingerprint(shards_to_write(self.sources, self.ranks.rank), PlainWeights(params))
         total = torch.tensor(own - 2**64 * (own >= 2**63), device=self.platform.device)
         dist.all_reduce(total)  # int64 wraps around: modulo 2^64
-        return WeightsVersion(step, f"{int(total) % 2**64:016x}")
+        return f"{int(total) % 2**64:016x}"
 
     @property
     def manifest(self) -> list[TensorMeta]:
@@ -317,24 +323,48 @@ class Engine:
             state={
                 "updates": self.updates,
                 "updates_skipped": self.updates_skipped,
+                "entropy_noise": self.entropy_noise,
                 "model": str(self.model_dir.resolve()),
                 "weights_digest": self.weights_version(step).digest,
+                "reference_digest": self.reference_digest,
+                "identity": self.identity,
                 **state,
             },
             optimizer=self.optimizer,
             params=self.params,
             shards=shards_to_write(self.sources, self.ranks.rank),
-            keep=self.config.train.keep_checkpoints,
+            group=self.host_group,
         )
 
-    def load(self, folder: Path) -> dict[str, Any]:
-        """Restores weights, optimizer and schedule; returns what was given to ``save`` as ``state``, and ``step``."""
+    def check_checkpoint(self, folder: Path) -> dict[str, Any]:
+        """Reads every byte of a checkpoint, each rank a part; returns what was given to ``save`` as ``state``, and ``step``.
+
+        Every rank calls; all return, or all raise the same DamagedCheckpoint. Nothing is restored.
+        """
+        return checkpoint.check(folder, self.host_group)
+
+    def load(self, folder: Path, checked: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Restores weights, optimizer and schedule; returns what ``check_checkpoint`` does, which is called here unless its
+        answer is passed as ``checked``. Every rank calls.
+
+        Raises DamagedCheckpoint before anything is restored, and RuntimeError if the weights are not those that were saved.
+        """
         self.heartbeat.phase("load")
-        state = checkpoint.load(folder, optimizer=self.optimizer, params=self.params, layout=self.layouts[self.ranks.rank])
+        state = self.check_checkpoint(folder) if checked is None else checked
         self.updates = state["updates"]
         self.updates_skipped = state.get("updates_skipped", 0)  # checkpoints from before there were any
+        self.entropy_noise = state.get("entropy_noise", 0.0)
+        checkpoint.load(
+            folder,
+            optimizer=self.optimizer,
+            params=self.params,
+            layout=self.layouts[self.ranks.rank],
+            updates=self.updates,
+        )
         self.schedule.num_steps = 0
         self.schedule.step(increment=self.updates)
+        if not self.config.engine.fp8.params:  # these are rounded with scales that depend on how tensors are cut
+            checkpoint.check_restored(folder, state, self.weights_version(state["step"]).digest)
         return state
 
     def broadcast_from_root(self, value: T) -> T:

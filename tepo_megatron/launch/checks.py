@@ -47,12 +47,21 @@ def check_cluster(config: RunConfig, tunnel: Tunnel) -> None:
                 f"the container image {image} does not exist on {_where(config)}; docs/cluster.md says how to make it"
             )
     _check_transformer_engine(config, tunnel)
-    if config.train.resume is True and not _has(tunnel, f"{output}/checkpoints/step_*[0-9]/state.json", pattern=True):
-        raise ValueError(
-            f"train.resume = true, but {output} has no finished checkpoint on {_where(config)}; launch without --resume"
-        )
+    _check_checkpoint(config, tunnel)
     if not config.train.resume and _has(tunnel, f"{output}/metrics.jsonl"):
         raise ValueError(f"output {output} already holds a run; give another folder (output=…), or continue it (--resume)")
+
+
+def _check_checkpoint(config: RunConfig, tunnel: Tunnel) -> None:
+    parent, chosen = f"{config.output}/checkpoints", config.train.resume_from
+    if chosen is not None:
+        folder = chosen if "/" in chosen else f"{parent}/{chosen}"
+        if not _has(tunnel, f"{folder}/state.json"):
+            raise ValueError(f"train.resume_from = {chosen}: {folder} is no checkpoint on {_where(config)}; give another")
+    elif config.train.resume is True and not _has(tunnel, f"{parent}/step_*[0-9]/state.json", pattern=True):
+        raise ValueError(
+            f"train.resume = true, but {config.output} has no finished checkpoint on {_where(config)}; launch without --resume"
+        )
 
 
 def _check_transformer_engine(config: RunConfig, tunnel: Tunnel) -> None:

@@ -60,10 +60,14 @@ def on_nodes(config: RunConfig) -> RunConfig:
     rollout: dict[str, Any] = {"server": server}
     if config.rollout.replay is not None:
         rollout["replay"] = Path(_absolute("rollout.replay", str(config.rollout.replay), config))
+    train = config.train
+    if train.resume_from is not None and "/" in train.resume_from:
+        train = train.model_copy(update={"resume_from": _absolute("train.resume_from", train.resume_from, config)})
     data = {name: _absolute(f"data.{name}", getattr(config.data, name), config) for name in ("train", "heldout")}
     return config.model_copy(
         update={
             "output": output,
+            "train": train,
             "model": config.model.model_copy(update=model),
             "data": config.data.model_copy(update=data),
             "rollout": config.rollout.model_copy(update=rollout),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.engine.checkpoint_folder import finished
+from tepo_megatron.engine.checkpoint_folder import checkpoints
 from tepo_megatron.preemption import StopRequested
 from tepo_megatron.rollout.canary import due_prompt
 from tepo_megatron.train.driver import Driver
@@ -112,7 +112,7 @@ class Loop:
         """Trainer and servers get the weights of the newest checkpoint again, and the run goes on from its step with other
         prompts; not where there is no checkpoint yet. Raises RuntimeError where that was done too often.
         """
-        newest = "".join(map(str, finished(self.config.output / "checkpoints")[-1:]))
+        newest = "".join(map(str, checkpoints(self.config.output / "checkpoints")[-1:]))
         newest = self.engine.broadcast_from_root(newest)  # on a shared disk the ranks need not see the same at once
         if not newest:
             self.driver.message(

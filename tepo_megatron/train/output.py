@@ -9,12 +9,12 @@ from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
-from tepo_megatron.engine.checkpoint_folder import finished
 from tepo_megatron.train.figures import final_table
 from tepo_megatron.train.lost_time import fault_lines
 from tepo_megatron.train.metrics import MetricsWriter, read_metrics
 from tepo_megatron.train.plots import plot_curves
 from tepo_megatron.train.progress import Progress
+from tepo_megatron.train.resume import resumes
 
 
 class Output:
@@ -26,9 +26,7 @@ class Output:
         self.progress = progress
         self._name = config.name
         self._finished = False
-        self.resumes = config.train.resume is True or (
-            config.train.resume == "auto" and bool(finished(self.folder / "checkpoints"))
-        )
+        self.resumes = resumes(config)
         """Whether the run goes on from a checkpoint."""
         if config.train.resume == "auto" and not self.resumes:
             _put_aside(self.folder)
@@ -38,7 +36,8 @@ class Output:
                 "(train.resume=true), or remove it"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "resolved.yaml").write_text(dump_resolved(config))
+        if not self.resumes:  # a resumed run writes it when the checkpoint has been accepted
+            (self.folder / "resolved.yaml").write_text(dump_resolved(config))
         self._metrics = MetricsWriter(self.folder, config.log.tensorboard)
         progress.start(config)
 

@@ -26,6 +26,8 @@ from tepo_megatron.train.minibatches import derive_seed
 from tepo_megatron.train.noise_floor import below_the_noise
 from tepo_megatron.train.output import Output
 from tepo_megatron.train.placement import first_server_gpu, this_machine
+from tepo_megatron.train.resume import restore_data
+from tepo_megatron.train.retention import Retention
 from tepo_megatron.train.skipped import write_skipped
 from tepo_megatron.types import Problem, Rollout, WeightsVersion
 from tepo_megatron.watch.heartbeat import Heartbeat
@@ -57,6 +59,7 @@ class RootDriver:
         self.heartbeat = heartbeat
         self.watch = Stopwatch()
         self.sampler = ProblemSampler(inputs.train, config.seed)
+        self._retention = Retention(config, output.message)
         self.pool = RewardPool(config.reward)
         self.fleet: Fleet | None = None
         self._starting: Future[None] | None = None
@@ -279,6 +282,7 @@ class RootDriver:
         self.output.write_row(step, {**figures, **split, **self.lost.split()})
         self.heartbeat.step(step)
         self._tell_who_works()
+        self._retention.after_row(step)
         if not self._said_noise:
             for sentence in below_the_noise(self.config.objective, figures):
                 self.output.message(sentence)
@@ -289,7 +293,9 @@ class RootDriver:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on in the data where the run that was saved stopped."""
-        self.sampler.restore(state["sampler"])
+        begun_anew = restore_data(self.sampler, state, self.config.train.allow_change)
+        if begun_anew is not None:
+            self.output.message(begun_anew)
 
     def drop_step(self, step: int) -> None:
         if self._drawn[0] == step:

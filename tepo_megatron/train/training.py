@@ -8,7 +8,6 @@ import signal
 import warnings
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.engine.checkpoint_folder import newest
 from tepo_megatron.preemption import STOP_SIGNALS, stop_signals
 from tepo_megatron.torchrun import report_before_leaving
 from tepo_megatron.train.driver import Driver, NonRootDriver
@@ -17,6 +16,7 @@ from tepo_megatron.train.loop import Loop
 from tepo_megatron.train.output import Output
 from tepo_megatron.train.placement import takes_turns
 from tepo_megatron.train.progress import make_progress
+from tepo_megatron.train.resume import accept, messages, resume
 from tepo_megatron.train.root_driver import RootDriver
 from tepo_megatron.train.watched import make_heartbeat, told_at_the_end
 from tepo_megatron.train.weights import WeightPublisher
@@ -69,13 +69,14 @@ def train_model(config: RunConfig) -> None:
 
 
 def _resume(loop: Loop, driver: Driver, output: Output | None) -> None:
-    found = newest(loop.config.output / "checkpoints")
-    state = loop.engine.load(found)
-    loop.step = loop.leaving.saved_step = state["step"]
+    found = resume(loop.config, loop.engine)
+    loop.step = loop.leaving.saved_step = found.step
+    loop.updates_sent = found.step  # one a step, so that canaries are due when they would have been
     if isinstance(driver, RootDriver) and output is not None:
-        driver.restore(state)
+        driver.restore(found.state)
         driver.lost.add("lost/resume", output.resume_from(loop.step))
-        output.message(f"resumed from {found} at step {loop.step}")
+        for sentence in [*messages(loop.config, found), *accept(loop.config, found)]:
+            output.message(sentence)
 
 
 def _silence_upstream() -> None:

@@ -13,10 +13,11 @@ node=${SLURM_NODEID:-0}
 if [[ $node == 0 ]]; then
   "$python" -m tepo_megatron.launch.record "$out/launch/$job.json" @needed@
 fi
-# A job that Slurm has started again goes on from the newest checkpoint, or begins anew where there is none.
+# A job that Slurm has started again goes on from the newest checkpoint (also where it was first resumed from another one), or
+# begins anew where there is none.
 again=()
 if [[ ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
-  again=(train.resume=auto)
+  again=(train.resume=auto train.resume_from=null)
 fi
 if [[ -z $interface && $1 == 127.* && $nodes != 1 ]]; then
   echo "error: the first node's name stands for its loopback address $1; set rollout.server.interface" >&2

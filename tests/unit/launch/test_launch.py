@@ -152,6 +152,8 @@ def test_paths_that_nodes_could_not_use_are_refused(overrides: list[str], messag
         (["data.train=/nowhere.jsonl"], "data.train = /nowhere.jsonl does not exist"),
         (["cluster.container=/images/none.sqsh"], "the container image /images/none.sqsh does not exist"),
         (["train.resume=true"], "has no finished checkpoint"),
+        (["train.resume=true", "train.resume_from=step_000004"], "/checkpoints/step_000004 is no checkpoint on this machine"),
+        (["train.resume=true", "train.resume_from=a/step_000004"], "/a/step_000004 is no checkpoint on this machine"),
         (["output={used}"], "already holds a run"),
     ],
 )
