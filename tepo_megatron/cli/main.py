@@ -15,6 +15,7 @@ from tepo_megatron.cli.evaluate import evaluate
 from tepo_megatron.cli.plan import plan
 from tepo_megatron.cli.plot import plot
 from tepo_megatron.cli.serve import serve
+from tepo_megatron.cli.status import status
 from tepo_megatron.cli.train import train
 
 app = typer.Typer(
@@ -62,6 +63,7 @@ def _lazy(name: str, target: str, text: str, default: str | None = None) -> None
 app.command("train")(train)
 app.command("serve")(serve)
 app.command("eval")(evaluate)
+app.command("status")(status)
 app.command("plan")(plan)
 app.command("plot")(plot)
 app.command("import")(import_command)

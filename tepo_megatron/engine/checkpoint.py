@@ -37,7 +37,7 @@ from tepo_megatron.bridge.storage.manifest import (
 from tepo_megatron.bridge.storage.stored import SHARDS, box_key, open_boxes
 from tepo_megatron.engine import optimizer_state
 from tepo_megatron.engine.checkpoint_folder import checkpoint_folder, checkpoints, read_state, set_aside
-from tepo_megatron.engine.collectives import broadcast_json, gather_json
+from tepo_megatron.engine.collectives import all_gather_json, broadcast_json
 
 _CPU = torch.device("cpu")
 
@@ -89,12 +89,12 @@ class _Attempt:
             work()
         except OSError as failed:
             error = f"{failed.filename or self.out}: {describe_os_error(failed)}"
-        self._end_if_any(gather_json(error, device=_CPU, group=self.group))
+        self._end_if_any(all_gather_json(error, device=_CPU, group=self.group))
 
     def all_wrote(self, own: WrittenBoxes) -> dict[str, FileRecord]:
         """Every rank calls with what it wrote; returns the files of all."""
         given = {name: [record.bytes, record.sha256] for name, record in own.files.items()}
-        found = gather_json([given, own.bytes, own.error], device=_CPU, group=self.group)
+        found = all_gather_json([given, own.bytes, own.error], device=_CPU, group=self.group)
         self.needed = sum(needed for _, needed, _ in found)
         self._end_if_any([error for _, _, error in found])
         return {name: FileRecord(*record) for files, _, _ in found for name, record in files.items()}
@@ -104,7 +104,7 @@ class _Attempt:
         if not failed:
             return
         partial = self.out.with_name(self.out.name + ".partial")
-        free = gather_json(_free_bytes(self.out.parent), device=_CPU, group=self.group)[0]
+        free = all_gather_json(_free_bytes(self.out.parent), device=_CPU, group=self.group)[0]
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)  # its room is needed; what cannot be removed is no checkpoint either
         older = [path.name for path in checkpoints(self.out.parent) if path != self.out]
@@ -171,7 +171,7 @@ def check(folder: Path, group: dist.ProcessGroup | None) -> dict[str, Any]:
     state, problems = broadcast_json(own, source=0, device=_CPU, group=group)
     if not problems and "format" in state:
         _, found = _read_or_problems(lambda: _check_share(folder))
-        everywhere = gather_json(found, device=_CPU, group=group)
+        everywhere = all_gather_json(found, device=_CPU, group=group)
         problems = list(dict.fromkeys(problem for rank in everywhere for problem in rank))
     if problems:
         raise DamagedCheckpoint(folder, problems)

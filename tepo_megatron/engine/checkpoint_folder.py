@@ -27,8 +27,12 @@ _LEFTOVER = re.compile(rf"step_\d{{6,}}\.(?:{'|'.join(LEFTOVERS)})(?:\.\d+)?")
 _STATE_KEYS: dict[str, type] = {"step": int, "updates": int, "model": str, "weights_digest": str}
 
 
+def checkpoint_name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
 def checkpoint_folder(parent: Path, step: int) -> Path:
-    return parent / f"step_{step:06d}"
+    return parent / checkpoint_name(step)
 
 
 def step_of(folder: Path) -> int:

@@ -17,7 +17,7 @@ from tepo_megatron.reward.verifiers import resolve_verifier
 from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.split import check_server_split
 from tepo_megatron.train.placement import check_placement, this_machine
-from tepo_megatron.train.resume import find_checkpoint
+from tepo_megatron.train.resume import find_checkpoint, resumes
 from tepo_megatron.types import Problem
 
 
@@ -39,7 +39,7 @@ def check_model(config: RunConfig) -> Path:
     model_dir = resolve_model_path(config.model.path)
     layout = config.engine.parallel
     check_placement(config, this_machine())
-    if config.train.resume and int(os.environ.get("RANK", 0)) == 0:  # the ranks agree on it when they have their groups
+    if resumes(config) and int(os.environ.get("RANK", 0)) == 0:  # the ranks agree on it when they have their groups
         find_checkpoint(config, model_dir)
     spec = read_model_spec(model_dir)
     spec.check_parallel(tp=layout.tp, pp=layout.pp)

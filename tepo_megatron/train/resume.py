@@ -36,6 +36,11 @@ class Resumed:
         return int(self.state["step"])
 
 
+def resumes(config: RunConfig) -> bool:
+    """Whether the run goes on from a checkpoint: with ``train.resume = auto``, if there is one."""
+    return config.train.resume is True or (config.train.resume == "auto" and bool(checkpoints(config.output / "checkpoints")))
+
+
 def find_checkpoint(config: RunConfig, model_dir: Path) -> Resumed:
     """The newest checkpoint of the output folder, or the one that ``train.resume_from`` names, as far as can be told without
     reading the shards. Writes nothing.
