@@ -26,9 +26,9 @@ def make() -> tuple[RootDriver, list[list[str]]]:
     inputs: Any = SimpleNamespace(train=PROBLEMS, heldout=[], tokenizer=None, model_dir=Path())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(root_driver, "RewardPool", lambda config: None)
-        driver = RootDriver(RunConfig(rollout=RolloutConfig(replay=Path("none"))), inputs, output=None)  # type: ignore[arg-type]
+        driver = RootDriver(RunConfig(rollout=RolloutConfig(replay=Path("none"))), inputs, output=None)
     driver.config = RunConfig(rollout=RolloutConfig(prompts_per_step=3))
-    driver._sample = lambda problems, step: asked.append([problem.id for problem in problems])  # type: ignore[assignment]
+    driver._sample = lambda problems, step: asked.append([problem.id for problem in problems])  # type: ignore[method-assign]
     driver._reward = lambda rollouts, problems: []  # type: ignore[method-assign]
     return driver, asked
 
