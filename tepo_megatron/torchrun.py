@@ -134,7 +134,7 @@ def _run_agent(arguments: Sequence[str], world_size: int, folder: Path) -> tuple
 
     options = ["--nnodes=1", f"--nproc-per-node={world_size}", f"--rdzv-id={uuid.uuid4()}", f"--log-dir={folder / 'ranks'}"]
     try:
-        run_agent([*options, "--local-addr=127.0.0.1", *arguments])
+        run_agent([*options, "--local-addr=127.0.0.1", *arguments], folder)
     except SignalException:
         return INTERRUPTED, ""
     except ChildFailedError as error:
