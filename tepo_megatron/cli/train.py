@@ -8,13 +8,14 @@ import typer
 
 from tepo_megatron.cli.errors import user_errors
 from tepo_megatron.cli.options import Overrides, RunFile, load_config
-from tepo_megatron.torchrun import launch, run_rank, under_torchrun
+from tepo_megatron.torchrun import is_restart, launch, run_rank, speaks_first, under_torchrun
 
 
 def train(
     run: RunFile,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the output folder.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the run that the output folder holds.")] = False,
 ) -> None:
     """Train a model: sample, reward, score, update, sync, as often as the run says.
 
@@ -27,6 +28,10 @@ def train(
     given = [*(overrides or ()), *(["train.resume=true"] if resume else [])]
     with user_errors():
         config = load_config(run, given)
+        if speaks_first() and not is_restart():
+            from tepo_megatron.train.run_folder import prepare_folder
+
+            prepare_folder(config, overwrite=overwrite)
     if not under_torchrun():
         raise typer.Exit(launch(["train", str(run), *given], config.engine.parallel.world_size))
 

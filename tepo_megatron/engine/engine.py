@@ -268,6 +268,7 @@ class Engine:
             step=step,
             state={
                 "updates": self.updates,
+                "entropy_noise": self.entropy_noise,
                 "model": str(self.model_dir.resolve()),
                 "weights_digest": self.weights_version(step).digest,
                 **state,
@@ -282,6 +283,7 @@ class Engine:
         """Restores weights, optimizer and schedule; returns what was given to ``save`` as ``state``, and ``step``."""
         state = checkpoint.load(folder, optimizer=self.optimizer, params=self.params, layout=self.layouts[self.ranks.rank])
         self.updates = state["updates"]
+        self.entropy_noise = state.get("entropy_noise", 0.0)  # checkpoints of 0.1.0 lack it
         self.schedule.num_steps = 0
         self.schedule.step(increment=self.updates)
         return state

@@ -46,7 +46,11 @@ class Driver(Protocol):
         """Whether the run has a row of metrics of that step."""
 
     def log(self, step: int, row: Mapping[str, float]) -> None: ...
+    def note_row(self, row: Mapping[str, float]) -> None:
+        """The step's figures, as known when its updates are done: a checkpoint keeps them until they are logged."""
+
     def state(self) -> dict[str, Any]: ...
+
     def close(self) -> None: ...
 
 
@@ -85,6 +89,9 @@ class NonRootDriver:
         return False
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
+        return None
+
+    def note_row(self, row: Mapping[str, float]) -> None:
         return None
 
     def state(self) -> dict[str, Any]:

@@ -60,10 +60,12 @@ class Loop:
         with driver.phase("update"):
             updates = [engine.update(part) for part in scored]
         self.step += 1
+        row = {**summarize(batch, updates), **noise, **engine.memory()}
+        driver.note_row(row)
         self.save_if_due()
         self.update_weights()
         self.evaluate()
-        driver.log(self.step, {**summarize(batch, updates), **noise, **engine.memory()})
+        driver.log(self.step, row)
 
     def update_weights(self) -> None:
         """The servers' weights become the trainer's, and a canary shows that they do; every later rollout carries their
@@ -87,7 +89,9 @@ class Loop:
 
     def score_canary(self) -> tuple[Sequence[int], Sequence[float]] | None:
         """The canary prompt and the trainer's log-probs of its tokens but the first, where they are due."""
-        prompt = due_prompt(self.config, self.engine.spec, sync=self.updates_sent)
+        # By the step, so that a resumed run checks, and logs, after the same steps; and servers that have just started, always.
+        sync = self.step if self.updates_sent else 0
+        prompt = due_prompt(self.config, self.engine.spec, sync=sync)
         return None if prompt is None else (prompt, self.engine.prompt_logprobs(prompt))
 
     def canary_agrees(self, prompt: Sequence[int], logprobs: Sequence[float]) -> bool:

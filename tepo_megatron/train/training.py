@@ -63,8 +63,8 @@ def _resume(loop: Loop, driver: Driver, output: Output | None) -> None:
     state = loop.engine.load(found)
     loop.step = state["step"]
     if isinstance(driver, RootDriver) and output is not None:
-        driver.restore(state)
         output.resume_from(loop.step)
+        driver.restore(state)
         output.message(f"resumed from {found} at step {loop.step}")
 
 
