@@ -1,7 +1,7 @@
 """The journal: a step's rollouts on disk as soon as they are drawn and rewarded, so that a killed run draws none twice.
 
 Rank 0 only. An entry, ``<output>/journal/step_0000012.jsonl``, is a record as ``rollout.record`` writes it, and names the
-weights and settings that its rollouts come of. Decision 013.
+weights and settings that its rollouts come of. Decision 014.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The kernel's lock on the file (flock) decides between processes of one machine, and ends with its holder in whatever way that
 dies. Shared file systems may keep flock to one machine, or not have it; so the file names its holder, who renews its time of
 modification. A lock of another machine counts as left behind when that time is old, or when the holder was this Slurm job's
-life before it was requeued (decision 013). Imports no torch: ``tepo train`` looks before it starts ranks.
+life before it was requeued (decision 014). Imports no torch: ``tepo train`` looks before it starts ranks.
 """
 
 from __future__ import annotations

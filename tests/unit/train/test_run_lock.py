@@ -69,6 +69,29 @@ def test_of_runs_that_start_at_once_one_gets_the_folder(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_that_was_removed_while_it_was_opened_is_no_lock(
+    holder: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening and locking one run ends, and another begins with a file of its own."""
+    flock, others = fcntl.flock, []
+
+    def late(fd: int, mode: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        holder.communicate("\n", timeout=100)
+        others.append(hold(tmp_path))
+        assert others[0].stdout.readline() == "taken\n"
+        flock(fd, mode)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    try:
+        with pytest.raises(ValueError, match="is in use by process"):
+            RunLock(tmp_path).take()
+        assert read_holder(tmp_path / FILE).pid == others[0].pid
+    finally:
+        others[0].kill()
+        others[0].communicate()
+
+
 def test_a_run_that_is_stopped_holds_on(holder: subprocess.Popen[str], tmp_path: Path) -> None:
     holder.send_signal(signal.SIGSTOP)
     with pytest.raises(ValueError, match="is in use by"):
