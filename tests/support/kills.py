@@ -44,16 +44,26 @@ def kill_at(process: subprocess.Popen[str], moment: Moment) -> str:
     return process.communicate(timeout=TIMEOUT_S)[0]
 
 
-def train_killed_at(moments: Sequence[Moment], output: Path, *arguments: str) -> str:
-    """Trains to the end, killed at each of the moments and resumed; all that was printed."""
-    printed = ""
-    given = [f"output={output}", *arguments]
-    for number, moment in enumerate(moments):
-        printed += kill_at(start(*given, *(["--resume"] if number else [])), moment)
-    process = start(*given, "--resume")
+def train(*arguments: str) -> str:
+    """Trains to the end; what was printed."""
+    process = start(*arguments)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, f"exit code {process.returncode}\n{out[-3000:]}\n{err[-3000:]}"
-    return printed + out
+    return out
+
+
+def train_killed_at(moments: Sequence[Moment], output: Path, *arguments: str) -> str:
+    """Trains to the end, killed at each of the moments and started again: resumed, or anew where there is no checkpoint. All
+    that was printed.
+    """
+    printed = ""
+    for moment in moments:
+        printed += kill_at(start(f"output={output}", *arguments, _again(output)), moment)
+    return printed + train(f"output={output}", *arguments, _again(output))
+
+
+def _again(output: Path) -> str:
+    return "--resume" if list(output.glob("checkpoints/step_*[0-9]/state.json")) else "--overwrite"
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -101,7 +101,9 @@ def test_what_the_new_run_reads_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--overwrite", "--resume"])
-def test_a_run_in_use_is_neither_overwritten_nor_resumed(flag: str, tmp_path: Path) -> None:
+def test_a_run_in_use_is_neither_overwritten_nor_resumed(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before ranks are started."""
+    monkeypatch.setattr("tepo_megatron.cli.train.launch", no_ranks)
     write(tmp_path, MADE)
     lock = RunLock(tmp_path)
     lock.take()
@@ -110,6 +112,10 @@ def test_a_run_in_use_is_neither_overwritten_nor_resumed(flag: str, tmp_path: Pa
     assert (done.exit_code, done.stderr.count("error:")) == (1, 1)
     assert "is in use by process" in done.stderr
     assert content(tmp_path) == sorted(MADE)
+
+
+def no_ranks(*_: Any) -> int:
+    raise AssertionError("ranks were started")
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
