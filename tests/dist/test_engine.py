@@ -243,6 +243,7 @@ def test_a_checkpoint_resumes_under_another_layout(worlds: Worlds, saved: Layout
     out = worlds.run(resumed, resume=checkpoint)
     report = json.loads((out / "report.json").read_text())
     assert report["digest"] == state["weights_digest"]
+    assert report["entropy_noise"] == state["entropy_noise"] == 0.125
     assert_same_updates(report["updates"], worlds.report(SINGLE)["updates"][2:])
     for name, tensor in weights(worlds.run(SINGLE) / "trained").items():
         found = weights(out / "trained")[name]
