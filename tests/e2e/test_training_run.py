@@ -225,6 +225,8 @@ def test_interrupting_ends_everything(tmp_path: Path) -> None:
     process = start(f"output={out}", *SMALL, "train.steps=1000", "log.progress=plain", "evaluate.every=0", plain_way)
     try:
         wait_for_rows(process, out, 3)
+        _, refused = start(f"output={out}", *SMALL, "train.resume=true").communicate(timeout=TIMEOUT_S)
+        assert f"error: output {out} is in use by process " in refused
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 130
