@@ -20,7 +20,7 @@ VERSION = WeightsVersion(0)
 class Client:
     """Notes the seed of every sample that is asked of it, as vLLM counts them: a request's seed + j (decision 006)."""
 
-    def __init__(self, asked: dict[tuple[int, int], list[int]]) -> None:
+    def __init__(self, asked: dict[tuple[int, ...], list[int]]) -> None:
         self._asked = asked
 
     def generate(self, prompt: tuple[int, ...], *, n: int, seed: int, **_: Any) -> list[Response]:
@@ -34,14 +34,14 @@ class Client:
 
 def sample(run_seed: int, step: int, prompts: int, n: int, *, servers: int, at_once: int) -> list[list[int]]:
     """The seeds of each prompt's samples, as the run asks for them of so many servers that take so many sequences at once."""
-    asked: dict[tuple[int, int], list[int]] = {}
+    asked: dict[tuple[int, ...], list[int]] = {}
     config = ServerConfig(count=servers, max_num_seqs=at_once)
     fleet = Fleet(config, model_dir=Path("model"), dtype="float32", stop_token_ids=(), log_dir=Path("logs"))
     with ThreadPoolExecutor(1) as pool:
         vars(fleet).update(_clients=[Client(asked) for _ in range(servers)], _pool=pool, _version=VERSION)
         seed = derive_seed(run_seed, step, "rollout")
         groups = fleet.generate([(at,) for at in range(prompts)], n=n, temperature=1.0, max_new_tokens=1, seed=seed)
-    found = [asked[at,] for at in range(prompts)]  # type: ignore[index]
+    found = [asked[at,] for at in range(prompts)]
     assert [[response.response_ids[0] for response in group] for group in groups] == [
         [s % 50_000 for s in one] for one in found
     ]
