@@ -181,3 +181,12 @@ def test_a_run_whose_folder_another_took_stops_at_its_next_row(tmp_path: Path) -
     output.close()
     assert steps(tmp_path / "metrics.jsonl") == [0]
     assert (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize("output", ["/proc/x", "{tmp}/file"])
+def test_a_folder_that_cannot_be_written_is_a_sentence(output: str, tmp_path: Path) -> None:
+    """Also where nobody looked before, as when train_model() is called from a program."""
+    (tmp_path / "file").touch()
+    folder = Path(output.format(tmp=tmp_path))
+    with pytest.raises(ValueError, match=rf"^output {folder} cannot be written: .*; give another folder"):
+        open_output(folder)
