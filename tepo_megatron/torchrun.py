@@ -1,7 +1,8 @@
 """The ranks of a run on one machine: started and ended together, with one sentence about what went wrong.
 
 ``launch`` is the parent's side: it runs the agent that the ``torchrun`` command runs. ``run_rank`` is what each rank does,
-started by ``launch`` or by ``torchrun`` by hand.
+started by ``launch`` or by ``torchrun`` by hand. ``python -m tepo_megatron.torchrun`` is the ``torchrun`` command for a node of
+a cluster, with this package's signals and exit codes.
 """
 
 from __future__ import annotations
@@ -12,23 +13,39 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import describe, is_ours, wants_traceback
+from tepo_megatron.preemption import (
+    AGENT_ENVIRONMENT,
+    INTERRUPTED,
+    PREEMPTED,
+    STOP_SIGNALS,
+    StopRequested,
+    exit_code,
+    forward_signals,
+    install_stop_signals,
+    stop_signals,
+)
+from tepo_megatron.rendezvous import refuse_dynamic_rendezvous, refuse_pickles, run_agent
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from tepo_megatron.config import RunConfig
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells give it."""
+_LEAVE_S = 2.0
+"""How long a rank that was asked to stop waits at the end for its threads, which may wait for servers that go on without it."""
+
+_AGENT_LOG = "torch.distributed.elastic.multiprocessing.api"
 
 _REPORTED = "_tepo_reported"
 """Attribute of an error that was said already."""
@@ -55,18 +72,19 @@ def is_restart() -> bool:
 def launch(arguments: Sequence[str], world_size: int, module: str = "tepo_megatron") -> int:
     """Runs ``python -m <module>`` with ``arguments`` as ``world_size`` ranks of this machine; returns the exit code.
 
-    A signal (Ctrl-C, SIGTERM) goes to every rank, and this returns when they have ended. If a rank fails, the others are
-    ended, and the first one's sentence is printed last. The ranks meet at 127.0.0.1 and talk over the loopback interface.
+    A signal (Ctrl-C, SIGTERM, SIGUSR1) goes to every rank, and this returns when they have ended. If a rank fails, the others
+    are ended, and the first one's sentence is printed last. The ranks meet in a private file and talk over the loopback
+    interface.
     """
     with tempfile.TemporaryDirectory(prefix="tepo-") as folder:
         failure = Path(folder) / "failure.txt"
         try:
-            with _environment(failure):
-                code, fallback = _run_agent(["-m", module, *arguments], world_size, Path(folder))
-        except KeyboardInterrupt:
-            code = INTERRUPTED
+            with _environment(failure), forward_signals(Path(folder), world_size) as asked:
+                code, fallback = _run_agent(["-m", module, *arguments], world_size, Path(folder), asked)
+        except StopRequested as stop:
+            code = stop.exit_code
         _show_cursor()
-        if code not in (0, INTERRUPTED):
+        if code not in (0, INTERRUPTED, PREEMPTED):
             print_error(failure.read_text(encoding="utf-8") if failure.exists() else fallback)
         return code
 
@@ -74,18 +92,21 @@ def launch(arguments: Sequence[str], world_size: int, module: str = "tepo_megatr
 def run_rank(config: RunConfig, work: Callable[[RunConfig], None]) -> int:
     """Runs ``work(config)`` as one rank of a world that must have the size that ``config`` says; returns the exit code.
 
-    SIGINT and SIGTERM both raise ``KeyboardInterrupt`` once and are ignored from then on, so that cleaning up is not cut short.
+    SIGINT, SIGTERM and SIGUSR1 raise ``StopRequested`` as ``StopSignals`` says. After one rank 0 ends with 130 or 75, the
+    others with 0: the agent would end rank 0 with the first that says something else.
     """
-    interrupted = _interrupt_once()
+    signals = install_stop_signals(grace_s=config.train.grace_s, warning_s=config.train.warning_s)
     _end_with_parent()
     try:
         check_world_size(config, int(os.environ["WORLD_SIZE"]))
+        refuse_dynamic_rendezvous()
+        refuse_pickles()
         work(config)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except StopRequested as stop:
+        return _leave(stop.exit_code if os.environ["RANK"] == "0" else 0)
     except Exception as error:
-        if interrupted():
-            return INTERRUPTED
+        if signals.requested is not None and not signals.at_risk():
+            return _leave(exit_code(signals.requested))  # what failed was on its way out
         _report(error)
         return 1
     return 0
@@ -97,17 +118,17 @@ def report_before_leaving(kind: type[BaseException] | None, error: BaseException
     Once it has let go of them they fail too, of a closed connection, and would be the first to say so.
     """
     del kind, trace
-    interrupted = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    if isinstance(error, Exception) and not interrupted:
+    signals = stop_signals()
+    if isinstance(error, Exception) and (signals.requested is None or signals.at_risk()):
         _report(error)
 
 
 def run_until_interrupted(config: RunConfig, work: Callable[[RunConfig], None]) -> int:
-    """Runs ``work(config)`` in this process, which SIGINT and SIGTERM end in an orderly way; returns the exit code."""
-    _interrupt_once()
+    """Runs ``work(config)`` in this process, which Ctrl-C and SIGTERM end in an orderly way; returns the exit code."""
+    install_stop_signals(numbers=(signal.SIGINT, signal.SIGTERM))
     try:
         work(config)
-    except KeyboardInterrupt:
+    except StopRequested:
         return INTERRUPTED
     return 0
 
@@ -129,22 +150,51 @@ def print_error(text: str) -> None:
     sys.stderr.flush()
 
 
-def _run_agent(arguments: Sequence[str], world_size: int, folder: Path) -> tuple[int, str]:
-    """The exit code, and what to say if no rank said anything."""
+def run_node(arguments: Sequence[str]) -> int:
+    """The ``torchrun`` command with these arguments, for the ranks of one node of several; returns the exit code.
+
+    A signal goes to every rank of the node, and this returns when they have ended, with 75 or 130 on the node of rank 0. Other
+    failures are raised as ``torchrun`` does, with its table of ranks.
+    """
     from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ.update(AGENT_ENVIRONMENT)
+    parsed = torchrun.parse_args(list(arguments))
+    with tempfile.TemporaryDirectory(prefix="tepo-") as folder:
+        try:
+            with forward_signals(Path(folder), int(parsed.nproc_per_node)) as asked:
+                # The agent would log a rank that did as it was asked as a failure.
+                logging.getLogger(_AGENT_LOG).addFilter(lambda record: asked() is None)
+                try:
+                    run_agent(arguments)
+                except ChildFailedError as error:
+                    if (code := _stop_code(error, asked())) is None:
+                        raise
+                    return code
+        except StopRequested as stop:
+            return stop.exit_code
+    return 0
+
+
+def _stop_code(error: ChildFailedError, asked: int | None) -> int | None:
+    """The exit code of ranks that were asked to stop and did; None for any other failure."""
+    code = error.get_first_failure()[1].exitcode
+    if code in (INTERRUPTED, PREEMPTED):
+        return code
+    return exit_code(asked) if asked is not None and code == -asked else None
+
+
+def _run_agent(arguments: Sequence[str], world_size: int, folder: Path, asked: Callable[[], int | None]) -> tuple[int, str]:
+    """The exit code, and what to say if no rank said anything."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     options = ["--nnodes=1", f"--nproc-per-node={world_size}", f"--rdzv-id={uuid.uuid4()}", f"--log-dir={folder / 'ranks'}"]
-    # What --standalone stands for, with the loopback address in place of a host name that may not resolve.
-    options += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     try:
-        parsed = torchrun.parse_args([*options, *arguments])
-        torchrun.run(parsed)
-    except SignalException:
-        return INTERRUPTED, ""
+        run_agent([*options, "--local-addr=127.0.0.1", *arguments])
     except ChildFailedError as error:
-        return _describe_end(error)
+        code = _stop_code(error, asked())
+        return _describe_end(error) if code is None else (code, "")
     return 0, ""
 
 
@@ -162,6 +212,7 @@ def _environment(failure: Path) -> Iterator[None]:
     """What the ranks inherit, and an agent that keeps its log lines to itself; as before afterwards."""
     before, level = dict(os.environ), logging.root.manager.disable
     os.environ[_FAILURE_FILE] = str(failure)
+    os.environ.update(AGENT_ENVIRONMENT)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -207,19 +258,19 @@ def _claim(sentence: str) -> bool:
     return True
 
 
-def _interrupt_once() -> Callable[[], bool]:
-    """Installs the handlers; the function returned says whether a signal has come."""
-    received: list[int] = []
-
-    def handle(number: int, _frame: FrameType | None) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_IGN)
-        received.append(number)
-        raise KeyboardInterrupt
-
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, handle)
-    return lambda: bool(received)
+def _leave(code: int) -> int:
+    """Returns the exit code once no thread keeps the interpreter, or ends the process with it."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # one more would end an interpreter that is closing with another code
+    end = time.monotonic() + _LEAVE_S
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(max(0.0, end - time.monotonic()))
+            if thread.is_alive():
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+    return code
 
 
 def _end_with_parent() -> None:
@@ -227,3 +278,7 @@ def _end_with_parent() -> None:
     if sys.platform == "linux" and _FAILURE_FILE in os.environ:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(run_node(sys.argv[1:]))

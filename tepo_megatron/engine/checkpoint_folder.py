@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 
+def checkpoint_name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
 def checkpoint_folder(parent: Path, step: int) -> Path:
-    return parent / f"step_{step:06d}"
+    return parent / checkpoint_name(step)
 
 
 def finished(parent: Path) -> list[Path]:

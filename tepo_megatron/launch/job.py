@@ -5,6 +5,7 @@ Nothing here knows how a job is submitted; ``tepo_megatron.launch.nemo`` does.
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -13,6 +14,9 @@ from typing import Any
 from tepo_megatron.config import RunConfig
 
 BUILTIN = "builtin:"
+JOB_END_S = 30
+"""Seconds for the job's own end, after the trainer's, before Slurm's limit."""
+
 TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -97,7 +101,17 @@ def train_script(config: RunConfig) -> str:
 def serve_script(config: RunConfig) -> str:
     """The script that every node for rollouts runs."""
     python = config.cluster.rollout_python or config.cluster.python
-    return _fill("serve.sh", config, python=python, nodes=config.cluster.rollout_nodes)
+    return _fill("serve.sh", config, python=python, nodes=config.cluster.rollout_nodes, grace=math.ceil(config.train.grace_s))
+
+
+def batch_lines(config: RunConfig) -> str:
+    """Shell for the batch script, before it starts the roles: it passes Slurm's warning on, and puts the job back."""
+    return _fill("batch.sh", config, max_requeues=config.cluster.max_requeues)
+
+
+def warning_lead_s(config: RunConfig) -> int:
+    """How many seconds before the end Slurm warns the batch script, with SIGUSR1."""
+    return math.ceil(config.train.warning_s) + JOB_END_S
 
 
 def _fill(template: str, config: RunConfig, **values: str | int) -> str:

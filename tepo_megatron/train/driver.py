@@ -50,6 +50,11 @@ class Driver(Protocol):
         """The step's figures, as known when its updates are done: a checkpoint keeps them until they are logged."""
 
     def state(self) -> dict[str, Any]: ...
+    def drop_step(self, step: int) -> None:
+        """The step after ``step`` completed ones is given up, if it was begun: its problems are drawn again."""
+
+    def message(self, text: str) -> None:
+        """Tells the user."""
 
     def close(self) -> None: ...
 
@@ -96,6 +101,12 @@ class NonRootDriver:
 
     def state(self) -> dict[str, Any]:
         return {}
+
+    def drop_step(self, step: int) -> None:
+        return None
+
+    def message(self, text: str) -> None:
+        return None
 
     def close(self) -> None:
         return None

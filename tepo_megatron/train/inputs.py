@@ -12,7 +12,7 @@ from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.data.problems import load_problems
 from tepo_megatron.data.prompts import encode_prompt, usable_problems
 from tepo_megatron.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
-from tepo_megatron.engine.checkpoint_folder import newest
+from tepo_megatron.engine.checkpoint_folder import finished, newest
 from tepo_megatron.reward.verifiers import resolve_verifier
 from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.record import check_rollouts, read_rollouts, record_path
@@ -40,7 +40,7 @@ def check_model(config: RunConfig) -> Path:
     model_dir = resolve_model_path(config.model.path)
     layout = config.engine.parallel
     check_placement(config, this_machine())
-    if config.train.resume:
+    if config.train.resume is True:
         newest(config.output / "checkpoints")
     spec = read_model_spec(model_dir)
     spec.check_parallel(tp=layout.tp, pp=layout.pp)
@@ -94,8 +94,9 @@ def _check_replay(config: RunConfig, vocab_size: int) -> None:
     """A record of every step that the run has left, and the first one whole. The others are checked when they are read."""
     folder, first = config.rollout.replay, 0
     assert folder is not None, "the run samples its rollouts"
-    if config.train.resume:
-        first = int(newest(config.output / "checkpoints").name.removeprefix("step_"))
+    checkpoints = finished(config.output / "checkpoints")
+    if config.train.resume and checkpoints:
+        first = int(checkpoints[-1].name.removeprefix("step_"))
     missing = [step for step in range(first, config.train.steps) if not record_path(folder, step).is_file()]
     if missing:
         raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
+from tepo_megatron.engine.checkpoint_folder import finished
 from tepo_megatron.train.figures import final_table
 from tepo_megatron.train.log_file import LogFile, read_lines, replace_text
 from tepo_megatron.train.metrics import MetricsWriter, read_metrics
@@ -32,6 +33,8 @@ class Output:
         self.folder = config.output
         self.progress = progress
         self._config = config
+        self.resumes = False
+        """Whether the run goes on from a checkpoint."""
         self._failures = 0
         self._said: set[Path] = set()
         self._samples = LogFile(self.folder / "samples.jsonl", self.write_failed)
@@ -40,6 +43,7 @@ class Output:
             left_behind = self._lock.take()
             try:
                 check_no_run(config)
+                self.resumes = self._begins_at_checkpoint()
                 self._metrics = self._open_files()
             except BaseException:
                 self._lock.release()
@@ -50,6 +54,15 @@ class Output:
         for path, cut in ((self.folder / "metrics.jsonl", self._metrics.cut), (self._samples.path, self._sample_cut)):
             if cut:
                 self.message(f"{path}: its last line was cut off when the run ended, and is dropped")
+
+    def _begins_at_checkpoint(self) -> bool:
+        """With ``resume = auto`` and no checkpoint the run begins anew, and what one before has logged is put aside."""
+        if self._config.train.resume != "auto":
+            return self._config.train.resume
+        found = bool(finished(self.folder / "checkpoints"))
+        if not found:
+            _put_aside(self.folder)
+        return found
 
     def _open_files(self) -> MetricsWriter:
         (self.folder / "resolved.yaml").write_text(dump_resolved(self._config))
@@ -151,3 +164,11 @@ def _read_samples(path: Path) -> tuple[list[tuple[str, int]], bool]:
             raise ValueError(f"{path}:{number}: not a sample: an integer 'step' was expected; remove the line")
         samples.append((line, step))
     return samples, cut
+
+
+def _put_aside(folder: Path) -> None:
+    """Keeps what a run logged that left no checkpoint: ``metrics.jsonl`` becomes ``metrics.before-1.jsonl``, then 2."""
+    number = 1 + len(list(folder.glob("metrics.before-*.jsonl")))
+    for name in ("metrics", "samples"):
+        if (folder / f"{name}.jsonl").exists():
+            (folder / f"{name}.jsonl").rename(folder / f"{name}.before-{number}.jsonl")

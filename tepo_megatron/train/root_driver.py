@@ -12,6 +12,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.data.prompts import encode_prompt
 from tepo_megatron.data.sampler import ProblemSampler
 from tepo_megatron.evaluate.evaluation import evaluate
+from tepo_megatron.preemption import stop_signals
 from tepo_megatron.reward.pool import RewardPool
 from tepo_megatron.rollout.canary import Canary, tolerance
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
@@ -60,6 +61,8 @@ class RootDriver:
                 self._starting = ThreadPoolExecutor(1, "fleet").submit(self.fleet.start)
         self.journal = Journal(config, output.message, output.write_failed)
         self._drawn: tuple[int, list[Problem]] = (-1, [])
+        self._before_draw = self.sampler.state()
+        self._signals = stop_signals()
         self._canary = Canary(tolerance(config))
         self._canary_figures: dict[str, float] = {}
         self._evaluation: dict[str, float] = {}
@@ -76,7 +79,8 @@ class RootDriver:
     def run_or_revive(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
         result, died = self._run_or_report(work)
         if died:
-            self._fleet().revive()
+            with self._signals.interruptible():
+                self._fleet().revive()
         return result, died
 
     def _run_or_report(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
@@ -84,17 +88,23 @@ class RootDriver:
         try:
             return work(), False
         except ServerDied as error:
-            self.output.message(f"{error}; starting it again")
+            if self._signals.requested is None:
+                self.output.message(f"{error}; starting it again")
             return None, True
+        except RuntimeError:
+            if self._signals.requested is None:
+                raise
+            return None, True  # servers got the signal too
 
     def wait_until_ready(self) -> None:
         if self.fleet is None:
             return
         self.output.progress.phase("servers")  # no phase of the stopwatch: it is no part of a step
-        if self._starting is not None:
-            self._starting.result()
-        else:
-            self.fleet.start()
+        with self._signals.interruptible():
+            if self._starting is not None:
+                self._starting.result()
+            else:
+                self.fleet.start()
 
     # -- rollouts --------------------------------------------------------------------------------------------------------
 
@@ -111,6 +121,7 @@ class RootDriver:
                 return read_replay(self.config, self.inputs.vocab_size, step)
         # A step that a server's death repeats asks again, and must get the same problems.
         if self._drawn[0] != step:
+            self._before_draw = self.sampler.state()
             self._drawn = (step, self.sampler.next(self.config.rollout.prompts_per_step))
         problems = self._drawn[1]
         template = self.config.data.chat_template
@@ -129,7 +140,7 @@ class RootDriver:
 
     def _sample(self, problems: Sequence[Problem], prompts: Sequence[tuple[int, ...]], step: int) -> list[Rollout]:
         config = self.config.rollout
-        with self.phase("rollout"):
+        with self.phase("rollout"), self._signals.interruptible():
             groups = self._fleet().generate(
                 prompts,
                 n=config.samples_per_prompt,
@@ -153,7 +164,7 @@ class RootDriver:
         ]
 
     def _reward(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[Rollout]:
-        with self.phase("reward"):
+        with self.phase("reward"), self._signals.interruptible():
             results = self.pool.score([(problems[rollout.group], rollout.text) for rollout in rollouts])
         failures = [result.error for result in results if result.error]
         if failures:
@@ -170,7 +181,8 @@ class RootDriver:
         if self.fleet is None:
             return False
         if died:
-            self.fleet.revive()
+            with self._signals.interruptible():
+                self.fleet.revive()
             return True
         return self.run_or_revive(self.fleet.wake_up)[1]
 
@@ -193,7 +205,7 @@ class RootDriver:
     def evaluate(self, step: int) -> None:
         if self.config.rollout.replay is not None:
             return
-        with self.phase("eval"):
+        with self.phase("eval"), self._signals.interruptible():
             result = evaluate(
                 self.inputs.heldout,
                 generate=self._fleet().generate,
@@ -236,6 +248,14 @@ class RootDriver:
         self.sampler.restore(state["sampler"])
         if not self.has_logged(state["step"]):
             self._row = dict(state.get("row", {}))  # checkpoints of 0.1.0 lack it
+
+    def drop_step(self, step: int) -> None:
+        if self._drawn[0] == step:
+            self._drawn = (-1, [])
+            self.sampler.restore(self._before_draw)
+
+    def message(self, text: str) -> None:
+        self.output.message(text)
 
     def close(self) -> None:
         """Ends servers and verifiers; safe after any failure, also while the servers are still starting."""

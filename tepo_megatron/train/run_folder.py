@@ -39,7 +39,7 @@ def prepare_folder(config: RunConfig, *, overwrite: bool = False) -> None:
     """
     folder = config.output
     if overwrite and config.train.resume:
-        raise ValueError("--overwrite starts anew and train.resume = true goes on; give one of the two")
+        raise ValueError(f"--overwrite starts anew and train.resume = {config.train.resume} goes on; give one of the two")
     _check_writable(folder)
     with unwritable_is_a_sentence(folder):
         check_free(folder)

@@ -9,6 +9,7 @@ import warnings
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.engine.checkpoint_folder import newest
+from tepo_megatron.preemption import STOP_SIGNALS, stop_signals
 from tepo_megatron.torchrun import report_before_leaving
 from tepo_megatron.train.driver import Driver, NonRootDriver
 from tepo_megatron.train.inputs import check_model, read_inputs
@@ -24,8 +25,10 @@ def train_model(config: RunConfig) -> None:
     """Trains to ``config.train.steps``, and leaves checkpoint, exported model, metrics and picture in ``config.output``.
 
     Every rank of the torchrun world calls (or one process, for a world of 1). Raises ValueError for what the user can mend,
-    before servers and model are made wherever that is possible; on any way out, servers and workers are ended.
+    before servers and model are made wherever that is possible; on any way out, servers and workers are ended. Raises
+    StopRequested after a signal that ``torchrun.run_rank`` handles, when what was trained has been saved.
     """
+    signals = stop_signals()
     is_root = int(os.environ.get("RANK", 0)) == 0
     _end_non_root_ranks_promptly(is_root)
     model_dir = check_model(config)
@@ -37,6 +40,7 @@ def train_model(config: RunConfig) -> None:
             inputs = read_inputs(config, model_dir)
             output = Output(config, make_progress(config.log))
             stack.callback(output.close)
+            signals.say = output.message
             for source, count in inputs.left_out.items():
                 output.message(f"{source}: {count} problems left out, longer than data.max_prompt_tokens")
             driver = RootDriver(config, inputs, output)
@@ -50,8 +54,10 @@ def train_model(config: RunConfig) -> None:
         stack.push(report_before_leaving)
         fleet = driver.fleet if isinstance(driver, RootDriver) else None
         loop = Loop(config, engine, driver, WeightPublisher(config, engine, fleet))
-        if config.train.resume:
+        # Ranks may see a shared disk differently: rank 0 has looked.
+        if engine.broadcast_from_root(output is not None and output.resumes):
             _resume(loop, driver, output)
+        signals.defer()
         loop.run()
         engine.export(config.output / "model")
         if output is not None:
@@ -61,7 +67,7 @@ def train_model(config: RunConfig) -> None:
 def _resume(loop: Loop, driver: Driver, output: Output | None) -> None:
     found = newest(loop.config.output / "checkpoints")
     state = loop.engine.load(found)
-    loop.step = state["step"]
+    loop.step = loop.leaving.saved_step = state["step"]
     if isinstance(driver, RootDriver) and output is not None:
         output.resume_from(loop.step)
         driver.restore(state)
@@ -75,9 +81,9 @@ def _silence_upstream() -> None:
 
 
 def _end_non_root_ranks_promptly(is_root: bool) -> None:
-    """Rank 0 unwinds on a signal, so that servers end (``torchrun.run_rank`` sees to it). The others have nothing to end,
-    and waiting in a collective would keep them from noticing.
+    """Before the loop rank 0 unwinds on a signal, so that servers end. The others have nothing to end, and waiting in a
+    collective would keep them from noticing. In the loop all go to the next safe point together.
     """
     if not is_root:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)

@@ -58,6 +58,11 @@ def work(config):
 sys.exit(run_rank(load_run(None, sys.argv[3:]), work))
 """
 PARENT = "import sys; from tepo_megatron import torchrun; sys.exit(torchrun.launch(sys.argv[1:], 2, module='made_up_rank'))"
+NODE = """
+import sys; from tepo_megatron import torchrun
+options = ["--nnodes=1", "--nproc-per-node=2", "--master-addr=127.0.0.1", "--master-port=0", "-m", "made_up_rank"]
+sys.exit(torchrun.run_node([*options, *sys.argv[1:]]))
+"""
 
 
 @pytest.fixture
@@ -68,8 +73,8 @@ def start(tmp_path: Path):
     environment |= {"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}
     parents = []
 
-    def start_parent(what: str, *overrides: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", PARENT, what, str(tmp_path), *(overrides or ("engine.parallel.dp=2",))]
+    def start_parent(what: str, *overrides: str, parent: str = PARENT) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", parent, what, str(tmp_path), *(overrides or ("engine.parallel.dp=2",))]
         parents.append(subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True))
         return parents[-1]
 
@@ -139,14 +144,18 @@ def test_another_world_than_the_run_needs_is_told_with_both_numbers(start) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_every_rank_after_it_cleaned_up(start, tmp_path: Path, number: signal.Signals) -> None:
-    parent = start("wait")
+@pytest.mark.parametrize(
+    ("number", "code", "program"), [(signal.SIGINT, 130, PARENT), (signal.SIGTERM, 75, PARENT), (signal.SIGUSR1, 75, NODE)]
+)
+def test_a_signal_ends_every_rank_after_it_cleaned_up(
+    start, tmp_path: Path, number: signal.Signals, code: int, program: str
+) -> None:
+    """On a machine alone, and on a node of a cluster."""
+    parent = start("wait", parent=program)
     wait_for(tmp_path / "started0", tmp_path / "started1")
-    time.sleep(0.2)
     parent.send_signal(number)
     out, err = parent.communicate(timeout=TIMEOUT_S)
-    assert (parent.returncode, out, err) == (130, "", "")
+    assert (parent.returncode, out, err) == (code, "", "")
     assert (tmp_path / "cleaned0").exists()
     assert (tmp_path / "cleaned1").exists()
 

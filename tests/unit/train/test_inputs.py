@@ -25,7 +25,7 @@ def config(tmp_path: Path) -> RunConfig:
     document = {
         "output": str(tmp_path / "out"),
         "rollout": {**rollout, "replay": str(tmp_path / "recorded")},
-        "train": {"steps": STEPS, "minibatches": 1},
+        "train": {"steps": STEPS, "minibatches": 2},
         "evaluate": {"every": 0},
     }
     return RunConfig.model_validate(document)

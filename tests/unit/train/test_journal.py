@@ -28,7 +28,7 @@ VERSION = WeightsVersion(STEP, "ab")
 
 
 def config(folder: Path, **changes: Any) -> RunConfig:
-    document: dict[str, Any] = {"output": str(folder), "train": {"minibatches": 1}}
+    document: dict[str, Any] = {"output": str(folder), "train": {"minibatches": 2}}
     document["rollout"] = {"prompts_per_step": 2, "samples_per_prompt": 2}
     for path, value in changes.items():
         section, _, name = path.partition("__")

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
+import signal
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tepo_megatron.config import EngineConfig, EvaluateConfig, ObjectiveConfig, RolloutConfig, RunConfig, TrainConfig
-from tepo_megatron.config.rollout import CanaryConfig
+from tepo_megatron.config.rollout import CanaryConfig, ServerConfig
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.engine.step import UpdateResult
+from tepo_megatron.preemption import StopRequested, StopSignals
+from tepo_megatron.train.leaving import Leaving
 from tepo_megatron.train.loop import Loop
 from tepo_megatron.train.minibatches import derive_seed, minibatches
 from tepo_megatron.types import Batch, Rollout, WeightsVersion
@@ -26,6 +33,21 @@ def rollouts(count: int) -> list[Rollout]:
     ]
 
 
+class Calls(list[str]):
+    """In the call with the number ``stops_at`` a signal comes; where rank 0 waits, it raises."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def append(self, call: str) -> None:
+        if len(self) == self.recorder.stops_at:
+            self.recorder.signals._note(signal.SIGTERM)
+            if call.split()[0] in ("ready", "collect", "evaluate"):
+                raise StopRequested(signal.SIGTERM)
+        super().append(call)
+
+
 class Recorder:
     """Engine, driver and publisher at once; ``dies_at`` names calls under which a server dies, once each.
 
@@ -33,8 +55,13 @@ class Recorder:
     never the trainer's optimizer beside anything of a server.
     """
 
-    def __init__(self, dies_at: tuple[str, ...] = (), *, shares_gpus: bool = False, row: int | None = None) -> None:
-        self.calls: list[str] = []
+    def __init__(
+        self, dies_at: tuple[str, ...] = (), *, shares_gpus: bool = False, row: int | None = None, stops_at: int = -1
+    ) -> None:
+        self.calls: list[str] = Calls(self)
+        self.stops_at = stops_at
+        self.signals = StopSignals(grace_s=1000.0)
+        self.waits = False
         self.row = row
         self.dies_at = list(dies_at)
         self.noted = 0
@@ -85,8 +112,8 @@ class Recorder:
         return False
 
     # engine
-    def broadcast_from_root(self, value: bool) -> bool:
-        return value
+    def broadcast_from_root(self, value: Any) -> Any:
+        return json.loads(json.dumps(value))
 
     def batch_from_root(self, given: list[Rollout]) -> Batch:
         return pack(given)
@@ -118,7 +145,7 @@ class Recorder:
     def save(self, folder: Any, *, step: int, state: dict[str, Any]) -> None:
         assert state == {"drawn": step}
         assert self.noted_row["reward/mean"] == 0.5  # a checkpoint has it before it is logged
-        self._check_gpus(trainer="everything", servers="asleep")
+        self._check_gpus(trainer="everything", servers="absent" if "close" in self.calls else "asleep")
         self.calls.append(f"save {step}")
 
     # driver
@@ -179,6 +206,17 @@ class Recorder:
     def state(self) -> dict[str, Any]:
         return {"drawn": self.drawn}
 
+    def drop_step(self, step: int) -> None:
+        self.drawn = step
+
+    def message(self, text: str) -> None:
+        self.calls.append(text)
+
+    def close(self) -> None:
+        assert self.shares_gpus
+        self.servers = "absent"
+        self.calls.append("close")
+
 
 def run(
     steps: int,
@@ -192,17 +230,40 @@ def run(
     resumed: int = 0,
     row: int | None = None,
 ) -> list[str]:
+    loop, recorder = make(steps, dies_at, every, canary, save_every, shares_gpus, noise_every, resumed, row)
+    loop.run()
+    assert recorder.trainer == "everything"  # what is exported afterwards is there
+    return recorder.calls
+
+
+def make(
+    steps: int,
+    dies_at: tuple[str, ...] = (),
+    every: int = 2,
+    canary: int = 1,
+    save_every: int = 1,
+    shares_gpus: bool = False,
+    noise_every: int = 50,
+    resumed: int = 0,
+    row: int | None = None,
+    stops_at: int = -1,
+) -> tuple[Loop, Recorder]:
     config = RunConfig(
         engine=EngineConfig(noise_every=noise_every),
         objective=ObjectiveConfig(preset="grpo"),
-        rollout=RolloutConfig(prompts_per_step=3, samples_per_prompt=2, canary=CanaryConfig(every=canary)),
+        rollout=RolloutConfig(
+            prompts_per_step=3,
+            samples_per_prompt=2,
+            canary=CanaryConfig(every=canary),
+            server=ServerConfig(placement="colocated" if shares_gpus else "local"),
+        ),
         train=TrainConfig(steps=steps, minibatches=2, save_every=save_every),
         evaluate=EvaluateConfig(every=every),
     )
-    recorder = Recorder(dies_at, shares_gpus=shares_gpus, row=row)
-    Loop(config, recorder, recorder, recorder, step=resumed).run()  # type: ignore[arg-type]
-    assert recorder.trainer == "everything"  # what is exported afterwards is there
-    return recorder.calls
+    recorder = Recorder(dies_at, shares_gpus=shares_gpus, row=row, stops_at=stops_at)
+    loop = Loop(config, recorder, recorder, recorder, step=resumed)  # type: ignore[arg-type]
+    loop.leaving.signals = recorder.signals
+    return loop, recorder
 
 
 STEP = ["score 3", "score 3", "update 3", "update 3"]
@@ -277,6 +338,82 @@ def test_a_server_that_died_gets_the_weights_before_the_work_is_repeated(
     text = " | ".join(calls)
     assert " | ".join(expected) in text
     assert calls.count("log 1") == 1
+
+
+@pytest.mark.parametrize("shares_gpus", [False, True])
+@settings(max_examples=50)
+@given(stops_at=st.integers(0, 40), save_every=st.integers(0, 3), every=st.integers(0, 3), resumed=st.integers(0, 1))
+def test_a_signal_at_any_point_costs_no_trained_step(
+    shares_gpus: bool, stops_at: int, save_every: int, every: int, resumed: int
+) -> None:
+    """What was trained is saved, once; no step is half trained; and the resumed run goes on as if nothing had been."""
+    steps = 4
+    loop, recorder = make(
+        steps,
+        save_every=save_every,
+        every=every,
+        shares_gpus=shares_gpus,
+        resumed=resumed,
+        row=resumed or None,
+        stops_at=stops_at,
+    )
+    calls = recorder.calls
+    if stops_at >= len(run(steps, save_every=save_every, every=every, resumed=resumed, row=resumed or None)):
+        return  # the run has ended before
+    with pytest.raises(StopRequested):
+        loop.run()
+    assert calls.count("update 3") == 2 * (loop.step - resumed)
+    saved = [int(call.split()[1]) for call in calls if call.startswith("save ")]
+    assert saved == sorted(set(saved))
+    assert max([resumed, *saved]) == loop.step
+    name = f"step_{loop.step:06d}"
+    assert calls[-1] in (
+        f"SIGTERM: saved {name}; continue with --resume",
+        f"SIGTERM: nothing was trained since {name}, so nothing more was saved; continue with --resume",
+        "SIGTERM: ended before a step was trained; there is nothing to save",
+    )
+    assert ("there is nothing" in calls[-1]) == (loop.step == 0)
+    rows = [int(call.split()[1]) for call in calls if call.startswith("log ")]
+    rows += [
+        int(call.split()[1])
+        for call in run(steps, save_every=save_every, every=every, resumed=loop.step, row=recorder.row)
+        if call.startswith("log ")
+    ]
+    assert rows == list(range(resumed + 1 if resumed else 0, steps + 1))
+
+
+@given(update=st.floats(0, 100), save=st.none() | st.floats(0, 100), left=st.floats(0, 200))
+def test_a_step_is_finished_where_its_updates_and_a_checkpoint_fit_twice(
+    update: float, save: float | None, left: float
+) -> None:
+    leaving = Leaving(saved_step=0, signals=SimpleNamespace(seconds_left=lambda: left))  # type: ignore[arg-type]
+    assert not leaving.update_fits()  # nobody knows how long the first updates take
+    leaving.seconds = {"update": update} | ({} if save is None else {"save": save})
+    assert leaving.update_fits() == (2 * (update + (update if save is None else save)) <= left)
+    leaving.signals.seconds_left = lambda: math.inf  # type: ignore[method-assign]
+    assert leaving.update_fits()
+
+
+@given(saved=st.integers(0, 50), more=st.integers(1, 9))
+def test_what_a_hard_end_would_lose_is_said_with_its_steps(saved: int, more: int) -> None:
+    leaving = Leaving(saved_step=saved)
+    assert leaving.at_risk(saved) == ""
+    lost = f"step {saved + 1} is lost" if more == 1 else f"steps {saved + 1} to {saved + more} are lost"
+    newest = f"the newest checkpoint is step_{saved:06d}" if saved else "there is no checkpoint"
+    assert leaving.at_risk(saved + more) == f"{lost}; {newest}"
+
+
+def test_a_checkpoint_is_due_when_the_last_one_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("tepo_megatron.train.leaving.time.monotonic", lambda: now[0])
+    leaving, seen = Leaving(saved_step=0), []
+    for step in range(1, 9):
+        now[0] += 60.0
+        seen.append(leaving.save_is_due(3))
+        assert not leaving.save_is_due(0)
+        if seen[-1]:
+            leaving.saved(step)
+    assert seen == [False, False, True] * 2 + [False, False]
 
 
 def test_minibatches_divide_the_batch_and_depend_on_seed_and_step_alone() -> None:

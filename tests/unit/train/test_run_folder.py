@@ -62,7 +62,7 @@ def test_a_run_is_not_written_over_unless_that_is_asked_for(left: dict[str, str]
     assert content(tmp_path) == sorted(left)
     prepare_folder(config(tmp_path), overwrite=True)
     assert content(tmp_path) == []
-    with pytest.raises(ValueError, match=r"starts anew and train.resume = true goes on"):
+    with pytest.raises(ValueError, match=r"starts anew and train.resume = True goes on"):
         prepare_folder(config(tmp_path, train={"resume": True}), overwrite=True)
 
 
