@@ -155,8 +155,12 @@ class RolloutConfig(Section):
     uncorrected: bool = False
     """Train on samples of quantised servers without ``objective.mismatch``, as if the trainer's own weights had drawn them."""
 
+    journal: bool = True
+    """Write every step's rollouts to ``<output>/journal/`` as soon as they are rewarded, and have a resumed run take them from
+    there instead of drawing them again. They are removed when no checkpoint needs them any more. Cost: ``time/journal``."""
+
     record: bool = False
-    """Write every step's rollouts to ``<output>/rollouts/``."""
+    """Write every step's rollouts to ``<output>/rollouts/``, and keep them."""
 
     replay: Path | None = None
     """Read the rollouts from this folder, written by ``record``, instead of sampling; no server is started."""

@@ -18,8 +18,8 @@ from tepo_megatron.preemption import stop_signals
 from tepo_megatron.reward.pool import RewardPool
 from tepo_megatron.rollout.canary import Canary, tolerance
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
-from tepo_megatron.rollout.record import read_rollouts, write_rollouts
-from tepo_megatron.train.inputs import Inputs
+from tepo_megatron.train.inputs import Inputs, read_replay
+from tepo_megatron.train.journal import Journal
 from tepo_megatron.train.lost_time import LostTime
 from tepo_megatron.train.metrics import Stopwatch
 from tepo_megatron.train.minibatches import derive_seed
@@ -76,6 +76,7 @@ class RootDriver:
             if config.rollout.server.placement != "colocated":
                 # Servers take tens of seconds to start; the model is built meanwhile.
                 self._starting = ThreadPoolExecutor(1, "fleet").submit(self.fleet.start)
+        self.journal = Journal(config, output.message, output.write_failed)
         self._drawn: tuple[int, list[Problem]] = (-1, [])
         self._before_draw = self.sampler.state()
         self._signals = stop_signals()
@@ -86,6 +87,8 @@ class RootDriver:
         self._versions: dict[str, float] = {}
         self._failed_rewards = 0
         self._returns = 0
+        self._row: dict[str, float] = {}
+        """Figures of the step that is not logged yet."""
         self._said_noise = False
         self.lost = LostTime()
 
@@ -145,22 +148,28 @@ class RootDriver:
     def _collect(self, step: int) -> list[Rollout]:
         if self.config.rollout.replay is not None:
             with self.phase("rollout"):
-                return read_rollouts(self.config.rollout.replay, step)
+                return read_replay(self.config, self.inputs.vocab_size, step)
         # A step that a server's death repeats asks again, and must get the same problems.
         if self._drawn[0] != step:
             self._before_draw = self.sampler.state()
             self._drawn = (step, self.sampler.next(self.config.rollout.prompts_per_step))
         problems = self._drawn[1]
-        rollouts = self._sample(problems, step)
-        rollouts = self._reward(rollouts, problems)
-        if self.config.rollout.record:
-            write_rollouts(self.config.output / "rollouts", step, rollouts)
-        return rollouts
-
-    def _sample(self, problems: Sequence[Problem], step: int) -> list[Rollout]:
-        config = self.config.rollout
         template = self.config.data.chat_template
         prompts = [encode_prompt(self.tokenizer, problem, chat_template=template) for problem in problems]
+        with self.phase("journal"):
+            drawn_by = self.journal.identity(problems, prompts, self._fleet().weights_version)
+            found = self.journal.find(step, drawn_by)
+        if found is not None:
+            self._failed_rewards = found.failed_rewards
+            return found.rollouts
+        rollouts = self._sample(problems, prompts, step)
+        rollouts = self._reward(rollouts, problems)
+        with self.phase("journal"):
+            self.journal.write(step, rollouts, drawn_by, self._failed_rewards)
+        return rollouts
+
+    def _sample(self, problems: Sequence[Problem], prompts: Sequence[tuple[int, ...]], step: int) -> list[Rollout]:
+        config = self.config.rollout
         with self.phase("rollout"), self._signals.interruptible():
             groups = self._fleet().generate(
                 prompts,
@@ -239,7 +248,9 @@ class RootDriver:
 
     def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
         gap = self._canary.check(step, prompt, logprobs, self._fleet().prompt_logprobs(prompt))
-        self._canary_figures = {"canary/max_logprob_gap": gap}
+        # Not what is checked beside the steps that log it, of servers that have just started: a resumed run has the same rows.
+        due = step % self.config.rollout.canary.every == 0 and not self.has_logged(step)
+        self._canary_figures = {"canary/max_logprob_gap": gap} if due else {}
 
     def _fleet(self) -> Fleet:
         assert self.fleet is not None, "a replayed run has no servers"
@@ -271,13 +282,12 @@ class RootDriver:
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         split = self.watch.split()
-        figures = {**self._versions, **row, **self._evaluation, **self._canary_figures}
+        figures = {**self._row, **row, **self._evaluation, **self._canary_figures}
         if "response_tokens" in row:
             figures["tokens/s"] = row["response_tokens"] / split["time/step"]
-            figures["reward/failed"] = float(self._failed_rewards)
             figures["rollback/count"] = float(self._returns)
             self._returns = 0
-        self._versions, self._evaluation, self._canary_figures, self._failed_rewards = {}, {}, {}, 0
+        self._row, self._evaluation, self._canary_figures = {}, {}, {}
         self.lost.add("lost/skipped", split["time/step"] * row.get("update/skipped", 0.0) / self.config.train.minibatches)
         self.output.write_row(step, {**figures, **split, **self.lost.split()})
         self.heartbeat.step(step)
@@ -288,14 +298,20 @@ class RootDriver:
                 self.output.message(sentence)
                 self._said_noise = True
 
+    def note_row(self, row: Mapping[str, float]) -> None:
+        self._row = {**self._versions, **row, "reward/failed": float(self._failed_rewards)}
+        self._versions, self._failed_rewards = {}, 0
+
     def state(self) -> dict[str, Any]:
-        return {"sampler": self.sampler.state()}
+        return {"sampler": self.sampler.state(), "row": self._row}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on in the data where the run that was saved stopped."""
+        """Goes on in the data where the run that was saved stopped; its last row is written if it was not."""
         begun_anew = restore_data(self.sampler, state, self.config.train.allow_change)
         if begun_anew is not None:
             self.output.message(begun_anew)
+        if not self.has_logged(state["step"]):
+            self._row = dict(state.get("row", {}))  # checkpoints of 0.1.0 lack it
 
     def drop_step(self, step: int) -> None:
         if self._drawn[0] == step:

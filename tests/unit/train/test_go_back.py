@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,8 @@ class MadeUpFleet:
 
     addresses = ("http://127.0.0.1:1",)
 
+    weights_version = WeightsVersion(0)
+
     def __init__(self, *_given: Any, **_options: Any) -> None:
         pass
 
@@ -35,7 +38,7 @@ class MadeUpFleet:
 
 
 @pytest.fixture
-def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RootDriver:
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RootDriver]:
     monkeypatch.setattr(root_driver, "Fleet", MadeUpFleet)
     monkeypatch.setattr(root_driver, "RewardPool", lambda config: SimpleNamespace(score=_half))
     tokenizer = SimpleNamespace(eos_ids=(2,), encode=lambda text, **_options: (3, 4), decode=lambda ids: "text")
@@ -43,7 +46,9 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RootDriver:
     config = RunConfig.model_validate({"output": tmp_path / "out", "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2}})
     monkeypatch.setattr(root_driver, "encode_prompt", lambda tokenizer, problem, **_options: (3, 4))
     inputs: Any = SimpleNamespace(tokenizer=tokenizer, train=problems, heldout=[], model_dir=tmp_path)
-    return RootDriver(config, inputs, Output(config, NoProgress()), Heartbeat())
+    output = Output(config, NoProgress())
+    yield RootDriver(config, inputs, output, Heartbeat())
+    output.close()
 
 
 def _half(items: list[Any]) -> list[Any]:
