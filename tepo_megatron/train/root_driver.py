@@ -102,9 +102,13 @@ class RootDriver:
             result, died = self._run_or_report(work)
             if died:
                 was_in_vain()
-                with self._signals.interruptible():
-                    self._fleet().revive()
+                self._revive()
         return result, died
+
+    def _revive(self) -> None:
+        self.heartbeat.phase("servers", waits_for="a rollout server that is started again")
+        with self._signals.interruptible():
+            self._fleet().revive()
 
     def _run_or_report(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
         """The result, and whether a server died under it, which is reported and left to be revived."""
@@ -238,7 +242,7 @@ class RootDriver:
         if died:
             with self.lost.if_in_vain("lost/server") as was_in_vain, self._signals.interruptible():
                 was_in_vain()
-                self.fleet.revive()
+                self._revive()
             return True
         return self.run_or_revive(self.fleet.wake_up)[1]
 

@@ -1,7 +1,8 @@
-"""What rank 0 does when the run goes back: other problems, fewer rows, and the time that was lost."""
+"""What rank 0 does when the run goes back, or a server dies: other problems, fewer rows, and the time that was lost."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.rollout.fleet import ServerDied
 from tepo_megatron.train import root_driver
 from tepo_megatron.train.metrics import read_metrics
 from tepo_megatron.train.output import Output
@@ -31,6 +33,9 @@ class MadeUpFleet:
 
     def start(self) -> None:
         pass
+
+    def revive(self) -> None:
+        time.sleep(0.01)
 
     def generate(self, prompts: list[Any], *, n: int, on_progress: Any, **_options: Any) -> list[list[Response]]:
         on_progress(len(prompts), len(prompts))
@@ -57,6 +62,18 @@ def _half(items: list[Any]) -> list[Any]:
 
 def problems_of(driver: RootDriver, step: int) -> set[str]:
     return {rollout.problem_id for rollout in driver.collect(step)}
+
+
+def test_what_a_server_that_died_cost_is_accounted_for(driver: RootDriver) -> None:
+    def die() -> None:
+        raise ServerDied("http://127.0.0.1:1 is gone")
+
+    assert driver.run_or_revive(lambda: 7) == (7, False)
+    assert driver.lost.split()["lost/server"] == 0
+    assert driver.run_or_revive(die) == (None, True)
+    assert driver.lost.split()["lost/server"] >= 0.01
+    assert driver.revive_or_wake(died=True)
+    assert driver.lost.split()["lost/server"] >= 0.01
 
 
 def test_no_problem_comes_again_and_rows_and_time_are_accounted_for(driver: RootDriver) -> None:
