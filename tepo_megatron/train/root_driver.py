@@ -14,7 +14,7 @@ from tepo_megatron.data.sampler import ProblemSampler
 from tepo_megatron.evaluate.evaluation import evaluate
 from tepo_megatron.reward.pool import RewardPool
 from tepo_megatron.rollout.canary import Canary, tolerance
-from tepo_megatron.rollout.fleet import Fleet, ServerDied
+from tepo_megatron.rollout.fleet import NO_SERVERS, Fleet, ServerDied
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
 from tepo_megatron.train.inputs import Inputs
 from tepo_megatron.train.metrics import Stopwatch
@@ -54,6 +54,7 @@ class RootDriver:
                 log_dir=config.output / "logs",
                 seed=config.seed,
                 first_gpu=first_server_gpu(config, this_machine()),
+                report=output.message,
             )
             if config.rollout.server.placement != "colocated":
                 # Servers take tens of seconds to start; the model is built meanwhile.
@@ -208,7 +209,8 @@ class RootDriver:
             figures["tokens/s"] = row["response_tokens"] / split["time/step"]
             figures["reward/failed"] = float(self._failed_rewards)
         self._versions, self._evaluation, self._canary_figures, self._failed_rewards = {}, {}, {}, 0
-        self.output.write_row(step, {**figures, **split})
+        servers = self.fleet.figures() if self.fleet is not None else NO_SERVERS
+        self.output.write_row(step, {**figures, **servers, **split})
         if not self._said_noise:
             for sentence in below_the_noise(self.config.objective, figures):
                 self.output.message(sentence)
