@@ -324,7 +324,7 @@ def test_a_canary_that_hangs_or_is_garbage_counts_as_a_servers_death(servers: li
 class Broken(FaultyServer):
     """Comes up at the starts in ``works`` only."""
 
-    works = (1,)
+    works: tuple[int, ...] = (1,)
 
     def wait_ready(self) -> None:
         if self.starts not in self.works:
