@@ -82,14 +82,17 @@ class Client:
         ServerSilent if it does not answer.
         """
         limit = min(self._timeout_s, HEALTH_TIMEOUT_S)
+        traced = {"trace": self._note_socket}
         try:
-            health = self._http.get("/health", timeout=limit)
+            health = self._http.get("/health", timeout=limit, extensions=traced)
             if not health.is_success:
                 raise ServerGone(f"{self.url}/health: status {health.status_code}", url=self.url)
-            reply = self._http.get(PROGRESS, timeout=limit)
+            reply = self._http.get(PROGRESS, timeout=limit, extensions=traced)
         except httpx.ConnectError as error:
             raise ServerGone(f"{self.url}/health: {error or type(error).__name__}", url=self.url) from error
-        except httpx.TransportError as error:
+        except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
+            if isinstance(error, ServerGone):
+                raise
             raise ServerSilent(f"{self.url}/health: no answer within {limit:g} s", url=self.url) from error
         return reply.text if reply.is_success else None
 

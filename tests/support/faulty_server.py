@@ -40,6 +40,7 @@ class FaultyServer:
         self._lock = threading.Lock()
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.http.daemon_threads = True
+        self.http.handle_error = lambda request, address: None  # type: ignore[method-assign]  # the other side has given up
         self.port = self.http.server_port
         self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
