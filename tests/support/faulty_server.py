@@ -21,6 +21,13 @@ Behaviour = Callable[["FaultyServer", list[Sample]], tuple[int, bytes] | None]
 """What becomes of the right samples: status and content, or None where the connection breaks off half-way."""
 
 
+class QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """The other side has given up: nothing to print."""
+
+
 class FaultyServer:
     """Draws the same tokens for the same prompt and seed as any other does. ``faults`` are the behaviours for the next requests
     for samples, after which it answers well; ``always`` is for all of them. ``hangs`` are routes that it never answers.
@@ -38,9 +45,7 @@ class FaultyServer:
         self.version = "default"
         self.released = threading.Event()
         self._lock = threading.Lock()
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self.http.daemon_threads = True
-        self.http.handle_error = lambda request, address: None  # type: ignore[method-assign]  # the other side has given up
+        self.http = QuietServer(("127.0.0.1", 0), self._handler())
         self.port = self.http.server_port
         self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
