@@ -254,6 +254,7 @@ def test_a_server_whose_engine_hangs_is_healthy_and_counts_as_dead(servers: list
         assert fleet.figures()["servers/timeouts"] == 1
 
 
+@pytest.mark.slow
 def test_a_slow_server_that_makes_tokens_is_left_alone(
     servers: list[FaultyServer], expected: list[list[Response]], tmp_path: Path
 ) -> None:
