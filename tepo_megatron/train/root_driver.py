@@ -17,7 +17,7 @@ from tepo_megatron.evaluate.evaluation import evaluate
 from tepo_megatron.preemption import stop_signals
 from tepo_megatron.reward.pool import RewardPool
 from tepo_megatron.rollout.canary import Canary, tolerance
-from tepo_megatron.rollout.fleet import Fleet, ServerDied
+from tepo_megatron.rollout.fleet import NO_SERVERS, Fleet, ServerDied
 from tepo_megatron.train.inputs import Inputs, read_replay
 from tepo_megatron.train.journal import Journal
 from tepo_megatron.train.lost_time import LostTime
@@ -72,6 +72,7 @@ class RootDriver:
                 log_dir=config.output / "logs",
                 seed=config.seed,
                 first_gpu=first_server_gpu(config, this_machine()),
+                report=output.message,
             )
             if config.rollout.server.placement != "colocated":
                 # Servers take tens of seconds to start; the model is built meanwhile.
@@ -293,7 +294,8 @@ class RootDriver:
             self._returns = 0
         self._row, self._evaluation, self._canary_figures = {}, {}, {}
         self.lost.add("lost/skipped", split["time/step"] * row.get("update/skipped", 0.0) / self.config.train.minibatches)
-        self.output.write_row(step, {**figures, **split, **self.lost.split()})
+        servers = self.fleet.figures() if self.fleet is not None else NO_SERVERS
+        self.output.write_row(step, {**figures, **servers, **split, **self.lost.split()})
         self.heartbeat.step(step)
         self._tell_who_works()
         self._retention.after_row(step)
