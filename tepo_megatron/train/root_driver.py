@@ -96,8 +96,9 @@ class RootDriver:
     # -- rollouts --------------------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> list[Rollout]:
-        """G rewarded samples of each of the step's prompts; the same again if called again for the same step."""
-        rollouts = self._collect(step)
+        """G samples of each of the step's prompts, without those that have no reward; the same again if called again for the
+        same step."""
+        rollouts = self.rewards.leave_out(self._collect(step))
         steps = [rollout.weights_version.step for rollout in rollouts]
         self._versions = {"weights_version/min": float(min(steps)), "weights_version/max": float(max(steps))}
         return rollouts
@@ -199,7 +200,7 @@ class RootDriver:
         figures = {**self._versions, **row, **self._evaluation, **self._canary_figures}
         if "response_tokens" in row:
             figures["tokens/s"] = row["response_tokens"] / split["time/step"]
-            figures |= self.rewards.figures()
+            figures |= self.rewards.take_figures()
         self._versions, self._evaluation, self._canary_figures = {}, {}, {}
         self.output.write_row(step, {**figures, **split})
         if not self._said_noise:
