@@ -124,7 +124,7 @@ def check_rollouts(
 ) -> None:
     """Raises ValueError with ``path``, line and fault where these are not what a step is trained on: ``samples`` responses to
     each of ``prompts`` prompts, group by group, drawn by the weights of the step, with a finite log-prob for every token and a
-    finite reward.
+    finite reward, or None for one that could not be scored.
     """
     for number, rollout in enumerate(rollouts):
         for fault in _faults(rollout, step, vocab_size):
@@ -151,7 +151,7 @@ def _faults(rollout: Rollout, step: int, vocab_size: int | None) -> Iterator[str
     for at, logprob in enumerate(rollout.sampler_logprobs):
         if not -math.inf < logprob <= _ROUNDING:
             yield f"the log-prob of response token {at} is {logprob}, not a finite number of at most 0"
-    if not math.isfinite(rollout.reward):
+    if rollout.reward is not None and not math.isfinite(rollout.reward):
         yield f"the reward is {rollout.reward}, not a finite number"
     if vocab_size is not None:
         for token in (*rollout.prompt_ids, *rollout.response_ids):

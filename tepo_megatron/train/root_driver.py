@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,6 +28,7 @@ from tepo_megatron.train.placement import first_server_gpu, this_machine
 from tepo_megatron.train.resume import restore_data
 from tepo_megatron.train.retention import Retention
 from tepo_megatron.train.skipped import write_skipped
+from tepo_megatron.train.step_rewards import StepRewards
 from tepo_megatron.types import Problem, Rollout, WeightsVersion
 from tepo_megatron.watch.heartbeat import Heartbeat
 
@@ -47,11 +47,11 @@ _WAITS_FOR = {
 
 
 class RootDriver:
-    """Rank 0's driver. Making it starts verifiers and, in the background, servers; servers on the trainer's GPUs are started
-    by :meth:`wait_until_ready`.
+    """Rank 0's driver. Making it starts servers in the background; servers on the trainer's GPUs are started by
+    :meth:`wait_until_ready`. It closes ``pool``.
     """
 
-    def __init__(self, config: RunConfig, inputs: Inputs, output: Output, heartbeat: Heartbeat) -> None:
+    def __init__(self, config: RunConfig, inputs: Inputs, output: Output, heartbeat: Heartbeat, pool: RewardPool) -> None:
         self.config = config
         self.inputs = inputs
         self.tokenizer = inputs.tokenizer
@@ -60,7 +60,8 @@ class RootDriver:
         self.watch = Stopwatch()
         self.sampler = ProblemSampler(inputs.train, config.seed)
         self._retention = Retention(config, output.message)
-        self.pool = RewardPool(config.reward)
+        self.pool = pool
+        self.rewards = StepRewards(config, self.pool, output.message)
         self.fleet: Fleet | None = None
         self._starting: Future[None] | None = None
         if config.rollout.replay is None:
@@ -86,7 +87,6 @@ class RootDriver:
         self._canary_figures: dict[str, float] = {}
         self._evaluation: dict[str, float] = {}
         self._versions: dict[str, float] = {}
-        self._failed_rewards = 0
         self._returns = 0
         self._row: dict[str, float] = {}
         """Figures of the step that is not logged yet."""
@@ -143,8 +143,9 @@ class RootDriver:
     # -- rollouts --------------------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> list[Rollout]:
-        """G rewarded samples of each of the step's prompts; the same again if called again for the same step."""
-        rollouts = self._collect(step)
+        """G samples of each of the step's prompts, without those that have no reward; the same again if called again for the
+        same step."""
+        rollouts = self.rewards.leave_out(self._collect(step))
         self._collected = rollouts
         steps = [rollout.weights_version.step for rollout in rollouts]
         self._versions = {"weights_version/min": float(min(steps)), "weights_version/max": float(max(steps))}
@@ -165,12 +166,13 @@ class RootDriver:
             drawn_by = self.journal.identity(problems, prompts, self._fleet().weights_version)
             found = self.journal.find(step, drawn_by)
         if found is not None:
-            self._failed_rewards = found.failed_rewards
+            self.rewards.failed = found.failed_rewards
             return found.rollouts
         rollouts = self._sample(problems, prompts, step)
-        rollouts = self._reward(rollouts, problems)
+        with self.phase("reward"), self._signals.interruptible():
+            rollouts = self.rewards.score(rollouts, problems, step)
         with self.phase("journal"):
-            self.journal.write(step, rollouts, drawn_by, self._failed_rewards)
+            self.journal.write(step, rollouts, drawn_by, self.rewards.failed)
         return rollouts
 
     def _sample(self, problems: Sequence[Problem], prompts: Sequence[tuple[int, ...]], step: int) -> list[Rollout]:
@@ -198,15 +200,6 @@ class RootDriver:
             for group, (problem, prompt, responses) in enumerate(zip(problems, prompts, groups, strict=True))
             for response in responses
         ]
-
-    def _reward(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[Rollout]:
-        with self.phase("reward"), self._signals.interruptible():
-            results = self.pool.score([(problems[rollout.group], rollout.text) for rollout in rollouts])
-        failures = [result.error for result in results if result.error]
-        if failures:
-            self._failed_rewards += len(failures)
-            self.output.message(f"{len(failures)} of {len(results)} rewards failed; the first: {failures[0]}")
-        return [replace(rollout, reward=result.reward) for rollout, result in zip(rollouts, results, strict=True)]
 
     def keep_skipped(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> Path:
         folder = self.config.output / "skipped"
@@ -241,7 +234,7 @@ class RootDriver:
         if self.fleet is None:
             return False
         if died:
-            with self.lost.if_in_vain("lost/server") as was_in_vain, self._signals.interruptible():
+            with self.lost.if_in_vain("lost/server") as was_in_vain:
                 was_in_vain()
                 self._revive()
             return True
@@ -278,7 +271,8 @@ class RootDriver:
                 chat_template=self.config.data.chat_template,
             )
         if result.failures:
-            self.output.message(f"evaluation: {result.failures} responses could not be scored; they count as wrong")
+            count = f"evaluation: {result.failures} responses could not be scored; they count as wrong"
+            self.output.message(f"{count}; the first: {result.first_failure}")
         self._evaluation = result.metrics
         self.output.write_samples(step, result.samples)
 
@@ -305,8 +299,8 @@ class RootDriver:
                 self._said_noise = True
 
     def note_row(self, row: Mapping[str, float]) -> None:
-        self._row = {**self._versions, **row, "reward/failed": float(self._failed_rewards)}
-        self._versions, self._failed_rewards = {}, 0
+        self._row = {**self._versions, **row, **self.rewards.take_figures()}
+        self._versions = {}
 
     def state(self) -> dict[str, Any]:
         return {"sampler": self.sampler.state(), "row": self._row}

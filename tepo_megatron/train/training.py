@@ -18,6 +18,7 @@ from tepo_megatron.train.placement import takes_turns
 from tepo_megatron.train.progress import make_progress
 from tepo_megatron.train.resume import accept, messages, resume
 from tepo_megatron.train.root_driver import RootDriver
+from tepo_megatron.train.step_rewards import ready_pool
 from tepo_megatron.train.watched import make_heartbeat, told_at_the_end
 from tepo_megatron.train.weights import WeightPublisher
 
@@ -41,13 +42,17 @@ def train_model(config: RunConfig) -> None:
         driver: Driver = NonRootDriver(heartbeat)
         if is_root:
             inputs = read_inputs(config, model_dir)
+            pool = ready_pool(config, inputs.train)  # before anything is written
+            stack.callback(pool.close)
             output = Output(config, make_progress(config.log))
             stack.callback(output.close)
             signals.say = output.message
             heartbeat.start()
             for source, count in inputs.left_out.items():
                 output.message(f"{source}: {count} problems left out, longer than data.max_prompt_tokens")
-            driver = RootDriver(config, inputs, output, heartbeat)
+            if pool.notice is not None:
+                output.message(pool.notice)
+            driver = RootDriver(config, inputs, output, heartbeat, pool)
             stack.callback(driver.close)
         _silence_upstream()
         # Megatron-Core takes seconds to import; the servers are coming up meanwhile.

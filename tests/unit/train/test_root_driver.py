@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import RolloutConfig, RunConfig
 from tepo_megatron.preemption import StopRequested
-from tepo_megatron.train import root_driver
 from tepo_megatron.train.progress import NoProgress
 from tepo_megatron.train.root_driver import RootDriver
 from tepo_megatron.types import Problem
@@ -27,16 +26,15 @@ def make() -> tuple[RootDriver, list[list[str]]]:
     asked: list[list[str]] = []
     tokenizer = SimpleNamespace(prompt_ids=lambda prompt, **_options: [3], unk_id=None)
     inputs: Any = SimpleNamespace(train=PROBLEMS, heldout=[], tokenizer=tokenizer, model_dir=Path())
-    output: Any = SimpleNamespace(message=None, write_failed=None, progress=NoProgress(), last_step=None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(root_driver, "RewardPool", lambda config: None)
-        driver = RootDriver(RunConfig(rollout=RolloutConfig(replay=Path("none"))), inputs, output, Heartbeat())
+    output: Any = SimpleNamespace(message=print, write_failed=None, progress=NoProgress(), last_step=None)
+    pool: Any = None
+    driver = RootDriver(RunConfig(rollout=RolloutConfig(replay=Path("none"))), inputs, output, Heartbeat(), pool)
     stand_in: Any = driver  # for what needs servers or files
     stand_in.config = RunConfig(rollout=RolloutConfig(prompts_per_step=3))
     stand_in.fleet = SimpleNamespace(weights_version=None)
     stand_in.journal = SimpleNamespace(identity=lambda *_: None, find=lambda *_: None, write=lambda *_: None)
     stand_in._sample = lambda problems, prompts, step: asked.append([problem.id for problem in problems])
-    stand_in._reward = lambda rollouts, problems: []
+    stand_in.rewards.score = lambda rollouts, problems, step: []
     return driver, asked
 
 
