@@ -95,6 +95,13 @@ class Client:
             ) from error
         return found
 
+    def cached_logprob(self, prompt: Sequence[int], version: WeightsVersion) -> tuple[float, float]:
+        """The log-prob of the likeliest token after ``prompt``, computed with what the prefix cache has of the prompt, and that
+        of the same token without it. Natural logarithms, temperature 1.
+        """
+        (drawn,) = self.generate(prompt, n=1, temperature=0.0, max_new_tokens=1, seed=None, stop_token_ids=(), version=version)
+        return drawn.logprobs[0], self.prompt_logprobs((*prompt, drawn.response_ids[0]))[-1]
+
     def _generate(self, prompt: Sequence[int], sampling: dict[str, Any]) -> dict[str, Any]:
         return self._post(GENERATE, {"model": MODEL_NAME, "token_ids": list(prompt), "sampling_params": sampling})
 

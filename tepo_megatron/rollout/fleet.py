@@ -178,6 +178,17 @@ class Fleet:
         self._on_all(lambda client: found.update({client.url: client.prompt_logprobs(prompt)}))
         return found
 
+    def cached_logprobs(self, prompt: Sequence[int]) -> dict[str, tuple[float, float]]:
+        """Address → log-prob of the likeliest token after a prompt, with and without the prefix cache. Raises as
+        :meth:`generate`.
+        """
+        version = self._version
+        if version is None:
+            raise RuntimeError("the servers do not have the current weights; update their weights first")
+        found: dict[str, tuple[float, float]] = {}
+        self._on_all(lambda client: found.update({client.url: client.cached_logprob(prompt, version)}))
+        return found
+
     def sleep(self) -> None:
         """Colocated servers give the trainer's GPUs up, with their weights; others do nothing. ServerDied as ever."""
         if self._sleeps:

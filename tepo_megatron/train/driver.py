@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from tepo_megatron.types import Rollout, WeightsVersion
+from tepo_megatron.types import Batch, Rollout, WeightsVersion
 
 if TYPE_CHECKING:
     from tepo_megatron.train.weights import WeightPublisher
@@ -40,6 +40,11 @@ class Driver(Protocol):
 
     def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
         """Compares the servers' log-probs of a prompt with the trainer's; RuntimeError where they are too far apart."""
+
+    def check_rollouts(self, step: int, parts: Sequence[Batch]) -> None:
+        """Compares the sampler's log-probs of a step's scored mini-batches with the trainer's; RuntimeError where a group of
+        them was not drawn from the trainer's policy.
+        """
 
     def evaluate(self, step: int) -> None: ...
     def has_logged(self, step: int) -> bool:
@@ -76,6 +81,9 @@ class NonRootDriver:
         return None
 
     def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
+        return None
+
+    def check_rollouts(self, step: int, parts: Sequence[Batch]) -> None:
         return None
 
     def evaluate(self, step: int) -> None:

@@ -22,9 +22,10 @@ from tepo_megatron.types import Problem
 
 @dataclass(frozen=True)
 class Inputs:
-    """Model folder, tokenizer and problems. ``left_out`` counts problems with too long a prompt, by their source."""
+    """Model folder and shape, tokenizer and problems. ``left_out`` counts problems with too long a prompt, by their source."""
 
     model_dir: Path
+    spec: ModelSpec
     tokenizer: Tokenizer
     train: list[Problem]
     heldout: list[Problem]
@@ -69,9 +70,10 @@ def read_inputs(config: RunConfig, model_dir: Path) -> Inputs:
     heldout_out = 0
     if config.evaluate.every:
         heldout, heldout_out = usable_problems(load_problems(config.data.heldout), tokenizer, config.data)
-    _check_room(config, read_model_spec(model_dir), tokenizer, [*train, *heldout])
+    spec = read_model_spec(model_dir)
+    _check_room(config, spec, tokenizer, [*train, *heldout])
     left_out = {config.data.train: train_out, config.data.heldout: heldout_out}
-    return Inputs(model_dir, tokenizer, train, heldout, {source: count for source, count in left_out.items() if count})
+    return Inputs(model_dir, spec, tokenizer, train, heldout, {source: count for source, count in left_out.items() if count})
 
 
 def _check_room(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer, problems: list[Problem]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -13,16 +15,17 @@ from tepo_megatron.data.prompts import encode_prompt
 from tepo_megatron.data.sampler import ProblemSampler
 from tepo_megatron.evaluate.evaluation import evaluate
 from tepo_megatron.reward.pool import RewardPool
-from tepo_megatron.rollout.canary import Canary, tolerance
+from tepo_megatron.rollout.canary import Canary, cached_prompt, rollouts_tolerance, tolerance
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
+from tepo_megatron.train.agreement import check_rollouts
 from tepo_megatron.train.inputs import Inputs
 from tepo_megatron.train.metrics import Stopwatch
 from tepo_megatron.train.minibatches import derive_seed
 from tepo_megatron.train.noise_floor import below_the_noise
 from tepo_megatron.train.output import Output
 from tepo_megatron.train.placement import first_server_gpu, this_machine
-from tepo_megatron.types import Problem, Rollout, WeightsVersion
+from tepo_megatron.types import Batch, Problem, Rollout, WeightsVersion
 
 if TYPE_CHECKING:
     from tepo_megatron.train.weights import WeightPublisher
@@ -60,7 +63,10 @@ class RootDriver:
                 self._starting = ThreadPoolExecutor(1, "fleet").submit(self.fleet.start)
         self._drawn: tuple[int, list[Problem]] = (-1, [])
         self._canary = Canary(tolerance(config))
-        self._canary_figures: dict[str, float] = {}
+        limit = config.rollout.server.max_model_len or inputs.spec.max_positions
+        self._cached_prompt = cached_prompt(inputs.spec.vocab_size, limit)
+        self._figures: dict[str, float] = {}
+        """Of the canaries, for the next row."""
         self._evaluation: dict[str, float] = {}
         self._versions: dict[str, float] = {}
         self._failed_rewards = 0
@@ -170,8 +176,20 @@ class RootDriver:
             self.run_or_revive(self.fleet.sleep)
 
     def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
-        gap = self._canary.check(step, prompt, logprobs, self._fleet().prompt_logprobs(prompt))
-        self._canary_figures = {"canary/max_logprob_gap": gap}
+        started = time.perf_counter()
+        self._figures["canary/max_logprob_gap"] = self._canary.check(
+            step, prompt, logprobs, self._fleet().prompt_logprobs(prompt)
+        )
+        through_cache = self._fleet().cached_logprobs(self._cached_prompt)
+        self._figures["canary/cache_gap"] = self._canary.check_cache(step, through_cache)
+        self._figures["time/canary"] = time.perf_counter() - started
+
+    def check_rollouts(self, step: int, parts: Sequence[Batch]) -> None:
+        checked = (
+            self.fleet is not None and self.config.rollout.canary.every
+        )  # replayed ones may be another run's: figures only
+        limit = rollouts_tolerance(self.config) if checked else math.inf
+        self._figures |= check_rollouts(step, parts, tolerance=limit, token_tolerance=tolerance(self.config))
 
     def _fleet(self) -> Fleet:
         assert self.fleet is not None, "a replayed run has no servers"
@@ -203,11 +221,11 @@ class RootDriver:
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         split = self.watch.split()
-        figures = {**self._versions, **row, **self._evaluation, **self._canary_figures}
+        figures = {**self._versions, **row, **self._evaluation, **self._figures}
         if "response_tokens" in row:
             figures["tokens/s"] = row["response_tokens"] / split["time/step"]
             figures["reward/failed"] = float(self._failed_rewards)
-        self._versions, self._evaluation, self._canary_figures, self._failed_rewards = {}, {}, {}, 0
+        self._versions, self._evaluation, self._figures, self._failed_rewards = {}, {}, {}, 0
         self.output.write_row(step, {**figures, **split})
         if not self._said_noise:
             for sentence in below_the_noise(self.config.objective, figures):
