@@ -25,7 +25,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.data.problems import load_problems
 from tepo_megatron.data.tokenizer import load_tokenizer
-from tepo_megatron.rollout.canary import Canary, cached_prompt, canary_prompt, rollouts_tolerance, tolerance
+from tepo_megatron.rollout.canary import CACHED_TOKENS, Canary, cached_prompt, canary_prompt, rollouts_tolerance, tolerance
 from tepo_megatron.rollout.fleet import Fleet
 from tepo_megatron.train.agreement import agreements, check_rollouts
 from tepo_megatron.train.weights import make_shard_sender
@@ -172,8 +172,8 @@ class World:
         with _noting(caught, "prompt"):
             canary.check(step, self.prompt, ours, theirs)
         with _noting(caught, "version"):
-            through = self.fleet.cached_logprobs(self.cached)
-            figures["cache"] = max(abs(a - b) for a, b in through.values())
+            through = self.fleet.cached_logprobs(self.cached, CACHED_TOKENS)
+            figures["cache"] = max(abs(a - b) for pair in through.values() for a, b in zip(*pair, strict=True))
             with _noting(caught, "cache"):
                 canary.check_cache(step, through)
             parts = self._sample()

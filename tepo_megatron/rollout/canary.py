@@ -2,7 +2,7 @@
 
 Digests show that the bytes arrived; this shows that the servers compute with them what the trainer does. Log-probs are natural
 logarithms under temperature 1, of every token of the prompt but the first. Scores of a prompt never come from a prefix cache,
-so a server is also asked for a token after a longer prompt, which does, and for the score of that token, which does not.
+so a server also draws tokens after a longer prompt, which does, and scores them, which does not.
 ``train/agreement.py`` compares the rollouts themselves.
 """
 
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 LENGTH = 32
 STALE_SHARE = 0.01
 """A server is stale if its answer stays the same, to the bit, until the trainer's has moved by this share of the tolerance."""
+
+CACHED_TOKENS = 16
+"""Tokens drawn after the prompt for the caches."""
+
+CACHE_SHARE = 0.2
+"""Share of the tolerance that a cache may make a difference of: both log-probs come from one server."""
 
 CACHED_LENGTH = 257
 """Tokens of the prompt for the caches: two blocks of 128, as vLLM has them on a CPU (16 on a GPU), and one more, since the last
@@ -48,7 +54,7 @@ def cached_prompt(vocab_size: int, limit: int) -> tuple[int, ...]:
     """As :func:`canary_prompt`, long enough to fill blocks of a prefix cache; the same after every sync, so that what a server
     still has of it would be used.
     """
-    return _tokens("cached canary", max(2, min(CACHED_LENGTH, limit - 2)), vocab_size)  # a token is drawn, and then scored
+    return _tokens("cached canary", max(2, min(CACHED_LENGTH, limit - CACHED_TOKENS - 1)), vocab_size)
 
 
 def _tokens(name: str, length: int, vocab_size: int) -> tuple[int, ...]:
@@ -121,25 +127,27 @@ class Canary:
             )
         return max(gap for gap, _ in found.values())
 
-    def check_cache(self, step: int, found: Mapping[str, tuple[float, float]]) -> float:
+    def check_cache(self, step: int, found: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> float:
         """The largest difference, in nats, between a token's log-prob after a prompt of which a server may have cached blocks,
-        and the same without the cache; ``found``: a server's address → the two.
+        and the same without the cache; ``found``: a server's address → the two, of several tokens.
 
-        Raises RuntimeError that names every server where it is more than the tolerance.
+        Raises RuntimeError that names every server where it is more than ``CACHE_SHARE`` of the tolerance.
         """
-        gaps = {url: abs(through - fresh) for url, (through, fresh) in found.items()}
+        limit = CACHE_SHARE * self._tolerance
+        worst = {url: _worst(fresh, through) for url, (through, fresh) in found.items()}
         wrong = [
-            f"{url} gives a token the log-prob {found[url][0]:.6g} through its prefix cache, {found[url][1]:.6g} without it"
-            for url, gap in gaps.items()
-            if not gap <= self._tolerance
+            f"{url} gives a token the log-prob {found[url][0][at]:.6g} through its prefix cache and {found[url][1][at]:.6g} "
+            "without it"
+            for url, (gap, at) in worst.items()
+            if not gap <= limit
         ]
         if wrong:
             raise RuntimeError(
-                f"weights {step}: {'; '.join(wrong)} (rollout.canary.tolerance = {self._tolerance:g}). The cache holds keys "
-                "and values of older weights: it was not emptied with the update, and samples that begin as earlier ones did "
+                f"weights {step}: {'; '.join(wrong)} (more than {limit:g} apart, a fifth of the canary's tolerance). The cache "
+                "holds keys and values of older weights: it was not emptied with the update, and samples that begin as earlier ones did "
                 "would be wrong"
             )
-        return max(gaps.values())
+        return max(gap for gap, _ in worst.values())
 
     def _moved(self, ours: Sequence[float], theirs: Mapping[str, Sequence[float]]) -> dict[str, float]:
         """How far the trainer's log-probs have moved since each server first gave its present answer, in nats."""

@@ -95,12 +95,13 @@ class Client:
             ) from error
         return found
 
-    def cached_logprob(self, prompt: Sequence[int], version: WeightsVersion) -> tuple[float, float]:
-        """The log-prob of the likeliest token after ``prompt``, computed with what the prefix cache has of the prompt, and that
-        of the same token without it. Natural logarithms, temperature 1.
+    def cached_logprobs(self, prompt: Sequence[int], n: int, version: WeightsVersion) -> tuple[list[float], list[float]]:
+        """The log-probs of up to ``n`` tokens that are drawn after ``prompt``, computed with what the prefix cache has of the
+        prompt, and those of the same tokens without it. Natural logarithms, temperature 1.
         """
-        (drawn,) = self.generate(prompt, n=1, temperature=0.0, max_new_tokens=1, seed=None, stop_token_ids=(), version=version)
-        return drawn.logprobs[0], self.prompt_logprobs((*prompt, drawn.response_ids[0]))[-1]
+        # Drawn, and not the likeliest: log-probs near 0 say little.
+        (drawn,) = self.generate(prompt, n=1, temperature=1.0, max_new_tokens=n, seed=0, stop_token_ids=(), version=version)
+        return list(drawn.logprobs), self.prompt_logprobs((*prompt, *drawn.response_ids))[-len(drawn.response_ids) :]
 
     def _generate(self, prompt: Sequence[int], sampling: dict[str, Any]) -> dict[str, Any]:
         return self._post(GENERATE, {"model": MODEL_NAME, "token_ids": list(prompt), "sampling_params": sampling})

@@ -178,15 +178,15 @@ class Fleet:
         self._on_all(lambda client: found.update({client.url: client.prompt_logprobs(prompt)}))
         return found
 
-    def cached_logprobs(self, prompt: Sequence[int]) -> dict[str, tuple[float, float]]:
-        """Address → log-prob of the likeliest token after a prompt, with and without the prefix cache. Raises as
+    def cached_logprobs(self, prompt: Sequence[int], n: int) -> dict[str, tuple[list[float], list[float]]]:
+        """Address → log-probs of up to ``n`` tokens drawn after a prompt, with and without the prefix cache. Raises as
         :meth:`generate`.
         """
         version = self._version
         if version is None:
             raise RuntimeError("the servers do not have the current weights; update their weights first")
-        found: dict[str, tuple[float, float]] = {}
-        self._on_all(lambda client: found.update({client.url: client.cached_logprob(prompt, version)}))
+        found: dict[str, tuple[list[float], list[float]]] = {}
+        self._on_all(lambda client: found.update({client.url: client.cached_logprobs(prompt, n, version)}))
         return found
 
     def sleep(self) -> None:

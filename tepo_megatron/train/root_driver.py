@@ -15,7 +15,7 @@ from tepo_megatron.data.prompts import encode_prompt
 from tepo_megatron.data.sampler import ProblemSampler
 from tepo_megatron.evaluate.evaluation import evaluate
 from tepo_megatron.reward.pool import RewardPool
-from tepo_megatron.rollout.canary import Canary, cached_prompt, rollouts_tolerance, tolerance
+from tepo_megatron.rollout.canary import CACHED_TOKENS, Canary, cached_prompt, rollouts_tolerance, tolerance
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
 from tepo_megatron.train.agreement import check_rollouts
@@ -180,7 +180,7 @@ class RootDriver:
         self._figures["canary/max_logprob_gap"] = self._canary.check(
             step, prompt, logprobs, self._fleet().prompt_logprobs(prompt)
         )
-        through_cache = self._fleet().cached_logprobs(self._cached_prompt)
+        through_cache = self._fleet().cached_logprobs(self._cached_prompt, CACHED_TOKENS)
         self._figures["canary/cache_gap"] = self._canary.check_cache(step, through_cache)
         self._figures["time/canary"] = time.perf_counter() - started
 
