@@ -21,6 +21,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import describe, is_ours, wants_traceback
+from tepo_megatron.rendezvous import refuse_dynamic_rendezvous, refuse_pickles, run_agent
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -51,7 +52,7 @@ def launch(arguments: Sequence[str], world_size: int, module: str = "tepo_megatr
     """Runs ``python -m <module>`` with ``arguments`` as ``world_size`` ranks of this machine; returns the exit code.
 
     A signal (Ctrl-C, SIGTERM) goes to every rank, and this returns when they have ended. If a rank fails, the others are
-    ended, and the first one's sentence is printed last. The ranks meet at 127.0.0.1 and talk over the loopback interface.
+    ended, and the first one's sentence is printed last. The ranks meet in a private file and talk over the loopback interface.
     """
     with tempfile.TemporaryDirectory(prefix="tepo-") as folder:
         failure = Path(folder) / "failure.txt"
@@ -75,6 +76,8 @@ def run_rank(config: RunConfig, work: Callable[[RunConfig], None]) -> int:
     _end_with_parent()
     try:
         check_world_size(config, int(os.environ["WORLD_SIZE"]))
+        refuse_dynamic_rendezvous()
+        refuse_pickles()
         work(config)
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -126,16 +129,12 @@ def print_error(text: str) -> None:
 
 def _run_agent(arguments: Sequence[str], world_size: int, folder: Path) -> tuple[int, str]:
     """The exit code, and what to say if no rank said anything."""
-    from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     options = ["--nnodes=1", f"--nproc-per-node={world_size}", f"--rdzv-id={uuid.uuid4()}", f"--log-dir={folder / 'ranks'}"]
-    # What --standalone stands for, with the loopback address in place of a host name that may not resolve.
-    options += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     try:
-        parsed = torchrun.parse_args([*options, *arguments])
-        torchrun.run(parsed)
+        run_agent([*options, "--local-addr=127.0.0.1", *arguments])
     except SignalException:
         return INTERRUPTED, ""
     except ChildFailedError as error:

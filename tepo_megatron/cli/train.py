@@ -18,11 +18,11 @@ def train(
 ) -> None:
     """Train a model: sample, reward, score, update, sync, as often as the run says.
 
-    Checks the configuration, then starts as many ranks as engine.parallel needs; under torchrun, this is one of them.
+    Checks the configuration, then starts as many ranks as engine.parallel needs; under torchrun's agent, this is one of them.
 
     [dim]tepo train examples/tiny/run.yaml train.steps=20 output=out/short[/]
 
-    [dim]torchrun --nproc-per-node 2 -m tepo_megatron train examples/tiny/run.yaml[/]
+    [dim]python -m tepo_megatron.rendezvous --nproc-per-node 2 -m tepo_megatron train examples/tiny/run.yaml[/]
     """
     given = [*(overrides or ()), *(["train.resume=true"] if resume else [])]
     with user_errors():

@@ -29,11 +29,12 @@ from tepo_megatron.engine.forward import Forward
 from tepo_megatron.engine.fp8_weights import PlainWeights, load_weights
 from tepo_megatron.engine.layers import choose_layers
 from tepo_megatron.engine.model import build_model, transformer_config
-from tepo_megatron.engine.moe import check_parallel, gathers_tokens
+from tepo_megatron.engine.moe import check_parallel, gathers_tokens, one_length
 from tepo_megatron.engine.noise import measure_noise
 from tepo_megatron.engine.offload import Offloader
 from tepo_megatron.engine.optimizer import build_optimizer, build_schedule
 from tepo_megatron.engine.optimizer_state import set_master
+from tepo_megatron.engine.partition import attention_length
 from tepo_megatron.engine.platform import select_platform
 from tepo_megatron.engine.score import score
 from tepo_megatron.engine.step import StepObjective, UpdateResult, finalize_gradients, update
@@ -89,6 +90,8 @@ class Engine:
             score_backend=config.engine.score_backend,
             token_multiple=fp8.token_multiple(config.engine),
             gathers_tokens=gathers_tokens(layout, self.platform),
+            one_length=one_length(self.spec, layout, self.platform),
+            attention_length=attention_length(self.spec),
             entropy_slope=self.objective.needs_entropy_slope,
         )
         with self.platform.megatron():

@@ -11,6 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from tepo_megatron.config import ParallelConfig
 from tepo_megatron.engine.platform import Platform
+from tepo_megatron.rendezvous import rank_store
 
 TIMEOUT = timedelta(minutes=30)
 """Limit of a collective. The other ranks wait in one while rank 0 collects rollouts, so it must be longer than that."""
@@ -59,7 +60,10 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int) -> Rank
             f"but torchrun started {world}; start {config.world_size} or change engine.parallel"
         )
     if not dist.is_initialized():
-        if "RANK" in os.environ:
+        if "RANK" in os.environ and (store := rank_store(world, TIMEOUT)) is not None:
+            rank = int(os.environ["RANK"])
+            dist.init_process_group(platform.backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+        elif "RANK" in os.environ:
             dist.init_process_group(platform.backend, timeout=TIMEOUT)
         else:
             store = dist.HashStore()  # type: ignore[attr-defined] # torch exports it without saying so

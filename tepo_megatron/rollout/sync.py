@@ -51,13 +51,13 @@ class WeightSync(ABC):
         self._everywhere((lambda client: client.wake_up("weights")) if self._asleep else Client.pause)
         self._everywhere(Client.start_weight_update)
 
-    def _join_group(self, enter: Callable[[], T], port: int, *, first_worker: int, world_size: int, sharded: bool) -> T:
+    def _join_group(self, enter: Callable[[], T], place: str, *, first_worker: int, world_size: int, sharded: bool) -> T:
         """Makes all workers and, by ``enter``, this process join the group; returns what ``enter`` returns."""
         joining = [
             self._pool.submit(
                 client.init_weight_transfer,
                 self._host,
-                port,
+                place,
                 rank_offset=first_worker + self._tp * index,
                 world_size=world_size,
                 timeout_s=self._timeout_s,
@@ -123,10 +123,10 @@ class BroadcastSync(WeightSync):
 
     def _form(self) -> GlooGroup:
         world_size = 1 + self._tp * len(self._clients)
-        store, port = listen(self._host)
+        store, place = listen(self._host)
         return self._join_group(
             lambda: GlooGroup(store, self._host, 0, world_size, self._timeout_s),
-            port,
+            place,
             first_worker=1,
             world_size=world_size,
             sharded=False,
@@ -151,10 +151,10 @@ class ShardSync(WeightSync):
         """
         if self._sender is None:
             self._sender = sender
-            port = sender.open_rendezvous(self._host)
+            place = sender.open_rendezvous(self._host)
             sender.broadcast_rendezvous()
             self._join_group(
-                sender.join_group, port, first_worker=sender.num_sources, world_size=sender.world_size, sharded=True
+                sender.join_group, place, first_worker=sender.num_sources, world_size=sender.world_size, sharded=True
             )
         else:
             sender.broadcast_rendezvous()

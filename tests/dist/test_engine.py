@@ -190,6 +190,17 @@ def test_scores_match_transformers_in_float64(worlds: Worlds, layout: Layout) ->
 
 
 @pytest.mark.parametrize("layout", [SINGLE, *OTHERS, *TIED], ids=lambda layout: layout.name)
+def test_each_micro_batch_is_padded_alone(worlds: Worlds, layout: Layout) -> None:
+    """Stages of a pipeline too compute no more tokens than there are, up to what sequence parallelism must divide."""
+    tokens = pack(read_rollouts(worlds.folder / "rollouts", 0)).num_tokens
+    forwarded = worlds.report(layout)["forwarded"]
+    if layout.dp == 1:
+        assert tokens <= sum(forwarded) <= tokens + (layout.tp - 1) * len(forwarded) * layout.sp
+    if layout.micro_batch_tokens < tokens / layout.dp:
+        assert len(set(forwarded)) > 1
+
+
+@pytest.mark.parametrize("layout", [SINGLE, *OTHERS, *TIED], ids=lambda layout: layout.name)
 def test_the_digest_of_weights_is_that_of_the_files_tensors(worlds: Worlds, layout: Layout) -> None:
     tensors = weights(worlds.folder / f"model-{layout.tied}")
     boxes = {name: Box((0,) * tensor.ndim, tuple(tensor.shape)) for name, tensor in tensors.items()}

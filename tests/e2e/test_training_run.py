@@ -55,7 +55,7 @@ CACHE_CANARY = "canary/cache_gap"
 MEASURED_IN_SECONDS = ("time/", "tokens/s")
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("-m", "tepo_megatron.rendezvous", "--nproc-per-node", "2")
 
 
 def start(*arguments: str, runner: tuple[str, ...] = ()) -> subprocess.Popen[str]:

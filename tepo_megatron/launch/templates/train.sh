@@ -27,11 +27,14 @@ fi
 if [[ -n $interface ]]; then
   export GLOO_SOCKET_IFNAME=$interface NCCL_SOCKET_IFNAME=$interface
 fi
+if [[ $nodes == 1 ]]; then
+  export GLOO_SOCKET_IFNAME=lo
+fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # shellcheck disable=SC2016  # torchrun fills it in
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
 mkdir -p "$out/logs/ranks/$job/node-$node"
-exec "$python" -m torch.distributed.run \
+exec "$python" -m tepo_megatron.rendezvous \
   --nnodes "$nodes" --nproc-per-node @ranks@ --node-rank "$node" \
   --master-addr "$1" --master-port "$((20000 + ${SLURM_JOB_ID:-0} % 20000))" \
   --rdzv-id "$job" --tee 3 --log-dir "$out/logs/ranks/$job/node-$node" \

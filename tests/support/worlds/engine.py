@@ -28,6 +28,8 @@ def main() -> None:
     from tepo_megatron.train.minibatches import minibatches
 
     engine = Engine(config, Path(config.model.path))
+    forwarded: list[int] = []
+    engine.model.register_forward_pre_hook(lambda _module, inputs: forwarded.append(inputs[0].numel()))
     start = 0
     if case["resume"]:
         start = engine.load(Path(case["resume"]))["step"]
@@ -40,7 +42,9 @@ def main() -> None:
         rollouts = read_rollouts(Path(case["rollouts"]), step) if is_root else None
         batch = engine.batch_from_root(rollouts)
         if step == 0:
+            forwarded.clear()
             whole = engine.score(batch)
+            report["forwarded"] = list(forwarded)
             report["old_logprobs"] = whole.old_logprobs_T.tolist()
             report["old_entropy"] = whole.old_entropy_T.tolist()
         parts = minibatches(batch, config.train.minibatches, seed=config.seed, step=step)

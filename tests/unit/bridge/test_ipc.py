@@ -179,10 +179,10 @@ def test_a_receiver_does_not_wait_for_slots_of_a_sender_that_fails() -> None:
             raise RuntimeError("out of memory")
 
     host, memory = "127.0.0.1", Memory()
-    store, port = transport.listen(host)
+    store, place = transport.listen(host)
 
     def receive() -> IpcGroup:
-        mine = transport.connect(host, port, 60.0)
+        mine = transport.connect(host, place, 60.0)
         return join_ipc(lambda: GlooGroup(mine, host, 1, 2, 60.0), mine, 1, CPU, receivers={}, senders=(0,), handles=memory)
 
     with ThreadPoolExecutor(1) as pool:

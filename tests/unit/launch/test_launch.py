@@ -44,7 +44,7 @@ class Shell:
 def run_train_script(folder: Path, config: RunConfig, **environment: str) -> list[str]:
     """The arguments of torchrun, which a python that only writes them down gets in place of the real one."""
     fake = folder / "python"
-    fake.write_text('#!/usr/bin/env bash\nif [[ $2 == torch.distributed.run ]]; then printf "%s\\n" "$@"; fi\n')
+    fake.write_text('#!/usr/bin/env bash\nif [[ $2 == tepo_megatron.rendezvous ]]; then printf "%s\\n" "$@"; fi\n')
     fake.chmod(0o755)
     script = folder / "train.sh"
     script.write_text(

@@ -87,8 +87,8 @@ class Sender:
         self.calls = calls
         self.closed = threading.Event()
 
-    def open_rendezvous(self, host: str) -> int:
-        return 1
+    def open_rendezvous(self, host: str) -> str:
+        return "1"
 
     def broadcast_rendezvous(self) -> None: ...
     def join_group(self) -> None: ...

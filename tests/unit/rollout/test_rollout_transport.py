@@ -28,10 +28,10 @@ LAYOUT = ShardLayout({"t": (2, 2)}, (Shard("t", WHOLE, "p", WHOLE),), {"p": (2, 
 
 
 def make_group(world_size: int = WORLD, timeout_s: float = 20.0) -> list[GlooGroup]:
-    store, port = transport.listen(HOST)
+    store, place = transport.listen(HOST)
 
     def member(rank: int) -> GlooGroup:
-        return GlooGroup(store if rank == 0 else transport.connect(HOST, port, timeout_s), HOST, rank, world_size, timeout_s)
+        return GlooGroup(store if rank == 0 else transport.connect(HOST, place, timeout_s), HOST, rank, world_size, timeout_s)
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(member, range(world_size)))
@@ -167,10 +167,11 @@ def test_members_that_do_not_come_are_not_awaited_for_ever() -> None:
 
 def test_nobody_waits_for_members_when_one_has_left() -> None:
     """A minute is what they would wait otherwise."""
-    store, port = transport.listen(HOST)
+    store, place = transport.listen(HOST)
     with ThreadPoolExecutor(2) as pool:
         coming = [
-            pool.submit(lambda rank: GlooGroup(transport.connect(HOST, port, 60), HOST, rank, 3, 60.0), rank) for rank in (1, 2)
+            pool.submit(lambda rank: GlooGroup(transport.connect(HOST, place, 60), HOST, rank, 3, 60.0), rank)
+            for rank in (1, 2)
         ]
         transport.announce_departure(store)
         for member in coming:
