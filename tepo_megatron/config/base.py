@@ -1,15 +1,48 @@
-"""The base classes of the sections of a run's configuration."""
+"""The base class of the sections of a run's configuration."""
 
-from pydantic import BaseModel, ConfigDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+LARGEST_INTEGER = 2**31 - 1
+
+Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
+"""A limit of time: more than 30 days is none, and clocks of the system overflow."""
 
 
 class Section(BaseModel):
-    """Frozen; refuses unknown keys. The string below a field is its meaning, which ``tepo config schema`` shows."""
+    """Frozen; refuses unknown keys, infinite numbers, integers beyond 31 bits, and text that no file can hold. The string below
+    a field is its meaning, which ``tepo config schema`` shows.
+    """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _paths_are_not_empty(cls, given: Any) -> Any:
+        """An empty path would be the current folder."""
+        if isinstance(given, Mapping):
+            for name, field in cls.model_fields.items():
+                if field.annotation in (Path, Path | None) and given.get(name) == "":
+                    raise ValueError(f"{name} is an empty path; write . for the current folder")
+        return given
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_kept(cls, value: Any) -> Any:
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, int) and abs(each) > LARGEST_INTEGER:
+                raise ValueError(f"an integer here is {LARGEST_INTEGER} at most")
+            if isinstance(each, str | Path):
+                _check_text(str(each))
+        return value
 
 
-class FiniteSection(Section):
-    """A section that takes no infinite number: a bound at infinity bounds nothing, and would say so nowhere."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
+def _check_text(text: str) -> None:
+    for character in text:
+        if character == "\0" or "\ud800" <= character <= "\udfff":
+            raise ValueError(f"U+{ord(character):04X} is a character that no file and no command line takes; leave it out")

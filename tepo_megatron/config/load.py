@@ -5,15 +5,17 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import Container, DictConfig, ListConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from tepo_megatron.config.base import Section
+from tepo_megatron.config.bounds import LARGEST_FILE, BadReferenceError, RefusedYAMLError, check_references, check_yaml
 from tepo_megatron.config.run import RunConfig
 from tepo_megatron.config.schema import Place, SchemaRow, allowed, discriminator, json_schema, locate, schema_rows, show
 
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 __all__ = ["ConfigError", "SchemaRow", "dump_diff", "dump_resolved", "json_schema", "load_run", "schema_rows"]
+
+
+_MOST_BASES = 32
+_MOST_PROBLEMS = 40
 
 
 class ConfigError(ValueError):
@@ -45,12 +51,14 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
     """
     source = "overrides" if path is None else str(path)
     problems: list[str] = []
-    given = OmegaConf.create() if path is None else _read(Path(path))
-    over = _parse_overrides(overrides, problems)
     try:
+        given = OmegaConf.create() if path is None else _read(Path(path))
+        over = _parse_overrides(overrides, problems)
         config = RunConfig.model_validate(_resolve(_merge(given, over)))
     except OmegaConfBaseException as error:
         raise ConfigError(source, [*problems, _describe_reference(error)]) from error
+    except BadReferenceError as error:
+        raise ConfigError(source, [*problems, str(error)]) from error
     except ValidationError as error:
         raise ConfigError(source, [*problems, *_describe_all(error)]) from error
     if problems:
@@ -73,13 +81,14 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
     """Reads a file, merged over its bases; ``above`` are the files that named it."""
     if path.resolve() in above:
         raise ConfigError(str(above[0]), [f"base: {path} is its own base; remove one of the two"])
+    if len(above) == _MOST_BASES:
+        raise ConfigError(str(above[0]), [f"base: more than {_MOST_BASES} files, each the base of the one before"])
     try:
-        content = OmegaConf.load(path)
+        content = _parse(_read_text(path))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        what = ", ".join(text for text in (error.context, error.problem) if text)
-        raise ConfigError(str(path), [f"{where}: not valid YAML: {what}"]) from error
+        raise ConfigError(str(path), [f"{where}: {_describe_yaml(error)}"]) from error
     except yaml.YAMLError as error:
         raise ConfigError(str(path), [f"{path}: not valid YAML: {_one_line(error)}"]) from error
     except UnicodeDecodeError as error:
@@ -90,29 +99,50 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
         raise ConfigError(str(path), [f"{path}: cannot be read: {error.strerror or _one_line(error)}"]) from error
     if not isinstance(content, DictConfig):
         raise ConfigError(str(path), [f"{path}: the top level is a list; it must be sections such as 'train:'"])
-    base = content.pop("base", None)
+    base = _plain(content).get("base")
     if base is None:
         return content
-    if not isinstance(base, str):
-        raise ConfigError(str(path), [f"base: got {show(str(base))}; allowed: the path of one YAML file"])
+    if not isinstance(base, str) or "\0" in base or "${" in base:
+        raise ConfigError(str(path), [f"base: got {show(base)}; allowed: the path of one YAML file"])
+    del content["base"]
     return _merge(_read(path.parent / base, (*above, path.resolve())), content)
+
+
+def _read_text(path: Path) -> str:
+    with path.open("rb") as file:
+        data = file.read(LARGEST_FILE + 1)
+    if len(data) > LARGEST_FILE:
+        raise ConfigError(str(path), [f"{path}: larger than {LARGEST_FILE} bytes; this is no run's configuration"])
+    return data.decode("utf-8")
+
+
+def _parse(text: str) -> DictConfig | ListConfig:
+    check_yaml(text)
+    try:
+        return OmegaConf.load(StringIO(text))
+    except OmegaConfBaseException:
+        raise
+    except ValueError as error:  # what looks like a number, such as 0x_
+        raise yaml.YAMLError(f"a value cannot be read: {error}") from error
 
 
 def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> DictConfig:
     """Returns all overrides as one mapping; what cannot be parsed goes to ``problems``."""
     parsed = OmegaConf.create()
     for override in overrides:
-        key, equals, _ = override.partition("=")
+        key, equals, value = override.partition("=")
         if not equals or not re.fullmatch(r"[^\s.=-][^\s.=]*(\.[^\s.=]+)*", key):
             problems.append(f"override {show(override)}: write path=value, such as train.steps=10")
             continue
         try:
+            check_yaml(value)
             parsed = _merge(parsed, OmegaConf.from_dotlist([override]))
         except OmegaConfBaseException as error:
             problems.append(f"override {show(override)}: {_describe_reference(error)}")
         except yaml.YAMLError as error:
-            what = error.problem if isinstance(error, yaml.MarkedYAMLError) else _one_line(error)
-            problems.append(f"override {show(override)}: its value is not valid YAML: {what}")
+            problems.append(f"override {show(override)}: {_describe_yaml(error, 'its value is ')}")
+        except ValueError as error:
+            problems.append(f"override {show(override)}: its value cannot be read: {error}")
     return parsed
 
 
@@ -126,11 +156,14 @@ def _merge(below: DictConfig, above: DictConfig) -> DictConfig:
 
 
 def _drop_other_kinds(below: DictConfig, above: DictConfig) -> None:
-    for key, old in below.items_ex(resolve=False):
+    for key, old in list(below.items_ex(resolve=False)):
         new = above._get_node(key)
         if not isinstance(old, DictConfig) or not isinstance(new, DictConfig):
+            if isinstance(old, Container) and isinstance(new, Container):  # a list over a section, which do not merge
+                del below[key]
             continue
-        if "kind" in new and "kind" in old and new.kind != old.kind:
+        kinds = [node._value() for node in (old._get_node("kind"), new._get_node("kind")) if isinstance(node, Node)]
+        if len(kinds) == 2 and kinds[0] != kinds[1]:
             below[key] = {}
         else:
             _drop_other_kinds(old, new)
@@ -139,8 +172,17 @@ def _drop_other_kinds(below: DictConfig, above: DictConfig) -> None:
 def _resolve(given: DictConfig) -> Any:
     """Returns the given values with ``${…}`` replaced, and only the keys that were given."""
     defaults = OmegaConf.create(RunConfig().model_dump(mode="json"))
-    complete = OmegaConf.to_container(OmegaConf.merge(defaults, given), resolve=True, throw_on_missing=True)
+    merged = _merge(defaults, given)
+    check_references(_plain(merged))
+    complete = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     return _select(complete, OmegaConf.to_container(given))
+
+
+def _plain(section: DictConfig) -> dict[str, Any]:
+    """The section as it stands, ``${…}`` not replaced."""
+    values = OmegaConf.to_container(section)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
 
 
 def _select(values: Any, shape: Any) -> Any:
@@ -148,6 +190,13 @@ def _select(values: Any, shape: Any) -> Any:
     if isinstance(shape, Mapping) and isinstance(values, Mapping):
         return {key: _select(values[key], inner) for key, inner in shape.items()}
     return values
+
+
+def _describe_yaml(error: yaml.YAMLError, subject: str = "") -> str:
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return f"{subject}not valid YAML: {_one_line(error)}"
+    what = ", ".join(text for text in (error.context, error.problem) if text)
+    return what if isinstance(error, RefusedYAMLError) else f"{subject}not valid YAML: {what}"
 
 
 def _describe_reference(error: OmegaConfBaseException) -> str:
@@ -158,7 +207,9 @@ def _describe_reference(error: OmegaConfBaseException) -> str:
 
 def _describe_all(error: ValidationError) -> list[str]:
     """Returns one line for each place; the members of a union that all refused one value give one line together."""
-    return list(dict.fromkeys(_describe(detail) for detail in error.errors()))
+    details = error.errors()
+    lines = list(dict.fromkeys(_describe(detail) for detail in details[:_MOST_PROBLEMS]))
+    return [*lines, f"and {len(details) - _MOST_PROBLEMS} more"] if len(details) > _MOST_PROBLEMS else lines
 
 
 def _describe(detail: ErrorDetails) -> str:
@@ -180,6 +231,8 @@ def _describe(detail: ErrorDetails) -> str:
     if not place.node or allowed(place.node) == "any value":
         return f"{place.path}: got {show(given)}; {detail['msg']}"
     line = f"{place.path}: got {show(given)}; allowed: {allowed(place.node)}"
+    if kind in ("string_too_short", "string_too_long"):
+        line += f" of {place.node.get('minLength', 0)} to {place.node.get('maxLength', 'any number of')} characters"
     if kind == "string_type" and isinstance(given, int | float):
         line += f" (to give a number as text: {place.path}='\"{show(given)}\"')"
     return line

@@ -92,9 +92,12 @@ class ObjectiveConfig(Section):
         if not isinstance(given, Mapping):
             return given
         name = given.get("preset", "tepo")
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             nearest = max(PRESETS, key=lambda known: _likeness(str(name), known))
-            raise ValueError(f"objective.preset = {name!r} is unknown; the nearest is {nearest!r}. Known: {', '.join(PRESETS)}")
+            raise ValueError(
+                f"objective.preset = {str(name)[:60]!r} is unknown; the nearest is {nearest!r}. Known: {', '.join(PRESETS)}"
+            )
+        _check_empty_sections(given, PRESETS[name].changes)
         sections = {key: field.default for key, field in cls.model_fields.items() if isinstance(field.default, Section)}
         defaults = {key: section.model_dump() for key, section in sections.items()}
         return _merge(_merge(defaults, PRESETS[name].changes), given)
@@ -121,6 +124,17 @@ class ObjectiveConfig(Section):
         elif isinstance(self.ratio, TokenRatio) and widest < 0.01:
             warnings.warn(f"{advice}: token ratios leave that range at once; 0.2 is usual", stacklevel=2)
         return self
+
+
+def _check_empty_sections(given: Mapping[str, Any], preset: Mapping[str, Any]) -> None:
+    """An empty section over a term that is off would switch it on, and read as if it did nothing."""
+    for key, field in ObjectiveConfig.model_fields.items():
+        value = given.get(key)
+        if isinstance(value, Mapping) and not value and preset.get(key, field.default) is None:
+            raise ValueError(
+                f"objective.{key} = {{}} does not say what it switches on; give one of its fields ('tepo config schema "
+                f"objective.{key}' lists them), or null"
+            )
 
 
 def _is_normalized(ratio: Ratio) -> bool:

@@ -9,10 +9,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from tepo_megatron.config.base import FiniteSection
+from tepo_megatron.config.base import Section
 
 
-class OverlongConfig(FiniteSection):
+class OverlongConfig(Section):
     """DAPO's soft penalty for long responses, added to the reward before the advantage is formed."""
 
     max_tokens: PositiveInt
@@ -33,7 +33,7 @@ class OverlongConfig(FiniteSection):
         return self
 
 
-class _Advantage(FiniteSection):
+class _Advantage(Section):
     overlong: OverlongConfig | None = None
     """Lowers the reward of long responses before the advantage is formed (DAPO); null: off."""
 
@@ -61,7 +61,7 @@ class LeaveOneOutAdvantage(_Advantage):
     kind: Literal["leave_one_out"] = "leave_one_out"
 
 
-class DivideByMeanAdvantage(FiniteSection):
+class DivideByMeanAdvantage(Section):
     """Reward minus the group's mean, divided by that mean (MaxRL). Rewards must not be negative; so no overlong penalty."""
 
     kind: Literal["divide_by_mean"] = "divide_by_mean"
@@ -79,7 +79,7 @@ class WhitenedAdvantage(_Advantage):
     """Added to the batch's standard deviation before the division."""
 
 
-class GDPOAdvantage(FiniteSection):
+class GDPOAdvantage(Section):
     """Several rewards for each response: each is normalised in its group as kind ``group`` does, then their weighted sum is
     divided by its standard deviation over the whole rollout batch (GDPO). A length penalty is one of the rewards."""
 
@@ -94,13 +94,13 @@ class GDPOAdvantage(FiniteSection):
     """Added to each standard deviation before a division."""
 
 
-class TokenRatio(FiniteSection):
+class TokenRatio(Section):
     """π_θ / π_old of each token by itself: exp(δ)."""
 
     kind: Literal["token"] = "token"
 
 
-class SequenceRatio(FiniteSection):
+class SequenceRatio(Section):
     """One ratio s_i for all tokens of response i, through which they also share one gradient (GSPO)."""
 
     kind: Literal["sequence"] = "sequence"
@@ -108,7 +108,7 @@ class SequenceRatio(FiniteSection):
     """true: s_i is the geometric mean of the token ratios; false: their product."""
 
 
-class SequenceTokenRatio(FiniteSection):
+class SequenceTokenRatio(Section):
     """The value of the sequence ratio, with each token's own gradient: sg[s_i] · exp(δ − sg[δ]); sg stops the gradient."""
 
     kind: Literal["sequence_token"] = "sequence_token"
@@ -116,7 +116,7 @@ class SequenceTokenRatio(FiniteSection):
     """true: s_i is the geometric mean of the token ratios; false: their product. Our interpretation: the mean, as in GSPO."""
 
 
-class PowerMeanRatio(FiniteSection):
+class PowerMeanRatio(Section):
     """One ratio for all tokens of a response: the power mean of its token ratios, (Σ_t exp(p δ) / T_i)^(1/p) (HölderPO)."""
 
     kind: Literal["power_mean"] = "power_mean"
@@ -124,19 +124,19 @@ class PowerMeanRatio(FiniteSection):
     """1: the arithmetic mean; 0: the geometric mean, as in GSPO. The larger, the more the largest ratios count."""
 
 
-class TokenMean(FiniteSection):
+class TokenMean(Section):
     """Sum over response tokens, divided by their number in the whole optimizer step."""
 
     kind: Literal["token_mean"] = "token_mean"
 
 
-class SequenceMean(FiniteSection):
+class SequenceMean(Section):
     """Mean over the sequences of the optimizer step of each sequence's mean over its response tokens."""
 
     kind: Literal["sequence_mean"] = "sequence_mean"
 
 
-class ConstantSum(FiniteSection):
+class ConstantSum(Section):
     """Sum over response tokens, divided by a constant that does not depend on how long the responses turned out."""
 
     kind: Literal["constant"] = "constant"

@@ -8,10 +8,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 
-from tepo_megatron.config.base import FiniteSection
+from tepo_megatron.config.base import Section
 
 
-class _Range(FiniteSection):
+class _Range(Section):
     """The interval [1 − low, 1 + high] for a ratio: about 0.2 for token ratios, 3e-4 for length-normalised sequence ratios."""
 
     low: NonNegativeFloat
@@ -59,7 +59,7 @@ class ClipCov(_Range):
         return self
 
 
-class ClipWeight(FiniteSection):
+class ClipWeight(Section):
     """The ratio as a detached weight of the log-probability, bounded above (CISPO)."""
 
     kind: Literal["clip_weight"] = "clip_weight"
@@ -70,13 +70,13 @@ class ClipWeight(FiniteSection):
     """The weight is at most 1 + high. The value is ours, to be tuned."""
 
 
-class NoTrustRegion(FiniteSection):
+class NoTrustRegion(Section):
     """ratio · A, without a bound."""
 
     kind: Literal["none"] = "none"
 
 
-class LogClip(FiniteSection):
+class LogClip(Section):
     """δ of a token is bounded before the ratio is formed, on the side that its advantage favours: min(δ, high) where A > 0,
     max(δ, −low) where A < 0. With a sequence ratio that is GMPO's clip."""
 
@@ -88,7 +88,7 @@ class LogClip(FiniteSection):
     """Where A > 0, δ counts as no more than high."""
 
 
-class LengthClip(FiniteSection):
+class LengthClip(Section):
     """The logarithm of an un-normalised sequence ratio is kept within ±width · √T_i, T_i response tokens (FSPO)."""
 
     kind: Literal["length_clip"] = "length_clip"
@@ -96,7 +96,7 @@ class LengthClip(FiniteSection):
     """The largest logarithm, either way, of a response of one token. The value is ours, to be tuned."""
 
 
-class SoftGate(FiniteSection):
+class SoftGate(Section):
     """4/τ · σ(τ (ratio − 1)) · A: no bound; the gradient is the ratio's at 1 and fades on either side of it (SAPO)."""
 
     kind: Literal["soft_gate"] = "soft_gate"
@@ -107,7 +107,7 @@ class SoftGate(FiniteSection):
     """τ where A ≤ 0."""
 
 
-class Divergence(FiniteSection):
+class Divergence(Section):
     """sg[min(ratio, cap)] · A · log π_θ, and nothing of a token whose probability has gone too far the way that its advantage
     favours (DPPO). Far is a divergence of two distributions, this token or any other: p of π_θ and p of π_old."""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from tepo_megatron.config.base import FiniteSection
+from tepo_megatron.config.base import Section
 
 
 def _acts(coefficient: Any) -> Any:
@@ -21,7 +21,7 @@ Coefficient = Annotated[PositiveFloat, BeforeValidator(_acts)]
 """What a term is multiplied by."""
 
 
-class KLTerm(FiniteSection):
+class KLTerm(Section):
     """The fields of every KL term."""
 
     coefficient: Coefficient
@@ -100,7 +100,7 @@ class KLCov(KLTerm):
     """Penalised tokens, as a share of all response tokens of the step; at least one if any covariance is positive."""
 
 
-class FixedEntropyBonus(FiniteSection):
+class FixedEntropyBonus(Section):
     """coefficient · H(π_θ) at every response token, added to the surrogate."""
 
     kind: Literal["fixed"] = "fixed"
@@ -108,7 +108,7 @@ class FixedEntropyBonus(FiniteSection):
     """What the entropy of a token, in nats, is multiplied by."""
 
 
-class AdaptiveEntropyBonus(FiniteSection):
+class AdaptiveEntropyBonus(Section):
     """A bonus that fades as the entropy of the pre-update policy rises to the target.
 
     The factor is coefficient · clip((target − H_old) / target, 0, 1), H_old the mean over the response tokens of the optimizer
@@ -127,7 +127,7 @@ Level = Literal["token", "sequence", "geometric"]
 """Of what the ratio of two policies is taken."""
 
 
-class Truncate(FiniteSection):
+class Truncate(Section):
     """Importance weights π_old / π_sampler, bounded above, detached."""
 
     kind: Literal["truncate"] = "truncate"
@@ -139,7 +139,7 @@ class Truncate(FiniteSection):
     """The largest weight; larger ones are set to it."""
 
 
-class MaskOutside(FiniteSection):
+class MaskOutside(Section):
     """Importance weights π_old / π_sampler, 0 where they lie outside [low, high], detached (IcePop)."""
 
     kind: Literal["mask"] = "mask"
@@ -160,7 +160,7 @@ class MaskOutside(FiniteSection):
         return self
 
 
-class Rejection(FiniteSection):
+class Rejection(Section):
     """No gradient for what the sampler drew with a probability too far from the trainer's: where π_old / π_sampler lies outside
     [low, high]. What is kept has its weight unchanged, so that a ``mismatch`` may stand beside it."""
 
@@ -181,14 +181,14 @@ class Rejection(FiniteSection):
         return self
 
 
-class OffPolicySequenceMask(FiniteSection):
+class OffPolicySequenceMask(Section):
     """No gradient for a response of negative advantage from which the policy has already moved away (OPSM)."""
 
     delta: PositiveFloat = 1e-4
     """The mean over its tokens of log π_old − log π_θ, in nats, above which a response is left out."""
 
 
-class SecondMomentMask(FiniteSection):
+class SecondMomentMask(Section):
     """No gradient for the tokens with the largest (log π_old − log π_sampler)², as few as bring the mean of the others to the
     threshold (M2PO)."""
 

@@ -1,10 +1,12 @@
 """``optimizer``: Adam and its schedule."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
 from tepo_megatron.config.base import Section
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
@@ -23,7 +25,7 @@ class OptimizerConfig(Section):
     min_lr: float = Field(default=0.0, ge=0)
     """The learning rate at which ``linear`` and ``cosine`` end; at most ``lr``."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay per optimizer step of Adam's running means of the gradient and of its square. 0.95 rather than Adam's 0.999 is
     usual for language models: the mean square follows a change within 20 steps, not 1000."""
 

@@ -5,15 +5,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from tepo_megatron.config.base import Section
+from tepo_megatron.config.base import Seconds, Section
 
 
 class SamplingConfig(Section):
     max_new_tokens: PositiveInt = 512
     """Largest length of a response in tokens; a longer one is cut there."""
 
-    temperature: PositiveFloat = 1.0
-    """Sampling temperature. The trainer divides its logits by the same, so that both sides mean one distribution."""
+    temperature: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    """Sampling temperature. The trainer divides its logits by the same, so that both sides mean one distribution. vLLM
+    raises what is below 0.01."""
 
 
 class ServerConfig(Section):
@@ -39,7 +40,7 @@ class ServerConfig(Section):
     """The address that local servers listen on: one of this machine's, not a wildcard. Anyone who reaches it and holds the
     run's key can change the weights."""
 
-    port: NonNegativeInt = 0
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
     """First port to try; the next free one is taken. 0 lets the operating system choose."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -64,10 +65,10 @@ class ServerConfig(Section):
     cpu_threads: str = "auto"
     """``VLLM_CPU_OMP_THREADS_BIND``: the cores of each worker, such as ``0`` or ``0|1``; ``auto`` gives each worker one."""
 
-    start_timeout_s: PositiveFloat = 300.0
+    start_timeout_s: Seconds = 300.0
     """Seconds that a server may take from its start to its first answer; loading a large model from a slow disk needs more."""
 
-    request_timeout_s: PositiveFloat = 600.0
+    request_timeout_s: Seconds = 600.0
     """Seconds that a server may take to answer one request, such as the samples of one prompt. If it takes longer the run
     stops, or starts the server again where it has died."""
 
@@ -81,7 +82,7 @@ class ServerConfig(Section):
     ``auto``: ``gloo`` where the trainer runs on a CPU, ``ipc`` where they are colocated, ``nccl`` otherwise. NCCL and IPC have
     not been run on a GPU yet."""
 
-    transfer_timeout_s: PositiveFloat = 120.0
+    transfer_timeout_s: Seconds = 120.0
     """How long one message of a weight update may take before the update counts as failed."""
 
     max_restarts: NonNegativeInt = 3

@@ -1,9 +1,11 @@
 """The configuration of a whole run, with the checks that concern several sections."""
 
+import os
 import warnings
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.cluster import ClusterConfig
@@ -22,13 +24,13 @@ from tepo_megatron.config.train import TrainConfig
 class RunConfig(Section):
     """Everything that can be set for a run: the sections of its YAML. Made by `load_run`, immutable, checked as a whole."""
 
-    name: str = "run"
-    """Free text that names the run in the progress view, in pictures and in plans."""
+    name: Annotated[str, Field(min_length=1, max_length=200)] = "run"
+    """Free text that names the run in the progress view, in pictures and in plans: printable characters but the slash."""
 
     output: Path = Path("out/run")
-    """The folder for everything that the run writes."""
+    """The folder for everything that the run writes; not in /proc, /sys or /dev, but for /dev/shm."""
 
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of everything random: order of problems, sampling, evaluation, mini-batches. On a CPU the same seed and the same
     rollouts give the same weights, bit for bit."""
 
@@ -43,6 +45,22 @@ class RunConfig(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     log: LogConfig = LogConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _name_can_be_shown(cls, name: str) -> str:
+        wrong = next((each for each in name if not each.isprintable() or each == "/"), None)
+        if wrong is not None:
+            raise ValueError(f"a name has printable characters but the slash, not U+{ord(wrong):04X}; output names the folder")
+        return name
+
+    @field_validator("output")
+    @classmethod
+    def _output_is_on_a_disk(cls, output: Path) -> Path:
+        parts = Path(os.path.realpath(output)).parts
+        if parts[1:2] in [("proc",), ("sys",), ("dev",)] and parts[:3] != ("/", "dev", "shm"):
+            raise ValueError(f"a run cannot write to the system's own /{parts[1]}; name a folder on a disk")
+        return output
 
     @model_validator(mode="after")
     def _minibatches_have_work(self) -> "RunConfig":

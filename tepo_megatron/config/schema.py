@@ -105,7 +105,8 @@ def locate(loc: tuple[int | str, ...]) -> Place:
 def show(value: Any, limit: int = 100) -> str:
     """Writes a value as users of YAML do (true, null, "text"), cut to ``limit`` characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    return "".join(each if each.isprintable() else f"\\u{ord(each):04x}" for each in text)
 
 
 def discriminator(node: Node) -> Node:

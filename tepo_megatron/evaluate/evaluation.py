@@ -39,7 +39,8 @@ class EvaluationResult:
 
     ``metrics`` holds ``accuracy/greedy`` and, when samples were drawn, ``accuracy/avg@k`` and ``accuracy/pass@k`` for the
     ``k`` given here (0: greedy only). ``mean_response_len`` is in tokens over the greedy responses, the end token included.
-    ``failures`` counts responses that the verifier could not score. ``samples`` are rows for ``samples.jsonl``.
+    ``failures`` counts responses that the verifier could not score, which are not correct; ``first_failure`` says why of the
+    first. ``samples`` are rows for ``samples.jsonl``.
     """
 
     metrics: dict[str, float]
@@ -48,6 +49,7 @@ class EvaluationResult:
     mean_response_len: float
     failures: int
     samples: list[dict[str, Any]]
+    first_failure: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class _Scored:
 
     @property
     def correct(self) -> bool:
-        return self.result.error is None and self.result.reward >= CORRECT
+        reward = self.result.reward
+        return self.result.error is None and reward is not None and reward >= CORRECT
 
 
 def evaluate(
@@ -93,13 +96,15 @@ def evaluate(
 
     greedy = [group[0] for group in answer(1, 0.0)]
     sampled = answer(config.samples, sampling.temperature) if config.samples else [[] for _ in chosen]
+    errors = [r.result.error for r in [*greedy, *(r for group in sampled for r in group)] if r.result.error is not None]
     return EvaluationResult(
         metrics=_accuracies(greedy, sampled, config.samples),
         k=config.samples,
         num_problems=len(chosen),
         mean_response_len=fmean(response.num_tokens for response in greedy),
-        failures=sum(r.result.error is not None for r in [*greedy, *(r for group in sampled for r in group)]),
+        failures=len(errors),
         samples=[_row(*shown) for shown in zip(chosen, greedy, sampled, strict=True)][: config.show],
+        first_failure=errors[0] if errors else None,
     )
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tepo_megatron.bridge.architecture import read_model_spec
@@ -29,7 +30,8 @@ def evaluate_model(config: RunConfig, model: Path | str) -> EvaluationResult:
     returns.
 
     Raises:
-        ValueError: a model, a data source or a verifier that cannot be used; a model that ``rollout.server.tp`` cannot split.
+        ValueError: a model or a data source that cannot be used; a verifier that cannot, or scores none of the first problems;
+            a model that ``rollout.server.tp`` cannot split.
         RuntimeError: a server does not come up.
     """
     folder = resolve_model_path(str(model))
@@ -46,17 +48,19 @@ def evaluate_model(config: RunConfig, model: Path | str) -> EvaluationResult:
         log_dir=output / "logs",
         seed=config.seed,
     )
-    with RewardPool(config.reward) as pool, fleet:
-        result = evaluate(
-            problems,
-            generate=fleet.generate,
-            tokenizer=tokenizer,
-            pool=pool,
-            config=config.evaluate,
-            sampling=config.rollout.sampling,
-            seed=config.seed,
-            chat_template=config.data.chat_template,
-        )
+    with RewardPool(config.reward) as pool:
+        pool.rehearse(problems)
+        with fleet:
+            result = evaluate(
+                problems,
+                generate=fleet.generate,
+                tokenizer=tokenizer,
+                pool=pool,
+                config=config.evaluate,
+                sampling=config.rollout.sampling,
+                seed=config.seed,
+                chat_template=config.data.chat_template,
+            )
     _write(output, result)
     Console().print(_table(model, config.data.heldout, result, left_out))
     return result
@@ -82,5 +86,7 @@ def _table(model: Path | str, source: str, result: EvaluationResult, left_out: i
     table.add_row("response length, mean", f"{result.mean_response_len:.1f} tokens")
     table.add_row("problems", f"{result.num_problems}" + (f" ({left_out} left out, too long)" if left_out else ""))
     if result.failures:
-        table.add_row("responses that could not be scored", str(result.failures))
+        table.add_row(
+            "responses that could not be scored", f"{result.failures}; the first: {escape(str(result.first_failure))}"
+        )
     return table

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 _CLOSE_TIMEOUT_S = 1.0
@@ -24,18 +29,25 @@ class WorkerProcess:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        os.set_blocking(self._stdin.fileno(), False)
         self._unfinished = b""
 
     def fileno(self) -> int:
         """The file descriptor that becomes readable when ``receive`` has data, or the process has ended."""
         return self._stdout.fileno()
 
-    def send(self, value: Any) -> None:
-        """Writes one JSON line. Does nothing if the process has ended, which ``receive`` then reports."""
+    def send(self, value: Any, timeout_s: float) -> None:
+        """Writes one JSON line, in ``timeout_s`` seconds or else only the beginning of it: the process is stopped then, and its
+        reply does not come. Does nothing if the process has ended, which ``receive`` then reports.
+        """
         remaining = memoryview(json.dumps(value).encode() + b"\n")
+        deadline = time.monotonic() + timeout_s
         try:
             while remaining:
-                remaining = remaining[self._stdin.write(remaining) :]
+                written = self._stdin.write(remaining)  # None where the pipe is full
+                if written is None and not select.select([], [self._stdin], [], max(0.0, deadline - time.monotonic()))[1]:
+                    return
+                remaining = remaining[written or 0 :]
         except BrokenPipeError:
             return
 
@@ -59,6 +71,15 @@ class WorkerProcess:
             return "its output was closed"
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 
+    @property
+    def stopped(self) -> bool:
+        """Whether somebody has stopped the process (SIGSTOP); False where the system does not say."""
+        try:
+            state = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return False
+        return state in ("T", "t")
+
     def close(self) -> None:
         """Closes the process's input, which ends it; kills it if it has not ended after a second."""
         self._stdin.close()
@@ -70,6 +91,7 @@ class WorkerProcess:
         self._stdout.close()
 
     def kill(self) -> None:
-        """Kills the process."""
-        self._process.kill()
+        """Kills the process, and what it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self.close()

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tepo_megatron.config import RunConfig
@@ -25,6 +24,7 @@ from tepo_megatron.train.minibatches import derive_seed
 from tepo_megatron.train.noise_floor import below_the_noise
 from tepo_megatron.train.output import Output
 from tepo_megatron.train.placement import first_server_gpu, this_machine
+from tepo_megatron.train.step_rewards import StepRewards
 from tepo_megatron.types import Batch, Problem, Rollout, WeightsVersion
 
 if TYPE_CHECKING:
@@ -34,18 +34,19 @@ T = TypeVar("T")
 
 
 class RootDriver:
-    """Rank 0's driver. Making it starts verifiers and, in the background, servers; servers on the trainer's GPUs are started
-    by :meth:`wait_until_ready`.
+    """Rank 0's driver. Making it starts servers in the background; servers on the trainer's GPUs are started by
+    :meth:`wait_until_ready`. It closes ``pool``.
     """
 
-    def __init__(self, config: RunConfig, inputs: Inputs, output: Output) -> None:
+    def __init__(self, config: RunConfig, inputs: Inputs, output: Output, pool: RewardPool) -> None:
         self.config = config
         self.inputs = inputs
         self.tokenizer = inputs.tokenizer
         self.output = output
         self.watch = Stopwatch()
         self.sampler = ProblemSampler(inputs.train, config.seed)
-        self.pool = RewardPool(config.reward)
+        self.pool = pool
+        self.rewards = StepRewards(config, self.pool, output.message)
         self.fleet: Fleet | None = None
         self._starting: Future[None] | None = None
         if config.rollout.replay is None:
@@ -69,7 +70,6 @@ class RootDriver:
         """Of the canaries, for the next row."""
         self._evaluation: dict[str, float] = {}
         self._versions: dict[str, float] = {}
-        self._failed_rewards = 0
         self._said_noise = False
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -117,7 +117,8 @@ class RootDriver:
             self._drawn = (step, self.sampler.next(self.config.rollout.prompts_per_step))
         problems = self._drawn[1]
         rollouts = self._sample(problems, step)
-        rollouts = self._reward(rollouts, problems)
+        with self.phase("reward"):
+            rollouts = self.rewards.score(rollouts, problems, step)
         if self.config.rollout.record:
             write_rollouts(self.config.output / "rollouts", step, rollouts)
         return rollouts
@@ -148,15 +149,6 @@ class RootDriver:
             for group, (problem, prompt, responses) in enumerate(zip(problems, prompts, groups, strict=True))
             for response in responses
         ]
-
-    def _reward(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[Rollout]:
-        with self.phase("reward"):
-            results = self.pool.score([(problems[rollout.group], rollout.text) for rollout in rollouts])
-        failures = [result.error for result in results if result.error]
-        if failures:
-            self._failed_rewards += len(failures)
-            self.output.message(f"{len(failures)} of {len(results)} rewards failed; the first: {failures[0]}")
-        return [replace(rollout, reward=result.reward) for rollout, result in zip(rollouts, results, strict=True)]
 
     # -- weights ---------------------------------------------------------------------------------------------------------
 
@@ -212,7 +204,8 @@ class RootDriver:
                 chat_template=self.config.data.chat_template,
             )
         if result.failures:
-            self.output.message(f"evaluation: {result.failures} responses could not be scored; they count as wrong")
+            count = f"evaluation: {result.failures} responses could not be scored; they count as wrong"
+            self.output.message(f"{count}; the first: {result.first_failure}")
         self._evaluation = result.metrics
         self.output.write_samples(step, result.samples)
 
@@ -224,8 +217,8 @@ class RootDriver:
         figures = {**self._versions, **row, **self._evaluation, **self._figures}
         if "response_tokens" in row:
             figures["tokens/s"] = row["response_tokens"] / split["time/step"]
-            figures["reward/failed"] = float(self._failed_rewards)
-        self._versions, self._evaluation, self._figures, self._failed_rewards = {}, {}, {}, 0
+            figures |= self.rewards.figures()
+        self._versions, self._evaluation, self._figures = {}, {}, {}
         self.output.write_row(step, {**figures, **split})
         if not self._said_noise:
             for sentence in below_the_noise(self.config.objective, figures):

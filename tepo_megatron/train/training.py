@@ -17,6 +17,7 @@ from tepo_megatron.train.output import Output
 from tepo_megatron.train.placement import takes_turns
 from tepo_megatron.train.progress import make_progress
 from tepo_megatron.train.root_driver import RootDriver
+from tepo_megatron.train.step_rewards import ready_pool
 from tepo_megatron.train.weights import WeightPublisher
 
 
@@ -35,11 +36,15 @@ def train_model(config: RunConfig) -> None:
         driver: Driver = NonRootDriver()
         if is_root:
             inputs = read_inputs(config, model_dir)
+            pool = ready_pool(config, inputs.train)  # before anything is written
+            stack.callback(pool.close)
             output = Output(config, make_progress(config.log))
             stack.callback(output.close)
             for source, count in inputs.left_out.items():
                 output.message(f"{source}: {count} problems left out, longer than data.max_prompt_tokens")
-            driver = RootDriver(config, inputs, output)
+            if pool.notice is not None:
+                output.message(pool.notice)
+            driver = RootDriver(config, inputs, output, pool)
             stack.callback(driver.close)
         _silence_upstream()
         # Megatron-Core takes seconds to import; the servers are coming up meanwhile.

@@ -194,6 +194,19 @@ def _shared_memory() -> Check:
     return Check(_SHM, "ok", detail)
 
 
+def _verifiers() -> Check:
+    """Whether the kernel lets verifiers run without network; their other limits it grants everywhere on Linux."""
+    probe = "from tepo_megatron.reward.limits import leave_network; print(leave_network() or '')"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False)
+    why = done.stdout.strip() or done.stderr.strip().rpartition("\n")[2]
+    if sys.platform != "linux":
+        return Check("verifiers", "warn", "no limits of memory and network", "this system has none that a process sets itself")
+    if why:
+        advice = "for none: allow user namespaces (sysctl user.max_user_namespaces; in a container: its seccomp profile)"
+        return Check("verifiers", "warn", f"they keep their network: {why}", advice)
+    return Check("verifiers", "ok", "limits of memory, time and files; no network", "rewards of what a model has written")
+
+
 def _loopback() -> Check:
     """Checks that a process can listen on 127.0.0.1 and be reached there."""
     try:
@@ -224,6 +237,7 @@ CHECKS: tuple[Callable[[], Check], ...] = (
     _disk,
     _open_files,
     _shared_memory,
+    _verifiers,
     _loopback,
 )
 """The checks of every machine, in the order of the table."""

@@ -13,7 +13,7 @@ from tests.support.objective_batches import make_batch
 
 @pytest.fixture
 def step():
-    objective = build_objective(ObjectiveConfig(kl={}))
+    objective = build_objective(ObjectiveConfig(kl={"coefficient": 0.04}))
     batch, scores = make_batch([[False, True, True], [True, False]])
     return objective, batch.with_(advantages_S=objective.advantages(batch)), scores
 

@@ -40,7 +40,7 @@ def test_another_kind_brings_its_own_fields():
 
 def test_null_switches_off_and_a_regulariser_can_be_switched_on():
     assert ObjectiveConfig(kl_mask=None) == ObjectiveConfig(preset="tepo_markov").model_copy(update={"preset": "tepo"})
-    config = ObjectiveConfig(preset="grpo", kl={}, entropy={"coefficient": 0.01}, mismatch={"cap": 3.0})
+    config = ObjectiveConfig(preset="grpo", kl={"coefficient": 0.04}, entropy={"coefficient": 0.01}, mismatch={"cap": 3.0})
     assert config.kl.against == "reference"
     assert (config.entropy.kind, config.mismatch.kind) == ("fixed", "truncate")
 

@@ -17,7 +17,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {"preset": name} for name in PRESETS},
     "tepo, covariance mask": {"kl_mask": {"falling": "covariance", "against": "reference"}},
     "tepo, first-order mask": {"kl_mask": {"falling": "first_order"}},
-    "entropy, adaptive": {"entropy": {"kind": "adaptive", "coefficient": 0.1, "target": 0.7}, "kl": {}},
+    "entropy, adaptive": {"entropy": {"kind": "adaptive", "coefficient": 0.1, "target": 0.7}, "kl": {"coefficient": 0.04}},
     "icepop, sequence": {"preset": "grpo", "mismatch": {"kind": "mask", "level": "sequence", "low": 0.9, "high": 1.1}},
     "truncated, product ratio": {
         "ratio": {"kind": "sequence", "length_normalized": False},

@@ -151,7 +151,7 @@ def test_the_default_tolerance_is_that_of_the_coarser_side(
 ) -> None:
     server = {"dtype": served, "quantization": quantization}
     rollout: dict[str, Any] = {"server": server}
-    document = {"model": {"dtype": trained}, "rollout": rollout, "objective": {"mismatch": {}}}
+    document = {"model": {"dtype": trained}, "rollout": rollout, "objective": {"mismatch": {"kind": "truncate"}}}
     assert tolerance(RunConfig.model_validate(document)) == expected
     rollout["canary"] = {"tolerance": 0.07}
     assert tolerance(RunConfig.model_validate(document)) == 0.07

@@ -1,0 +1,100 @@
+"""Why a response has no reward, as a sentence; and the memory of those that failed."""
+
+from __future__ import annotations
+
+import errno
+import linecache
+import socket
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from hashlib import blake2b
+from typing import Any
+
+from tepo_megatron.reward.limits import OPEN_FILES
+from tepo_megatron.types import Problem
+
+NO_MEMORY = 77
+"""Exit status of a worker that cannot even say that it has no memory."""
+
+_LONGEST_ERROR = 500
+_NO_NETWORK = (errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+_HINTS = {
+    **dict.fromkeys(("signal 6", "signal 7", "signal 11"), "a C library does this that gets no more memory than {memory}"),
+    "signal 9": "the kernel does this when the machine's memory runs out",
+    f"exit status {NO_MEMORY}": "it got no more memory than {memory}",
+}
+
+
+class RememberedFailures:
+    """The causes of the last so many responses that failed, so that the same one costs its time once."""
+
+    def __init__(self, most: int = 10_000) -> None:
+        self._most = most
+        self._causes: OrderedDict[bytes, str] = OrderedDict()
+
+    def add(self, key: bytes, cause: str) -> None:
+        self._causes[key] = cause
+        if len(self._causes) > self._most:
+            self._causes.popitem(last=False)
+
+    def get(self, key: bytes) -> str | None:
+        if key in self._causes:
+            self._causes.move_to_end(key)
+        return self._causes.get(key)
+
+
+def key_of(problem: Problem, response: str) -> bytes:
+    """16 bytes that stand for a response to a problem."""
+    digest = blake2b(digest_size=16)
+    for part in (problem.id, problem.prompt, problem.answer, response):
+        text = part.encode("utf-8", "surrogatepass")
+        digest.update(len(text).to_bytes(8) + text)
+    return digest.digest()
+
+
+def why_it_ended(exit_status: str, memory_mb: int) -> str:
+    """The sentence for a worker that ended under a response; ``exit_status`` as `WorkerProcess.exit_status` gives it."""
+    hint = _HINTS.get(exit_status, "").format(memory=f"reward.memory_mb = {memory_mb}")
+    return f"the verifier's process ended ({exit_status}){'; ' if hint else ''}{hint}"
+
+
+def why_it_raised(error: BaseException, verifier: Callable[..., Any], setup: Mapping[str, Any]) -> str:
+    """The sentence for what a verifier raised: type, text, the limit behind it if it was one, and the line of its own file."""
+    if isinstance(error, MemoryError):
+        return f"the verifier needed more memory than reward.memory_mb = {setup['memory_mb']}{_place(error, verifier)}"
+    text = f"the verifier raised {type(error).__name__}: {error}"
+    return f"{text[:_LONGEST_ERROR]}{_limit_behind(error, setup)}{_place(error, verifier)}"
+
+
+def _limit_behind(error: BaseException, setup: Mapping[str, Any]) -> str:
+    for each in _chain(error):
+        if not isinstance(each, OSError):
+            continue
+        if each.errno == errno.EFBIG:
+            return f" (a verifier's files may have reward.file_mb = {setup['file_mb']})"
+        if each.errno == errno.EMFILE:
+            return f" (a verifier may have {OPEN_FILES} files open)"
+        if not setup["network"] and (isinstance(each, socket.gaierror) or each.errno in _NO_NETWORK):
+            return " (this verifier has no network; reward.network=true gives it one)"
+    return ""
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what it was raised from, the same one never twice."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _place(error: BaseException, verifier: Callable[..., Any]) -> str:
+    """The last line of the verifier's own file that the error went through; where it is defined if it went through none."""
+    code = getattr(verifier, "__code__", None)
+    if code is None:
+        return ""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == code.co_filename]
+    line = frames[-1].lineno if frames else code.co_firstlineno
+    shown = linecache.getline(code.co_filename, line or 0).strip()
+    return f', at {code.co_filename}:{line}: "{shown[:120]}"'

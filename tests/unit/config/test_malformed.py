@@ -1,0 +1,160 @@
+"""Damaged configurations are accepted where they are valid after all, or refused in sentences: no traceback, little memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tepo_megatron.config.base import Section
+from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
+from tepo_megatron.config.run import RunConfig
+from tepo_megatron.faults.malformed_configs import malformed_configs
+from tests.support.programs import TIMEOUT_S
+
+MEMORY = 500 * 10**6
+LOAD = f"""
+import json, resource, sys, warnings
+warnings.simplefilter("ignore")
+from pathlib import Path
+from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
+from tepo_megatron.faults.malformed_configs import malformed_configs
+
+resource.setrlimit(resource.RLIMIT_DATA, ({MEMORY}, {MEMORY}))
+path, found = Path(sys.argv[1]) / "run.yaml", []
+for each in malformed_configs(220, seed=1):
+    path.write_bytes(each.text)
+    try:
+        config = load_run(path, each.overrides)
+    except ConfigError as error:
+        found.append([each.kind, list(error.problems)])
+        continue
+    path.write_text(dump_resolved(config), encoding="utf-8")
+    assert load_run(path).model_dump() == config.model_dump(), each
+    found.append([each.kind, None])
+print(json.dumps(found))
+"""
+
+
+def test_each_is_valid_or_refused_in_sentences(tmp_path: Path) -> None:
+    """In a process of 500 MB at most; one that is accepted is written and read back as the same run."""
+    done = subprocess.run([sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert len(found) == 220
+    refused = [(kind, problem) for kind, problems in found if problems is not None for problem in problems]
+    for kind, problem in refused:
+        assert problem, kind
+        assert problem.isprintable(), (kind, problem)
+        assert len(problem) < 1500, (kind, problem)
+    harmless = {kind for kind, problems in found if problems is None}
+    never_valid = {
+        "infinite",
+        "a tag",
+        "aliases upon aliases",
+        "references upon references",
+        "deep lists",
+        "not UTF-8",
+        "too large",
+    }
+    assert not harmless & never_valid
+    assert len({kind for kind, _ in refused}) > 30
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 2**63), number=st.integers(0, 50))
+def test_any_seed(seed: int, number: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    (each,) = islice(malformed_configs(number + 1, seed), number, None)
+    path = tmp_path_factory.mktemp("malformed") / "run.yaml"
+    path.write_bytes(each.text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            config = load_run(path, each.overrides)
+        except ConfigError as error:
+            found = error.problems
+        else:
+            found = ()
+            assert RunConfig.model_validate(config.model_dump()) == config
+    assert all(problem.isprintable() for problem in found)
+
+
+def test_the_same_seed_gives_the_same_configurations() -> None:
+    assert list(malformed_configs(90, 7)) == list(malformed_configs(90, 7)) != list(malformed_configs(90, 8))
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("name=${oc.env:HOME}", "${oc.env:HOME}: only fields of this configuration can be referred to"),
+        ("name=${name}", "name: refers to itself"),
+        ("name=a/b", 'name: got "a/b"; a name has printable characters but the slash, not U+002F'),
+        ('name="a\\nb"', "not U+000A"),
+        ('name="\\u202e95"', 'name: got "\\u202e95"; a name has printable characters but the slash, not U+202E'),
+        ("name=''", "allowed: text of 1 to 200 characters"),
+        ("rollout.sampling.temperature=inf", "allowed: a number ≥ 0.01 and ≤ 100"),
+        ("rollout.sampling.temperature=0.001", "allowed: a number ≥ 0.01 and ≤ 100"),
+        ("rollout.server.start_timeout_s=1e30", "allowed: a number > 0 and ≤ 2592000"),
+        ("rollout.server.port=65536", "allowed: an integer ≥ 0 and ≤ 65535"),
+        ("optimizer.min_lr=inf", 'optimizer.min_lr: got "inf"; allowed: a number ≥ 0'),
+        ("optimizer.lr=nan", "optimizer.lr: got "),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas[1]: got 1.0; allowed: a number ≥ 0 and < 1"),
+        ("reward.failed_reward=.nan", "reward.failed_reward: got NaN"),
+        ("objective.kl={}", "objective.kl = {} does not say what it switches on"),
+        ("objective.mismatch={}", "objective.mismatch = {} does not say what it switches on"),
+        ("output=/proc/x", "a run cannot write to the system's own /proc"),
+        ("output=/tmp/../sys/x", "a run cannot write to the system's own /sys"),
+        ("output=/dev/x", "a run cannot write to the system's own /dev"),
+        ("output=''", "output is an empty path"),
+        ("rollout.replay=''", "replay is an empty path"),
+        ('output="a\\0b"', "U+0000 is a character that no file and no command line takes"),
+        ("seed=-1", "seed: got -1; allowed: an integer ≥ 0 and < 2147483648"),
+        ("seed=2147483648", "seed: got 2147483648; allowed: an integer ≥ 0 and < 2147483648"),
+        ("rollout.prompts_per_step=9223372036854775807", "an integer here is 2147483647 at most"),
+        ("train.steps=???", "??? stands for a value that is missing"),
+        ("train=[1]", "train: got [1]; allowed: a section with steps"),
+        ("seed=0x_", "its value cannot be read"),
+        ("objective.preset=[a]", "is unknown; the nearest is"),
+        ("name=!!python/name:os.system x", "the tag !!python/name:os.system"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_what_to_write(override: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run(None, [override])
+    (problem,) = caught.value.problems
+    assert expected in problem
+
+
+@pytest.mark.parametrize("override", ["output=/dev/shm/run", "seed=2147483647", "objective.kl_mask={}", "output=out/${name}"])
+def test_what_can_be_meant_is_accepted(override: str) -> None:
+    load_run(None, [override])
+
+
+def test_an_environment_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A secret of the environment would be in resolved.yaml."""
+    monkeypatch.setenv("TOKEN", "secret")
+    path = tmp_path / "run.yaml"
+    for text in ("name: ${oc.env:TOKEN}\n", "base: ${oc.env:TOKEN}\n", "data: {train: 'a/${ oc.env : TOKEN }'}\n"):
+        path.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            load_run(path)
+        assert "secret" not in str(caught.value)
+    path.write_text("name: \\${oc.env:TOKEN}\n")  # text, as dump_resolved writes it
+    assert load_run(path).name == "${oc.env:TOKEN}"
+    path.write_text(dump_resolved(load_run(path)))
+    assert load_run(path).name == "${oc.env:TOKEN}"
+
+
+def test_no_section_takes_an_infinite_number() -> None:
+    def sections(of: type[Section]) -> list[type[Section]]:
+        return [of, *(inner for each in of.__subclasses__() for inner in sections(each))]
+
+    assert len(sections(Section)) > 40
+    assert [each.__name__ for each in sections(Section) if each.model_config.get("allow_inf_nan") is not False] == []

@@ -1,0 +1,138 @@
+"""Responses without a reward leave the step: nothing is learnt from them, and nothing of the others changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tepo_megatron.config import ObjectiveConfig, RunConfig
+from tepo_megatron.config.load import load_run
+from tepo_megatron.config.objective_presets import PRESETS
+from tepo_megatron.engine.batch import pack
+from tepo_megatron.objective import build_objective
+from tepo_megatron.reward.pool import RewardResult
+from tepo_megatron.train.step_rewards import StepRewards, ready_pool
+from tepo_megatron.types import Problem, Rollout, WeightsVersion
+
+
+class Rewards:
+    """A pool that gives each text its reward; None fails."""
+
+    def __init__(self, rewards: dict[str, float | None]) -> None:
+        self.rewards = rewards
+
+    def score(self, items: Sequence[tuple[Problem, str]]) -> list[RewardResult]:
+        given = [(problem, self.rewards[text]) for problem, text in items]
+        return [RewardResult(r, None if r is not None else f"problem {p.id!r}: why") for p, r in given]
+
+
+def a_step(rewards: Sequence[Sequence[float | None]]) -> tuple[list[Rollout], list[Problem], Rewards]:
+    """Groups of responses of different lengths."""
+    rollouts, by_text = [], {}
+    for group, members in enumerate(rewards):
+        for number, reward in enumerate(members):
+            text, length = f"{group}/{number}", 1 + (3 * group + number) % 5
+            tokens = tuple(5 + at for at in range(length))
+            rollouts.append(Rollout(f"p{group}", group, (3, 4), tokens, (-1.0,) * length, "stop", WeightsVersion(0), text))
+            by_text[text] = reward
+    return rollouts, [Problem(f"p{group}", "q", "a") for group in range(len(rewards))], Rewards(by_text)
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_run(None, ["train.minibatches=1", "reward.max_failed=1", *overrides])
+
+
+reward = st.none() | st.sampled_from([0.0, 1.0, -0.5])
+steps = st.lists(st.lists(reward, min_size=1, max_size=5), min_size=1, max_size=5)
+
+
+@settings(deadline=None, max_examples=40)
+@given(rewards=steps)
+def test_a_step_is_what_it_would_be_if_the_failed_responses_had_never_been(rewards: list[list[float | None]]) -> None:
+    """What is kept, from the rule alone; then the very batch of a step that never had the others, whatever the objective."""
+    rollouts, problems, pool = a_step(rewards)
+    said: list[str] = []
+    step = StepRewards(config(), pool, said.append)
+    valid = [[text for text in members if text is not None] for members in rewards]
+    whole = [not (len(kept) < 2 and len(kept) < len(members)) for kept, members in zip(valid, rewards, strict=True)]
+    expected = [r for r in rollouts if pool.rewards[r.text] is not None and whole[r.group]]
+    failed = sum(reward is None for members in rewards for reward in members)
+    if not expected:
+        with pytest.raises(RuntimeError, match="too few"):
+            step.score(rollouts, problems, 3)
+        return
+    kept = step.score(rollouts, problems, 3)
+    assert [(r.text, r.reward) for r in kept] == [(r.text, pool.rewards[r.text]) for r in expected]
+    assert step.figures() == {"reward/failed": failed, "groups/dropped": whole.count(False)}
+    assert len(said) == bool(failed)
+
+    batch = pack(kept)
+    for preset in PRESETS:
+        if preset == "max_rl":  # takes no negative reward
+            continue
+        objective = build_objective(ObjectiveConfig(preset=preset))
+        advantages_S = objective.advantages(batch)
+        assert torch.isfinite(advantages_S).all()
+        if objective.config.advantage.kind != "no_std":
+            continue
+        sizes = Counter(r.group for r in kept)
+        for at, r in enumerate(kept):  # the mean is over what is left of the group
+            mean = sum(other.reward for other in kept if other.group == r.group) / sizes[r.group]
+            alike = len({other.reward for other in kept if other.group == r.group}) == 1
+            assert advantages_S[at].item() == pytest.approx(0.0 if alike else r.reward - mean, abs=1e-6)
+    objective = build_objective(ObjectiveConfig(preset="dapo"))  # a mean over tokens
+    ready = batch.with_(advantages_S=objective.advantages(batch), old_logprobs_T=batch.sampler_logprobs_T)
+    assert objective.prepare(ready).denominator.item() == sum(len(r.response_ids) for r in kept)
+
+
+def test_a_response_can_be_given_a_reward_where_it_has_none() -> None:
+    rollouts, problems, pool = a_step([[1.0, None], [None, None]])
+
+    class Given(Rewards):
+        def score(self, items: Sequence[tuple[Problem, str]]) -> list[RewardResult]:
+            return [RewardResult(-1.0 if r.error else r.reward, r.error) for r in super().score(items)]
+
+    said: list[str] = []
+    step = StepRewards(config("reward.failed_reward=-1"), Given(pool.rewards), said.append)
+    assert [r.reward for r in step.score(rollouts, problems, 0)] == [1.0, -1.0, -1.0, -1.0]
+    assert step.figures() == {"reward/failed": 3.0, "groups/dropped": 0.0}
+    assert said == ["3 of 4 rewards failed and count as reward.failed_reward = -1; the first: problem 'p0': why"]
+
+
+@pytest.mark.parametrize(("share", "stops"), [(0.5, True), (0.6, False), (0, True)])
+def test_too_large_a_share_of_failures_stops_the_run_with_the_first_cause(share: float, stops: bool) -> None:
+    rollouts, problems, pool = a_step([[1.0, None, 0.0, None], [None, 1.0, None]])
+    step = StepRewards(config(f"reward.max_failed={share}"), pool, lambda text: None)
+    if not stops:
+        assert len(step.score(rollouts, problems, 7)) == 2
+        return
+    with pytest.raises(
+        RuntimeError, match=r"^4 of 7 rewards of step 7 failed, more than reward\.max_failed = .*problem 'p0': why$"
+    ):
+        step.score(rollouts, problems, 7)
+
+
+def test_a_step_without_enough_for_its_minibatches_stops_the_run() -> None:
+    rollouts, problems, pool = a_step([[1.0, 0.0], [None, 1.0], [1.0, 1.0]])
+    assert len(StepRewards(config("train.minibatches=4"), pool, lambda text: None).score(rollouts, problems, 0)) == 4
+    step = StepRewards(config("train.minibatches=5"), pool, lambda text: None)
+    with pytest.raises(RuntimeError, match=r"1 of 6 rewards failed, and the 4 responses .* too few for train.minibatches = 5"):
+        step.score(rollouts, problems, 0)
+
+
+def test_verifiers_are_tried_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_judge.py").write_text("def judge(problem, response):\n    return problem.grade\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    problems = [Problem("p0", "q", "a")]
+    with pytest.raises(
+        ValueError, match=r"raised AttributeError: 'Problem' object has no attribute 'grade', at .*broken_judge.py:2"
+    ):
+        ready_pool(config("reward.verifier=broken_judge:judge"), problems)
+    ready_pool(config("reward.verifier=broken_judge:judge", f"rollout.replay={tmp_path}"), problems).close()
+    ready_pool(config(), problems).close()
