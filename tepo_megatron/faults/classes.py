@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tepo_megatron.faults.answers import HostileAnswers
+from tepo_megatron.faults.configs import MalformedConfigs
 from tepo_megatron.faults.damage import CheckpointDamage
 from tepo_megatron.faults.disks import FullDisks
 from tepo_megatron.faults.hangs import Hangs
@@ -11,6 +13,8 @@ from tepo_megatron.faults.silent import SilentFaults
 from tepo_megatron.faults.strangers import Strangers
 
 CLASSES: tuple[type[FaultClass], ...] = (
+    MalformedConfigs,
+    HostileAnswers,
     CheckpointDamage,
     SilentFaults,
     Kills,

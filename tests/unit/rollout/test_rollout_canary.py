@@ -187,7 +187,7 @@ def test_the_prompt_for_the_caches_leaves_room_for_the_token_that_is_drawn_and_s
 )
 def test_the_default_tolerance_of_rollouts_is_that_of_the_coarser_side(dtype: str, quantization: str, expected: float) -> None:
     rollout: dict[str, Any] = {"server": {"dtype": dtype, "quantization": quantization}}
-    document = {"rollout": rollout, "objective": {"mismatch": {}}}
+    document = {"rollout": rollout, "objective": {"mismatch": {"kind": "truncate"}}}
     assert rollouts_tolerance(RunConfig.model_validate(document)) == expected
     rollout["canary"] = {"rollouts_tolerance": 0.07}
     assert rollouts_tolerance(RunConfig.model_validate(document)) == 0.07
