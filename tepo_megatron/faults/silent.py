@@ -22,6 +22,9 @@ ALL: tuple[SilentFault, ...] = (
     replace(CONTROL, name=f"{CONTROL.name} (bf16)", server="dense bf16"),
     *(replace(fault, name=f"{fault.name} (bf16)", server="dense bf16") for fault in SILENT_FAULTS if fault.server == "dense"),
 )
+ROUNDING = 3.0
+"""In bfloat16 every run trains with what rounding does to log-probs; an error that does no more than so many times that is none."""
+
 CHECKS = ("transfer", "prompt", "version", "cache", "rollouts")
 
 
@@ -94,6 +97,15 @@ def judge(fault: SilentFault, found: Sequence[dict[str, Any]]) -> Outcome:
             return Outcome(fault.name, "lost", f"a false alarm: {'; '.join(caught.values())}", details=details)
         return Outcome(fault.name, "survived", details=details)
     if not caught:
-        return Outcome(fault.name, "lost", f"no check saw it: {whole['figures']}", details=details)
+        figures = ", ".join(
+            f"{name} {value:.1e} (without a fault {whole['clean'][name]:.1e})" for name, value in whole["figures"].items()
+        )
+        if fault.server == "dense bf16" and all(
+            value <= ROUNDING * whole["clean"][name] for name, value in whole["figures"].items()
+        ):
+            return Outcome(
+                fault.name, "survived", f"no larger than bfloat16's rounding, and not seen: {figures}", details=details
+            )
+        return Outcome(fault.name, "lost", f"no check saw it: {figures}", details=details)
     by = ", ".join(check for check in CHECKS if check in caught)
     return Outcome(fault.name, "refused", f"caught by {by}: {next(iter(caught.values()))[:300]}", details=details)

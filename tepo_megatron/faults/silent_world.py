@@ -81,6 +81,8 @@ class World:
         self._update(0)
         self._train()
         self.weights.append(self._copy())
+        self._update(1)
+        self.clean: dict[str, float] = self._ask(Canary(tolerance(self.config)))["figures"]
 
     def _copy(self) -> dict[str, torch.Tensor]:
         return {name: param.detach().clone() for name, param in self.engine.params.items()}
@@ -137,7 +139,7 @@ class World:
                 self._update(1)
             except RuntimeError as error:
                 return {"size": size, "caught": {"transfer": str(error)}}
-        found = {"size": size, **self._ask(canary)}
+        found = {"size": size, "clean": self.clean, **self._ask(canary)}
         self.fault("none")
         return found
 

@@ -35,6 +35,7 @@ LIVE = (
 """Live sampling, on two ranks and a server with two workers, so that every kind of process is there."""
 
 REPLAYED = (
+    "rollout.sampling.max_new_tokens=24",
     "rollout.prompts_per_step=4",
     "rollout.samples_per_prompt=4",
     "evaluate.every=0",

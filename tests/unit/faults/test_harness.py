@@ -144,11 +144,15 @@ def test_a_difference_in_metrics_rollouts_or_weights_is_seen(tmp_path: Path) -> 
 
 
 def test_a_silent_fault_that_no_check_saw_is_lost_and_a_false_alarm_too() -> None:
-    seen = {"size": 1.0, "figures": {"prompt": 2.0}, "caught": {"prompt": "a sentence"}}
-    small = {"size": 0.1, "figures": {"prompt": 1e-9}, "caught": {}}
+    clean = {"prompt": 0.01}
+    seen = {"size": 1.0, "figures": {"prompt": 2.0}, "clean": clean, "caught": {"prompt": "a sentence"}}
+    small = {"size": 0.1, "figures": {"prompt": 0.02}, "clean": clean, "caught": {}}
     fault, control = SILENT_FAULTS[0], ALL[0]
     assert judge(fault, [seen, small]).result == "refused"
     assert judge(fault, [seen, small]).details["smallest"]["prompt"] == 1.0
     assert judge(fault, [small]).result == "lost"
+    coarse = next(each for each in ALL if each.server == "dense bf16" and each.kind != "none")
+    assert judge(coarse, [small]).result == "survived"  # what rounding does, too
+    assert judge(coarse, [{**small, "figures": {"prompt": 0.04}}]).result == "lost"
     assert judge(control, [seen]).result == "lost"
     assert judge(control, [small]).result == "survived"
