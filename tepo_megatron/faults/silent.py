@@ -23,7 +23,7 @@ ALL: tuple[SilentFault, ...] = (
     *(replace(fault, name=f"{fault.name} (bf16)", server="dense bf16") for fault in SILENT_FAULTS if fault.server == "dense"),
 )
 ROUNDING = 3.0
-"""In bfloat16 every run trains with what rounding does to log-probs; an error that does no more than so many times that is none."""
+"""Every run trains with bfloat16's rounding; an error that does no more than so many times that is none."""
 
 CHECKS = ("transfer", "prompt", "version", "cache", "rollouts")
 

@@ -145,8 +145,8 @@ class Canary:
         ]
         if wrong:
             raise RuntimeError(
-                f"weights {step}: {'; '.join(wrong)} (more than {limit:g} apart, by the canary's tolerance). The cache holds keys "
-                "and values of older weights: it was not emptied with the update, and samples that begin as earlier ones did "
+                f"weights {step}: {'; '.join(wrong)} (more than {limit:g} apart, by the canary's tolerance). The cache holds "
+                "keys and values of older weights: it was not emptied with the update, and samples that begin as earlier ones did "
                 "would be wrong"
             )
         return max((gap for gap, _ in worst.values()), default=0.0)
