@@ -145,9 +145,9 @@ class Canary:
         ]
         if wrong:
             raise RuntimeError(
-                f"weights {step}: {'; '.join(wrong)} (more than {limit:g} apart, by the canary's tolerance). The cache holds "
-                "keys and values of older weights: it was not emptied with the update, and samples that begin as earlier ones did "
-                "would be wrong"
+                f"weights {step}: {'; '.join(wrong)} (more than {limit:g} apart, by the canary's tolerance). The cache was not "
+                "emptied with the update: it holds keys and values of older weights, and samples that begin as earlier ones "
+                "did would be wrong"
             )
         return max((gap for gap, _ in worst.values()), default=0.0)
 

@@ -26,13 +26,16 @@ class Agreement:
 
 
 def agreements(parts: Sequence[Batch]) -> list[Agreement]:
-    """One for each group of a step that ``parts``, its scored mini-batches, hold; a difference that is no number is inf."""
+    """One for each group of a step that ``parts``, its scored mini-batches, hold; a sampler's log-prob that is no finite number
+    is inf away. Tokens for which the trainer's is none are left out: it looks for the cause itself, and skips the update.
+    """
     gaps, groups = [], []
     for part in parts:
         assert part.old_logprobs_T is not None
         gap_T = (part.old_logprobs_T - part.sampler_logprobs_T).abs().nan_to_num(nan=torch.inf)
-        gaps.append(gap_T[part.loss_mask_T].double())
-        groups.append(part.groups_S[part.sequence_index_T][part.loss_mask_T])
+        counted_T = part.loss_mask_T & part.old_logprobs_T.isfinite()
+        gaps.append(gap_T[counted_T].double())
+        groups.append(part.groups_S[part.sequence_index_T][counted_T])
     gap, (names, at) = torch.cat(gaps), torch.cat(groups).unique(return_inverse=True)
     zeros = gap.new_zeros(names.numel())
     tokens = zeros.index_add(0, at, torch.ones_like(gap))

@@ -14,16 +14,20 @@ from tepo_megatron.train.agreement import agreements, check_rollouts
 from tepo_megatron.types import Batch, Rollout, WeightsVersion
 
 
-def scored(gaps: list[list[float]], groups: list[int]) -> Batch:
-    """A batch whose response tokens differ by ``gaps``, sequence by sequence; ``groups`` numbers the sequences' groups."""
+def scored(gaps: list[list[float]], groups: list[int], *, sampler: bool = False) -> Batch:
+    """A batch whose response tokens differ by ``gaps``, sequence by sequence, by the sampler's fault or by the trainer's;
+    ``groups`` numbers the sequences' groups.
+    """
     rollouts = [
         Rollout("p", group, (1, 2), tuple([3] * len(gap)), tuple([-1.0] * len(gap)), "stop", WeightsVersion(0))
         for group, gap in zip(groups, gaps, strict=True)
     ]
     batch = pack(rollouts)
-    old_T = batch.sampler_logprobs_T.clone()
-    old_T[batch.loss_mask_T] += torch.tensor([value for gap in gaps for value in gap])
-    return batch.with_(old_logprobs_T=old_T)
+    wrong_T = batch.sampler_logprobs_T.clone()
+    wrong_T[batch.loss_mask_T] += torch.tensor([value for gap in gaps for value in gap])
+    if sampler:
+        return batch.with_(old_logprobs_T=batch.sampler_logprobs_T, sampler_logprobs_T=wrong_T)
+    return batch.with_(old_logprobs_T=wrong_T)
 
 
 def check(*parts: Batch, tolerance: float = 0.01, token_tolerance: float = 0.1) -> dict[str, float]:
@@ -59,9 +63,17 @@ def test_a_group_may_have_one_token_beyond_the_mean(tokens: int, gap: float) -> 
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_stops(value: float) -> None:
+def test_a_sampler_that_says_no_number_stops(value: float) -> None:
     with pytest.raises(RuntimeError, match="in group 1 "):
-        check(scored([[0.0] * 9, [0.0, value]], [0, 1]))
+        check(scored([[0.0] * 9, [0.0, value]], [0, 1], sampler=True))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_trainer_that_finds_no_number_is_no_fault_of_the_sampler(value: float) -> None:
+    """Its optimizer step is skipped, for its own reason."""
+    found = check(scored([[0.0] * 9, [0.004, value]], [0, 1]), scored([[value]], [2]))
+    assert found["canary/rollouts_worst_group"] == pytest.approx(0.004, rel=1e-3)
+    assert check(scored([[value]], [0])) == {}
 
 
 def test_replayed_rollouts_are_measured_and_never_stop() -> None:
