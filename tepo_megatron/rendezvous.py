@@ -5,7 +5,7 @@ pickle in a store that every process that reaches the port may write. The agent 
 runs code as the run's user. Here the ranks of one machine meet in a file of a private folder, and the agents of several nodes
 meet in a store that listens on one address of the first node and holds JSON (docs/decisions/015-rendezvous.md).
 
-``python -m tepo_megatron.rendezvous`` takes torchrun's flags and runs torchrun's agent with this rendezvous.
+``python -m tepo_megatron.torchrun`` takes torchrun's flags and runs torchrun's agent with this rendezvous.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import os
 import shutil
 import socket
 import stat
-import sys
 import tempfile
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -119,7 +118,7 @@ def refuse_dynamic_rendezvous() -> None:
         raise ValueError(
             "torchrun keeps the state of its dynamic rendezvous (--standalone, --rdzv-backend=c10d, or no --master-port on one "
             "machine) as a pickle that other users of this machine can replace by code of theirs; start the run with "
-            "'tepo train', or write 'python -m tepo_megatron.rendezvous' in place of 'torchrun'"
+            "'tepo train', or write 'python -m tepo_megatron.torchrun' in place of 'torchrun'"
         )
 
 
@@ -198,13 +197,3 @@ def _meet(host: str, port: int, node: int, nodes: int, limit: timedelta) -> Stor
             "an address of the first node, and --master-port free there"
         ) from error
     return TCPStore(host, port, nodes, True, limit, master_listen_fd=listener.detach())
-
-
-def _main(arguments: list[str]) -> Any:
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    return record(run_agent)(arguments)
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1:])

@@ -116,6 +116,25 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _rollback_can_help(self) -> "RunConfig":
+        if self.train.rollback is not None and self.rollout.replay is not None:
+            raise ValueError(
+                "train.rollback with rollout.replay: the same rollouts would be read again, and lead to the same step; leave "
+                "one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> "RunConfig":
+        best = self.train.keep_best
+        if best is not None and best.metric.startswith("accuracy/") and not self.evaluate.every:
+            raise ValueError(
+                f"train.keep_best.metric = {best.metric} is measured by evaluations, but evaluate.every = 0 makes none; set "
+                "evaluate.every, or another metric"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_reward(self) -> "RunConfig":
         advantage = self.objective.advantage
         if advantage.kind == "gdpo" and advantage.weights is not None:

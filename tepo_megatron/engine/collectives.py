@@ -30,19 +30,18 @@ def broadcast_json(value: Any, *, source: int, device: torch.device, group: dist
     return json.loads(bytes(payload.cpu().tolist()))
 
 
-def all_gather_json(value: Any, *, device: torch.device) -> list[Any]:
-    """Returns the values of all ranks, by rank. They are anything that JSON carries; floats arrive exactly.
-
-    Travels on tensors of ``device`` in torch's default group. Every rank calls.
+def all_gather_json(value: Any, *, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Returns the values of all ranks of ``group`` (default: all), by rank. They are anything that JSON carries; floats arrive
+    exactly. Travels on tensors of ``device``. Every rank of the group calls.
     """
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([data.numel()], device=device))
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([data.numel()], device=device), group=group)
     lengths = [int(size.item()) for size in sizes]
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
     everyone = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(everyone, padded)
+    dist.all_gather(everyone, padded, group=group)
     return [json.loads(bytes(each[:length].cpu().tolist())) for each, length in zip(everyone, lengths, strict=True)]
 
 

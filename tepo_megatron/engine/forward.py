@@ -14,9 +14,11 @@ from torch import Tensor
 
 from tepo_megatron.engine.batch import pad_to
 from tepo_megatron.engine.moe import largest_in_group
+from tepo_megatron.engine.not_finite import NOT_FINITE
 from tepo_megatron.engine.parallel import Ranks
 from tepo_megatron.engine.partition import partition
 from tepo_megatron.engine.platform import Platform
+from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.types import Batch, TokenScores
 from tepo_megatron.vocab_parallel import logprob_and_entropy
 from tepo_megatron.vocab_parallel.backend import BackendName
@@ -49,6 +51,9 @@ class Forward:
     attention_length: float = math.inf
     """The length at which a sequence's attention costs as much as its other work (``engine/partition.py``)."""
 
+    moved: Callable[[], None] = lambda: None
+    """Called with every micro-batch, for whoever watches that this rank moves."""
+
     entropy_slope: bool = False
     """Whether scores that are trained on have ``TokenScores.entropy_slope``."""
 
@@ -68,6 +73,7 @@ class Forward:
         """Runs forward, and backward if ``train``, over this rank's micro-batches.
 
         Every rank calls. Returns what ``loss`` kept of each micro-batch on the last pipeline stage, elsewhere an empty list.
+        Where ``loss`` raised NotFiniteError the micro-batch's loss is NaN, and ``NOT_FINITE`` says why.
         """
         members = [batch.select(sequences) for sequences in micro_batches]
         sizes = [self._padded(micro.num_tokens) for micro in members]
@@ -94,6 +100,7 @@ class Forward:
         self, numbered: tuple[int, Batch], model: torch.nn.Module, loss: LossFunction, *, train: bool
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
         number, micro = numbered
+        self.moved()
         longest = int(micro.lengths_S.max())
         packed = PackedSeqParams("thd", micro.cu_seqlens, micro.cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
         output = model(micro.tokens_T[None], micro.positions_T[None], None, packed_seq_params=packed)
@@ -101,6 +108,10 @@ class Forward:
         def reduce(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             try:
                 value, kept = loss(self._scores(logits[0], micro, train=train), micro)
+            except NotFiniteError as error:
+                # Other ranks know nothing of it, and wait in the schedule's collectives: this one goes through them all with a
+                # loss of NaN, and the ranks agree afterwards (``engine/not_finite.py``).
+                value, kept = logits.sum() * torch.nan, {NOT_FINITE: f"micro-batch {number}: {error}"}
             except ValueError as error:
                 raise ValueError(f"micro-batch {number}: {error}") from error
             # Megatron expects (loss, number of tokens to divide by, values to keep); nothing is divided there (engine/step.py)

@@ -38,6 +38,7 @@ _GROWTH = 0.25
 
 def main() -> None:
     """Scores what the parent sends, until the parent closes the pipe or dies."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm warns all processes of a step; the trainer acts on it
     try:
         _serve()
     except MemoryError:

@@ -219,6 +219,12 @@ def test_a_prompt_is_scored_under_temperature_1_on_every_layout(worlds: Worlds, 
     assert worlds.report(layout)["prompt_logprobs"] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize("layout", [SINGLE, *OTHERS, *TIED], ids=lambda layout: layout.name)
+def test_training_draws_no_random_numbers(worlds: Worlds, layout: Layout) -> None:
+    """So a checkpoint has no state of a generator (decision 003)."""
+    assert not worlds.report(layout)["drew_random_numbers"]
+
+
 @pytest.mark.parametrize("layout", OTHERS, ids=lambda layout: layout.name)
 def test_losses_gradients_and_metrics_are_those_of_one_rank(worlds: Worlds, layout: Layout) -> None:
     expected, found = worlds.report(SINGLE)["updates"], worlds.report(layout)["updates"]
@@ -254,6 +260,8 @@ def test_a_checkpoint_resumes_under_another_layout(worlds: Worlds, saved: Layout
     out = worlds.run(resumed, resume=checkpoint)
     report = json.loads((out / "report.json").read_text())
     assert report["digest"] == state["weights_digest"]
+    assert report["prompt_logprobs"] == pytest.approx(worlds.report(saved)["saved_logprobs"], abs=1e-5)
+    assert worlds.report(saved)["saved_logprobs"] != pytest.approx(worlds.report(saved)["prompt_logprobs"], abs=1e-5)
     assert_same_updates(report["updates"], worlds.report(SINGLE)["updates"][2:])
     for name, tensor in weights(worlds.run(SINGLE) / "trained").items():
         found = weights(out / "trained")[name]

@@ -140,9 +140,7 @@ def test_a_stranger_can_disturb_the_store_of_several_nodes_and_nothing_more(star
     """Two agents, as on two nodes. Their store listens on the address that they were given, and holds no pickle."""
     port = rendezvous_port()
     flags = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}", "--rdzv-id=7.0"]
-    agents = [
-        start("-m", "tepo_megatron.rendezvous", *flags, f"--node-rank={n}", "-m", "waiting_rank", tmp_path) for n in (0, 1)
-    ]
+    agents = [start("-m", "tepo_megatron.torchrun", *flags, f"--node-rank={n}", "-m", "waiting_rank", tmp_path) for n in (0, 1)]
     for agent, file in zip(agents, ("started0", "started1"), strict=True):
         wait_for(agent, tmp_path / file)
     everywhere = {each for agent in agents for each in listeners(agent.pid)}
@@ -171,7 +169,7 @@ def test_ranks_of_a_dynamic_rendezvous_are_refused(start: Any, tmp_path: Path) -
     process = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "waiting_rank", tmp_path)
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
-    assert "write 'python -m tepo_megatron.rendezvous' in place of 'torchrun'" in err
+    assert "write 'python -m tepo_megatron.torchrun' in place of 'torchrun'" in err
     assert not (tmp_path / "started0").exists()
 
 
@@ -194,7 +192,7 @@ def test_flags_for_a_dynamic_rendezvous_are_refused(flag: str) -> None:
 @pytest.mark.slow
 def test_an_address_that_is_not_the_first_nodes_is_named(start: Any, tmp_path: Path) -> None:
     flags = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=192.0.2.1", "--master-port=29500", "-m", "waiting_rank"]
-    _, err = start("-m", "tepo_megatron.rendezvous", *flags, tmp_path).communicate(timeout=TIMEOUT_S)
+    _, err = start("-m", "tepo_megatron.torchrun", *flags, tmp_path).communicate(timeout=TIMEOUT_S)
     assert "the first node cannot listen on 192.0.2.1:29500" in err
 
 

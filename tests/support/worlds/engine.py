@@ -36,6 +36,7 @@ def main() -> None:
     else:
         engine.export(out / "initial")
     is_root = engine.ranks.rank == 0
+    random_state = torch.get_rng_state()
     report: dict[str, Any] = {"updates": [], "digest": engine.weights_version(start).digest}
     report["prompt_logprobs"] = engine.prompt_logprobs(case["prompt"])
     for step in range(start, case["steps"]):
@@ -56,6 +57,8 @@ def main() -> None:
             )
         if step + 1 == case["save_at"]:
             engine.save(out / "checkpoints", step=step + 1, state={"note": "kept"})
+            report["saved_logprobs"] = engine.prompt_logprobs(case["prompt"])
+    report["drew_random_numbers"] = not torch.equal(torch.get_rng_state(), random_state)
     engine.export(out / "trained")
     if is_root:
         (out / "report.json").write_text(json.dumps(report))

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
+from tests.support.checkpoints import make_whole
 
 runner = CliRunner()
 
@@ -87,16 +88,18 @@ def test_a_wrong_configuration_is_a_sentence_and_exit_code_1(command: list[str],
 def test_train_starts_the_ranks_that_the_run_needs(run_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[object, ...]] = []
 
-    def launch(*given: object) -> int:
-        started.append(given)
+    def launch(*given: object, status: Path) -> int:
+        started.append((*given, status))
         return 7
 
     monkeypatch.setattr("tepo_megatron.cli.train.launch", launch)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(run_yaml.parent)
+    make_whole(Path("out/run/checkpoints"), 2)
     result = runner.invoke(app, ["train", str(run_yaml), "train.steps=3", "--resume"])
     assert result.exit_code == 7
-    assert started == [(["train", str(run_yaml), "train.steps=3", "train.resume=true"], 2)]
+    assert started == [(["train", str(run_yaml), "train.steps=3", "train.resume=true"], 2, Path("out/run/status"))]
 
 
 def test_a_warning_of_the_configuration_is_a_sentence(run_yaml: Path) -> None:

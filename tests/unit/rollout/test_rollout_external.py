@@ -18,6 +18,7 @@ from tepo_megatron.rollout import external
 from tepo_megatron.rollout.external import ExternalServer
 from tepo_megatron.rollout.registry import Registration, is_retired, register, registered, retire, shared_key, with_own_address
 from tepo_megatron.rollout.serve import Node
+from tests.support.programs import TIMEOUT_S
 
 
 class Health(BaseHTTPRequestHandler):
@@ -121,10 +122,10 @@ def test_a_server_that_another_trainer_has_used_is_replaced_first(stand_in: Exte
 def test_stopping_ends_a_wait(stand_in: ExternalServer) -> None:
     stand_in.start()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(stand_in.wait_ready, 60.0)
+        waiting = pool.submit(stand_in.wait_ready, TIMEOUT_S)
         stand_in.stop()
         with pytest.raises(RuntimeError, match="was ended"):
-            waiting.result(10)
+            waiting.result(TIMEOUT_S)
 
 
 def test_the_interface_gives_the_address() -> None:
