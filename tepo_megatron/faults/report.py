@@ -95,6 +95,8 @@ def write_markdown(record: Record, path: Path, *, command: str) -> Path:
     """The page with both tables, and every fault by itself."""
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
     parts = [INTRODUCTION, f"`{command}`, {date}, {describe_machine()}.", "", markdown(COLUMNS, table(record))]
+    if missing := [kind.name for kind in CLASSES if not any(record.outcomes(kind.name))]:
+        parts += [f"Not injected in this record: {', '.join(missing)}.", ""]
     if rows := lost(record):
         parts += ["Lost:", "", *(f"- {_shown(row, record)}" for row in rows), ""]
     if silent := silent_table(record):
