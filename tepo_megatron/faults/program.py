@@ -23,7 +23,7 @@ def main() -> None:
     if torchrun.under_torchrun():
         _announce_phases(Path(os.environ[FOLDER]))
     else:  # the ranks are to run this, too
-        torchrun.launch = partial(torchrun.launch, module=MODULE)  # type: ignore[assignment]
+        torchrun.launch = partial(torchrun.launch, module=MODULE)
     runpy.run_module("tepo_megatron", run_name="__main__")
 
 
