@@ -56,7 +56,8 @@ class Rollout:
 
     ``sampler_logprobs`` has one entry per response token: the natural-log probability with which the sampler drew it, under
     the sampling temperature. ``group`` numbers the prompt within its step; responses of one group share a prompt.
-    ``finish_reason`` is ``"stop"`` (the end token was drawn, and is the last response id) or ``"length"`` (cut).
+    ``finish_reason`` is ``"stop"`` (the end token was drawn, and is the last response id) or ``"length"`` (cut). ``reward`` is
+    None where the verifier failed: the response is recorded, and not trained on.
     """
 
     problem_id: str
@@ -67,7 +68,7 @@ class Rollout:
     finish_reason: str
     weights_version: WeightsVersion
     text: str = ""
-    reward: float = 0.0
+    reward: float | None = 0.0
 
 
 @dataclass(frozen=True)

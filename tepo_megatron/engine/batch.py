@@ -15,7 +15,7 @@ from tepo_megatron.types import Batch, Rollout
 def pack(rollouts: Sequence[Rollout]) -> Batch:
     """Packs all rollouts on the CPU, each prompt followed by its response. The label at t is the token at t + 1.
 
-    Raises ValueError for a rollout with an empty response or with log-probs of another length, naming it.
+    Raises ValueError for a rollout with an empty response, with log-probs of another length or without a reward, naming it.
     """
     tokens: list[int] = []
     labels: list[int] = []
@@ -52,6 +52,8 @@ def _check(rollout: Rollout) -> None:
         raise ValueError(
             f"{where} has {len(rollout.response_ids)} response tokens but {len(rollout.sampler_logprobs)} log-probs"
         )
+    if rollout.reward is None:
+        raise ValueError(f"{where} has no reward; leave it out of the step")
 
 
 def broadcast(batch: Batch | None, device: torch.device) -> Batch:

@@ -54,7 +54,7 @@ class RootDriver:
     :meth:`wait_until_ready`. It closes ``pool``.
     """
 
-    def __init__(self, config: RunConfig, inputs: Inputs, output: Output, pool: RewardPool, heartbeat: Heartbeat) -> None:
+    def __init__(self, config: RunConfig, inputs: Inputs, output: Output, heartbeat: Heartbeat, pool: RewardPool) -> None:
         self.config = config
         self.inputs = inputs
         self.tokenizer = inputs.tokenizer
@@ -141,8 +141,9 @@ class RootDriver:
     # -- rollouts --------------------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> list[Rollout]:
-        """G rewarded samples of each of the step's prompts; the same again if called again for the same step."""
-        rollouts = self._collect(step)
+        """G samples of each of the step's prompts, without those that have no reward; the same again if called again for the
+        same step."""
+        rollouts = self.rewards.leave_out(self._collect(step))
         self._collected = rollouts
         steps = [rollout.weights_version.step for rollout in rollouts]
         self._versions = {"weights_version/min": float(min(steps)), "weights_version/max": float(max(steps))}
@@ -285,7 +286,7 @@ class RootDriver:
         figures = {**self._versions, **row, **self._evaluation, **self._figures}
         if "response_tokens" in row:
             figures["tokens/s"] = row["response_tokens"] / split["time/step"]
-            figures |= self.rewards.figures()
+            figures |= self.rewards.take_figures()
             figures["rollback/count"] = float(self._returns)
             self._returns = 0
         self._versions, self._evaluation, self._figures = {}, {}, {}

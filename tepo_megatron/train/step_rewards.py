@@ -25,8 +25,8 @@ def ready_pool(config: RunConfig, problems: Sequence[Problem]) -> RewardPool:
 
 
 class StepRewards:
-    """Scores a step after another. What it leaves out is out of everything that follows: means and deviations of the groups,
-    denominators, metrics, the record of rollouts.
+    """Scores a step after another. What is left out is out of everything that follows: means and deviations of the groups,
+    denominators, metrics.
 
     The rule: a response without a reward leaves its group; a group that has lost one and of which fewer than two are left
     leaves the step. With ``reward.failed_reward`` every response has a reward, and stays.
@@ -35,56 +35,60 @@ class StepRewards:
     def __init__(self, config: RunConfig, pool: Scorer, say: Callable[[str], None]) -> None:
         """``say`` shows a sentence in the run's progress."""
         self._config, self._pool, self._say = config, pool, say
-        self._failed = self._dropped = 0
+        self._cause = ""
+        self._dropped = 0
+        self.failed = 0
+        """Responses of the step whose verifier failed."""
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem], step: int) -> list[Rollout]:
-        """The rollouts of the step that have a reward, with it; in their order, and with their groups' numbers as they were.
+        """All rollouts of the step, as they are recorded: with their rewards, None where there is none.
 
-        Raises RuntimeError where more than ``reward.max_failed`` of them failed, or too few are left for its mini-batches.
+        Raises RuntimeError where more than ``reward.max_failed`` of them failed.
         """
         results = self._pool.score([(problems[rollout.group], rollout.text) for rollout in rollouts])
         failures = [result.error for result in results if result.error]
-        share = len(failures) / len(results)
-        if share > self._config.reward.max_failed:
+        self.failed, self._cause = len(failures), f"; the first: {failures[0]}" if failures else ""
+        if len(failures) / len(results) > self._config.reward.max_failed:
             raise RuntimeError(
                 f"{len(failures)} of {len(results)} rewards of step {step} failed, more than reward.max_failed = "
-                f"{self._config.reward.max_failed:g} of them; the first: {failures[0]}"
+                f"{self._config.reward.max_failed:g} of them{self._cause}"
             )
-        rewarded = [
-            replace(rollout, reward=result.reward)
-            for rollout, result in zip(rollouts, results, strict=True)
-            if result.reward is not None
-        ]
-        kept = _without_broken_groups(rollouts, rewarded)
-        self._failed = len(failures)
-        self._dropped = len({rollout.group for rollout in rollouts} - {rollout.group for rollout in kept})
+        rewarded = [replace(rollout, reward=result.reward) for rollout, result in zip(rollouts, results, strict=True)]
         if failures:
-            self._say(f"{self._count(len(results), len(kept))}; the first: {failures[0]}")
-        self._check_enough(len(kept), len(results), failures)
+            self._say(f"{self.failed} of {len(results)} rewards failed{self._consequence(rewarded)}{self._cause}")
+        return rewarded
+
+    def leave_out(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Those of a step's rollouts that are trained on, also of a recorded step; in their order, with their groups' numbers.
+
+        Raises RuntimeError where too few are left for the step's mini-batches.
+        """
+        kept = _trained_on(rollouts)
+        self.failed = max(self.failed, sum(rollout.reward is None for rollout in rollouts))
+        self._dropped = len({rollout.group for rollout in rollouts} - {rollout.group for rollout in kept})
+        minibatches, dp = self._config.train.minibatches, self._config.engine.parallel.dp
+        if len(kept) < minibatches * dp and len(kept) < len(rollouts):
+            raise RuntimeError(
+                f"{self.failed} of {len(rollouts)} rewards failed, and the {len(kept)} responses in groups of two or more that "
+                f"are left are too few for train.minibatches = {minibatches} on engine.parallel.dp = {dp} ranks{self._cause}"
+            )
         return kept
 
-    def figures(self) -> dict[str, float]:
-        """Of the last step that was scored, for its row of metrics."""
-        return {"reward/failed": float(self._failed), "groups/dropped": float(self._dropped)}
+    def take_figures(self) -> dict[str, float]:
+        """Of the step that was just collected, for its row of metrics; they begin anew."""
+        figures = {"reward/failed": float(self.failed), "groups/dropped": float(self._dropped)}
+        self.failed, self._dropped, self._cause = 0, 0, ""
+        return figures
 
-    def _count(self, total: int, kept: int) -> str:
-        text = f"{self._failed} of {total} rewards failed"
-        if kept == total:
-            return f"{text} and count as reward.failed_reward = {self._config.reward.failed_reward:g}"
-        groups = f", {self._dropped} of its groups among them" if self._dropped else ""
-        return f"{text}; the step goes on without {total - kept} responses{groups}"
-
-    def _check_enough(self, kept: int, total: int, failures: Sequence[str]) -> None:
-        minibatches, dp = self._config.train.minibatches, self._config.engine.parallel.dp
-        if kept < minibatches * dp and failures:
-            raise RuntimeError(
-                f"{len(failures)} of {total} rewards failed, and the {kept} responses in groups of two or more that are left "
-                f"are too few for train.minibatches = {minibatches} on engine.parallel.dp = {dp} ranks; the first: "
-                f"{failures[0]}"
-            )
+    def _consequence(self, rewarded: Sequence[Rollout]) -> str:
+        without = len(rewarded) - len(_trained_on(rewarded))
+        if without:
+            return f"; the step goes on without {without} responses"
+        return f" and count as reward.failed_reward = {self._config.reward.failed_reward:g}"
 
 
-def _without_broken_groups(rollouts: Sequence[Rollout], rewarded: Sequence[Rollout]) -> list[Rollout]:
+def _trained_on(rollouts: Sequence[Rollout]) -> list[Rollout]:
     before = Counter(rollout.group for rollout in rollouts)
-    after = Counter(rollout.group for rollout in rewarded)
-    return [rollout for rollout in rewarded if after[rollout.group] >= min(2, before[rollout.group])]
+    after = Counter(rollout.group for rollout in rollouts if rollout.reward is not None)
+    whole = {group for group in after if after[group] >= min(2, before[group])}
+    return [rollout for rollout in rollouts if rollout.reward is not None and rollout.group in whole]

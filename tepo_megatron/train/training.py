@@ -52,7 +52,7 @@ def train_model(config: RunConfig) -> None:
                 output.message(f"{source}: {count} problems left out, longer than data.max_prompt_tokens")
             if pool.notice is not None:
                 output.message(pool.notice)
-            driver = RootDriver(config, inputs, output, pool, heartbeat)
+            driver = RootDriver(config, inputs, output, heartbeat, pool)
             stack.callback(driver.close)
         _silence_upstream()
         # Megatron-Core takes seconds to import; the servers are coming up meanwhile.

@@ -37,13 +37,19 @@ class MadeUpFleet:
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RootDriver:
     monkeypatch.setattr(root_driver, "Fleet", MadeUpFleet)
-    monkeypatch.setattr(root_driver, "RewardPool", lambda config: SimpleNamespace(score=_half))
+    pool: Any = SimpleNamespace(score=_half)
     tokenizer = SimpleNamespace(eos_ids=(2,), encode=lambda text, **_options: (3, 4), decode=lambda ids: "text")
     problems = [Problem(f"p{at}", "1+1=", "2") for at in range(100)]
     config = RunConfig.model_validate({"output": tmp_path / "out", "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2}})
     monkeypatch.setattr(root_driver, "encode_prompt", lambda tokenizer, problem, **_options: (3, 4))
-    inputs: Any = SimpleNamespace(tokenizer=tokenizer, train=problems, heldout=[], model_dir=tmp_path)
-    return RootDriver(config, inputs, Output(config, NoProgress()), Heartbeat())
+    inputs: Any = SimpleNamespace(
+        tokenizer=tokenizer,
+        train=problems,
+        heldout=[],
+        model_dir=tmp_path,
+        spec=SimpleNamespace(vocab_size=50, max_positions=64),
+    )
+    return RootDriver(config, inputs, Output(config, NoProgress()), Heartbeat(), pool)
 
 
 def _half(items: list[Any]) -> list[Any]:

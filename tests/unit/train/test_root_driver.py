@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import RolloutConfig, RunConfig
 from tepo_megatron.preemption import StopRequested
-from tepo_megatron.train import root_driver
+from tepo_megatron.train.progress import NoProgress
 from tepo_megatron.train.root_driver import RootDriver
 from tepo_megatron.types import Problem
+from tepo_megatron.watch.heartbeat import Heartbeat
 
 PROBLEMS = [Problem(f"p{number}", "q", "a") for number in range(7)]
 
@@ -23,13 +24,15 @@ PROBLEMS = [Problem(f"p{number}", "q", "a") for number in range(7)]
 def make() -> tuple[RootDriver, list[list[str]]]:
     """A driver without servers, and the problems that it asks samples of."""
     asked: list[list[str]] = []
-    inputs: Any = SimpleNamespace(train=PROBLEMS, heldout=[], tokenizer=None, model_dir=Path())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(root_driver, "RewardPool", lambda config: None)
-        driver = RootDriver(RunConfig(rollout=RolloutConfig(replay=Path("none"))), inputs, output=None)
+    inputs: Any = SimpleNamespace(
+        train=PROBLEMS, heldout=[], tokenizer=None, model_dir=Path(), spec=SimpleNamespace(vocab_size=50, max_positions=64)
+    )
+    output: Any = SimpleNamespace(message=print, progress=NoProgress())
+    config = RunConfig(rollout=RolloutConfig(replay=Path("none")))
+    driver = RootDriver(config, inputs, output, Heartbeat(), pool=None)
     driver.config = RunConfig(rollout=RolloutConfig(prompts_per_step=3))
     driver._sample = lambda problems, step: asked.append([problem.id for problem in problems])  # type: ignore[method-assign]
-    driver._reward = lambda rollouts, problems: []  # type: ignore[method-assign]
+    driver.rewards.score = lambda rollouts, problems, step: []  # type: ignore[method-assign]
     return driver, asked
 
 

@@ -17,6 +17,7 @@ from tepo_megatron.config.objective_presets import PRESETS
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.objective import build_objective
 from tepo_megatron.reward.pool import RewardResult
+from tepo_megatron.rollout.record import read_rollouts, write_rollouts
 from tepo_megatron.train.step_rewards import StepRewards, ready_pool
 from tepo_megatron.types import Problem, Rollout, WeightsVersion
 
@@ -54,7 +55,9 @@ steps = st.lists(st.lists(reward, min_size=1, max_size=5), min_size=1, max_size=
 
 @settings(deadline=None, max_examples=40)
 @given(rewards=steps)
-def test_a_step_is_what_it_would_be_if_the_failed_responses_had_never_been(rewards: list[list[float | None]]) -> None:
+def test_a_step_is_what_it_would_be_if_the_failed_responses_had_never_been(
+    rewards: list[list[float | None]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """What is kept, from the rule alone; then the very batch of a step that never had the others, whatever the objective."""
     rollouts, problems, pool = a_step(rewards)
     said: list[str] = []
@@ -63,14 +66,21 @@ def test_a_step_is_what_it_would_be_if_the_failed_responses_had_never_been(rewar
     whole = [not (len(kept) < 2 and len(kept) < len(members)) for kept, members in zip(valid, rewards, strict=True)]
     expected = [r for r in rollouts if pool.rewards[r.text] is not None and whole[r.group]]
     failed = sum(reward is None for members in rewards for reward in members)
+    recorded = step.score(rollouts, problems, 3)
+    assert [(r.text, r.reward) for r in recorded] == list(pool.rewards.items())
+    assert len(said) == bool(failed)
     if not expected:
         with pytest.raises(RuntimeError, match="too few"):
-            step.score(rollouts, problems, 3)
+            step.leave_out(recorded)
         return
-    kept = step.score(rollouts, problems, 3)
+    kept = step.leave_out(recorded)
     assert [(r.text, r.reward) for r in kept] == [(r.text, pool.rewards[r.text]) for r in expected]
-    assert step.figures() == {"reward/failed": failed, "groups/dropped": whole.count(False)}
-    assert len(said) == bool(failed)
+    figures = {"reward/failed": failed, "groups/dropped": whole.count(False)}
+    assert step.take_figures() == figures
+    assert step.take_figures() == dict.fromkeys(figures, 0.0)
+    write_rollouts(folder := tmp_path_factory.mktemp("record"), 3, recorded)
+    assert step.leave_out(read_rollouts(folder, 3)) == kept  # a recorded step is trained on as it was
+    assert step.take_figures() == figures
 
     batch = pack(kept)
     for preset in PRESETS:
@@ -100,8 +110,8 @@ def test_a_response_can_be_given_a_reward_where_it_has_none() -> None:
 
     said: list[str] = []
     step = StepRewards(config("reward.failed_reward=-1"), Given(pool.rewards), said.append)
-    assert [r.reward for r in step.score(rollouts, problems, 0)] == [1.0, -1.0, -1.0, -1.0]
-    assert step.figures() == {"reward/failed": 3.0, "groups/dropped": 0.0}
+    assert [r.reward for r in step.leave_out(step.score(rollouts, problems, 0))] == [1.0, -1.0, -1.0, -1.0]
+    assert step.take_figures() == {"reward/failed": 3.0, "groups/dropped": 0.0}
     assert said == ["3 of 4 rewards failed and count as reward.failed_reward = -1; the first: problem 'p0': why"]
 
 
@@ -110,7 +120,7 @@ def test_too_large_a_share_of_failures_stops_the_run_with_the_first_cause(share:
     rollouts, problems, pool = a_step([[1.0, None, 0.0, None], [None, 1.0, None]])
     step = StepRewards(config(f"reward.max_failed={share}"), pool, lambda text: None)
     if not stops:
-        assert len(step.score(rollouts, problems, 7)) == 2
+        assert len(step.leave_out(step.score(rollouts, problems, 7))) == 2
         return
     with pytest.raises(
         RuntimeError, match=r"^4 of 7 rewards of step 7 failed, more than reward\.max_failed = .*problem 'p0': why$"
@@ -120,10 +130,13 @@ def test_too_large_a_share_of_failures_stops_the_run_with_the_first_cause(share:
 
 def test_a_step_without_enough_for_its_minibatches_stops_the_run() -> None:
     rollouts, problems, pool = a_step([[1.0, 0.0], [None, 1.0], [1.0, 1.0]])
-    assert len(StepRewards(config("train.minibatches=4"), pool, lambda text: None).score(rollouts, problems, 0)) == 4
+    step = StepRewards(config("train.minibatches=4"), pool, lambda text: None)
+    assert len(step.leave_out(step.score(rollouts, problems, 0))) == 4
     step = StepRewards(config("train.minibatches=5"), pool, lambda text: None)
     with pytest.raises(RuntimeError, match=r"1 of 6 rewards failed, and the 4 responses .* too few for train.minibatches = 5"):
-        step.score(rollouts, problems, 0)
+        step.leave_out(step.score(rollouts, problems, 0))
+    with pytest.raises(ValueError, match="rollout of problem p1 has no reward; leave it out of the step"):
+        pack(step.score(rollouts, problems, 0))
 
 
 def test_verifiers_are_tried_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
