@@ -12,6 +12,7 @@ from tepo_megatron.cli import config
 from tepo_megatron.cli.convert import export_command, import_command
 from tepo_megatron.cli.doctor.command import doctor
 from tepo_megatron.cli.evaluate import evaluate
+from tepo_megatron.cli.faults import faults
 from tepo_megatron.cli.plan import plan
 from tepo_megatron.cli.plot import plot
 from tepo_megatron.cli.serve import serve
@@ -69,6 +70,7 @@ app.command("plot")(plot)
 app.command("import")(import_command)
 app.command("export")(export_command)
 app.command("doctor")(doctor)
+app.command("faults")(faults)
 app.add_typer(config.app, name="config")
 _lazy("objective", "tepo_megatron.cli.objective:app", "Objectives: what there is to choose from.")
 _lazy("launch", "tepo_megatron.cli.launch:app", "Run on a cluster: tepo launch RUN.yaml.", default="run")

@@ -140,14 +140,19 @@ class ServerConfig(Section):
 
 
 class CanaryConfig(Section):
-    """A fixed prompt that trainer and servers score after a weight sync; a difference above ``tolerance`` stops the run."""
+    """What shows that servers compute as the trainer does: a fixed prompt that both score after a weight sync, one that goes
+    through the servers' prefix caches, and the rollouts themselves. A difference above a tolerance stops the run."""
 
     every: NonNegativeInt = 1
-    """Check after every so many weight syncs; 0: never."""
+    """Check after every so many weight syncs, and the rollouts of every step; 0: never."""
 
     tolerance: PositiveFloat | None = None
     """Largest difference of a token's log-prob, in nats. Default: set by the coarser dtype of the two sides
     (docs/numerics.md)."""
+
+    rollouts_tolerance: PositiveFloat | None = None
+    """Largest difference between sampler and trainer of the log-probs of a group's tokens, on average, in nats. Default: as for
+    ``tolerance``; a mean varies far less than a single token, so it is smaller."""
 
 
 class RolloutConfig(Section):

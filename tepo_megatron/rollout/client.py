@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import takewhile
 from typing import Any
 
 import httpx
@@ -106,8 +107,10 @@ class Client:
         seed: int | None,
         stop_token_ids: Sequence[int],
         version: WeightsVersion,
+        from_cache: bool = True,
     ) -> list[Response]:
-        """``n`` continuations of a prompt of token ids; sample j is drawn with the seed ``seed`` + j.
+        """``n`` continuations of a prompt of token ids; sample j is drawn with the seed ``seed`` + j. ``from_cache``: what the
+        prefix cache has of the prompt may be used.
 
         Raises ServerFault where an answer cannot be right (``answers.read_responses``), and RuntimeError where the server says
         that any token was drawn by other weights than ``version``.
@@ -120,6 +123,7 @@ class Client:
             "seed": seed,
             "stop_token_ids": list(stop_token_ids),
             "logprobs": 0,  # only that of the drawn token
+            **({} if from_cache else {"skip_reading_prefix_cache": True}),
         }
         reply = self._generate(prompt, sampling, self._unbounded)
         labels = {_label(version), _INITIAL_LABEL} if version == INITIAL_WEIGHTS else {_label(version)}
@@ -145,6 +149,28 @@ class Client:
             return read_prompt_logprobs(reply, prompt)
         except BadAnswer as error:
             raise ServerFault(f"{self.url} {error} (POST {GENERATE})", url=self.url) from error
+
+    def cached_logprobs(self, prompt: Sequence[int], n: int, version: WeightsVersion) -> tuple[list[float], list[float]]:
+        """The log-probs of up to ``n`` tokens that are drawn after ``prompt``, computed with what the prefix cache has of the
+        prompt, and those of the same tokens without it. Natural logarithms, temperature 1.
+        """
+        # Drawn, and not the likeliest: log-probs near 0 say little. The same seed draws the same tokens.
+        through, fresh = (
+            self.generate(
+                prompt,
+                n=1,
+                temperature=1.0,
+                max_new_tokens=n,
+                seed=0,
+                stop_token_ids=(),
+                version=version,
+                from_cache=from_cache,
+            )[0]
+            for from_cache in (True, False)
+        )
+        pairs = zip(through.response_ids, fresh.response_ids, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))  # scores after another token are another's
+        return list(through.logprobs[:same]), list(fresh.logprobs[:same])
 
     def _generate(
         self, prompt: Sequence[int], sampling: dict[str, Any], timeout: httpx.Timeout | None = None

@@ -24,6 +24,7 @@ from tepo_megatron.rollout.sync import BroadcastSync, ShardSync, WeightSync
 from tepo_megatron.types import Response, WeightsVersion
 
 S = TypeVar("S", bound=WeightSync)
+T = TypeVar("T")
 
 
 class Fleet(Roster):
@@ -158,15 +159,28 @@ class Fleet(Roster):
     def prompt_logprobs(self, prompt: Sequence[int]) -> dict[str, list[float]]:
         """Address → log-probs of the tokens of a prompt but the first, under temperature 1. Raises as :meth:`generate`."""
         found: dict[str, list[float]] = {}
-        self._on_all(lambda client: found.update({client.url: self._ask_again(client, prompt)}))
+        self._on_all(lambda client: found.update({client.url: self._ask_again(lambda: client.prompt_logprobs(prompt))}))
         return found
 
-    def _ask_again(self, client: Client, prompt: Sequence[int]) -> list[float]:
-        """The log-probs of a prompt, asked for again where an answer cannot be right."""
+    def cached_logprobs(self, prompt: Sequence[int], n: int) -> dict[str, tuple[list[float], list[float]]]:
+        """Address → log-probs of up to ``n`` tokens drawn after a prompt, with and without the prefix cache. Raises as
+        :meth:`generate`.
+        """
+        version = self._version
+        if version is None:
+            raise RuntimeError("the servers do not have the current weights; update their weights first")
+        found: dict[str, tuple[list[float], list[float]]] = {}
+        self._on_all(
+            lambda client: found.update({client.url: self._ask_again(lambda: client.cached_logprobs(prompt, n, version))})
+        )
+        return found
+
+    def _ask_again(self, ask: Callable[[], T]) -> T:
+        """The answer of one server, asked for again where it cannot be right."""
         faults = 0
         while True:
             try:
-                return client.prompt_logprobs(prompt)
+                return ask()
             except (ServerSilent, ServerGone):
                 raise
             except ServerFault as error:

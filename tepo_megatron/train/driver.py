@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from tepo_megatron.types import Rollout, WeightsVersion
+from tepo_megatron.types import Batch, Rollout, WeightsVersion
 from tepo_megatron.watch.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
@@ -42,6 +42,11 @@ class Driver(Protocol):
 
     def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
         """Compares the servers' log-probs of a prompt with the trainer's; RuntimeError where they are too far apart."""
+
+    def check_rollouts(self, step: int, parts: Sequence[Batch]) -> None:
+        """Compares the sampler's log-probs of a step's scored mini-batches with the trainer's; RuntimeError where a group of
+        them was not drawn from the trainer's policy.
+        """
 
     def keep_skipped(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> Path | None:
         """Saves the rollouts that :meth:`collect` gave last, some of whose mini-batches were ``skipped``; returns the file."""
@@ -97,6 +102,9 @@ class NonRootDriver:
         return None
 
     def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
+        return None
+
+    def check_rollouts(self, step: int, parts: Sequence[Batch]) -> None:
         return None
 
     def keep_skipped(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> None:

@@ -25,10 +25,10 @@ from tepo_megatron.types import Problem, Rollout
 
 @dataclass(frozen=True)
 class Inputs:
-    """Model folder, tokenizer and problems. ``left_out`` counts problems with too long a prompt, by their source."""
+    """Model folder and shape, tokenizer and problems. ``left_out`` counts problems with too long a prompt, by their source."""
 
     model_dir: Path
-    vocab_size: int
+    spec: ModelSpec
     tokenizer: Tokenizer
     train: list[Problem]
     heldout: list[Problem]
@@ -79,7 +79,7 @@ def read_inputs(config: RunConfig, model_dir: Path) -> Inputs:
     _check_room(config, spec, tokenizer, [*train, *heldout])
     left_out = {config.data.train: train_out, config.data.heldout: heldout_out}
     left_out = {source: count for source, count in left_out.items() if count}
-    return Inputs(model_dir, spec.vocab_size, tokenizer, train, heldout, left_out)
+    return Inputs(model_dir, spec, tokenizer, train, heldout, left_out)
 
 
 def read_replay(config: RunConfig, vocab_size: int, step: int) -> list[Rollout]:

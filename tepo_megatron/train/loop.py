@@ -86,6 +86,7 @@ class Loop:
             # token's place in its micro-batch, cancels in ratios and in differences of entropies (decision 012).
             parts = minibatches(batch, self.config.train.minibatches, seed=self.config.seed, step=self.step)
             scored = [engine.score(part) for part in parts]
+            driver.check_rollouts(self.step, scored)
         self.from_root(lambda: None, unless=self.leaving.update_fits)  # a step whose updates are too long is dropped
         with driver.phase("update"), self.leaving.timed("update"):
             updates = [engine.update(part) for part in scored]

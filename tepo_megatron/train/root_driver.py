@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -15,8 +17,9 @@ from tepo_megatron.data.sampler import ProblemSampler
 from tepo_megatron.evaluate.evaluation import evaluate
 from tepo_megatron.preemption import stop_signals
 from tepo_megatron.reward.pool import RewardPool
-from tepo_megatron.rollout.canary import Canary, tolerance
+from tepo_megatron.rollout.canary import CACHED_TOKENS, Canary, cached_prompt, rollouts_tolerance, tolerance
 from tepo_megatron.rollout.fleet import NO_SERVERS, Fleet, ServerDied
+from tepo_megatron.train.agreement import check_agreement
 from tepo_megatron.train.inputs import Inputs, read_replay
 from tepo_megatron.train.journal import Journal
 from tepo_megatron.train.lost_time import LostTime
@@ -29,7 +32,7 @@ from tepo_megatron.train.resume import restore_data
 from tepo_megatron.train.retention import Retention
 from tepo_megatron.train.skipped import write_skipped
 from tepo_megatron.train.step_rewards import StepRewards
-from tepo_megatron.types import Problem, Rollout, WeightsVersion
+from tepo_megatron.types import Batch, Problem, Rollout, WeightsVersion
 from tepo_megatron.watch.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
@@ -84,7 +87,10 @@ class RootDriver:
         self._signals = stop_signals()
         self._collected: list[Rollout] = []
         self._canary = Canary(tolerance(config))
-        self._canary_figures: dict[str, float] = {}
+        limit = config.rollout.server.max_model_len or inputs.spec.max_positions
+        self._cached_prompt = cached_prompt(inputs.spec.vocab_size, limit)
+        self._figures: dict[str, float] = {}
+        """Of the canaries, for the next row."""
         self._evaluation: dict[str, float] = {}
         self._versions: dict[str, float] = {}
         self._returns = 0
@@ -154,7 +160,7 @@ class RootDriver:
     def _collect(self, step: int) -> list[Rollout]:
         if self.config.rollout.replay is not None:
             with self.phase("rollout"):
-                return read_replay(self.config, self.inputs.vocab_size, step)
+                return read_replay(self.config, self.inputs.spec.vocab_size, step)
         # A step that a server's death repeats asks again, and must get the same problems.
         if self._drawn[0] != step:
             self._before_draw = self.sampler.state()
@@ -245,10 +251,20 @@ class RootDriver:
             self.run_or_revive(self.fleet.sleep)
 
     def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
+        started = time.perf_counter()
         gap = self._canary.check(step, prompt, logprobs, self._fleet().prompt_logprobs(prompt))
+        through_cache = self._fleet().cached_logprobs(self._cached_prompt, CACHED_TOKENS)
+        cache_gap = self._canary.check_cache(step, through_cache)
         # Not what is checked beside the steps that log it, of servers that have just started: a resumed run has the same rows.
-        due = step % self.config.rollout.canary.every == 0 and not self.has_logged(step)
-        self._canary_figures = {"canary/max_logprob_gap": gap} if due else {}
+        if step % self.config.rollout.canary.every == 0 and not self.has_logged(step):
+            seconds = time.perf_counter() - started
+            self._figures |= {"canary/max_logprob_gap": gap, "canary/cache_gap": cache_gap, "time/canary": seconds}
+
+    def check_rollouts(self, step: int, parts: Sequence[Batch]) -> None:
+        # Replayed ones may be another run's: figures only.
+        checked = self.fleet is not None and self.config.rollout.canary.every
+        limit = rollouts_tolerance(self.config) if checked else math.inf
+        self._figures |= check_agreement(step, parts, tolerance=limit, token_tolerance=tolerance(self.config))
 
     def _fleet(self) -> Fleet:
         assert self.fleet is not None, "a replayed run has no servers"
@@ -281,12 +297,12 @@ class RootDriver:
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         split = self.watch.split()
-        figures = {**self._row, **row, **self._evaluation, **self._canary_figures}
+        figures = {**self._row, **row, **self._evaluation, **self._figures}
         if "response_tokens" in row:
             figures["tokens/s"] = row["response_tokens"] / split["time/step"]
             figures["rollback/count"] = float(self._returns)
             self._returns = 0
-        self._row, self._evaluation, self._canary_figures = {}, {}, {}
+        self._row, self._evaluation, self._figures = {}, {}, {}
         self.lost.add("lost/skipped", split["time/step"] * row.get("update/skipped", 0.0) / self.config.train.minibatches)
         servers = self.fleet.figures() if self.fleet is not None else NO_SERVERS
         self.output.write_row(step, {**figures, **servers, **split, **self.lost.split()})
@@ -299,8 +315,8 @@ class RootDriver:
                 self._said_noise = True
 
     def note_row(self, row: Mapping[str, float]) -> None:
-        self._row = {**self._versions, **row, **self.rewards.take_figures()}
-        self._versions = {}
+        self._row = {**self._versions, **row, **self.rewards.take_figures(), **self._figures}
+        self._versions, self._figures = {}, {}
 
     def state(self) -> dict[str, Any]:
         return {"sampler": self.sampler.state(), "row": self._row}

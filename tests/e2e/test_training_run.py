@@ -51,6 +51,9 @@ KEYS = {
 }
 EVALUATION_KEYS = {"accuracy/greedy", "accuracy/avg@k", "accuracy/pass@k"}
 CANARY = "canary/max_logprob_gap"
+CACHE_CANARY = "canary/cache_gap"
+
+
 TORCHRUN = ("-m", "tepo_megatron.torchrun", "--nproc-per-node", "2")
 
 
@@ -135,6 +138,8 @@ def test_the_exported_model_loads_in_transformers_and_was_trained(trained: Path)
 def test_sampler_and_trainer_agree_on_every_rollout(trained: Path) -> None:
     assert max(abs(row["mismatch/kl"]) for row in rows(trained)[1:]) < 1e-6
     assert max(row[CANARY] for row in rows(trained)) < 1e-4
+    assert max(row[CACHE_CANARY] for row in rows(trained)) < 1e-4
+    assert max(row["canary/rollouts_max_gap"] for row in rows(trained)[1:]) < 1e-4
 
 
 def test_recorded_rollouts_carry_the_version_that_sampled_them(trained: Path) -> None:
@@ -158,7 +163,9 @@ def test_replayed_rollouts_reproduce_the_run_to_the_last_bit(trained: Path, tmp_
     train(f"output={tmp_path / 'first'}", *SMALL, replay)
     train(f"output={tmp_path / 'second'}", *SMALL, replay, runner=TORCHRUN)
     assert without_times(tmp_path / "first") == without_times(tmp_path / "second")
-    sampled = [{k: v for k, v in row.items() if k not in EVALUATION_KEYS | {CANARY}} for row in without_times(trained)]
+    sampled = [
+        {k: v for k, v in row.items() if k not in EVALUATION_KEYS | {CANARY, CACHE_CANARY}} for row in without_times(trained)
+    ]
     assert without_times(tmp_path / "first") == sampled
     weights = "model/model.safetensors"
     assert (tmp_path / "first" / weights).read_bytes() == (tmp_path / "second" / weights).read_bytes()

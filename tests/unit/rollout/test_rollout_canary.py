@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.rollout.canary import Canary, canary_prompt, due_prompt, tolerance
+from tepo_megatron.rollout.canary import Canary, cached_prompt, canary_prompt, due_prompt, rollouts_tolerance, tolerance
 
 PROMPT = (5, 9, 2, 7)
 OURS = [-3.0, -2.5, -8.0]
@@ -155,3 +155,40 @@ def test_the_default_tolerance_is_that_of_the_coarser_side(
     assert tolerance(RunConfig.model_validate(document)) == expected
     rollout["canary"] = {"tolerance": 0.07}
     assert tolerance(RunConfig.model_validate(document)) == 0.07
+
+
+@given(st.floats(0, 10), st.floats(1e-6, 1))
+def test_a_cache_that_gives_another_score_than_no_cache_stops(gap: float, bound: float) -> None:
+    found = {"http://a": ([-1.0, -3.0], [-1.0, -3.0]), "http://b": ([-1.0, -2.0 - gap], [-1.0, -2.0])}
+    if abs(found["http://b"][0][1] + 2.0) > 0.02 * bound:
+        with pytest.raises(RuntimeError, match=r"weights 3: http://b gives a token .* prefix cache") as caught:
+            Canary(bound).check_cache(3, found)
+        assert "http://a" not in str(caught.value)
+    else:
+        assert Canary(bound).check_cache(3, found) <= bound
+        assert Canary(bound).check_cache(3, {"http://c": ([], [])}) == 0  # no token in common
+
+
+def test_a_cached_score_that_is_no_number_stops() -> None:
+    with pytest.raises(RuntimeError, match="http://a"):
+        Canary(1.0).check_cache(0, {"http://a": ([-1.0, math.nan], [-1.0, -1.0])})
+
+
+@given(st.integers(2, 200_000), st.integers(4, 5000))
+def test_the_prompt_for_the_caches_leaves_room_for_the_token_that_is_drawn_and_scored(vocab_size: int, limit: int) -> None:
+    prompt = cached_prompt(vocab_size, limit)
+    assert prompt == cached_prompt(vocab_size, limit)
+    assert all(0 <= token < vocab_size for token in prompt)
+    assert len(prompt) == max(2, min(257, limit - 17))  # 16 are drawn and scored, and the server draws one more
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "expected"),
+    [("float32", "none", 1e-4), ("bfloat16", "none", 0.1), ("bfloat16", "fp8_per_block", 1.0)],
+)
+def test_the_default_tolerance_of_rollouts_is_that_of_the_coarser_side(dtype: str, quantization: str, expected: float) -> None:
+    rollout: dict[str, Any] = {"server": {"dtype": dtype, "quantization": quantization}}
+    document = {"rollout": rollout, "objective": {"mismatch": {"kind": "truncate"}}}
+    assert rollouts_tolerance(RunConfig.model_validate(document)) == expected
+    rollout["canary"] = {"rollouts_tolerance": 0.07}
+    assert rollouts_tolerance(RunConfig.model_validate(document)) == 0.07

@@ -50,7 +50,13 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RootDriv
     problems = [Problem(f"p{at}", "1+1=", "2") for at in range(100)]
     config = RunConfig.model_validate({"output": tmp_path / "out", "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2}})
     monkeypatch.setattr(root_driver, "encode_prompt", lambda tokenizer, problem, **_options: (3, 4))
-    inputs: Any = SimpleNamespace(tokenizer=tokenizer, train=problems, heldout=[], model_dir=tmp_path)
+    inputs: Any = SimpleNamespace(
+        tokenizer=tokenizer,
+        train=problems,
+        heldout=[],
+        model_dir=tmp_path,
+        spec=SimpleNamespace(vocab_size=50, max_positions=64),
+    )
     output = Output(config, NoProgress())
     yield RootDriver(config, inputs, output, Heartbeat(), pool)
     output.close()

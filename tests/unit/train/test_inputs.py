@@ -37,7 +37,7 @@ def rollouts(step: int) -> list[Rollout]:
 
 
 def read(config: RunConfig) -> int:
-    return read_inputs(config, resolve_model_path(config.model.path)).vocab_size
+    return read_inputs(config, resolve_model_path(config.model.path)).spec.vocab_size
 
 
 def test_whole_records_are_read(config: RunConfig) -> None:

@@ -213,6 +213,10 @@ class Recorder:
         assert len(logprobs) == len(prompt) - 1
         return "died" if self._dies(f"canary {step}") else None
 
+    def check_rollouts(self, step: int, parts: list[Batch]) -> None:
+        assert [part.num_sequences for part in parts] == [3, 3]
+        assert self.calls[-2:] == ["score 3"] * 2  # all of them, and before the first update
+
     def evaluate(self, step: int) -> Any:
         return "died" if self._dies(f"evaluate {step}") else None
 

@@ -25,7 +25,8 @@ def make() -> tuple[RootDriver, list[list[str]]]:
     """A driver without servers and journal, and the problems that it asks samples of."""
     asked: list[list[str]] = []
     tokenizer = SimpleNamespace(prompt_ids=lambda prompt, **_options: [3], unk_id=None)
-    inputs: Any = SimpleNamespace(train=PROBLEMS, heldout=[], tokenizer=tokenizer, model_dir=Path())
+    spec = SimpleNamespace(vocab_size=50, max_positions=64)
+    inputs: Any = SimpleNamespace(train=PROBLEMS, heldout=[], tokenizer=tokenizer, model_dir=Path(), spec=spec)
     output: Any = SimpleNamespace(message=print, write_failed=None, progress=NoProgress(), last_step=None)
     pool: Any = None
     driver = RootDriver(RunConfig(rollout=RolloutConfig(replay=Path("none"))), inputs, output, Heartbeat(), pool)

@@ -1,0 +1,60 @@
+"""Hostile answers to the mathematical verifier: each costs its own response at most, and the responses beside it nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+from tepo_megatron.config.reward import RewardConfig
+from tepo_megatron.faults.hostile_answers import hostile_answers
+from tepo_megatron.faults.outcome import FaultClass, Outcome
+from tepo_megatron.faults.processes import command_line, descendants
+from tepo_megatron.reward.pool import RewardPool
+from tepo_megatron.types import Problem
+
+TIMEOUT_S = 5.0
+LARGEST_GIB = 2.0
+
+
+class HostileAnswers(FaultClass):
+    """One pool for all of them, with one worker."""
+
+    name = "answers"
+    title = "hostile answers to the math verifier"
+    whole, quick = 60, 8
+    _pool: RewardPool | None = None
+
+    def inject(self, number: int, rng: random.Random) -> Outcome:
+        if self._pool is None:
+            self._pool = RewardPool(RewardConfig(verifier="math", timeout_s=TIMEOUT_S))
+        answers = hostile_answers()
+        hostile = answers[number * len(answers) // self.count(quick=self.workshop.is_quick)]  # spread over all groups
+        right, wrong = Problem("right", "1+1=", "2"), Problem("wrong", "1+2=", "3")
+        neighbours = [(right, r"\boxed{2}"), (hostile.problem, hostile.response), (wrong, r"\boxed{4}"), (right, "$2$")]
+        results = self._pool.score(neighbours)
+        rewards = [result.reward for result in results]
+        if [rewards[0], *rewards[2:]] != [1.0, 0.0, 1.0]:
+            errors = [result.error for result in results if result.error]
+            return Outcome(hostile.name, "lost", f"the answers beside it got the rewards {rewards}: {errors}")
+        if rewards[1] != 0.0:
+            return Outcome(hostile.name, "lost", f"it got the reward {rewards[1]}")
+        if (peak := _largest_worker_gib()) > LARGEST_GIB:
+            return Outcome(hostile.name, "lost", f"the worker grew to {peak:.1f} GiB")
+        return Outcome(hostile.name, "refused" if results[1].error else "survived", (results[1].error or "")[:200])
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def _largest_worker_gib() -> float:
+    """The most memory that a worker of this process has had."""
+    largest = 0.0
+    for pid in descendants(os.getpid()):
+        if "tepo_megatron.reward.worker" in command_line(pid):
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+                if line.startswith("VmHWM"):
+                    largest = max(largest, int(line.split()[1]) / 2**20)
+    return largest

@@ -1,0 +1,70 @@
+"""What classes of faults share: the folder, the undisturbed run, and a live one that faults are injected into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tepo_megatron.faults import live_run, tiny
+from tepo_megatron.faults.live_run import LiveRun
+
+
+class Workshop:
+    """Made once for a command; ``say`` gets a line about what takes long."""
+
+    def __init__(self, folder: Path, *, quick: bool, say: Callable[[str], None]) -> None:
+        self.folder, self.is_quick, self.say = folder, quick, say
+        self.steps = 8 if quick else 24
+        self._reference: Path | None = None
+        self._run: LiveRun | None = None
+        self._runs = 0
+
+    def reference(self) -> Path:
+        """The output of the run that nothing disturbs."""
+        if self._reference is None:
+            self.say("the undisturbed run …")
+            self._reference = live_run.reference(self.folder / "reference", self.steps)
+        return self._reference
+
+    def live_run(self) -> LiveRun:
+        """A run of the same settings that is running, and has at least four steps to go; a new one where one comes to its end.
+
+        Raises RuntimeError where the one that has ended is not what it would have been undisturbed.
+        """
+        self.reference()
+        if self._run is not None and tiny.last_step(self._run.out) > self.steps - 5 and (wrong := self.finish_run()):
+            raise RuntimeError(f"the run before, which survived its faults, ended with a difference: {wrong}")
+        if self._run is None:
+            self._runs += 1
+            self._run = LiveRun(self.folder / f"run-{self._runs:02d}", self.steps)
+        if not self._run.running:
+            self._run.start()
+            self._run.wait_for_row(0)
+        return self._run
+
+    @property
+    def has_run(self) -> bool:
+        return self._run is not None
+
+    def finish_run(self) -> str:
+        """Lets the live run come to its end; what of it differs from the undisturbed one."""
+        run, self._run = self._run, None
+        if run is None:
+            return ""
+        try:
+            if not run.running and not run.finished:
+                run.start()
+            if run.wait_end():
+                return run.said()
+            return tiny.differences(run.out, self.reference())
+        finally:
+            run.stop()
+
+    def drop_run(self) -> None:
+        """Ends the live run, which has shown a difference: the next fault gets a new one."""
+        self.close()
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.stop()
+            self._run = None

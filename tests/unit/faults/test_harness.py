@@ -1,0 +1,158 @@
+"""The harness: it finds processes by their roles, goes on where it ended, counts what was lost, and sees a difference."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tepo_megatron.faults import report, run, tiny
+from tepo_megatron.faults.damage import DAMAGES
+from tepo_megatron.faults.hangs import PLACES
+from tepo_megatron.faults.kills import PHASES, ROLES
+from tepo_megatron.faults.outcome import FaultClass, Outcome, fault_rng
+from tepo_megatron.faults.processes import alive, by_role, descendants, end_tree, listening, wait_until
+from tepo_megatron.faults.record import Record
+from tepo_megatron.faults.silent import ALL, judge
+from tepo_megatron.faults.silent_faults import SILENT_FAULTS
+
+
+class Sample(FaultClass):
+    name, title, whole, quick = "sample", "a class of the test", 5, 2
+    injected: list[tuple[int, float]] = []  # noqa: RUF012
+
+    def inject(self, number: int, rng: random.Random) -> Outcome:
+        self.injected.append((number, rng.random()))
+        if number == 3:
+            raise OSError("the harness broke")
+        return Outcome(f"fault {number}", "survived", recovery_s=float(number))
+
+
+@pytest.fixture
+def sample(monkeypatch: pytest.MonkeyPatch) -> type[Sample]:
+    Sample.injected.clear()
+    monkeypatch.setattr(report, "CLASSES", (Sample,))
+    return Sample
+
+
+def test_a_rerun_goes_on_with_what_is_missing_and_the_same_random_numbers(tmp_path: Path, sample: type[Sample]) -> None:
+    run.run([sample], tmp_path, seed=3, quick=False, say=lambda line: None)
+    first = list(sample.injected)
+    assert [number for number, _ in first] == [0, 1, 2, 3, 4]
+    path = tmp_path / "outcomes.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:3]) + "\n" + lines[3][:17])  # killed while it wrote the third outcome
+    sample.injected.clear()
+    record = run.run([sample], tmp_path, seed=3, quick=False, say=lambda line: None)
+    assert sample.injected == first[2:]
+    assert [entry["number"] for entry in record.outcomes("sample")] == [0, 1, 2, 3, 4]
+
+
+def test_what_the_harness_breaks_at_is_lost_and_the_rest_is_tried(tmp_path: Path, sample: type[Sample]) -> None:
+    record = run.run([sample], tmp_path, seed=3, quick=False, say=lambda line: None)
+    assert [entry["result"] for entry in record.outcomes("sample")] == ["survived"] * 3 + ["lost", "survived"]
+    assert report.lost(record) == ["sample: number 3: the harness came to no end: OSError: the harness broke"]
+    assert report.table(record)[0][1:] == ("5", "4", "0", "1", "1.5 s", "4.0 s")
+    page = report.write_markdown(record, tmp_path / "faults.md", command="tepo faults").read_text()
+    assert "the harness broke" in page
+
+
+def test_outcomes_of_another_seed_are_refused(tmp_path: Path) -> None:
+    Record(tmp_path, seed=1, quick=True)
+    with pytest.raises(ValueError, match="another --output"):
+        Record(tmp_path, seed=2, quick=True)
+
+
+def test_an_unknown_class_is_refused() -> None:
+    with pytest.raises(ValueError, match="no such class of faults; known: "):
+        run.select("kils")
+    assert [each.name for each in run.select("hangs, kills")] == ["kills", "hangs"]
+
+
+def test_there_are_as_many_faults_as_were_promised() -> None:
+    wanted = {"kills": 30, "hangs": 8, "damage": 12, "disks": 4, "strangers": 20, "configs": 200, "answers": 60}
+    assert {each.name: each.whole for each in run.select("") if each.name != "silent"} == wanted
+    assert len(SILENT_FAULTS) >= 12
+    assert len({fault.name for fault in ALL}) == len(ALL)
+    assert len(DAMAGES) == 12
+    pairs = {(ROLES[n % len(ROLES)], PHASES[(n + n // len(ROLES)) % len(PHASES)]) for n in range(30)}
+    assert len(pairs) == 30
+    assert {role for role, _ in pairs} == set(ROLES)
+    assert {phase for _, phase in pairs} == set(PHASES)
+    assert len(set(PLACES)) == len(PLACES)
+
+
+def test_every_fault_has_random_numbers_of_its_own() -> None:
+    drawn = {fault_rng(seed, name, number).random() for seed in (1, 2) for name in ("a", "b") for number in range(3)}
+    assert len(drawn) == 12
+
+
+def test_processes_are_found_by_role_and_ended() -> None:
+    """A parent with a child that looks like a rank, and one that looks like a reward worker and listens."""
+    wait = "import socket, time; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); time.sleep(600)"
+    start = (
+        "import os, subprocess, sys, time;"
+        f"code = {wait!r};"
+        "a = subprocess.Popen([sys.executable, '-c', code, '-m', 'a.module', 'x'], env={**os.environ, 'RANK': '1'});"
+        "b = subprocess.Popen([sys.executable, '-c', code, 'tepo_megatron.reward.worker']); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", start], start_new_session=True, stdout=subprocess.DEVNULL)
+    try:
+        roles = wait_until(lambda: len(found := by_role(process.pid, "a.module")) == 3 and found, 100, "the children")
+        assert isinstance(roles, dict)
+        assert set(roles) == {"parent", "rank 1", "reward worker"}
+        pids = descendants(process.pid)
+        assert len(pids) == 3
+        wait_until(lambda: len(list(listening(pids))) == 2, 100, "their ports")
+        os.kill(roles["rank 1"][0], signal.SIGSTOP)
+    finally:
+        end_tree(process)
+    assert not any(map(alive, pids))
+
+
+def write_run(folder: Path, **changes: Any) -> Path:
+    rows = [{"step": step, "loss": 0.1 * step, "time/step": random.random()} for step in range(3)]
+    rows[2] |= changes
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3, "lo')
+    (folder / "rollouts/step_0000000.jsonl").write_text("the same")
+    return folder
+
+
+def test_a_difference_in_metrics_rollouts_or_weights_is_seen(tmp_path: Path) -> None:
+    reference = write_run(tmp_path / "reference")
+    (reference / "model").mkdir()
+    (reference / "model/model.safetensors").write_bytes(b"weights")
+    assert tiny.differences(write_run(tmp_path / "a"), reference) == ""
+    assert tiny.differences(write_run(tmp_path / "b", loss=0.2000001), reference) == "row 2 of metrics.jsonl differs in loss"
+    assert "differs in kl" in tiny.differences(write_run(tmp_path / "c", kl=1.0), reference)
+    assert "has the steps [0, 1, 1]" in tiny.differences(write_run(tmp_path / "d", step=1, loss=0.1), reference)
+    other = write_run(tmp_path / "e")
+    (other / "rollouts/step_0000000.jsonl").write_text("others")
+    assert "rollouts in step_0000000.jsonl differ" in tiny.differences(other, reference)
+    last = write_run(tmp_path / "f")
+    (last / "model").mkdir()
+    (last / "model/model.safetensors").write_bytes(b"weightz")
+    assert tiny.differences(last, reference) == "the exported weights differ"
+
+
+def test_a_silent_fault_that_no_check_saw_is_lost_and_a_false_alarm_too() -> None:
+    clean = {"prompt": 0.01}
+    seen = {"size": 1.0, "figures": {"prompt": 2.0}, "clean": clean, "caught": {"prompt": "a sentence"}}
+    small = {"size": 0.1, "figures": {"prompt": 0.02}, "clean": clean, "caught": {}}
+    fault, control = SILENT_FAULTS[0], ALL[0]
+    assert judge(fault, [seen, small]).result == "refused"
+    assert judge(fault, [seen, small]).details["smallest"]["prompt"] == 1.0
+    assert judge(fault, [small]).result == "lost"
+    coarse = next(each for each in ALL if each.server == "dense bf16" and each.kind != "none")
+    assert judge(coarse, [small]).result == "survived"  # what rounding does, too
+    assert judge(coarse, [{**small, "figures": {"prompt": 0.04}}]).result == "lost"
+    assert judge(control, [seen]).result == "lost"
+    assert judge(control, [small]).result == "survived"
