@@ -8,6 +8,10 @@ import os
 _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
+class NotFiniteError(ValueError):
+    """A number computed from a batch is NaN or infinite. An update that meets one is skipped."""
+
+
 def is_ours(error: BaseException) -> bool:
     """Whether a ``raise`` in this package made the error: a ``ValueError`` or ``RuntimeError`` that is a sentence for the user.
 

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import torch
 from rich.progress import track
 
-from tepo_megatron.config import EngineConfig, OptimizerConfig, RunConfig, TrainConfig
+from tepo_megatron.config import EngineConfig, ObjectiveConfig, OptimizerConfig, RunConfig, TrainConfig
 from tepo_megatron.data.tasks.addition import supervised_examples, train_problems
 from tepo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.data.train_tokenizer import train_char_tokenizer
@@ -94,6 +94,7 @@ def main() -> None:
         config = RunConfig(
             engine=EngineConfig(micro_batch_tokens=8192),
             optimizer=OptimizerConfig(lr=args.lr, warmup_steps=10),
+            objective=ObjectiveConfig(preset="grpo"),  # not used: the engine below has its own
             train=TrainConfig(steps=args.steps, minibatches=1),
         )
         engine = Engine(config, start, objective=CrossEntropy())

@@ -17,20 +17,18 @@ def run(setting: ReshardSetting, repeats: int) -> list[ReshardMeasurement]:
     Raises ValueError for a split that Megatron or vLLM could not make, RuntimeError if two methods leave different weights.
     """
     import torch.multiprocessing as mp
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.multiprocessing.spawn import start_processes
 
-    from tepo_megatron.bench.reshard_ranks import plan_of, worker
+    from tepo_megatron.bench.reshard_ranks import HOST, plan_of, worker
+    from tepo_megatron.bridge.transfer.transport import listen
 
     if setting.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype {setting.dtype} is unknown; give float32 or bfloat16")
     plan_of(setting)
     world = setting.sources + setting.destinations
-    store = TCPStore("127.0.0.1", 0, world + 1, is_master=True, wait_for_workers=False)
+    _, place = listen(HOST)
     inbox = mp.get_context("spawn").SimpleQueue()
-    processes = start_processes(
-        worker, args=(setting, store.port, repeats, inbox), nprocs=world, join=False, start_method="spawn"
-    )
+    processes = start_processes(worker, args=(setting, place, repeats, inbox), nprocs=world, join=False, start_method="spawn")
     assert processes is not None
     while not processes.join():
         pass

@@ -24,6 +24,7 @@ from tepo_megatron.bridge.transfer import broadcast, messages, move, verificatio
 from tepo_megatron.bridge.transfer.gather import gather_sources, gather_to_root
 from tepo_megatron.bridge.transfer.transport import connect, listen
 from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
+from tepo_megatron.engine.collectives import broadcast_json
 
 HOST, TIMEOUT_S = "127.0.0.1", 120.0
 Params = dict[str, Tensor]
@@ -193,12 +194,11 @@ def make_rank(setting: ReshardSetting, rank: int) -> Rank:
     )
 
 
-def worker(rank: int, setting: ReshardSetting, port: int, repeats: int, inbox: Any) -> None:
+def worker(rank: int, setting: ReshardSetting, place: str, repeats: int, inbox: Any) -> None:
     """Runs one process. Rank 0 puts the list of measurements, as JSON, into ``inbox``."""
     torch.set_num_threads(1)
     world = setting.sources + setting.destinations
-    store = dist.TCPStore(HOST, port, world + 1, is_master=False)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    dist.init_process_group("gloo", store=connect(HOST, place, TIMEOUT_S), rank=rank, world_size=world)
     with torch.no_grad():
         own = make_rank(setting, rank)
         methods: dict[str, Callable[[], None]] = {
@@ -283,12 +283,10 @@ def _kib(status: Path, key: str) -> int:
 
 
 def _group(members: list[int], rank: int) -> GlooGroup | None:
-    """Forms a transfer group of some of the ranks; returns None on the others. All ranks call it, to learn the port."""
-    port, store = torch.zeros(1, dtype=torch.int64), None
-    if rank == members[0]:
-        store, port[0] = listen(HOST)
-    dist.broadcast(port, src=members[0])
+    """Forms a transfer group of some of the ranks; returns None on the others. All ranks call it, to learn the place."""
+    store, place = listen(HOST) if rank == members[0] else (None, "")
+    place = broadcast_json(place, source=members[0], device=torch.device("cpu"))
     if rank not in members:
         return None
-    store = store or connect(HOST, int(port), TIMEOUT_S)
+    store = store or connect(HOST, place, TIMEOUT_S)
     return GlooGroup(store, HOST, members.index(rank), len(members), TIMEOUT_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,15 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tepo_megatron.bench.score_peers import Method, Outputs, peer_methods
 from tepo_megatron.bench.settings import DENSE, FLOOR, MEGATRON, SLOPE
 from tepo_megatron.vocab_parallel import logprob_and_entropy
 from tepo_megatron.vocab_parallel.backend import Backend, BackendName, get_backend
 from tepo_megatron.vocab_parallel.combine import RowScores, combine
 from tepo_megatron.vocab_parallel.shard import Scoring, plan_scoring
-
-Outputs = tuple[Tensor, ...]
-Method = Callable[[Tensor, Tensor], Outputs]
-"""(logits shard [T, V/p], labels [T]) → the outputs [T] that a backward starts from."""
 
 
 def methods(device: str, logits: Tensor, labels: Tensor) -> dict[str, Method]:
@@ -41,6 +37,7 @@ def methods(device: str, logits: Tensor, labels: Tensor) -> dict[str, Method]:
         own["cuda"]["Triton's kernels alone, in place" + SLOPE] = _kernels(logits, labels, entropy_slope=True)
     return {
         **own[device],
+        **peer_methods(),
         MEGATRON: _megatron,
         DENSE: _dense,
         FLOOR: _Floor.apply,

@@ -14,19 +14,21 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tepo_megatron.bench.score_methods import Method, Outputs, methods
+from tepo_megatron.bench.score_methods import methods
+from tepo_megatron.bench.score_peers import Method, Outputs
 from tepo_megatron.bench.settings import DENSE
+from tepo_megatron.bridge.transfer.transport import connect
 
 R = TypeVar("R")
+HOST, TIMEOUT_S = "127.0.0.1", 120.0
 _CPU_COPY_BYTES = 2**28
 _SCRATCH_BYTES = 2**30
 """Bytes written before a time is taken on a GPU: this empties its cache, and lets the CPU launch kernels ahead of it."""
 
 
 def worker(
-    rank: int, tp: int, port: int, device: str, shapes: Sequence[tuple[int, int, str]], repeats: int, inbox: Any
+    rank: int, tp: int, place: str, device: str, shapes: Sequence[tuple[int, int, str]], repeats: int, inbox: Any
 ) -> None:
     """Runs one rank. Rank 0 puts the measurements into ``inbox`` as JSON."""
     warnings.simplefilter("ignore")  # Megatron's, about accelerators that are not measured here
@@ -36,7 +38,7 @@ def worker(
         torch.set_num_threads(1)
     else:
         torch.cuda.set_device(rank)
-    store = TCPStore("127.0.0.1", port, tp + 1, is_master=False, wait_for_workers=False)
+    store = connect(HOST, place, TIMEOUT_S)
     dist.init_process_group("gloo" if device == "cpu" else "nccl", store=store, rank=rank, world_size=tp)
     from megatron.core import parallel_state
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.bench.results import markdown, write_report
-from tepo_megatron.bench.settings import FLOOR, MEGATRON, SLOPE, ScoreMeasurement
+from tepo_megatron.bench.settings import AREAL, FLOOR, MEGATRON, SLOPE, VERL, ScoreMeasurement
 
 DEFAULTS = {
     "cpu": {"tp": 2, "tokens": "1024,4096", "vocab": "32000,128256", "dtype": "bf16,fp32"},
@@ -25,7 +25,6 @@ def run(*, tp: int, device: str, shapes: Sequence[tuple[int, int, str]], repeats
     """
     import torch
     import torch.multiprocessing as mp
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.multiprocessing.spawn import start_processes
 
     from tepo_megatron.vocab_parallel.backend import get_backend
@@ -39,12 +38,13 @@ def run(*, tp: int, device: str, shapes: Sequence[tuple[int, int, str]], repeats
             raise ValueError(f"--dtype {dtype} is unknown; give bf16, fp32 or both")
         if size % tp:
             raise ValueError(f"--vocab {size} cannot be split into {tp} equal shards; give a multiple of --tp")
-    from tepo_megatron.bench.score_ranks import worker
+    from tepo_megatron.bench.score_ranks import HOST, worker
+    from tepo_megatron.bridge.transfer.transport import listen
 
-    store = TCPStore("127.0.0.1", 0, tp + 1, is_master=True, wait_for_workers=False)
+    _, place = listen(HOST)
     inbox = mp.get_context("spawn").SimpleQueue()
     workers = start_processes(
-        worker, args=(tp, store.port, device, list(shapes), repeats, inbox), nprocs=tp, join=False, start_method="spawn"
+        worker, args=(tp, place, device, list(shapes), repeats, inbox), nprocs=tp, join=False, start_method="spawn"
     )
     assert workers is not None
     while not workers.join():
@@ -59,6 +59,7 @@ COLUMNS = (
         "backward ms",
         "total ms",
         "× Megatron",
+        "× best peer",
         "× floor",
         "× without slope",
         "peak extra",
@@ -73,14 +74,15 @@ def shape_name(row: ScoreMeasurement) -> str:
 
 
 def cells(row: ScoreMeasurement, peers: Sequence[ScoreMeasurement]) -> tuple[str, ...]:
-    def times(method: str) -> str:
-        reference = next((peer.total_ms for peer in peers if peer.method == method), None)
+    def times(*methods: str) -> str:
+        reference = min((peer.total_ms for peer in peers if peer.method in methods), default=None)
         return "–" if reference is None else f"{row.total_ms / reference:.2f}"
 
     return (
         row.method,
         *(f"{ms:.1f}" if ms >= 10 else f"{ms:.3f}" for ms in (row.forward_ms, row.backward_ms, row.total_ms)),
         times(MEGATRON),
+        times(AREAL, VERL),
         times(FLOOR),
         times(row.method.removesuffix(SLOPE)) if row.method.endswith(SLOPE) else "",
         f"{row.peak_extra:.3f}",

@@ -8,6 +8,8 @@ from typing import Any
 
 DENSE = "dense torch log_softmax"
 MEGATRON = "Megatron-Core cross-entropy (log-prob only)"
+AREAL = "AReaL, both scores"
+VERL = "verl, both scores"
 FLOOR = "floor: read, then read and write"
 SLOPE = ", with the entropy's slope"
 """Behind the name of a method of ``tepo bench scores`` that also gives `TokenScores.entropy_slope`."""

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import typer
 
 from tepo_megatron.errors import is_ours, wants_traceback
-from tepo_megatron.torchrun import INTERRUPTED, print_error
+from tepo_megatron.preemption import INTERRUPTED
+from tepo_megatron.torchrun import print_error
 
 
 @contextmanager

@@ -53,10 +53,13 @@ def run(
     [dim]tepo launch examples/llama3.3-70b/run.yaml cluster.partition=h100 cluster.account=rl[/]
     """
     from tepo_megatron.launch import nemo
+    from tepo_megatron.launch.checks import check_time_limit
     from tepo_megatron.launch.plan import check_plan, make_plan
 
     with user_errors():
         config = _load(run, [*(overrides or ()), *(["train.resume=true"] if resume else [])])
+        if executor is Executor.SLURM:
+            check_time_limit(config)
         plan = make_plan(config)
         if dry_run:
             _show_plan(plan)
@@ -163,8 +166,11 @@ def _submit(config: RunConfig, scripts: dict[str, str]) -> None:
 
     tunnel = nemo.connect(config.cluster)
     check_cluster(config, tunnel)
-    if config.train.save_every == 0:
-        typer.echo("warning: train.save_every = 0: a job that is preempted begins anew; set it to a number of steps", err=True)
+    if config.train.save_every == 0 and config.train.save_minutes == 0:
+        typer.echo(
+            "warning: train.save_every = 0 and train.save_minutes = 0: a job that ends without a warning begins anew; set one",
+            err=True,
+        )
     state.upload(config, tunnel, scripts, submission(sys.argv))
     job = nemo.submit(config)
     state.save_job(config, tunnel, job)

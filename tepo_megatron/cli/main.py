@@ -15,6 +15,7 @@ from tepo_megatron.cli.evaluate import evaluate
 from tepo_megatron.cli.plan import plan
 from tepo_megatron.cli.plot import plot
 from tepo_megatron.cli.serve import serve
+from tepo_megatron.cli.status import status
 from tepo_megatron.cli.train import train
 
 app = typer.Typer(
@@ -62,6 +63,7 @@ def _lazy(name: str, target: str, text: str, default: str | None = None) -> None
 app.command("train")(train)
 app.command("serve")(serve)
 app.command("eval")(evaluate)
+app.command("status")(status)
 app.command("plan")(plan)
 app.command("plot")(plot)
 app.command("import")(import_command)
@@ -71,4 +73,5 @@ app.add_typer(config.app, name="config")
 _lazy("objective", "tepo_megatron.cli.objective:app", "Objectives: what there is to choose from.")
 _lazy("launch", "tepo_megatron.cli.launch:app", "Run on a cluster: tepo launch RUN.yaml.", default="run")
 _lazy("reshard", "tepo_megatron.cli.reshard:app", "Weights from Megatron's shards to vLLM's: tepo reshard plan.")
+_lazy("checkpoint", "tepo_megatron.cli.checkpoint:app", "A run's checkpoints: list them, read them through, make room.")
 _lazy("bench", "tepo_megatron.cli.bench:app", "Measure parts of the system on this machine.")

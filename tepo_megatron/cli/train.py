@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 import typer
@@ -14,21 +15,36 @@ from tepo_megatron.torchrun import launch, run_rank, under_torchrun
 def train(
     run: RunFile,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the output folder.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint of the output folder.")
+    ] = False,
+    resume_from: Annotated[
+        str | None, typer.Option("--from", metavar="step_N|PATH", help="With --resume: go on from this checkpoint.")
+    ] = None,
 ) -> None:
     """Train a model: sample, reward, score, update, sync, as often as the run says.
 
-    Checks the configuration, then starts as many ranks as engine.parallel needs; under torchrun, this is one of them.
+    Checks the configuration, then starts as many ranks as engine.parallel needs; under torchrun's agent, this is one of them.
 
     [dim]tepo train examples/tiny/run.yaml train.steps=20 output=out/short[/]
 
-    [dim]torchrun --nproc-per-node 2 -m tepo_megatron train examples/tiny/run.yaml[/]
+    [dim]python -m tepo_megatron.torchrun --nproc-per-node 2 -m tepo_megatron train examples/tiny/run.yaml[/]
+
+    [dim]tepo train examples/tiny/run.yaml output=out/short --resume --from step_000010[/]
     """
     given = [*(overrides or ()), *(["train.resume=true"] if resume else [])]
+    given += [] if resume_from is None else [f"train.resume_from={json.dumps(resume_from)}"]
     with user_errors():
         config = load_config(run, given)
+        if config.train.resume and not under_torchrun():
+            from tepo_megatron.data.builtin import resolve_model_path
+            from tepo_megatron.train.resume import find_checkpoint, resumes
+
+            if resumes(config):
+                find_checkpoint(config, resolve_model_path(config.model.path))
     if not under_torchrun():
-        raise typer.Exit(launch(["train", str(run), *given], config.engine.parallel.world_size))
+        status = config.output / "status"  # as train/watched.py has it
+        raise typer.Exit(launch(["train", str(run), *given], config.engine.parallel.world_size, status=status))
 
     def work(config: Any) -> None:
         from tepo_megatron.train.training import train_model

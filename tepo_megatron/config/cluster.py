@@ -58,6 +58,10 @@ class ClusterConfig(Section):
     time_limit: str = Field(default="24:00:00", pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$")
     """Slurm's limit, as [days-]hours:minutes:seconds."""
 
+    max_requeues: NonNegativeInt = 50
+    """How often a job that was warned or preempted, and has saved (exit code 75), is put back into the queue, where it resumes
+    by itself; counted as Slurm counts restarts. 0: never."""
+
     sbatch: tuple[str, ...] = ()
     """More options of sbatch, as on its command line without the dashes, such as ``qos=high`` or ``reservation=rl``."""
 

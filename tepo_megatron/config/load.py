@@ -53,9 +53,25 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
         raise ConfigError(source, [*problems, _describe_reference(error)]) from error
     except ValidationError as error:
         raise ConfigError(source, [*problems, *_describe_all(error)]) from error
+    problems += _wrong_permissions(config.train.allow_change)
     if problems:
         raise ConfigError(source, problems)
     return config
+
+
+def _wrong_permissions(entries: Sequence[str]) -> list[str]:
+    """Returns a line for each entry of ``train.allow_change`` that names no field, or one that can never change."""
+    paths = [row.path for row in schema_rows()]
+    known = {path[:end] for path in paths for end in (*(at for at, sign in enumerate(path) if sign == "."), len(path))}
+    found = []
+    for entry in entries:
+        if entry == "model.dtype":
+            found.append("train.allow_change: model.dtype is of the model's architecture, which a resumed run cannot change")
+        elif entry not in known:
+            near = difflib.get_close_matches(entry, sorted(known), n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            found.append(f"train.allow_change: {show(entry)} is no field of a run{hint}")
+    return found
 
 
 def dump_resolved(config: Section) -> str:

@@ -1,5 +1,6 @@
 """The configuration of a whole run, with the checks that concern several sections."""
 
+import warnings
 from pathlib import Path
 
 from pydantic import model_validator
@@ -82,6 +83,36 @@ class RunConfig(Section):
             raise ValueError(
                 "objective.kl_mask.tolerance = auto takes the rounding noise that the run measures, but engine.noise_every = 0 "
                 "measures none; set engine.noise_every = 50, or a tolerance in nats"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_mask_can_act(self) -> "RunConfig":
+        mask = self.objective.kl_mask
+        if mask is not None and mask.against == "old" and self.train.minibatches == 1:
+            warnings.warn(
+                "objective.kl_mask adds nothing with train.minibatches = 1: at a step's only update the policy is still the "
+                "one before it, their KL is 0, and so is its gradient; 4 is usual",
+                stacklevel=2,
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rollback_can_help(self) -> "RunConfig":
+        if self.train.rollback is not None and self.rollout.replay is not None:
+            raise ValueError(
+                "train.rollback with rollout.replay: the same rollouts would be read again, and lead to the same step; leave "
+                "one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_is_measured(self) -> "RunConfig":
+        best = self.train.keep_best
+        if best is not None and best.metric.startswith("accuracy/") and not self.evaluate.every:
+            raise ValueError(
+                f"train.keep_best.metric = {best.metric} is measured by evaluations, but evaluate.every = 0 makes none; set "
+                "evaluate.every, or another metric"
             )
         return self
 

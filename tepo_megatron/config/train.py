@@ -1,8 +1,44 @@
 """``train``: how long a run trains, and what it keeps."""
 
-from pydantic import NonNegativeInt, PositiveInt
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from tepo_megatron.config.base import Section
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class RollbackConfig(Section):
+    """When a step's row shows that the run went astray, and how often it may go back."""
+
+    metric: str
+    """The column of the step's row that is looked at, such as ``loss``, ``grad_norm``, ``mismatch/kl`` or ``ratio/max``."""
+
+    above: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """The run goes back where the metric is above this."""
+
+    factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """The run goes back where the metric is above this many times its median over the last 20 steps, from the sixth step on."""
+
+    max_times: PositiveInt = 3
+    """How often the run may go back; then it stops."""
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> "RollbackConfig":
+        if (self.above is None) == (self.factor is None):
+            raise ValueError("give one of above (a bound) and factor (times the running median), not both and not none")
+        return self
+
+
+class KeepBestConfig(Section):
+    metric: str = Field(min_length=1)
+    """A key of ``metrics.jsonl``, such as ``accuracy/greedy``. Only checkpoints of steps whose row has it are compared, so let
+    ``save_every`` be a multiple of ``evaluate.every``."""
+
+    mode: Literal["max", "min"] = "max"
+    """Whether the best value is the largest or the smallest; of equal ones the newest counts."""
 
 
 class TrainConfig(Section):
@@ -12,11 +48,76 @@ class TrainConfig(Section):
     minibatches: PositiveInt = 4
     """K, optimizer steps per batch of rollouts; each takes an equal part of the batch's responses once."""
 
+    max_skipped: NonNegativeInt = 8
+    """How many optimizer steps in a row may be skipped because a loss or a gradient was not finite; one more stops the run. One
+    bad batch costs up to ``minibatches`` of them. Batches that were skipped are kept in ``<output>/skipped``. 0: the first one
+    stops the run."""
+
+    hang_timeout_s: Annotated[float, Field(ge=60, allow_inf_nan=False)] = 1800.0
+    """Seconds without any movement of a trainer rank after which the job counts as hanging: a report is written to
+    ``<output>/logs/hang-….txt`` and the job ended. A new phase, a micro-batch or an answered prompt is a movement; while a rank
+    waits for servers or verifiers, their own time-outs are added. It must be longer than a micro-batch, the writing of a
+    checkpoint, or the start of a rank takes. A rank that a signal has stopped counts as hanging after 30 seconds."""
+
     save_every: NonNegativeInt = 0
-    """Steps between checkpoints; one is always written at the end. 0: only that."""
+    """Steps between checkpoints; one is always written at the end, and when a signal ends the run. 0: no others by count."""
+
+    save_minutes: float = Field(default=30.0, ge=0, allow_inf_nan=False)
+    """Minutes after which a step is followed by a checkpoint, whatever ``save_every`` says: what a machine that fails without a
+    word may cost. 0: never."""
 
     keep_checkpoints: PositiveInt = 2
-    """How many of the newest checkpoints are kept; an older one is deleted when a new one is complete."""
+    """How many of the newest checkpoints are kept; an older one is deleted when a newer one has its row of metrics."""
 
-    resume: bool = False
-    """Continue from the newest checkpoint in the output folder; it is an error if there is none."""
+    keep_every: NonNegativeInt = 0
+    """Checkpoints of steps that are multiples of this are kept for good. 0: none."""
+
+    keep_best: KeepBestConfig | None = None
+    """Also keep the checkpoint that is best by a metric of its step. Default: none."""
+
+    resume: bool | Literal["auto"] = False
+    """Continue from the newest whole checkpoint in the output folder; it is an error if there is none. One that is damaged is
+    passed over. auto: begin anew if there is none, for jobs that are started again without a person; metrics of a run that left
+    none are kept under another name."""
+
+    grace_s: Seconds = 60.0
+    """Seconds from SIGTERM to the end of every process. Within them a checkpoint is written, after the step's updates if the
+    time is enough, else instead of them. Not more than the machine leaves before SIGKILL (Slurm: KillWait, or a partition's
+    GraceTime)."""
+
+    warning_s: Seconds = 300.0
+    """The same for SIGUSR1, by which Slurm warns. ``tepo launch`` has it sent so long before the time limit, and half a minute
+    more for the job's own end."""
+
+    rollback: RollbackConfig | None = None
+    """Go back to the newest checkpoint, without the step's batch, where a metric explodes. Needs ``save_every``. Off by
+    default: a bound that is too tight throws work away."""
+
+    resume_from: str | None = None
+    """Continue from this checkpoint instead: its name in the output folder (``step_000040``), or a path. Checkpoints of later
+    steps in the output folder are set aside, as they are not this run's past. Needs ``resume``. Default: the newest."""
+
+    allow_change: tuple[str, ...] = ()
+    """Fields, or sections, that may differ from the run that wrote the checkpoint, such as ``[seed, objective.kl]``. A
+    difference that makes it another run is refused otherwise; what runs the same run elsewhere or longer needs no entry."""
+
+    @model_validator(mode="after")
+    def _there_is_something_to_go_back_to(self) -> "TrainConfig":
+        if self.rollback is not None and not self.save_every:
+            raise ValueError("rollback goes back to a checkpoint, but save_every = 0 writes none on the way; set save_every")
+        return self
+
+    @field_validator("resume_from")
+    @classmethod
+    def _names_a_checkpoint(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"(.*/)?step_\d{6,}/?", name):
+            raise ValueError(
+                f"{name!r} is no checkpoint; give its name in the output folder, such as step_000040, or a path that ends so"
+            )
+        return name
+
+    @model_validator(mode="after")
+    def _a_checkpoint_is_for_resuming(self) -> "TrainConfig":
+        if self.resume_from is not None and not self.resume:
+            raise ValueError(f"resume_from = {self.resume_from} has no effect without resume; set train.resume = true")
+        return self

@@ -1,4 +1,4 @@
-"""Packs rollouts into one batch, the same on every rank, and divides it into micro-batches."""
+"""Packs rollouts into one batch, the same on every rank, and pads what is cut from it."""
 
 from __future__ import annotations
 
@@ -85,37 +85,6 @@ def broadcast(batch: Batch | None, device: torch.device) -> Batch:
 
 def _integers(batch: Batch) -> list[Tensor]:
     return [batch.tokens_T, batch.labels_T, batch.loss_mask_T, batch.cu_seqlens, batch.groups_S]
-
-
-def partition(lengths: Sequence[int], *, ranks: int, max_tokens: int) -> list[list[list[int]]]:
-    """Assigns sequences to micro-batches of the data-parallel ranks: ``result[rank][micro_batch]`` lists their numbers.
-
-    Every rank gets the same number of micro-batches, as Megatron's schedules need, none of them empty where there are enough
-    sequences; token counts are balanced greedily, the longest sequence first. Deterministic, so that every rank computes the
-    same. A micro-batch holds at most ``max_tokens``, unless a single sequence is longer or there are too few sequences to give
-    every rank one more.
-    """
-    if len(lengths) < ranks:
-        raise ValueError(f"{len(lengths)} sequences cannot be spread over {ranks} data-parallel ranks; use more rollouts")
-    order = sorted(range(len(lengths)), key=lambda at: (-lengths[at], at))
-    most = len(lengths) // ranks
-    # From the least number of micro-batches that could hold all tokens upwards, until each holds no more than it may.
-    for per_rank in range(min(most, -(-sum(lengths) // (ranks * max_tokens))), most + 1):
-        bins = _fill(order, lengths, ranks * per_rank)
-        if all(len(members) == 1 or sum(lengths[at] for at in members) <= max_tokens for members in bins):
-            break
-    return [[sorted(members) for members in bins[rank::ranks]] for rank in range(ranks)]
-
-
-def _fill(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Puts each sequence, in this order, into the one of ``count`` bins that has the fewest tokens so far."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for at in order:
-        lightest = min(range(count), key=lambda index: (loads[index], index))
-        bins[lightest].append(at)
-        loads[lightest] += lengths[at]
-    return bins
 
 
 def pad_to(batch: Batch, num_tokens: int) -> Batch:

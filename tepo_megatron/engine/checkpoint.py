@@ -1,7 +1,8 @@
 """Writes and reads checkpoints that any parallel layout can resume from: boxes of Hugging Face tensors, and a JSON state.
 
-    step_000100/state.json                    step, counters, whatever the caller adds
+    step_000100/state.json                    step, counters, what the run is, whatever the caller adds
     step_000100/shards/rank00003-00001.safetensors   "master|model.norm.weight|0" → the box of that tensor that starts there
+    step_000100/manifest.json                 written last: the length and the digest of every file
 
 The ranks write in parallel, each box by one of those that hold it; a reader takes the intersections of what is stored with what
 it needs. On a cluster the folder must be on a file system that all ranks share. A folder that was not finished keeps the
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,22 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from tepo_megatron.bridge.geometry import Shard, ShardLayout
-from tepo_megatron.bridge.storage.files import write_stream
+from tepo_megatron.bridge.storage.boxes import WrittenBoxes, describe_os_error, write_boxes
+from tepo_megatron.bridge.storage.manifest import (
+    FORMAT,
+    STATE,
+    DamagedCheckpoint,
+    FileRecord,
+    sync_folder,
+    write_durably,
+    write_manifest,
+)
 from tepo_megatron.bridge.storage.stored import SHARDS, box_key, open_boxes
 from tepo_megatron.engine import optimizer_state
-from tepo_megatron.engine.checkpoint_folder import checkpoint_folder, finished
+from tepo_megatron.engine.checkpoint_folder import checkpoint_folder, checkpoints, manifest_of, read_state, set_aside
+from tepo_megatron.engine.collectives import all_gather_json
+
+_CPU = torch.device("cpu")
 
 
 def save(
@@ -36,32 +49,97 @@ def save(
     optimizer: MegatronOptimizer,
     params: dict[str, torch.nn.Parameter],
     shards: Sequence[Shard],
-    keep: int,
+    group: dist.ProcessGroup | None,
 ) -> Path:
-    """Writes ``folder/step_XXXXXX`` and removes all but the newest ``keep``.
+    """Writes ``folder/step_XXXXXX``; a checkpoint of that name is replaced. ``shards``: what this rank writes; over all ranks
+    they are the model once. ``group`` has all ranks and works on the host.
 
-    ``shards``: what this rank writes; over all ranks they are the model once. Every rank calls; returns when all have written.
+    Every rank calls; returns when all have written. If any fails to, all raise the same RuntimeError, which says what failed
+    and how much room there is, and the other checkpoints are as before.
     """
     out = checkpoint_folder(folder, step)
     partial = out.with_name(out.name + ".partial")
-    rank = dist.get_rank()
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        (partial / SHARDS).mkdir(parents=True)
-    dist.barrier()
+    is_root = dist.get_rank() == 0
+    attempt = _Attempt(out, group)
+    attempt.together(lambda: _make_empty(partial) if is_root else None)
     # Ranks that write nothing still take part in the collectives.
-    write_stream(partial / SHARDS, f"rank{rank:05d}", _boxes(optimizer, params, shards))
-    dist.barrier()
-    if rank == 0:
-        # state.json comes last and the rename makes the checkpoint visible: a crash at any point leaves the older ones.
-        (partial / "state.json").write_text(json.dumps({"step": step, **state}, indent=2) + "\n")
-        if out.exists():
-            shutil.rmtree(out)
-        partial.rename(out)
-        for old in finished(folder)[:-keep]:
-            shutil.rmtree(old)
-    dist.barrier()
+    boxes = _boxes(optimizer, params, shards)
+    own = write_boxes(partial, f"rank{dist.get_rank():05d}", boxes, metadata={"step": str(step)})
+    files = attempt.all_wrote(own)
+    attempt.together(lambda: _finish(partial, out, step, state, files) if is_root else None)
     return out
+
+
+class _Attempt:
+    """One save. A rank whose file system fails must not leave the others waiting: after each part of the work they all
+    exchange what went wrong, and all raise it.
+    """
+
+    def __init__(self, out: Path, group: dist.ProcessGroup | None) -> None:
+        self.out = out
+        self.group = group
+        self.needed = 0
+        """Bytes of the whole checkpoint, once they are known."""
+
+    def together(self, work: Callable[[], None]) -> None:
+        """Every rank calls with its part of the work."""
+        error = None
+        try:
+            work()
+        except OSError as failed:
+            error = f"{failed.filename or self.out}: {describe_os_error(failed)}"
+        self._end_if_any(all_gather_json(error, device=_CPU, group=self.group))
+
+    def all_wrote(self, own: WrittenBoxes) -> dict[str, FileRecord]:
+        """Every rank calls with what it wrote; returns the files of all."""
+        given = {name: [record.bytes, record.sha256] for name, record in own.files.items()}
+        found = all_gather_json([given, own.bytes, own.error], device=_CPU, group=self.group)
+        self.needed = sum(needed for _, needed, _ in found)
+        self._end_if_any([error for _, _, error in found])
+        return {name: FileRecord(*record) for files, _, _ in found for name, record in files.items()}
+
+    def _end_if_any(self, errors: list[str | None]) -> None:
+        failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
+        if not failed:
+            return
+        partial = self.out.with_name(self.out.name + ".partial")
+        free = all_gather_json(_free_bytes(self.out.parent), device=_CPU, group=self.group)[0]
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # its room is needed; what cannot be removed is no checkpoint either
+        older = [path.name for path in checkpoints(self.out.parent) if path != self.out]
+        kept = f"the older checkpoints are as they were (the newest is {older[-1]})" if older else "there is no older one"
+        needs = f"it needs {self.needed:,} bytes, " if self.needed else ""
+        rank, error = failed[0]
+        raise RuntimeError(
+            f"checkpoint {self.out} could not be written by rank {rank} ({error}); {needs}{free:,} bytes are free; {kept}. "
+            f"Make room ('tepo checkpoint prune {self.out.parent}' removes older ones) and go on with --resume"
+        )
+
+
+def _free_bytes(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _make_empty(partial: Path) -> None:
+    if partial.exists():
+        shutil.rmtree(partial)
+    (partial / SHARDS).mkdir(parents=True)
+
+
+def _finish(partial: Path, out: Path, step: int, state: dict[str, Any], files: dict[str, FileRecord]) -> None:
+    """State, then the manifest, then the name: a crash at any point leaves the other checkpoints, and never half of one."""
+    text = json.dumps({"format": FORMAT, "step": step, **state}, indent=2) + "\n"
+    record = write_durably(partial / STATE, text)
+    write_manifest(partial, step, {**files, STATE: record})
+    for synced in (partial / SHARDS, partial):
+        sync_folder(synced)
+    replaced = set_aside(out, "abandoned") if out.exists() else None
+    partial.rename(out)
+    sync_folder(out.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced)
 
 
 def _boxes(
@@ -81,17 +159,36 @@ def _by_param(shards: Iterable[Shard]) -> dict[str, list[Shard]]:
     return by_param
 
 
-def load(
-    folder: Path, *, optimizer: MegatronOptimizer, params: dict[str, torch.nn.Parameter], layout: ShardLayout
-) -> dict[str, Any]:
-    """Restores weights and optimizer from a checkpoint written under any layout; returns its ``state.json``.
+def check(folder: Path, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Reads every byte of a checkpoint, each rank a part of the files, and returns its ``state.json``.
 
-    Every rank calls (no communication; each reads what it needs). Raises ValueError if something is missing or damaged.
+    Every rank calls; all return, or all raise the same DamagedCheckpoint with everything that any of them found. A checkpoint
+    of the first format has no digests: of it only the state is checked.
     """
+    state: dict[str, Any] = {}
+    found: list[str] = []
     try:
-        state: dict[str, Any] = json.loads((folder / "state.json").read_text())
-    except (FileNotFoundError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder} is not a finished checkpoint: {error}") from None
+        state = read_state(folder)
+        manifest = manifest_of(folder)
+        if manifest is not None:
+            found = manifest.wrong_contents(manifest.shares(dist.get_world_size())[dist.get_rank()])
+    except DamagedCheckpoint as error:
+        found = list(error.problems)
+    everywhere = all_gather_json(found, device=_CPU, group=group)
+    problems = list(dict.fromkeys(problem for rank in everywhere for problem in rank))
+    if problems:
+        raise DamagedCheckpoint(folder, problems)
+    return state
+
+
+def load(
+    folder: Path, *, optimizer: MegatronOptimizer, params: dict[str, torch.nn.Parameter], layout: ShardLayout, updates: int
+) -> None:
+    """Restores weights and optimizer from a checkpoint written under any layout, which :func:`check` has found whole.
+
+    ``updates``: how many the optimizer has done. Every rank calls (no communication; each reads what it needs). Raises
+    ValueError if a tensor of this model is not in it.
+    """
     stored = {kind: open_boxes(folder, kind) for kind in optimizer_state.STATES}
     by_param = _by_param(layout.shards)
     for name, param in params.items():
@@ -101,5 +198,14 @@ def load(
             for shard in by_param[name]:
                 stored[kind].read(shard.tensor, shard.box, full[shard.at.slices])
             values[kind] = full.to(param.device)
-        optimizer_state.restore(optimizer, param, values, updates=state["updates"])
-    return state
+        optimizer_state.restore(optimizer, param, values, updates=updates)
+
+
+def check_restored(folder: Path, state: dict[str, Any], digest: str) -> None:
+    """Raises RuntimeError unless ``digest`` of the weights that were read is that of the weights that were saved."""
+    expected = state.get("weights_digest", digest)
+    if digest != expected:
+        raise RuntimeError(
+            f"{folder}: the weights that were read have the digest {digest}, those that were saved {expected}, although its "
+            "files are whole: the memory or the network of a machine is broken, or model.dtype is not the checkpoint's"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,19 +28,24 @@ from tepo_megatron.engine.batch import broadcast, pack
 from tepo_megatron.engine.collectives import broadcast_json
 from tepo_megatron.engine.forward import Forward
 from tepo_megatron.engine.fp8_weights import PlainWeights, load_weights
+from tepo_megatron.engine.identity import describe_run
 from tepo_megatron.engine.layers import choose_layers
 from tepo_megatron.engine.model import build_model, transformer_config
-from tepo_megatron.engine.moe import check_parallel, gathers_tokens
+from tepo_megatron.engine.moe import check_parallel, gathers_tokens, one_length
 from tepo_megatron.engine.noise import measure_noise
 from tepo_megatron.engine.offload import Offloader
 from tepo_megatron.engine.optimizer import build_optimizer, build_schedule
 from tepo_megatron.engine.optimizer_state import set_master
+from tepo_megatron.engine.partition import attention_length
 from tepo_megatron.engine.platform import select_platform
+from tepo_megatron.engine.root_signal import RootSignal
 from tepo_megatron.engine.score import score
 from tepo_megatron.engine.step import StepObjective, UpdateResult, finalize_gradients, update
+from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.objective import build_objective
 from tepo_megatron.types import Batch, Rollout, WeightsVersion
 from tepo_megatron.vocab_parallel.backend import get_backend
+from tepo_megatron.watch.heartbeat import Heartbeat
 
 T = TypeVar("T")
 
@@ -55,15 +61,22 @@ class Engine:
     """Model, optimizer and objective on this rank. Every rank makes one, and calls every method in the same order."""
 
     def __init__(
-        self, config: RunConfig, model_dir: Path, objective: StepObjective | None = None, *, shares_gpus: bool = False
+        self,
+        config: RunConfig,
+        model_dir: Path,
+        objective: StepObjective | None = None,
+        *,
+        shares_gpus: bool = False,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         """Builds process groups, model and optimizer. Weights come from ``config.model.shards`` where it is set, else from
         ``model_dir``, a Hugging Face folder. ``objective`` replaces the config's. ``shares_gpus``: rollout servers run on the
-        trainer's GPUs, and the two take turns (:meth:`offload`).
+        trainer's GPUs, and the two take turns (:meth:`offload`). ``heartbeat`` begins to beat when the ranks have met.
 
         Raises ValueError for a model that does not fit the parallel layout or a folder that is not the model that it describes.
         """
         self.config = config
+        self.heartbeat = heartbeat or Heartbeat()
         self.model_dir = model_dir
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.spec = read_model_spec(model_dir)
@@ -74,7 +87,11 @@ class Engine:
         get_backend(config.engine.score_backend, self.platform.device)  # refuses what cannot be before anything is built
         self.layers = choose_layers(config.engine, self.platform)
         fp8.check_model(config.engine.fp8, self.spec, layout)
-        self.ranks = parallel.initialize(layout, self.platform, seed=config.seed)
+        timeout = parallel.collective_timeout(config.train.hang_timeout_s)
+        self.ranks = parallel.initialize(layout, self.platform, seed=config.seed, timeout=timeout)
+        self.root_signal = RootSignal()
+        self.heartbeat.start()
+        self.heartbeat.phase("model")
         self.split = MegatronParallel(
             tp=layout.tp, pp=layout.pp, dp=layout.dp, fused_norms=self.layers.fused_norms, ep=layout.ep, etp=layout.etp
         )
@@ -89,15 +106,24 @@ class Engine:
             score_backend=config.engine.score_backend,
             token_multiple=fp8.token_multiple(config.engine),
             gathers_tokens=gathers_tokens(layout, self.platform),
+            one_length=one_length(self.spec, layout, self.platform),
+            attention_length=attention_length(self.spec),
             entropy_slope=self.objective.needs_entropy_slope,
+            moved=self.heartbeat.moved,
         )
         with self.platform.megatron():
             self._build()
         self.reference = self._build_reference() if self.objective.needs_reference else None
+        self.reference_digest = None if self.reference is None else self._digest(dict(self.reference.named_parameters()))
+        self.identity = describe_run(config, model_dir) if self.ranks.rank == 0 else {}
         self.updates = 0
+        """Optimizer steps that were made, by which learning rate and Adam count; skipped ones are not among them."""
+        self.updates_skipped = 0
+        self._unscored: list[str] = []
+        """Why mini-batches of this step have no scores."""
         self.entropy_noise = 0.0
         """The 99th percentile of the entropies' noise as last measured, in nats; 0 before."""
-        self.host_group = parallel.host_group(self.platform)
+        self.host_group = parallel.host_group(self.platform, timeout)
         self.offloader = self._make_offloader() if shares_gpus else None
 
     def _build(self) -> None:
@@ -134,18 +160,27 @@ class Engine:
 
     def batch_from_root(self, rollouts: list[Rollout] | None) -> Batch:
         """Rank 0's rollouts as one packed batch with advantages, on every rank. Every rank calls; only rank 0's are read."""
+        self._unscored.clear()
         batch = broadcast(None if rollouts is None else pack(rollouts), self.platform.device)
         return batch.with_(advantages_S=self.objective.advantages(batch))
 
     def score(self, batch: Batch) -> Batch:
         """Adds log-probs and entropies of the policy as it stands (and log-probs of the reference, where the objective asks).
 
-        They are computed in the very micro-batches that ``update`` of the same batch will use. Every rank calls.
+        They are computed in the very micro-batches that ``update`` of the same batch will use. Every rank calls. Where one is
+        not finite all are NaN, and ``update`` will skip the mini-batch.
         """
-        scores = score(self.forward, self.model, batch)
-        batch = batch.with_(old_logprobs_T=scores.logprob, old_entropy_T=scores.entropy)
-        if self.reference is not None:
-            batch = batch.with_(reference_logprobs_T=score(self.forward, self.reference, batch).logprob)
+        try:
+            scores = score(self.forward, self.model, batch)
+            batch = batch.with_(old_logprobs_T=scores.logprob, old_entropy_T=scores.entropy)
+            if self.reference is not None:
+                batch = batch.with_(reference_logprobs_T=score(self.forward, self.reference, batch).logprob)
+        except NotFiniteError as error:
+            self._unscored.append(str(error))
+            nothing_T = torch.full_like(batch.sampler_logprobs_T, torch.nan)
+            batch = batch.with_(old_logprobs_T=nothing_T, old_entropy_T=nothing_T)
+            if self.reference is not None:
+                batch = batch.with_(reference_logprobs_T=nothing_T)
         return batch
 
     def measure_noise(self, batch: Batch) -> dict[str, float]:
@@ -154,7 +189,10 @@ class Engine:
 
         ``batch`` is a step's, not yet divided. Every rank calls; all get the same.
         """
-        found = measure_noise(self.forward, self.model, batch, self.config.engine.noise_sequences)
+        try:
+            found = measure_noise(self.forward, self.model, batch, self.config.engine.noise_sequences)
+        except NotFiniteError:  # the step's own scores meet it too, say so, and are skipped
+            return {}
         self.entropy_noise = found["entropy/noise/p99"]
         return found
 
@@ -166,11 +204,17 @@ class Engine:
         return score(replace(self.forward, temperature=1.0), self.model, batch).logprob[: len(rest)].tolist()
 
     def update(self, batch: Batch) -> UpdateResult:
-        """One optimizer step on a mini-batch that ``score`` has seen."""
+        """One optimizer step on a mini-batch that ``score`` has seen; skipped on every rank where a number is not finite."""
         result = update(
             self.forward, self.ddp, self.optimizer, self.schedule, self.objective, batch, entropy_noise=self.entropy_noise
         )
-        self.updates += 1
+        if result.skipped:
+            self.updates_skipped += 1
+            if self._unscored and not result.not_finite and batch.old_logprobs_T.isnan().all():  # type: ignore[union-attr]
+                # the scores' own reason, rather than that there are none
+                result = replace(result, skipped=self._unscored.pop(0))
+        else:
+            self.updates += 1
         return result
 
     # -- memory on GPUs that the servers use too -------------------------------------------------------------------------
@@ -214,10 +258,13 @@ class Engine:
 
     def weights_version(self, step: int) -> WeightsVersion:
         """The step, and the digest of the weights as they stand: the same on every rank. Every rank calls."""
-        own = fingerprint(shards_to_write(self.sources, self.ranks.rank), PlainWeights(self.params))
+        return WeightsVersion(step, self._digest(self.params))
+
+    def _digest(self, params: dict[str, torch.nn.Parameter]) -> str:
+        own = fingerprint(shards_to_write(self.sources, self.ranks.rank), PlainWeights(params))
         total = torch.tensor(own - 2**64 * (own >= 2**63), device=self.platform.device)
         dist.all_reduce(total)  # int64 wraps around: modulo 2^64
-        return WeightsVersion(step, f"{int(total) % 2**64:016x}")
+        return f"{int(total) % 2**64:016x}"
 
     @property
     def manifest(self) -> list[TensorMeta]:
@@ -252,45 +299,82 @@ class Engine:
 
     def export(self, out: Path) -> None:
         """Writes a Hugging Face folder. Every rank calls; rank 0 writes."""
-        stream = self.stream_weights()
+        self.heartbeat.phase("export")
+        stream = self._watched(self.stream_weights())
         if self.ranks.rank == 0:
             write_model(out, ((n, t) for n, t in stream if t is not None), source=self.model_dir, dtype=self.dtype)
         else:
             for _ in stream:
                 continue
 
+    def _watched(self, stream: Iterator[T]) -> Iterator[T]:
+        for each in stream:
+            self.heartbeat.moved()
+            yield each
+
     # -- checkpoints -----------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path, *, step: int, state: dict[str, Any]) -> Path:
         """Writes a checkpoint that any parallel layout can resume from. Every rank calls."""
+        self.heartbeat.phase("save")
         return checkpoint.save(
             folder,
             step=step,
             state={
                 "updates": self.updates,
+                "updates_skipped": self.updates_skipped,
+                "entropy_noise": self.entropy_noise,
                 "model": str(self.model_dir.resolve()),
                 "weights_digest": self.weights_version(step).digest,
+                "reference_digest": self.reference_digest,
+                "identity": self.identity,
                 **state,
             },
             optimizer=self.optimizer,
             params=self.params,
             shards=shards_to_write(self.sources, self.ranks.rank),
-            keep=self.config.train.keep_checkpoints,
+            group=self.host_group,
         )
 
-    def load(self, folder: Path) -> dict[str, Any]:
-        """Restores weights, optimizer and schedule; returns what was given to ``save`` as ``state``, and ``step``."""
-        state = checkpoint.load(folder, optimizer=self.optimizer, params=self.params, layout=self.layouts[self.ranks.rank])
+    def check_checkpoint(self, folder: Path) -> dict[str, Any]:
+        """Reads every byte of a checkpoint, each rank a part; returns what was given to ``save`` as ``state``, and ``step``.
+
+        Every rank calls; all return, or all raise the same DamagedCheckpoint. Nothing is restored.
+        """
+        return checkpoint.check(folder, self.host_group)
+
+    def load(self, folder: Path, checked: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Restores weights, optimizer and schedule; returns what ``check_checkpoint`` does, which is called here unless its
+        answer is passed as ``checked``. Every rank calls.
+
+        Raises DamagedCheckpoint before anything is restored, and RuntimeError if the weights are not those that were saved.
+        """
+        self.heartbeat.phase("load")
+        state = self.check_checkpoint(folder) if checked is None else checked
         self.updates = state["updates"]
+        self.updates_skipped = state.get("updates_skipped", 0)  # checkpoints from before there were any
+        self.entropy_noise = state.get("entropy_noise", 0.0)
+        checkpoint.load(
+            folder,
+            optimizer=self.optimizer,
+            params=self.params,
+            layout=self.layouts[self.ranks.rank],
+            updates=self.updates,
+        )
         self.schedule.num_steps = 0
         self.schedule.step(increment=self.updates)
+        if not self.config.engine.fp8.params:  # these are rounded with scales that depend on how tensors are cut
+            checkpoint.check_restored(folder, state, self.weights_version(state["step"]).digest)
         return state
 
     def broadcast_from_root(self, value: T) -> T:
         """Rank 0's value, on every rank: anything that JSON carries. Every rank calls; only rank 0's argument is read.
 
         The others wait for as long as rank 0 takes to sample, and do so on the host: a GPU that waits is not free for a server.
+        No clock runs meanwhile.
         """
+        with contextlib.nullcontext() if self.ranks.rank == 0 else self.heartbeat.waiting("rank 0"):
+            self.root_signal.pass_on()
         return broadcast_json(value, source=0, device=torch.device("cpu"), group=self.host_group)
 
     def close(self) -> None:

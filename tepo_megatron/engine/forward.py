@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from tepo_megatron.engine.batch import pad_to, partition
+from tepo_megatron.engine.batch import pad_to
 from tepo_megatron.engine.moe import largest_in_group
+from tepo_megatron.engine.not_finite import NOT_FINITE
 from tepo_megatron.engine.parallel import Ranks
+from tepo_megatron.engine.partition import partition
 from tepo_megatron.engine.platform import Platform
+from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.types import Batch, TokenScores
 from tepo_megatron.vocab_parallel import logprob_and_entropy
 from tepo_megatron.vocab_parallel.backend import BackendName
@@ -41,13 +45,27 @@ class Forward:
     gathers_tokens: bool = False
     """Whether ranks that share experts gather their tokens, which needs micro-batches of one length (``engine/moe.py``)."""
 
+    one_length: bool = False
+    """Whether the stages of a pipeline exchange activations of one length, to which all micro-batches are then padded."""
+
+    attention_length: float = math.inf
+    """The length at which a sequence's attention costs as much as its other work (``engine/partition.py``)."""
+
+    moved: Callable[[], None] = lambda: None
+    """Called with every micro-batch, for whoever watches that this rank moves."""
+
     entropy_slope: bool = False
     """Whether scores that are trained on have ``TokenScores.entropy_slope``."""
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
         """Returns this data-parallel rank's micro-batches, as lists of sequence numbers."""
-        lengths = batch.lengths_S.tolist()
-        return partition(lengths, ranks=self.ranks.dp, max_tokens=self.micro_batch_tokens)[self.ranks.dp_rank]
+        parts = partition(
+            batch.lengths_S.tolist(),
+            ranks=self.ranks.dp,
+            max_tokens=self.micro_batch_tokens,
+            attention_length=self.attention_length,
+        )
+        return parts[self.ranks.dp_rank]
 
     def run(
         self, model: torch.nn.Module, batch: Batch, micro_batches: Sequence[Sequence[int]], loss: LossFunction, *, train: bool
@@ -55,11 +73,11 @@ class Forward:
         """Runs forward, and backward if ``train``, over this rank's micro-batches.
 
         Every rank calls. Returns what ``loss`` kept of each micro-batch on the last pipeline stage, elsewhere an empty list.
+        Where ``loss`` raised NotFiniteError the micro-batch's loss is NaN, and ``NOT_FINITE`` says why.
         """
         members = [batch.select(sequences) for sequences in micro_batches]
-        # The stages of a pipeline exchange activations of one length, so there all micro-batches are padded alike.
         sizes = [self._padded(micro.num_tokens) for micro in members]
-        if self.ranks.pp > 1:
+        if self.one_length:
             sizes = [max(sizes)] * len(sizes)
         if self.gathers_tokens:
             sizes = largest_in_group(sizes, self.platform.device)
@@ -70,7 +88,7 @@ class Forward:
                 data_iterator=enumerate(padded),
                 model=[model],
                 num_microbatches=len(padded),
-                seq_length=sizes[0],  # a packed micro-batch is one sequence to Megatron; stages size their buffers by it
+                seq_length=sizes[0],  # a packed micro-batch is one sequence to Megatron; stages with `one_length` count on it
                 micro_batch_size=1,
                 forward_only=not train,
             )
@@ -82,6 +100,7 @@ class Forward:
         self, numbered: tuple[int, Batch], model: torch.nn.Module, loss: LossFunction, *, train: bool
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
         number, micro = numbered
+        self.moved()
         longest = int(micro.lengths_S.max())
         packed = PackedSeqParams("thd", micro.cu_seqlens, micro.cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
         output = model(micro.tokens_T[None], micro.positions_T[None], None, packed_seq_params=packed)
@@ -89,6 +108,10 @@ class Forward:
         def reduce(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             try:
                 value, kept = loss(self._scores(logits[0], micro, train=train), micro)
+            except NotFiniteError as error:
+                # Other ranks know nothing of it, and wait in the schedule's collectives: this one goes through them all with a
+                # loss of NaN, and the ranks agree afterwards (``engine/not_finite.py``).
+                value, kept = logits.sum() * torch.nan, {NOT_FINITE: f"micro-batch {number}: {error}"}
             except ValueError as error:
                 raise ValueError(f"micro-batch {number}: {error}") from error
             # Megatron expects (loss, number of tokens to divide by, values to keep); nothing is divided there (engine/step.py)

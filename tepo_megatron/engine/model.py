@@ -12,7 +12,7 @@ from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.config import EngineConfig, ModelConfig
 from tepo_megatron.engine import fp8
 from tepo_megatron.engine.layers import Layers, kernel_options, layer_spec
-from tepo_megatron.engine.moe import moe_options
+from tepo_megatron.engine.moe import moe_options, one_length
 from tepo_megatron.engine.parallel import Ranks
 from tepo_megatron.engine.platform import Platform
 
@@ -47,6 +47,7 @@ def transformer_config(
         pipeline_model_parallel_size=engine.parallel.pp,
         sequence_parallel=engine.parallel.sequence_parallel,
         pipeline_dtype=dtype,
+        variable_seq_lengths=engine.parallel.pp > 1 and not one_length(spec, engine.parallel, platform),
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         # The random weights are overwritten, but drawing them is where Megatron marks which parameters are tensor-parallel.

@@ -25,14 +25,15 @@ class Float32Router(TopKRouter):  # type: ignore[misc]  # Megatron's types are n
 
 
 def moe_options(spec: ModelSpec, parallel: ParallelConfig, platform: Platform, *, grouped: bool) -> dict[str, Any]:
-    """Returns the fields of Megatron's ``TransformerConfig`` that a model with experts needs; none for a dense one.
+    """Returns the fields of Megatron's ``TransformerConfig`` that a model with experts needs.
 
     ``grouped``: one grouped matrix product for all experts of a rank (Transformer Engine's), otherwise one MLP after the other.
     There is no auxiliary loss, no capacity and no dropped token: an expert takes all that is routed to it, as vLLM's does, so
     that trainer and rollout servers agree.
     """
     if spec.experts is None:
-        return {}
+        # Nothing dispatches, but with its default Megatron refuses stages that exchange micro-batches of several lengths.
+        return {"moe_token_dispatcher_type": "alltoall"}
     return {
         "num_moe_experts": spec.experts.count,
         "moe_ffn_hidden_size": spec.ffn_size,
@@ -60,6 +61,11 @@ def check_parallel(spec: ModelSpec, parallel: ParallelConfig) -> None:
 def gathers_tokens(parallel: ParallelConfig, platform: Platform) -> bool:
     """Whether the ranks that share experts gather each other's tokens; each must then have equally many."""
     return parallel.ep > 1 and platform.kind == "cpu"
+
+
+def one_length(spec: ModelSpec, parallel: ParallelConfig, platform: Platform) -> bool:
+    """Whether the stages of a pipeline can exchange micro-batches of one length only: with Megatron's gathering dispatcher."""
+    return parallel.pp > 1 and spec.experts is not None and platform.kind == "cpu"
 
 
 def largest_in_group(sizes: list[int], device: torch.device) -> list[int]:

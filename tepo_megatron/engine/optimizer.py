@@ -9,6 +9,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from tepo_megatron.config import Fp8Config, ModelConfig, OptimizerConfig
+from tepo_megatron.engine.collectives import objects_as_json
 from tepo_megatron.engine.fp8 import optimizer_options
 
 
@@ -16,22 +17,23 @@ def build_optimizer(
     config: OptimizerConfig, model: ModelConfig, fp8: Fp8Config, ddp: DistributedDataParallel
 ) -> MegatronOptimizer:
     """Builds Adam over fp32 master weights (the parameters themselves if they are fp32). Every rank calls."""
-    return get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            min_lr=config.min_lr,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.betas[0],
-            adam_beta2=config.betas[1],
-            adam_eps=config.eps,
-            clip_grad=config.clip_grad,
-            bf16=model.dtype == "bfloat16",
-            use_distributed_optimizer=config.distributed,
-            **optimizer_options(fp8),
-        ),
-        [ddp],
-    )
+    with objects_as_json(next(ddp.parameters()).device):
+        return get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                min_lr=config.min_lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.betas[0],
+                adam_beta2=config.betas[1],
+                adam_eps=config.eps,
+                clip_grad=config.clip_grad,
+                bf16=model.dtype == "bfloat16",
+                use_distributed_optimizer=config.distributed,
+                **optimizer_options(fp8),
+            ),
+            [ddp],
+        )
 
 
 def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer, *, total_steps: int) -> OptimizerParamScheduler:

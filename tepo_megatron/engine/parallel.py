@@ -11,9 +11,19 @@ from megatron.core import parallel_state, tensor_parallel
 
 from tepo_megatron.config import ParallelConfig
 from tepo_megatron.engine.platform import Platform
+from tepo_megatron.rendezvous import rank_store
 
-TIMEOUT = timedelta(minutes=30)
-"""Limit of a collective. The other ranks wait in one while rank 0 collects rollouts, so it must be longer than that."""
+MARGIN_S = 300.0
+"""Seconds by which the limit of a collective is longer than ``train.hang_timeout_s``: the watch over the ranks speaks first,
+and says more. Nobody waits for rollouts in a collective (``engine/root_signal.py``)."""
+
+TIMEOUT = timedelta(seconds=1800 + MARGIN_S)
+"""Limit of a collective where no run sets another."""
+
+
+def collective_timeout(hang_timeout_s: float) -> timedelta:
+    """Limit of a collective in a run with this ``train.hang_timeout_s``."""
+    return timedelta(seconds=hang_timeout_s + MARGIN_S)
 
 
 @dataclass(frozen=True)
@@ -44,10 +54,11 @@ class Ranks:
         return self.tp * self.dp * (self.pp - 1)  # Megatron numbers stages outermost
 
 
-def initialize(config: ParallelConfig, platform: Platform, *, seed: int) -> Ranks:
+def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout: timedelta = TIMEOUT) -> Ranks:
     """Joins the world that the environment describes (torchrun's variables; one process without them) and splits it.
 
-    Every rank calls. Raises ValueError if the world is not tp × pp × dp, and for sizes that this engine does not know yet.
+    Every rank calls. ``timeout`` limits every collective. Raises ValueError if the world is not tp × pp × dp, and for sizes
+    that this engine does not know yet.
     """
     for name, size in (("vpp", config.vpp), ("cp", config.cp)):
         if size > 1:
@@ -59,11 +70,14 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int) -> Rank
             f"but torchrun started {world}; start {config.world_size} or change engine.parallel"
         )
     if not dist.is_initialized():
-        if "RANK" in os.environ:
-            dist.init_process_group(platform.backend, timeout=TIMEOUT)
+        if "RANK" in os.environ and (store := rank_store(world, timeout)) is not None:
+            rank = int(os.environ["RANK"])
+            dist.init_process_group(platform.backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        elif "RANK" in os.environ:
+            dist.init_process_group(platform.backend, timeout=timeout)
         else:
             store = dist.HashStore()  # type: ignore[attr-defined] # torch exports it without saying so
-            dist.init_process_group(platform.backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
+            dist.init_process_group(platform.backend, store=store, rank=0, world_size=1, timeout=timeout)
     parallel_state.initialize_model_parallel(
         config.tp, config.pp, expert_model_parallel_size=config.ep, expert_tensor_parallel_size=config.etp
     )
@@ -82,9 +96,9 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int) -> Rank
     )
 
 
-def host_group(platform: Platform) -> dist.ProcessGroup | None:
+def host_group(platform: Platform, timeout: timedelta = TIMEOUT) -> dist.ProcessGroup | None:
     """Returns a group of all ranks that waits on the host, or None where torch's default group does. Every rank calls."""
-    return None if platform.backend == "gloo" else dist.new_group(backend="gloo", timeout=TIMEOUT)
+    return None if platform.backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
 
 
 def destroy() -> None:

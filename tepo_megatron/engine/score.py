@@ -9,14 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tepo_megatron.engine.collectives import broadcast_json
 from tepo_megatron.engine.forward import Forward
+from tepo_megatron.engine.not_finite import NOT_FINITE
+from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.types import Batch, TokenScores
 
 
 def score(forward: Forward, model: torch.nn.Module, batch: Batch) -> TokenScores:
     """Scores the whole batch; detached, the same on every rank, 0 outside the loss mask. Every rank calls.
 
-    They come out of the micro-batches that an update of the same batch is computed in.
+    They come out of the micro-batches that an update of the same batch is computed in. Raises NotFiniteError, on every rank,
+    where a score is not finite.
     """
     return score_micro_batches(forward, model, batch, forward.micro_batches(batch))
 
@@ -35,6 +39,14 @@ def score_micro_batches(
     with torch.no_grad():
         kept = forward.run(model, batch, micro_batches, keep, train=False)
     found = torch.zeros(2, batch.num_tokens, device=batch.tokens_T.device)
+    failed = torch.zeros(forward.ranks.world, device=found.device)
+    reasons = [scores[NOT_FINITE] for scores in kept if NOT_FINITE in scores]
+    failed[forward.ranks.rank] = len(reasons)
+    dist.all_reduce(failed)
+    if failed.any():
+        first = int(failed.nonzero()[0])
+        reason = broadcast_json(reasons[0] if reasons else None, source=first, device=found.device)
+        raise NotFiniteError(f"rank {first}: {reason}")
     if forward.ranks.tp_rank == 0:
         # Only the last pipeline stage has scores; the list of the others is empty. What lies beyond ``at`` is padding.
         for sequences, scores in zip(micro_batches, kept, strict=False):

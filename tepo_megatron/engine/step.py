@@ -24,6 +24,8 @@ from torch import Tensor
 
 from tepo_megatron.engine.collectives import broadcast_json
 from tepo_megatron.engine.forward import Forward
+from tepo_megatron.engine.not_finite import find_not_finite, first_cause
+from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.types import Batch, ObjectiveOutput, TokenScores
 
 
@@ -43,6 +45,10 @@ class StepObjective(Protocol):
 class UpdateResult:
     """The result of one optimizer step, the same on every rank. ``sums``: name → (sum, count); ``extrema``: ``…/min`` or
     ``…/max`` → value.
+
+    Where a number was not finite the optimizer step was skipped: ``skipped`` says the first cause, and ``not_finite`` what each
+    rank found. Weights, optimizer states and learning rate are then as before; loss and norm may be NaN, sums and extrema are
+    empty.
     """
 
     loss: float
@@ -50,6 +56,8 @@ class UpdateResult:
     lr: float
     sums: Mapping[str, tuple[float, float]]
     extrema: Mapping[str, float]
+    skipped: str = ""
+    not_finite: Sequence[Mapping[str, Any]] = ()
 
 
 def finalize_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
@@ -71,10 +79,12 @@ def update(
     """Makes one optimizer step on the whole mini-batch, of which this rank computes its share. Every rank calls.
 
     ``batch`` carries advantages, old log-probs and old entropies; ``entropy_noise`` is what rounding alone may change an
-    entropy by, in nats. Raises RuntimeError if the gradient is not finite; the
-    weights are then as they were.
+    entropy by, in nats. If a loss, a gradient or the gradient norm of any rank is not finite, no rank makes the step.
     """
-    context = objective.prepare(batch, entropy_noise=entropy_noise)
+    try:
+        context = objective.prepare(batch, entropy_noise=entropy_noise)
+    except NotFiniteError as error:  # every rank has the whole mini-batch, and ends up here alike
+        return UpdateResult(math.nan, math.nan, optimizer.param_groups[0]["lr"], {}, {}, skipped=str(error))
 
     def loss(scores: TokenScores, micro: Batch) -> tuple[Tensor, dict[str, Any]]:
         output = objective(scores, micro, context)
@@ -88,11 +98,10 @@ def update(
         # The norm is computed before step(), which would scale by it: a NaN must not reach the weights.
         optimizer.prepare_grads()
         grad_norm = float(optimizer.get_grad_norm())
-        if not math.isfinite(grad_norm):
-            raise RuntimeError(
-                f"the gradient norm is {grad_norm}; the weights were left as they were. Look at ratio/max and the log-probs "
-                "of the last rows of metrics.jsonl, and lower optimizer.lr"
-            )
+        found = find_not_finite(forward.ranks, ddp, kept, grad_norm, forward.platform.device)
+        if found:  # neither optimizer nor schedule steps, as in Megatron's own loop after an overflow
+            cause, lr = first_cause(found, grad_norm), optimizer.param_groups[0]["lr"]
+            return UpdateResult(math.nan, grad_norm, lr, {}, {}, skipped=cause, not_finite=found)
         schedule.step(increment=1)
         optimizer.step()
     total, sums, extrema = _reduce(kept, forward)

@@ -6,10 +6,24 @@ import shlex
 from typing import TYPE_CHECKING
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.launch.job import BUILTIN, uses_gpus
+from tepo_megatron.launch.job import BUILTIN, JOB_END_S, uses_gpus, warning_lead_s
 
 if TYPE_CHECKING:
     from nemo_run.core.tunnel.client import Tunnel
+
+
+def check_time_limit(config: RunConfig) -> None:
+    """Raises ValueError for a job that Slurm would warn as soon as it starts, and put back again and again."""
+    days, _, clock = config.cluster.time_limit.rpartition("-")
+    hours, minutes, seconds = (int(part) for part in clock.split(":"))
+    limit_s = ((24 * int(days or 0) + hours) * 60 + minutes) * 60 + seconds
+    warned_s = warning_lead_s(config)
+    if limit_s <= warned_s:
+        raise ValueError(
+            f"cluster.time_limit = {config.cluster.time_limit} is over before the job could do anything: Slurm warns it "
+            f"{warned_s} s before the end (train.warning_s = {config.train.warning_s:g}, and {JOB_END_S} s for the job's own "
+            "end); give it more time, or lower train.warning_s"
+        )
 
 
 def check_cluster(config: RunConfig, tunnel: Tunnel) -> None:
@@ -33,12 +47,21 @@ def check_cluster(config: RunConfig, tunnel: Tunnel) -> None:
                 f"the container image {image} does not exist on {_where(config)}; docs/cluster.md says how to make it"
             )
     _check_transformer_engine(config, tunnel)
-    if config.train.resume and not _has(tunnel, f"{output}/checkpoints/step_*[0-9]/state.json", pattern=True):
-        raise ValueError(
-            f"train.resume = true, but {output} has no finished checkpoint on {_where(config)}; launch without --resume"
-        )
+    _check_checkpoint(config, tunnel)
     if not config.train.resume and _has(tunnel, f"{output}/metrics.jsonl"):
         raise ValueError(f"output {output} already holds a run; give another folder (output=…), or continue it (--resume)")
+
+
+def _check_checkpoint(config: RunConfig, tunnel: Tunnel) -> None:
+    parent, chosen = f"{config.output}/checkpoints", config.train.resume_from
+    if chosen is not None:
+        folder = chosen if "/" in chosen else f"{parent}/{chosen}"
+        if not _has(tunnel, f"{folder}/state.json"):
+            raise ValueError(f"train.resume_from = {chosen}: {folder} is no checkpoint on {_where(config)}; give another")
+    elif config.train.resume is True and not _has(tunnel, f"{parent}/step_*[0-9]/state.json", pattern=True):
+        raise ValueError(
+            f"train.resume = true, but {config.output} has no finished checkpoint on {_where(config)}; launch without --resume"
+        )
 
 
 def _check_transformer_engine(config: RunConfig, tunnel: Tunnel) -> None:

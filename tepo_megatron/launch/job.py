@@ -5,6 +5,7 @@ Nothing here knows how a job is submitted; ``tepo_megatron.launch.nemo`` does.
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -13,6 +14,9 @@ from typing import Any
 from tepo_megatron.config import RunConfig
 
 BUILTIN = "builtin:"
+JOB_END_S = 30
+"""Seconds for the job's own end, after the trainer's, before Slurm's limit."""
+
 TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -56,10 +60,14 @@ def on_nodes(config: RunConfig) -> RunConfig:
     rollout: dict[str, Any] = {"server": server}
     if config.rollout.replay is not None:
         rollout["replay"] = Path(_absolute("rollout.replay", str(config.rollout.replay), config))
+    train = config.train
+    if train.resume_from is not None and "/" in train.resume_from:
+        train = train.model_copy(update={"resume_from": _absolute("train.resume_from", train.resume_from, config)})
     data = {name: _absolute(f"data.{name}", getattr(config.data, name), config) for name in ("train", "heldout")}
     return config.model_copy(
         update={
             "output": output,
+            "train": train,
             "model": config.model.model_copy(update=model),
             "data": config.data.model_copy(update=data),
             "rollout": config.rollout.model_copy(update=rollout),
@@ -97,7 +105,17 @@ def train_script(config: RunConfig) -> str:
 def serve_script(config: RunConfig) -> str:
     """The script that every node for rollouts runs."""
     python = config.cluster.rollout_python or config.cluster.python
-    return _fill("serve.sh", config, python=python, nodes=config.cluster.rollout_nodes)
+    return _fill("serve.sh", config, python=python, nodes=config.cluster.rollout_nodes, grace=math.ceil(config.train.grace_s))
+
+
+def batch_lines(config: RunConfig) -> str:
+    """Shell for the batch script, before it starts the roles: it passes Slurm's warning on, and puts the job back."""
+    return _fill("batch.sh", config, max_requeues=config.cluster.max_requeues)
+
+
+def warning_lead_s(config: RunConfig) -> int:
+    """How many seconds before the end Slurm warns the batch script, with SIGUSR1."""
+    return math.ceil(config.train.warning_s) + JOB_END_S
 
 
 def _fill(template: str, config: RunConfig, **values: str | int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import ClusterConfig, RunConfig
-from tepo_megatron.launch.job import Role, mounts, roles, uses_gpus
+from tepo_megatron.launch.job import Role, batch_lines, mounts, roles, uses_gpus, warning_lead_s
 
 if TYPE_CHECKING:
     from nemo_run import SlurmExecutor
@@ -143,11 +143,12 @@ def _executor(config: RunConfig, role: Role) -> SlurmExecutor:
         container_image=role.container,
         container_mounts=mounts(config) if role.container else [],
         srun_args=[*placed, *(["--no-container-mount-home"] if role.container else [])],
-        additional_parameters=_sbatch_options(cluster),
+        # NeMo-Run itself asks for --requeue, and for logs that a job's next start continues (open-mode=append)
+        additional_parameters={"signal": f"B:USR1@{warning_lead_s(config)}", **_sbatch_options(cluster)},
         job_details=JobLogs(job_name=_job_name(config), folder=str(config.output / "logs"), role=role.name),
         tunnel=_tunnel(cluster, job_dir=str(config.output / "launch" / "nemo" / "experiments")),
         packager=nemo_run.Packager(),
-        setup_lines=_head_address(config.rollout.server.interface),
+        setup_lines=f"{_head_address(config.rollout.server.interface)}\n{batch_lines(config)}",
         wait_time_for_group_job=0,
         monitor_group_job_wait_time=POLL_S,
         poll_estimated_start_time=False,

@@ -39,9 +39,8 @@ def upload(config: RunConfig, tunnel: Tunnel, scripts: dict[str, str], submissio
     texts = {f"launch/{name}": text for name, text in scripts.items()}
     texts["launch/run.yaml"] = texts["resolved.yaml"] = dump_resolved(config)
     texts["launch/submission.json"] = json.dumps(submission, indent=2) + "\n"
-    tunnel.run(
-        f"mkdir -p {' '.join(shlex.quote(str(config.output / name)) for name in ('launch', 'logs', 'servers'))}", hide=True
-    )
+    launch, logs, servers = (shlex.quote(str(config.output / name)) for name in ("launch", "logs", "servers"))
+    tunnel.run(f"mkdir -p {launch} {logs} && mkdir -p -m 700 {servers}", hide=True)  # the run's key lies below servers
     for name, text in texts.items():
         _put(tunnel, config.output / name, text)
 

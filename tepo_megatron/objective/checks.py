@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from tepo_megatron.errors import NotFiniteError
+
 if TYPE_CHECKING:
     from tepo_megatron.types import Batch, TokenScores
 
@@ -23,7 +25,7 @@ def check_step(batch: Batch, *, reference: bool) -> None:
     if batch.advantages_S.shape != (batch.num_sequences,):
         raise ValueError(f"advantages_S has shape {tuple(batch.advantages_S.shape)} for {batch.num_sequences} sequences")
     if not batch.advantages_S.isfinite().all():
-        raise ValueError("advantages_S holds values that are not finite; look at the rewards")
+        raise NotFiniteError("advantages_S holds values that are not finite; look at the rewards")
     given = {
         "old_logprobs_T": batch.old_logprobs_T,
         "sampler_logprobs_T": batch.sampler_logprobs_T,
@@ -61,7 +63,7 @@ def _check_token_values(name: str, values_T: Tensor, batch: Batch) -> None:
     wrong_T = batch.loss_mask_T & ~values_T.isfinite()
     if wrong_T.any():
         token = int(wrong_T.nonzero()[0])
-        raise ValueError(
+        raise NotFiniteError(
             f"{name} is {values_T[token].item()} at token {token} (sequence {int(batch.sequence_index_T[token])}, label "
             f"{int(batch.labels_T[token])}), which is in the loss mask, so no ratio exists; score under the sampler's "
             "temperature and without a top-k or top-p mask, or take the token out of loss_mask_T"

@@ -25,6 +25,7 @@ _LONGEST_ERROR = 500
 
 def main() -> None:
     """Scores what the parent sends, until the parent closes the pipe or dies."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm warns all processes of a step; the trainer acts on it
     requests, replies = _redirect_standard_streams()
     inbox: SimpleQueue[Any] = SimpleQueue()
     Thread(target=_read, args=(requests, inbox), daemon=True).start()

@@ -179,12 +179,12 @@ class Client:
         self._post("/reset_prefix_cache")
 
     def init_weight_transfer(
-        self, host: str, port: int, *, rank_offset: int, world_size: int, timeout_s: float, sharded: bool
+        self, host: str, place: str, *, rank_offset: int, world_size: int, timeout_s: float, sharded: bool
     ) -> None:
-        """Make the workers join the group whose rendezvous is ``host``:``port``; returns when all members have."""
+        """Make the workers join the group that meets at ``place`` of ``host``; returns when all members have."""
         info = {
             "host": host,
-            "port": port,
+            "place": place,
             "rank_offset": rank_offset,
             "world_size": world_size,
             "timeout_s": timeout_s,

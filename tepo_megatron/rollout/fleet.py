@@ -61,6 +61,11 @@ class Fleet(Roster):
         """The version that every server has; None before the start, and after a restart or a failed update until the next."""
         return self._version
 
+    @property
+    def addresses(self) -> list[str]:
+        """Of all servers, as far as they have one yet."""
+        return [server.url for server in self._servers if server.port]
+
     def start(self) -> None:
         """Start all servers side by side and return when all answer.
 

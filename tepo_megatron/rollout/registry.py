@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import socket
+import stat
 import struct
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -29,11 +30,15 @@ class Registration:
 def shared_key(folder: Path) -> str:
     """The key of the folder's servers: made by whoever asks first, readable by its owner only.
 
-    Raises RuntimeError if the folder cannot be written.
+    Raises RuntimeError if the folder cannot be written, or others than this user can write it or read the key.
     """
     path = folder / _KEY
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _check_private(
+            folder, stat.S_IWGRP | stat.S_IWOTH, "write to it: they could put a server of theirs in place of one of this run's"
+        )
         if not path.exists():
             draft = folder / f".{_KEY}.{secrets.token_hex(8)}"
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -41,12 +46,22 @@ def shared_key(folder: Path) -> str:
             with suppress(FileExistsError):
                 os.link(draft, path)  # of several that try at once, one wins
             draft.unlink()
+        _check_private(path, stat.S_IRWXG | stat.S_IRWXO, "open it: they could change the weights of this run's servers")
         return path.read_text()
     except OSError as error:
         raise RuntimeError(
             f"the key of the rollout servers cannot be written to {folder} ({error.strerror}); "
             "set rollout.server.registry to a folder that all nodes can write"
         ) from error
+
+
+def _check_private(path: Path, forbidden: int, what: str) -> None:
+    found = path.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & forbidden:
+        raise RuntimeError(
+            f"{path} belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):04o}, so that others can {what}; "
+            "remove it, or set rollout.server.registry to a new folder of yours"
+        )
 
 
 def register(folder: Path, index: int, registration: Registration) -> None:

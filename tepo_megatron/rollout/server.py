@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from tepo_megatron.bridge.transfer.transport import BACKEND
 from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.rendezvous import FOLDER_VARIABLE
 from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.resources import reserve_port, visible_gpus
 from tepo_megatron.rollout.scratch import group_members, sweep
@@ -38,7 +39,7 @@ the length of a step, waits four times as long: a connection that one side close
 
 LOG_LINES = 20
 
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", FOLDER_VARIABLE)
 _TORCHRUN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
 
@@ -211,9 +212,12 @@ class Server:
             "DO_NOT_TRACK": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_HOST_IP": self.config.host,
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(round(4 * IDLE_CONNECTION_S)),
             "PYTHONUNBUFFERED": "1",
         }
+        if sys.platform == "linux":
+            environment["GLOO_SOCKET_IFNAME"] = "lo"  # a server's workers are all on this machine
         if on_gpu and self._gpus:
             environment["CUDA_VISIBLE_DEVICES"] = visible_gpus(self._gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
         if not on_gpu:

@@ -38,6 +38,7 @@ def main(arguments: list[str]) -> int:
     asked_to_stop: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _frame: asked_to_stop.append(number))  # a handler is not inherited by the command
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm warns all processes of a step; the trainer acts on it. Inherited
     starter = os.getppid()
     sweep()
     scratch = Scratch()

@@ -69,7 +69,7 @@ class WeightSync(ABC):
         self,
         enter: Callable[[], T],
         leave: Callable[[], None],
-        port: int,
+        place: str,
         *,
         first_worker: int,
         world_size: int,
@@ -83,7 +83,7 @@ class WeightSync(ABC):
             self._pool.submit(
                 client.init_weight_transfer,
                 self._host,
-                port,
+                place,
                 rank_offset=first_worker + self._tp * index,
                 world_size=world_size,
                 timeout_s=self._timeout_s,
@@ -162,11 +162,11 @@ class BroadcastSync(WeightSync):
 
     def _form(self) -> GlooGroup:
         world_size = 1 + self._tp * len(self._clients)
-        store, port = listen(self._host)
+        store, place = listen(self._host)
         return self._join_group(
             lambda: GlooGroup(store, self._host, 0, world_size, self._timeout_s),
             lambda: announce_departure(store),
-            port,
+            place,
             first_worker=1,
             world_size=world_size,
             sharded=False,
@@ -191,12 +191,12 @@ class ShardSync(WeightSync):
         """
         if self._sender is None:
             self._sender = sender
-            port = sender.open_rendezvous(self._host)
+            place = sender.open_rendezvous(self._host)
             sender.broadcast_rendezvous()
             self._join_group(
                 sender.join_group,
                 self._close_group,
-                port,
+                place,
                 first_worker=sender.num_sources,
                 world_size=sender.world_size,
                 sharded=True,

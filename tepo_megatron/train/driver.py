@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tepo_megatron.types import Rollout, WeightsVersion
+from tepo_megatron.watch.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from tepo_megatron.train.weights import WeightPublisher
@@ -41,26 +43,42 @@ class Driver(Protocol):
     def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
         """Compares the servers' log-probs of a prompt with the trainer's; RuntimeError where they are too far apart."""
 
+    def keep_skipped(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> Path | None:
+        """Saves the rollouts that :meth:`collect` gave last, some of whose mini-batches were ``skipped``; returns the file."""
+
+    def go_back(self, step: int, sentence: str) -> None:
+        """Forgets the rows beyond ``step``, from which the run goes on with other problems than those that it drew since."""
+
     def evaluate(self, step: int) -> None: ...
     def has_logged(self, step: int) -> bool:
         """Whether the run has a row of metrics of that step."""
 
     def log(self, step: int, row: Mapping[str, float]) -> None: ...
     def state(self) -> dict[str, Any]: ...
+    def drop_step(self, step: int) -> None:
+        """The step after ``step`` completed ones is given up, if it was begun: its problems are drawn again."""
+
+    def message(self, text: str) -> None:
+        """Tells the user."""
+
     def close(self) -> None: ...
 
 
 class NonRootDriver:
     """Every rank but 0: takes part in weight updates, and otherwise waits in the engine's collectives."""
 
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self._heartbeat = heartbeat
+
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        self._heartbeat.phase(name)
         return contextlib.nullcontext()
 
     def run_or_revive(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
         return None, False
 
     def wait_until_ready(self) -> None:
-        return None
+        self._heartbeat.phase("servers")
 
     def collect(self, step: int) -> None:
         return None
@@ -78,6 +96,12 @@ class NonRootDriver:
     def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
         return None
 
+    def keep_skipped(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> None:
+        return None
+
+    def go_back(self, step: int, sentence: str) -> None:
+        return None
+
     def evaluate(self, step: int) -> None:
         return None
 
@@ -85,10 +109,16 @@ class NonRootDriver:
         return False
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
-        return None
+        self._heartbeat.step(step)
 
     def state(self) -> dict[str, Any]:
         return {}
+
+    def drop_step(self, step: int) -> None:
+        return None
+
+    def message(self, text: str) -> None:
+        return None
 
     def close(self) -> None:
         return None

@@ -64,6 +64,8 @@ _FILES = {
     "model": "the model, for transformers and vLLM",
     "logs": "what the servers wrote",
     "rollouts": "every step's rollouts",
+    "skipped": "batches with a number that is not finite, to study",
+    "status": "heartbeats of the ranks, for tepo status",
 }
 
 

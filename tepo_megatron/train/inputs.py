@@ -12,11 +12,11 @@ from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.data.problems import load_problems
 from tepo_megatron.data.prompts import encode_prompt, usable_problems
 from tepo_megatron.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
-from tepo_megatron.engine.checkpoint_folder import newest
 from tepo_megatron.reward.verifiers import resolve_verifier
 from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.split import check_server_split
 from tepo_megatron.train.placement import check_placement, this_machine
+from tepo_megatron.train.resume import find_checkpoint, resumes
 from tepo_megatron.types import Problem
 
 
@@ -33,13 +33,13 @@ class Inputs:
 
 def check_model(config: RunConfig) -> Path:
     """The model folder, after checking that it is whole and fits the parallel layouts of trainer and servers, that
-    ``model.shards`` was made of it, and that there is a checkpoint if one is to be resumed from. Every rank calls.
+    ``model.shards`` was made of it, and that there is a checkpoint of this run if one is to be resumed from. Every rank calls.
     """
     model_dir = resolve_model_path(config.model.path)
     layout = config.engine.parallel
     check_placement(config, this_machine())
-    if config.train.resume:
-        newest(config.output / "checkpoints")
+    if resumes(config):
+        find_checkpoint(config, model_dir)
     spec = read_model_spec(model_dir)
     spec.check_parallel(tp=layout.tp, pp=layout.pp)
     if config.rollout.replay is None:

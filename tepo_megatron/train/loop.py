@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.engine.checkpoint_folder import checkpoints
+from tepo_megatron.preemption import StopRequested
 from tepo_megatron.rollout.canary import due_prompt
 from tepo_megatron.train.driver import Driver
+from tepo_megatron.train.leaving import Leaving
 from tepo_megatron.train.minibatches import minibatches
+from tepo_megatron.train.placement import takes_turns
+from tepo_megatron.train.rollback import Rollback
+from tepo_megatron.train.skipped import SkippedUpdates, describe
 from tepo_megatron.train.summary import summarize
 
 if TYPE_CHECKING:
@@ -30,15 +38,36 @@ class Loop:
     step: int = 0
     updates_sent: int = 0
     """Weight updates that reached every server; one that a server's death repeated counts once."""
+    skipped: SkippedUpdates = field(init=False)
+    rollback: Rollback = field(init=False)
+
+    leaving: Leaving = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.leaving = Leaving(saved_step=self.step)
+        self.leaving.signals.at_risk = lambda: self.leaving.at_risk(self.step)
+        allowed = self.config.train.max_skipped
+        self.skipped = SkippedUpdates(allowed, self.driver.keep_skipped, self.engine.broadcast_from_root)
+        self.rollback = Rollback(self.config.train.rollback)
 
     def run(self) -> None:
-        """Every rank calls. Afterwards the trainer has its GPUs, and everything on them."""
+        """Every rank calls. Afterwards the trainer has its GPUs, and everything on them.
+
+        Raises StopRequested on every rank after a signal, once what was trained since the last checkpoint is saved.
+        """
+        try:
+            self.run_steps()
+        except StopRequested as stop:
+            self.save_before_leaving(stop)
+            raise
+
+    def run_steps(self) -> None:
         driver, engine = self.driver, self.engine
         engine.offload()
-        driver.wait_until_ready()
+        self.from_root(driver.wait_until_ready)
         self.update_weights()
         # A first row is missing at the start of a run, and where it ended between a checkpoint and its row.
-        if not engine.broadcast_from_root(driver.has_logged(self.step)):
+        if not self.from_root(lambda: driver.has_logged(self.step)):
             self.evaluate()
             driver.log(self.step, {})
         while self.step < self.config.train.steps:
@@ -57,13 +86,45 @@ class Loop:
             # token's place in its micro-batch, cancels in ratios and in differences of entropies (decision 012).
             parts = minibatches(batch, self.config.train.minibatches, seed=self.config.seed, step=self.step)
             scored = [engine.score(part) for part in parts]
-        with driver.phase("update"):
+        self.from_root(lambda: None, unless=self.leaving.update_fits)  # a step whose updates are too long is dropped
+        with driver.phase("update"), self.leaving.timed("update"):
             updates = [engine.update(part) for part in scored]
+            self.skipped.check(
+                self.step, updates, lambda: describe(updates, batch.num_sequences, seed=self.config.seed, step=self.step)
+            )
+        row = summarize(batch, updates)
+        reason = self.rollback.reason(row)
+        if reason and self.go_back(reason):
+            return
         self.step += 1
-        self.save_if_due()
+        try:
+            self.save_if_due()
+            self.from_root(lambda: None)
+            self.update_weights()
+            self.evaluate()
+        except StopRequested:
+            if not self.evaluation_is_due():  # else the resumed run evaluates, and writes the row
+                driver.log(self.step, {**row, **noise, **engine.memory()})
+            raise
+        driver.log(self.step, {**row, **noise, **engine.memory()})
+
+    def go_back(self, reason: str) -> bool:
+        """Trainer and servers get the weights of the newest checkpoint again, and the run goes on from its step with other
+        prompts; not where there is no checkpoint yet. Raises RuntimeError where that was done too often.
+        """
+        newest = "".join(map(str, checkpoints(self.config.output / "checkpoints")[-1:]))
+        newest = self.engine.broadcast_from_root(newest)  # on a shared disk the ranks need not see the same at once
+        if not newest:
+            self.driver.message(
+                f"step {self.step + 1}: {reason}, but there is no checkpoint yet to go back to; the run goes on"
+            )
+            return False
+        self.rollback.count(reason)
+        undone = self.step + 1
+        self.step = self.leaving.saved_step = self.engine.load(Path(newest))["step"]
+        self.driver.go_back(self.step, f"step {undone}: {reason}; back to {newest}, with other prompts")
         self.update_weights()
-        self.evaluate()
-        driver.log(self.step, {**summarize(batch, updates), **noise, **engine.memory()})
+        return True
 
     def update_weights(self) -> None:
         """The servers' weights become the trainer's, and a canary shows that they do; every later rollout carries their
@@ -81,7 +142,7 @@ class Loop:
             died = driver.update_weights(engine.weights_version(self.step), self.publisher)
             scored = self.score_canary()
             engine.offload()
-            if engine.broadcast_from_root(driver.revive_or_wake(died)):
+            if self.from_root(lambda: driver.revive_or_wake(died)):
                 return False
             return scored is None or self.canary_agrees(*scored)
 
@@ -92,35 +153,77 @@ class Loop:
 
     def canary_agrees(self, prompt: Sequence[int], logprobs: Sequence[float]) -> bool:
         """The servers score the prompt too; a difference stops the run. False if a server died under it."""
-        _, died = self.driver.run_or_revive(lambda: self.driver.check_canary(self.step, prompt, logprobs))
-        return not self.engine.broadcast_from_root(died)
+        driver = self.driver
+        return not self.from_root(lambda: driver.run_or_revive(lambda: driver.check_canary(self.step, prompt, logprobs))[1])
 
     def onload_trainer(self) -> None:
         """Servers on the trainer's GPUs sleep, and what it needs for training is onloaded. Elsewhere it is there anyway."""
-        self.driver.sleep_servers()
+        self.from_root(self.driver.sleep_servers)
         self.engine.onload()
 
     def noise_is_due(self) -> bool:
         every = self.config.engine.noise_every
         return bool(every) and self.step % every == 0
 
-    def evaluate(self) -> None:
+    def evaluation_is_due(self) -> bool:
         every = self.config.evaluate.every
-        if every and (self.step % every == 0 or self.step == self.config.train.steps):
+        return bool(every) and (self.step % every == 0 or self.step == self.config.train.steps)
+
+    def evaluate(self) -> None:
+        if self.evaluation_is_due():
             self.with_servers(lambda: self.driver.evaluate(self.step))
 
     def save_if_due(self) -> None:
         """Right after an update, while the GPUs are the trainer's, and before a server can end the run."""
-        every, steps = self.config.train.save_every, self.config.train.steps
-        if self.step == steps or (every and self.step % every == 0):
+        config = self.config.train
+        by_count = self.step == config.steps or (config.save_every and self.step % config.save_every == 0)
+        if by_count or self.from_root(lambda: self.leaving.save_is_due(config.save_minutes)):
+            self.save()
+
+    def save(self) -> None:
+        with self.leaving.timed("save"):
             self.engine.save(self.config.output / "checkpoints", step=self.step, state=self.driver.state())
+        self.leaving.saved(self.step)
+
+    def save_before_leaving(self, stop: StopRequested) -> None:
+        """Saves what was trained since the last checkpoint. A step that was begun is dropped: its problems are drawn again."""
+        driver, engine, found = self.driver, self.engine, self.leaving.saved_step
+        driver.drop_step(self.step)
+        if self.step > found:
+            if takes_turns(self.config):
+                driver.close()  # the GPUs are the servers', who are not needed again
+                engine.broadcast_from_root(None)  # the others wait for that
+            engine.onload()
+            self.save()
+        driver.message(self.leaving.describe(stop, saved=self.step > found))
 
     def with_servers(self, work: Callable[[], T | None]) -> T | None:
         """Rank 0 does the work; if a server died under it, it is revived, all ranks update its weights, and the work is
         repeated. Other ranks get None.
         """
-        while True:
+        results: list[T | None] = []
+
+        def attempt() -> bool:
             result, stale = self.driver.run_or_revive(work)
-            if not self.engine.broadcast_from_root(stale):
-                return result
+            results.append(result)
+            return stale
+
+        while self.from_root(attempt):
             self.update_weights()
+        return results[-1]
+
+    def from_root(self, work: Callable[[], T], *, unless: Callable[[], bool] = bool) -> T | None:
+        """What ``work`` returns on rank 0, on every rank: anything that JSON carries. Every rank calls and works.
+
+        A safe point: if a signal has asked rank 0 to stop, also in the middle of its work, every rank raises StopRequested;
+        ``unless`` says on rank 0 that it should go on to the next safe point.
+        """
+        answer: T | None = None
+        with contextlib.suppress(StopRequested):  # rank 0 says so to all
+            answer = work()
+        requested = self.leaving.signals.requested
+        stop = None if requested is None or unless() else int(requested)
+        agreed: list[Any] = self.engine.broadcast_from_root([stop, answer])
+        if agreed[0] is not None:
+            raise StopRequested(agreed[0])
+        return agreed[1]

@@ -137,6 +137,10 @@ class Stopwatch:
             self._charge()
             self._open.pop()
 
+    def elapsed(self) -> float:
+        """Seconds since the last :meth:`split`, or the start."""
+        return self._clock() - self._start
+
     def split(self) -> dict[str, float]:
         """Seconds since the last call (or the start) as ``time/<phase>``, ``time/other``, ``time/step``; starts anew."""
         now = self._charge()

@@ -15,10 +15,15 @@ def minibatches(batch: Batch, count: int, *, seed: int, step: int) -> Iterator[B
 
     Every rank draws the same order. Each sequence is in exactly one mini-batch.
     """
+    for part in members(batch.num_sequences, count, seed=seed, step=step):
+        yield batch.select(part)
+
+
+def members(sequences: int, count: int, *, seed: int, step: int) -> list[list[int]]:
+    """Which of a step's sequences each mini-batch has, in its order."""
     generator = torch.Generator().manual_seed(derive_seed(seed, step, "minibatches"))
-    order = torch.randperm(batch.num_sequences, generator=generator)
-    for part in order.tensor_split(count):
-        yield batch.select(part.tolist())
+    order = torch.randperm(sequences, generator=generator)
+    return [part.tolist() for part in order.tensor_split(count)]
 
 
 def derive_seed(seed: int, step: int, purpose: str) -> int:

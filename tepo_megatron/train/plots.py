@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from tepo_megatron.train.lost_time import fault_lines
 from tepo_megatron.train.metrics import read_metrics
 from tepo_megatron.train.palette import PHASE_COLOURS, RUN_COLOURS
 
@@ -31,6 +32,7 @@ def plot_curves(metrics_path: Path, png: Path, title: str) -> None:
     """
     rows = _rows(metrics_path)
     panels = _Picture(title)
+    panels.note(" · ".join(fault_lines(rows)))
     _reward_and_accuracy(panels.at(0, "Reward and accuracy", "reward, accuracy"), rows)
     _entropy_and_mask(panels.at(1, "Entropy and masked tokens", "entropy (nats per token)"), rows)
     _gradient_norm(panels.at(2, "Gradient norm", "global L2 norm before clipping"), rows)
@@ -88,6 +90,11 @@ class _Picture:
         _plain_frame(axes)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
         return axes
+
+    def note(self, text: str) -> None:
+        """A line at the foot of the picture; nothing where there is nothing to say."""
+        if text:
+            self._figure.supxlabel(text, fontsize=9, color=_MASKED, x=0.012, ha="left")
 
     def save(self, png: Path, rows: Sequence[Row]) -> None:
         """Gives all panels the same steps, those of ``rows``, and writes the file."""

@@ -6,28 +6,44 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.data.prompts import encode_prompt
 from tepo_megatron.data.sampler import ProblemSampler
 from tepo_megatron.evaluate.evaluation import evaluate
+from tepo_megatron.preemption import stop_signals
 from tepo_megatron.reward.pool import RewardPool
 from tepo_megatron.rollout.canary import Canary, tolerance
 from tepo_megatron.rollout.fleet import NO_SERVERS, Fleet, ServerDied
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
 from tepo_megatron.train.inputs import Inputs
+from tepo_megatron.train.lost_time import LostTime
 from tepo_megatron.train.metrics import Stopwatch
 from tepo_megatron.train.minibatches import derive_seed
 from tepo_megatron.train.noise_floor import below_the_noise
 from tepo_megatron.train.output import Output
 from tepo_megatron.train.placement import first_server_gpu, this_machine
+from tepo_megatron.train.resume import restore_data
+from tepo_megatron.train.retention import Retention
+from tepo_megatron.train.skipped import write_skipped
 from tepo_megatron.types import Problem, Rollout, WeightsVersion
+from tepo_megatron.watch.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from tepo_megatron.train.weights import WeightPublisher
 
 T = TypeVar("T")
+
+_WAITS_FOR = {
+    "rollout": "the rollout servers' samples",
+    "reward": "the reward workers",
+    "sync": "the rollout servers to take the weights",
+    "eval": "samples of the held-out problems",
+}
+"""Phase → whom rank 0 waits for in it, beside the other ranks."""
 
 
 class RootDriver:
@@ -35,13 +51,15 @@ class RootDriver:
     by :meth:`wait_until_ready`.
     """
 
-    def __init__(self, config: RunConfig, inputs: Inputs, output: Output) -> None:
+    def __init__(self, config: RunConfig, inputs: Inputs, output: Output, heartbeat: Heartbeat) -> None:
         self.config = config
         self.inputs = inputs
         self.tokenizer = inputs.tokenizer
         self.output = output
+        self.heartbeat = heartbeat
         self.watch = Stopwatch()
         self.sampler = ProblemSampler(inputs.train, config.seed)
+        self._retention = Retention(config, output.message)
         self.pool = RewardPool(config.reward)
         self.fleet: Fleet | None = None
         self._starting: Future[None] | None = None
@@ -60,21 +78,30 @@ class RootDriver:
                 # Servers take tens of seconds to start; the model is built meanwhile.
                 self._starting = ThreadPoolExecutor(1, "fleet").submit(self.fleet.start)
         self._drawn: tuple[int, list[Problem]] = (-1, [])
+        self._before_draw = self.sampler.state()
+        self._signals = stop_signals()
+        self._collected: list[Rollout] = []
         self._canary = Canary(tolerance(config))
         self._canary_figures: dict[str, float] = {}
         self._evaluation: dict[str, float] = {}
         self._versions: dict[str, float] = {}
         self._failed_rewards = 0
+        self._returns = 0
         self._said_noise = False
+        self.lost = LostTime()
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         self.output.progress.phase(name)
+        self.heartbeat.phase(name, waits_for=_WAITS_FOR.get(name, ""))
         return self.watch.phase(name)
 
     def run_or_revive(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
-        result, died = self._run_or_report(work)
-        if died:
-            self._fleet().revive()
+        with self.lost.if_in_vain("lost/server") as was_in_vain:
+            result, died = self._run_or_report(work)
+            if died:
+                was_in_vain()
+                with self._signals.interruptible():
+                    self._fleet().revive()
         return result, died
 
     def _run_or_report(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
@@ -82,23 +109,36 @@ class RootDriver:
         try:
             return work(), False
         except ServerDied as error:
-            self.output.message(f"{error}; starting it again")
+            if self._signals.requested is None:
+                self.output.message(f"{error}; starting it again")
             return None, True
+        except RuntimeError:
+            if self._signals.requested is None:
+                raise
+            return None, True  # servers got the signal too
 
     def wait_until_ready(self) -> None:
         if self.fleet is None:
             return
         self.output.progress.phase("servers")  # no phase of the stopwatch: it is no part of a step
-        if self._starting is not None:
-            self._starting.result()
-        else:
-            self.fleet.start()
+        self.heartbeat.phase("servers", waits_for="the rollout servers to start")
+        with self._signals.interruptible():
+            if self._starting is not None:
+                self._starting.result()
+            else:
+                self.fleet.start()
+        self._tell_who_works()
+
+    def _tell_who_works(self) -> None:
+        servers = [] if self.fleet is None else self.fleet.addresses
+        self.heartbeat.tell(servers=servers, reward_workers=self.config.reward.workers)
 
     # -- rollouts --------------------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> list[Rollout]:
         """G rewarded samples of each of the step's prompts; the same again if called again for the same step."""
         rollouts = self._collect(step)
+        self._collected = rollouts
         steps = [rollout.weights_version.step for rollout in rollouts]
         self._versions = {"weights_version/min": float(min(steps)), "weights_version/max": float(max(steps))}
         return rollouts
@@ -109,6 +149,7 @@ class RootDriver:
                 return read_rollouts(self.config.rollout.replay, step)
         # A step that a server's death repeats asks again, and must get the same problems.
         if self._drawn[0] != step:
+            self._before_draw = self.sampler.state()
             self._drawn = (step, self.sampler.next(self.config.rollout.prompts_per_step))
         problems = self._drawn[1]
         rollouts = self._sample(problems, step)
@@ -121,13 +162,14 @@ class RootDriver:
         config = self.config.rollout
         template = self.config.data.chat_template
         prompts = [encode_prompt(self.tokenizer, problem, chat_template=template) for problem in problems]
-        with self.phase("rollout"):
+        with self.phase("rollout"), self._signals.interruptible():
             groups = self._fleet().generate(
                 prompts,
                 n=config.samples_per_prompt,
                 temperature=config.sampling.temperature,
                 max_new_tokens=config.sampling.max_new_tokens,
                 seed=derive_seed(self.config.seed, step, "rollout"),
+                on_progress=self.heartbeat.moved,
             )
         return [
             Rollout(
@@ -145,7 +187,7 @@ class RootDriver:
         ]
 
     def _reward(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[Rollout]:
-        with self.phase("reward"):
+        with self.phase("reward"), self._signals.interruptible():
             results = self.pool.score([(problems[rollout.group], rollout.text) for rollout in rollouts])
         failures = [result.error for result in results if result.error]
         if failures:
@@ -153,16 +195,42 @@ class RootDriver:
             self.output.message(f"{len(failures)} of {len(results)} rewards failed; the first: {failures[0]}")
         return [replace(rollout, reward=result.reward) for rollout, result in zip(rollouts, results, strict=True)]
 
+    def keep_skipped(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> Path:
+        folder = self.config.output / "skipped"
+        try:
+            path = write_skipped(folder, step, self._collected, skipped)
+        except OSError as error:  # what is kept for study does not end a run
+            self.output.message(f"the skipped batch could not be kept: {error}")
+            path = folder
+        self.output.message(
+            f"step {step + 1}: {len(skipped)} of {self.config.train.minibatches} optimizer steps skipped, a number was not "
+            f"finite: {skipped[0]['cause']}; see {path}"
+        )
+        return path
+
+    def go_back(self, step: int, sentence: str) -> None:
+        self.message(sentence)
+        # The sampler goes on where it is, so that no problem of the steps that are undone comes again in this pass.
+        self._drawn = (-1, [])
+        self.lost.add("lost/rollback", self.output.resume_from(step) + self.watch.elapsed())
+        self._returns += 1
+
     # -- weights ---------------------------------------------------------------------------------------------------------
 
     def update_weights(self, version: WeightsVersion, publisher: WeightPublisher) -> bool:
-        return self._run_or_report(lambda: publisher.update_weights(version))[1]
+        with self.lost.if_in_vain("lost/server") as was_in_vain:
+            died = self._run_or_report(lambda: publisher.update_weights(version))[1]
+            if died:
+                was_in_vain()
+        return died
 
     def revive_or_wake(self, died: bool) -> bool:
         if self.fleet is None:
             return False
         if died:
-            self.fleet.revive()
+            with self.lost.if_in_vain("lost/server") as was_in_vain, self._signals.interruptible():
+                was_in_vain()
+                self.fleet.revive()
             return True
         return self.run_or_revive(self.fleet.wake_up)[1]
 
@@ -183,10 +251,10 @@ class RootDriver:
     def evaluate(self, step: int) -> None:
         if self.config.rollout.replay is not None:
             return
-        with self.phase("eval"):
+        with self.phase("eval"), self._signals.interruptible():
             result = evaluate(
                 self.inputs.heldout,
-                generate=self._fleet().generate,
+                generate=partial(self._fleet().generate, on_progress=self.heartbeat.moved),
                 tokenizer=self.tokenizer,
                 pool=self.pool,
                 config=self.config.evaluate,
@@ -208,9 +276,15 @@ class RootDriver:
         if "response_tokens" in row:
             figures["tokens/s"] = row["response_tokens"] / split["time/step"]
             figures["reward/failed"] = float(self._failed_rewards)
+            figures["rollback/count"] = float(self._returns)
+            self._returns = 0
         self._versions, self._evaluation, self._canary_figures, self._failed_rewards = {}, {}, {}, 0
         servers = self.fleet.figures() if self.fleet is not None else NO_SERVERS
-        self.output.write_row(step, {**figures, **servers, **split})
+        self.lost.add("lost/skipped", split["time/step"] * row.get("update/skipped", 0.0) / self.config.train.minibatches)
+        self.output.write_row(step, {**figures, **servers, **split, **self.lost.split()})
+        self.heartbeat.step(step)
+        self._tell_who_works()
+        self._retention.after_row(step)
         if not self._said_noise:
             for sentence in below_the_noise(self.config.objective, figures):
                 self.output.message(sentence)
@@ -221,7 +295,17 @@ class RootDriver:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on in the data where the run that was saved stopped."""
-        self.sampler.restore(state["sampler"])
+        begun_anew = restore_data(self.sampler, state, self.config.train.allow_change)
+        if begun_anew is not None:
+            self.output.message(begun_anew)
+
+    def drop_step(self, step: int) -> None:
+        if self._drawn[0] == step:
+            self._drawn = (-1, [])
+            self.sampler.restore(self._before_draw)
+
+    def message(self, text: str) -> None:
+        self.output.message(text)
 
     def close(self) -> None:
         """Ends servers and verifiers; safe after any failure, also while the servers are still starting."""

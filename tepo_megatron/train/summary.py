@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,15 @@ def summarize(batch: Batch, updates: Sequence[UpdateResult]) -> dict[str, float]
     """Figures over the step: rewards and lengths of its rollouts, and the objective's metrics over all its mini-batches.
 
     Means are over tokens (or whatever a metric counts), never means of means; the gradient norm is the mean over the
-    optimizer steps.
+    optimizer steps. Skipped optimizer steps are counted (``update/skipped``) and left out of everything else; where all were
+    skipped, loss and norm are NaN, and the objective's metrics are absent.
     """
-    row = {**_rollout_figures(batch)}
+    lr = updates[-1].lr
+    count_skipped = sum(bool(update.skipped) for update in updates)
+    updates = [update for update in updates if not update.skipped]
+    row = {**_rollout_figures(batch), "update/skipped": float(count_skipped), "lr": lr, "loss": math.nan, "grad_norm": math.nan}
+    if not updates:
+        return row
     for name in updates[0].sums:
         total = sum(update.sums[name][0] for update in updates)
         count = sum(update.sums[name][1] for update in updates)
@@ -29,7 +36,6 @@ def summarize(batch: Batch, updates: Sequence[UpdateResult]) -> dict[str, float]
         row[name] = pick(update.extrema[name] for update in updates)
     row["loss"] = sum(update.loss for update in updates) / len(updates)
     row["grad_norm"] = sum(update.grad_norm for update in updates) / len(updates)
-    row["lr"] = updates[-1].lr
     return row
 
 

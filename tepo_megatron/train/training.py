@@ -8,7 +8,7 @@ import signal
 import warnings
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.engine.checkpoint_folder import newest
+from tepo_megatron.preemption import STOP_SIGNALS, stop_signals
 from tepo_megatron.torchrun import report_before_leaving
 from tepo_megatron.train.driver import Driver, NonRootDriver
 from tepo_megatron.train.inputs import check_model, read_inputs
@@ -16,7 +16,9 @@ from tepo_megatron.train.loop import Loop
 from tepo_megatron.train.output import Output
 from tepo_megatron.train.placement import takes_turns
 from tepo_megatron.train.progress import make_progress
+from tepo_megatron.train.resume import accept, messages, resume
 from tepo_megatron.train.root_driver import RootDriver
+from tepo_megatron.train.watched import make_heartbeat, told_at_the_end
 from tepo_megatron.train.weights import WeightPublisher
 
 
@@ -24,34 +26,42 @@ def train_model(config: RunConfig) -> None:
     """Trains to ``config.train.steps``, and leaves checkpoint, exported model, metrics and picture in ``config.output``.
 
     Every rank of the torchrun world calls (or one process, for a world of 1). Raises ValueError for what the user can mend,
-    before servers and model are made wherever that is possible; on any way out, servers and workers are ended.
+    before servers and model are made wherever that is possible; on any way out, servers and workers are ended. Raises
+    StopRequested after a signal that ``torchrun.run_rank`` handles, when what was trained has been saved.
     """
+    signals = stop_signals()
     is_root = int(os.environ.get("RANK", 0)) == 0
     _end_non_root_ranks_promptly(is_root)
     model_dir = check_model(config)
     # Unwound in reverse: the engine leaves its groups first, then servers and verifiers end, and the files are closed last.
     with contextlib.ExitStack() as stack:
         output: Output | None = None
-        driver: Driver = NonRootDriver()
+        heartbeat = make_heartbeat(config)
+        stack.enter_context(told_at_the_end(heartbeat))
+        driver: Driver = NonRootDriver(heartbeat)
         if is_root:
             inputs = read_inputs(config, model_dir)
             output = Output(config, make_progress(config.log))
             stack.callback(output.close)
+            signals.say = output.message
+            heartbeat.start()
             for source, count in inputs.left_out.items():
                 output.message(f"{source}: {count} problems left out, longer than data.max_prompt_tokens")
-            driver = RootDriver(config, inputs, output)
+            driver = RootDriver(config, inputs, output, heartbeat)
             stack.callback(driver.close)
         _silence_upstream()
         # Megatron-Core takes seconds to import; the servers are coming up meanwhile.
         from tepo_megatron.engine.engine import Engine
 
-        engine = Engine(config, model_dir, shares_gpus=takes_turns(config))
+        engine = Engine(config, model_dir, shares_gpus=takes_turns(config), heartbeat=heartbeat)
         stack.callback(engine.close)
         stack.push(report_before_leaving)
         fleet = driver.fleet if isinstance(driver, RootDriver) else None
         loop = Loop(config, engine, driver, WeightPublisher(config, engine, fleet))
-        if config.train.resume:
+        # Ranks may see a shared disk differently: rank 0 has looked.
+        if engine.broadcast_from_root(output is not None and output.resumes):
             _resume(loop, driver, output)
+        signals.defer()
         loop.run()
         engine.export(config.output / "model")
         if output is not None:
@@ -59,13 +69,14 @@ def train_model(config: RunConfig) -> None:
 
 
 def _resume(loop: Loop, driver: Driver, output: Output | None) -> None:
-    found = newest(loop.config.output / "checkpoints")
-    state = loop.engine.load(found)
-    loop.step = state["step"]
+    found = resume(loop.config, loop.engine)
+    loop.step = loop.leaving.saved_step = found.step
+    loop.updates_sent = found.step  # one a step, so that canaries are due when they would have been
     if isinstance(driver, RootDriver) and output is not None:
-        driver.restore(state)
-        output.resume_from(loop.step)
-        output.message(f"resumed from {found} at step {loop.step}")
+        driver.restore(found.state)
+        driver.lost.add("lost/resume", output.resume_from(loop.step))
+        for sentence in [*messages(loop.config, found), *accept(loop.config, found)]:
+            output.message(sentence)
 
 
 def _silence_upstream() -> None:
@@ -75,9 +86,9 @@ def _silence_upstream() -> None:
 
 
 def _end_non_root_ranks_promptly(is_root: bool) -> None:
-    """Rank 0 unwinds on a signal, so that servers end (``torchrun.run_rank`` sees to it). The others have nothing to end,
-    and waiting in a collective would keep them from noticing.
+    """Before the loop rank 0 unwinds on a signal, so that servers end. The others have nothing to end, and waiting in a
+    collective would keep them from noticing. In the loop all go to the next safe point together.
     """
     if not is_root:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)

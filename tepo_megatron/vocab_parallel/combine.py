@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.vocab_parallel.collectives import all_gather
 
 if TYPE_CHECKING:
@@ -94,8 +95,8 @@ def _check_finite(sum_R: Tensor, sum_pR: Tensor, rows_R: Tensor | None) -> None:
     # A NaN or +inf makes the sum of its shard NaN or inf, which names the rank; a finite sum of 0 means that all are −inf.
     ranks = (~sum_pR[:, first].isfinite()).nonzero().flatten().tolist()
     if ranks:
-        raise ValueError(
+        raise NotFiniteError(
             f"NaN or +inf logits on tensor-parallel rank {ranks[0]}, first at token {token}; look at the weights after the "
             "last step and at the learning rate"
         )
-    raise ValueError(f"every logit of token {token} is −inf; a sampler's mask must leave at least one token")
+    raise NotFiniteError(f"every logit of token {token} is −inf; a sampler's mask must leave at least one token")

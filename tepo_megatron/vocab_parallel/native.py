@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import math
 import os
+import platform
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -30,7 +31,9 @@ from tepo_megatron.vocab_parallel.shard import LocalLabels
 _LOG2_E = math.log2(math.e)
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 # No -ffast-math: it would allow the compiler to assume that there is no NaN, and `combine` looks for one.
-_FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC")
+_FLAGS = ["-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC"]
+if platform.machine() == "x86_64":
+    _FLAGS.append("-mprefer-vector-width=512")  # where there are such registers, compilers would still take half of them
 _POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _FORWARD = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT, _FLOAT, _POINTER, _SIZE)
 _BACKWARD = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT, *(_POINTER,) * 6, _SIZE)

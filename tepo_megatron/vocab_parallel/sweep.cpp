@@ -10,8 +10,10 @@
 
 namespace {
 
-constexpr int64_t kBlock = 2048;
-constexpr float kLowest = -126.0f;  // below it 2^t is taken as 0, and t as this, so that 0 * t is 0 also for -inf
+// Columns of a block. While one is computed, the next one is brought into the cache: the processor alone starts too late for that
+// where a row's pages lie apart.
+constexpr int64_t kBlock = 1024;
+constexpr float kLowest = -127.0f;  // below it t is taken as this, whose power is 0, so that 0 * t is 0 also for -inf
 
 struct BFloat16 {
   uint16_t bits;
@@ -34,24 +36,34 @@ inline void store(float value, BFloat16* at) {
   at->bits = static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);  // to nearest, ties to even
 }
 
-// 2^t for t <= 0, to about one unit in the last place.
+// 2^t for t <= 0, to about one unit in the last place; below 2^-126.5 it is exactly 0. NaN stays NaN.
 inline float exp2_of(float t) {
-  const float bounded = t < kLowest ? kLowest : t;
-  const float whole = std::nearbyintf(bounded);
-  const float f = bounded - whole;
-  float p = 1.5252734e-5f;  // Taylor coefficients of 2^f, ln(2)^k / k!
-  p = p * f + 1.5403530e-4f;
-  p = p * f + 1.3333558e-3f;
-  p = p * f + 9.6181291e-3f;
-  p = p * f + 5.5504109e-2f;
-  p = p * f + 2.4022651e-1f;
-  p = p * f + 6.9314718e-1f;
+  // Adding this rounds t to an integer, whose sum with the exponent's bias then stands in the lowest bits.
+  constexpr float kRound = 12582912.0f + 127.0f;  // 1.5 * 2^23
+  const float rounded = t + kRound;
+  const float f = t - (rounded - kRound);
+  float p = 1.53533620e-4f;  // minimax for 2^f on [-1/2, 1/2], 1 at 0
+  p = p * f + 1.33988750e-3f;
+  p = p * f + 9.61843692e-3f;
+  p = p * f + 5.55033237e-2f;
+  p = p * f + 2.40226477e-1f;
+  p = p * f + 6.93147182e-1f;
   p = p * f + 1.0f;
-  const int32_t bits = (static_cast<int32_t>(whole) + 127) << 23;
+  uint32_t bits;
+  std::memcpy(&bits, &rounded, sizeof bits);
+  bits <<= 23;
   float scale;
   std::memcpy(&scale, &bits, sizeof scale);
-  return t < kLowest ? 0.0f : p * scale;
+  return p * scale;
 }
+
+// Asks for the block that starts at x. An address behind the logits is no error: nothing is read.
+template <class T>
+inline void prefetch(const T* x) {
+  for (int64_t v = 0; v < kBlock; v += 64 / sizeof(T)) __builtin_prefetch(x + v);
+}
+
+inline float bounded(float t) { return t < kLowest ? kLowest : t; }
 
 // With kSquares also the sums of e^2t and e^2t t, behind the label's place in a row of 6 statistics.
 template <bool kSquares, class T>
@@ -61,26 +73,37 @@ void forward(const T* logits, int64_t stride, const int64_t* rows, int64_t count
   for (int64_t r = 0; r < count; ++r) {
     const T* x = logits + (rows ? rows[r] : r) * stride;
     float highest = empty_max;
-#pragma omp simd reduction(max : highest)
-    for (int64_t v = 0; v < columns; ++v) {
-      const float value = load(x[v]);
-      highest = value > highest ? value : highest;
-    }
     double sum = 0, weighted = 0, square = 0, weighted_square = 0;
     for (int64_t start = 0; start < columns; start += kBlock) {
       const int64_t stop = start + kBlock < columns ? start + kBlock : columns;
+      float block = highest;
+#pragma omp simd reduction(max : block)
+      for (int64_t v = start; v < stop; ++v) {
+        const float value = load(x[v]);
+        block = value > block ? value : block;
+      }
+      if (block > highest) {  // the sums so far are brought to the new maximum: e^t t becomes e^(t + d) (t + d)
+        const double d = (static_cast<double>(highest) - block) * to_log2, factor = std::exp2(d);
+        weighted = factor * (weighted + d * sum);
+        sum *= factor;
+        if constexpr (kSquares) {
+          weighted_square = factor * factor * (weighted_square + d * square);
+          square *= factor * factor;
+        }
+        highest = block;
+      }
+      prefetch(x + stop);
       float s = 0, u = 0, q = 0, w = 0;
 #pragma omp simd reduction(+ : s, u, q, w)
       for (int64_t v = start; v < stop; ++v) {
-        const float t = (load(x[v]) - highest) * to_log2;
+        const float t = bounded((load(x[v]) - highest) * to_log2);
         const float e = exp2_of(t);
-        const float bounded = t < kLowest ? kLowest : t;
         s += e;
-        u += e * bounded;
+        u += e * t;
         if constexpr (kSquares) {
           const float e2 = e * e;
           q += e2;
-          w += e2 * bounded;
+          w += e2 * t;
         }
       }
       sum += s;
@@ -109,12 +132,16 @@ void backward(const T* logits, int64_t stride, const int64_t* rows, int64_t coun
     T* y = out + row * out_stride;
     const float m = highest[r], a = constant[r], b = slope[r];
     const auto gradient = [=](float logit) {
-      const float t = (logit - m) * to_log2;
-      return exp2_of(t) * (a + b * (t < kLowest ? kLowest : t));
+      const float t = bounded((logit - m) * to_log2);
+      return exp2_of(t) * (a + b * t);
     };
     const float labelled = gradient(load(x[label[r]])) + at_label[r];  // read before it may be overwritten
+    for (int64_t start = 0; start < columns; start += kBlock) {
+      const int64_t stop = start + kBlock < columns ? start + kBlock : columns;
+      prefetch(x + stop);
 #pragma omp simd
-    for (int64_t v = 0; v < columns; ++v) store(gradient(load(x[v])), y + v);
+      for (int64_t v = start; v < stop; ++v) store(gradient(load(x[v])), y + v);
+    }
     store(labelled, y + label[r]);
   }
 }

@@ -22,6 +22,7 @@ _FAR_BELOW = -1e4
 
 _WORKSPACE_BYTES = {"cpu": 768 * 1024}  # beside the rows themselves in a second-level cache
 _WORKSPACE_BYTES_ACCELERATOR = 128 * 1024 * 1024  # where a chunk must be large enough to fill the device
+_FEW_ROWS = 8
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -43,10 +44,21 @@ def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_
         torch.exp2(t_cV, out=e_cV)
         stats_RK[at, 0:1] = max_c1
         stats_RK[at, 1] = e_cV.sum(1)
+        if t_cV.device.type == "cpu" and len(t_cV) <= _FEW_ROWS:
+            stats_RK[at, 2] = _inner(t_cV, e_cV) / _LOG2_E
+            if stats_RK.shape[1] == 6:
+                stats_RK[at, 5] = _inner(t_cV.mul_(e_cV), e_cV) / _LOG2_E
+                stats_RK[at, 4] = _inner(e_cV, e_cV)
+            continue
         stats_RK[at, 2] = t_cV.mul_(e_cV).sum(1) / _LOG2_E
         if stats_RK.shape[1] == 6:
             stats_RK[at, 5] = t_cV.mul_(e_cV).sum(1) / _LOG2_E
             stats_RK[at, 4] = e_cV.mul_(e_cV).sum(1)
+
+
+def _inner(a_cV: Tensor, b_cV: Tensor) -> Tensor:
+    """Returns Σ a·b of each row without writing the products: for few and long rows."""
+    return torch.stack([torch.dot(a_V, b_V) for a_V, b_V in zip(a_cV, b_cV, strict=True)])
 
 
 def backward(

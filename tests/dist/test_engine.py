@@ -190,6 +190,17 @@ def test_scores_match_transformers_in_float64(worlds: Worlds, layout: Layout) ->
 
 
 @pytest.mark.parametrize("layout", [SINGLE, *OTHERS, *TIED], ids=lambda layout: layout.name)
+def test_each_micro_batch_is_padded_alone(worlds: Worlds, layout: Layout) -> None:
+    """Stages of a pipeline too compute no more tokens than there are, up to what sequence parallelism must divide."""
+    tokens = pack(read_rollouts(worlds.folder / "rollouts", 0)).num_tokens
+    forwarded = worlds.report(layout)["forwarded"]
+    if layout.dp == 1:
+        assert tokens <= sum(forwarded) <= tokens + (layout.tp - 1) * len(forwarded) * layout.sp
+    if layout.micro_batch_tokens < tokens / layout.dp:
+        assert len(set(forwarded)) > 1
+
+
+@pytest.mark.parametrize("layout", [SINGLE, *OTHERS, *TIED], ids=lambda layout: layout.name)
 def test_the_digest_of_weights_is_that_of_the_files_tensors(worlds: Worlds, layout: Layout) -> None:
     tensors = weights(worlds.folder / f"model-{layout.tied}")
     boxes = {name: Box((0,) * tensor.ndim, tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -206,6 +217,12 @@ def test_a_prompt_is_scored_under_temperature_1_on_every_layout(worlds: Worlds, 
         logprobs_TV = oracle(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
     expected = [float(logprobs_TV[at, token]) for at, token in enumerate(PROMPT[1:])]
     assert worlds.report(layout)["prompt_logprobs"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", [SINGLE, *OTHERS, *TIED], ids=lambda layout: layout.name)
+def test_training_draws_no_random_numbers(worlds: Worlds, layout: Layout) -> None:
+    """So a checkpoint has no state of a generator (decision 003)."""
+    assert not worlds.report(layout)["drew_random_numbers"]
 
 
 @pytest.mark.parametrize("layout", OTHERS, ids=lambda layout: layout.name)
@@ -243,6 +260,8 @@ def test_a_checkpoint_resumes_under_another_layout(worlds: Worlds, saved: Layout
     out = worlds.run(resumed, resume=checkpoint)
     report = json.loads((out / "report.json").read_text())
     assert report["digest"] == state["weights_digest"]
+    assert report["prompt_logprobs"] == pytest.approx(worlds.report(saved)["saved_logprobs"], abs=1e-5)
+    assert worlds.report(saved)["saved_logprobs"] != pytest.approx(worlds.report(saved)["prompt_logprobs"], abs=1e-5)
     assert_same_updates(report["updates"], worlds.report(SINGLE)["updates"][2:])
     for name, tensor in weights(worlds.run(SINGLE) / "trained").items():
         found = weights(out / "trained")[name]

@@ -33,11 +33,10 @@ def values(layouts: Any, model: dict[str, Tensor], rank: int, dtype: torch.dtype
 def trainer(rank: int, case: Any, sender: ShardSender, number: int) -> str:
     """One update on a trainer rank; what went wrong."""
     if rank:
-        dist.broadcast(torch.zeros(1, dtype=torch.int64), src=0)
+        dist.broadcast_object_list([None], src=0)
         sender.update_as_non_root()
         return ""
-    port = torch.tensor([sender.open_rendezvous(HOST) if number in (0, LEAVES + 1) else 0])
-    dist.broadcast(port, src=0)
+    dist.broadcast_object_list([sender.open_rendezvous(HOST) if number in (0, LEAVES + 1) else ""], src=0)
     sender.broadcast_rendezvous()
     try:
         sender.join_group()
@@ -52,11 +51,11 @@ def trainer(rank: int, case: Any, sender: ShardSender, number: int) -> str:
 
 def worker(rank: int, world: int, group: Any, params: dict[str, Tensor], number: int) -> tuple[Any, str]:
     """One update on a worker; the group for the next, and what went wrong."""
-    port = torch.zeros(1, dtype=torch.int64)
-    dist.broadcast(port, src=0)
+    place = [""]
+    dist.broadcast_object_list(place, src=0)
     try:
-        if int(port):
-            store = connect(HOST, int(port), TIMEOUT_S)
+        if place[0]:
+            store = connect(HOST, place[0], TIMEOUT_S)
             order = decode_order(store.get(order_key(rank)))
             group = (GlooGroup(store, HOST, rank, world, TIMEOUT_S), order)
         if number == LEAVES and rank == world - 1:

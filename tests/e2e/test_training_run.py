@@ -54,7 +54,7 @@ CANARY = "canary/max_logprob_gap"
 MEASURED_IN_SECONDS = ("time/", "tokens/s")
 
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("-m", "tepo_megatron.torchrun", "--nproc-per-node", "2")
 
 
 def start(*arguments: str, runner: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -221,12 +221,15 @@ def test_interrupting_ends_everything(tmp_path: Path) -> None:
     try:
         wait_for_rows(process, out, 3)
         os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=TIMEOUT_S)
+        printed, err = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 130
         assert "Traceback" not in err
     finally:
         process.kill()
     assert_none_names(out)
+    saved = rows(out)[-1]["step"]  # every step that was trained, and its row
+    assert f"Ctrl-C: saved step_{saved:06d}; continue with --resume" in printed
+    assert (out / "checkpoints" / f"step_{saved:06d}" / "state.json").exists()
     assert all(set(row) >= KEYS for row in rows(out)[1:])
     assert max(abs(row["mismatch/kl"]) for row in rows(out)[1:]) < 1e-6
 

@@ -47,7 +47,7 @@ def sends(kind: TransportName, device: torch.device, updates: int, dies: bool) -
         device=device,
         transport=kind,
     )
-    dist.broadcast(torch.tensor([sender.open_rendezvous(HOST)]), src=0)
+    dist.broadcast_object_list([sender.open_rendezvous(HOST)], src=0)
     sender.join_group()
     for _ in range(updates):
         sender.send_shards()
@@ -64,9 +64,9 @@ def sends(kind: TransportName, device: torch.device, updates: int, dies: bool) -
 
 
 def receives(kind: TransportName, device: torch.device, updates: int, dies: bool) -> Any:
-    port = torch.zeros(1, dtype=torch.int64)
-    dist.broadcast(port, src=0)
-    store = connect(HOST, int(port), TIMEOUT_S)
+    place = [""]
+    dist.broadcast_object_list(place, src=0)
+    store = connect(HOST, place[0], TIMEOUT_S)
     order = decode_order(store.get(order_key(1)))
     group = join(kind, store, Member(1, 2, device, HOST, same_gpu_senders=order.takes), TIMEOUT_S)
     right = []

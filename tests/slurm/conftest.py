@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.support.programs import TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +24,7 @@ SlurmctldPort={ports[0]}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=20
 CryptoType=crypto/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
@@ -35,11 +38,14 @@ SelectType=select/linear
 MpiDefault=none
 ReturnToService=2
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
-KillWait=10
+KillWait=60
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus}
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus}
 PartitionName=test Nodes=n1,n2 Default=YES State=UP MaxTime=INFINITE
 """
+
+
+Done = subprocess.CompletedProcess[str]
 
 
 @dataclass(frozen=True)
@@ -49,24 +55,57 @@ class Cluster:
     folder: Path
     environment: dict[str, str]
 
-    def run(self, *command: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, timeout: float = TIMEOUT_S) -> Done:
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=timeout, check=False)
+
+    def ask(self, *command: str, answered: Callable[[str], bool] = bool) -> str:
+        """What a command of Slurm answers. On a busy machine the controller is late, and the command fails or says nothing: it
+        is asked again until ``answered``, and given up only when it hangs.
+        """
+        return self._repeat(command, lambda done: answered(done.stdout)).stdout
+
+    def do(self, *command: str) -> None:
+        """Runs a command of Slurm that changes something, again until it succeeds."""
+        self._repeat(command, lambda done: done.returncode == 0)
+
+    def _repeat(self, command: Sequence[str], enough: Callable[[Done], bool]) -> Done:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not enough(done := self.run(*command)):
+            assert time.monotonic() < deadline, f"{command} gave {done.stdout!r}, and on standard error {done.stderr!r}"
+            time.sleep(0.5)
+        return done
+
+    def cancel_all(self) -> None:
+        """Ends every job, and returns when none is left on a node or in the queue."""
+        self.do("scancel", f"--user={getpass.getuser()}")
+        self._repeat(("squeue", "--noheader"), lambda done: done.returncode == 0 and not done.stdout.strip())
 
 
 @pytest.fixture(scope="session")
 def tepo() -> str:
     """The ``tepo`` of an environment with NeMo-Run and without torch."""
-    done = subprocess.run(["bash", str(ROOT / "scripts" / "setup_launch.sh")], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "setup_launch.sh")], capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     if done.returncode:
         pytest.skip(f"no environment with NeMo-Run: {done.stderr.strip().splitlines()[-1]}")
     return str(ROOT / ".venv-launch" / "bin" / "tepo")
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left(cluster: Cluster) -> Iterator[None]:
+    """A job that a test left behind would block the next one's."""
+    yield
+    cluster.cancel_all()
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if os.getuid() != 0:
         pytest.skip("slurmd starts jobs as their owner: it needs root")
-    done = subprocess.run(["bash", str(ROOT / "scripts" / "setup_slurm_test.sh")], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "setup_slurm_test.sh")], capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     if done.returncode:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     folder = tmp_path_factory.mktemp("slurm")
@@ -111,7 +150,9 @@ def _start(folder: Path, daemons: list[subprocess.Popen[bytes]]) -> dict[str, st
         start("slurmd", "-D", "-N", node, "-f", str(conf))
 
     def idle() -> bool:
-        seen = subprocess.run(["sinfo", "-h", "-o", "%T %D"], env=environment, capture_output=True, text=True, timeout=30)
+        seen = subprocess.run(
+            ["sinfo", "-h", "-o", "%T %D"], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
         return seen.stdout.strip() == "idle 2"
 
     _wait(idle, folder)
@@ -120,13 +161,13 @@ def _start(folder: Path, daemons: list[subprocess.Popen[bytes]]) -> dict[str, st
 
 def _wait(condition: object, folder: Path) -> None:
     assert callable(condition)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         if time.monotonic() > deadline:
             logs = "\n".join(
                 f"{path.name}:\n{path.read_text(errors='replace')[-2000:]}" for path in sorted(folder.glob("*.log"))
             )
-            pytest.fail(f"the test cluster did not come up within a minute\n{logs}")
+            pytest.fail(f"the test cluster did not come up\n{logs}")
         time.sleep(0.2)
 
 

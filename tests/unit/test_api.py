@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import tepo_megatron
+from tests.support.programs import TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 TORCH_FREE = {
@@ -50,7 +51,7 @@ WITH_TORCH = {
 
 
 def run(script: str) -> None:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -124,7 +124,9 @@ def test_every_knob_is_read_by_some_code() -> None:
 
 # -- metrics
 
-FAMILY = "reward|groups|response_len|accuracy|canary|memory|weights_version|ratio|clip|kl|mask|entropy|mismatch"
+FAMILY = (
+    "reward|groups|response_len|accuracy|canary|memory|weights_version|ratio|clip|kl|mask|entropy|mismatch|update|lost|rollback"
+)
 
 
 def metrics() -> set[str]:

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.programs import TIMEOUT_S
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = "tepo_megatron"
 CONTRACTS = {
@@ -133,7 +135,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[int,
         input=json.dumps(cases()),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return {name: (status, printed) for name, (status, printed) in json.loads(done.stdout).items()}

@@ -19,6 +19,7 @@ from tepo_megatron.bridge.architecture import ModelSpec, read_model_spec
 from tepo_megatron.bridge.geometry import Box
 from tepo_megatron.bridge.layouts import MegatronParallel, megatron_layout, tensor_shapes
 from tepo_megatron.bridge.storage.files import SHARD_BYTES, copy_description, model_file_name, write_index
+from tepo_megatron.bridge.storage.manifest import check_whole, has_manifest
 from tepo_megatron.bridge.storage.planned_files import BUCKET_BYTES, FileEntry, PlannedFile, group_entries
 from tepo_megatron.bridge.storage.stored import DTYPES, SHARDS, WEIGHT, StoredWeights, box_key, open_weights
 
@@ -43,9 +44,11 @@ def export_model(
 
     ``model`` is the folder that config and tokenizer are copied from; by default the one that the checkpoint was trained from.
     ``dtype`` defaults to the one in its config. Raises ValueError for weights that are not that model (everything wrong is
-    named) and for an ``out`` that exists, RuntimeError for a full disk.
+    named) and for a damaged checkpoint and an ``out`` that exists, RuntimeError for a full disk.
     """
     model = model or _model_of(source)
+    if has_manifest(source):
+        check_whole(source)
     spec, weights = read_model_spec(model), open_weights(source)
     shapes = tensor_shapes(spec)
     weights.check(shapes, f"{model / 'config.json'}")

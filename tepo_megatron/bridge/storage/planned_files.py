@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -35,15 +35,16 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """One safetensors file; ``name`` is its path below the folder."""
+    """One safetensors file; ``name`` is its path below the folder, ``metadata`` what its header says beside the tensors."""
 
     name: str
     entries: tuple[FileEntry, ...]
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def header(self) -> bytes:
         """Returns the bytes before the tensors: the length of a JSON table, and the table of types, shapes and offsets."""
-        table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        table: dict[str, object] = {"__metadata__": {"format": "pt", **self.metadata}}
         end = 0  # offsets count from the end of the header, so that they do not depend on its length
         for entry in self.entries:
             begin, end = end, end + entry.nbytes

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tepo_megatron.bridge.geometry import Box, Region, ReshardPlan
 from tepo_megatron.bridge.transfer.messages import (
@@ -59,15 +59,15 @@ class ShardSender:
         self._outgoing = queues(source_ends(plan, rank), itemsize=self._wire.itemsize, limit=self._limit)
         self._device, self._transport = device or torch.device("cpu"), transport
         self._rendezvous: list[Any] | None = None
-        self._store: TCPStore | None = None
+        self._store: Store | None = None
         self._group: Group | None = None
         self._others_wait = False
         self._failed = ""
 
-    def open_rendezvous(self, host: str) -> int:
-        """Rank 0: opens a store on a free port of ``host``, in which every worker finds its orders; returns the port."""
+    def open_rendezvous(self, host: str) -> str:
+        """Rank 0: opens a store at ``host``, in which every worker finds its orders; returns its place, for ``connect``."""
         self.close()
-        self._store, port = listen(host)
+        self._store, place = listen(host)
         for destination in range(self._plan.num_destinations):
             order = encode_order(
                 destination_ends(self._plan, destination),
@@ -77,8 +77,8 @@ class ShardSender:
                 near=self._plan.local.get(destination),
             )
             self._store.set(order_key(self.num_sources + destination), order)
-        self._rendezvous = [host, port]
-        return port
+        self._rendezvous = [host, place]
+        return place
 
     def broadcast_rendezvous(self) -> None:
         """Rank 0: starts an update on the other ranks, which join this group (unless they are in it) and send."""
@@ -89,9 +89,9 @@ class ShardSender:
         """Joins the group, unless this rank is in it; returns when all have joined. RuntimeError after the time-out."""
         if self._group is None:
             assert self._rendezvous is not None
-            host, port = self._rendezvous
-            store = self._store = self._store or connect(host, port, self._timeout_s)
-            address = own_address(host, port)
+            host, place = self._rendezvous
+            store = self._store = self._store or connect(host, place, self._timeout_s)
+            address = own_address(host)
             member = Member(self._rank, self.world_size, self._device, address, same_gpu_receivers=self._same_gpu_receivers())
             self._group = join(self._transport, store, member, self._timeout_s)
 

@@ -5,17 +5,22 @@ Both sides import this module, so it imports neither Megatron nor vLLM. The tran
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from tepo_megatron.rendezvous import private_folder
 
 BACKEND = "tepo_gloo"
 """The name under which the plugin registers the receiving engine with vLLM, whichever transport it then uses."""
@@ -86,33 +91,57 @@ class TransportSpec:
     all members must be on GPUs.
     """
 
-    join: Callable[[TCPStore, Member, float], Group]
+    join: Callable[[Store, Member, float], Group]
     requires_gpu: bool = False
 
 
-def listen(host: str) -> tuple[TCPStore, int]:
-    """Opens the store at which a group meets, on a free port of the address ``host`` only; returns it and the port."""
+def listen(host: str) -> tuple[Store, str]:
+    """Opens the store at which a group meets; returns it and its place, for :func:`connect`.
+
+    At a loopback address all members are on this machine and of this user: the place is a file in a private folder, and no port
+    is open. Elsewhere it is a free port of the address ``host`` only.
+    """
+    if _is_loopback(host):
+        # It is left where it is: who still asks whether a member has left would wait for a file that is gone.
+        place = str(private_folder() / f"transfer-{uuid.uuid4()}")
+        return FileStore(place), place
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
         port = server.getsockname()[1]
         # The store takes the socket over: a port that was closed and opened again could go to another process in between.
         store = TCPStore(host, port, None, True, timedelta(seconds=60), False, master_listen_fd=server.detach())
-    return store, port
+    return store, str(port)
 
 
-def connect(host: str, port: int, timeout_s: float) -> TCPStore:
-    """Connects to the store that the trainer opened with :func:`listen`."""
-    return TCPStore(host, port, None, False, timedelta(seconds=timeout_s), False)
+def connect(host: str, place: str, timeout_s: float) -> Store:
+    """Connects to the store that the trainer opened with :func:`listen`.
+
+    Raises RuntimeError where the place is a file that this process cannot open.
+    """
+    if place.isdecimal():
+        return TCPStore(host, int(place), None, False, timedelta(seconds=timeout_s), False)
+    if not Path(place).exists():  # opening the store would make the file, in which nobody ever comes
+        raise RuntimeError(f"the weight-transfer group meets in {place}, which is not there (any more)")
+    store: Store = FileStore(place)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
 
 
-def own_address(host: str, port: int) -> str:
+def own_address(host: str) -> str:
     """Returns the address of this machine from which it reaches ``host``, and at which ``host`` reaches it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
-        probe.connect((host, port))
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing, to any port
+        probe.connect((host, 9))
         return str(probe.getsockname()[0])
 
 
-def announce_departure(store: TCPStore) -> None:
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def announce_departure(store: Store) -> None:
     """Tells all members of the group that meets at ``store``, also those that are still joining, that one has left."""
     with suppress(RuntimeError):  # the store has gone with rank 0, so they know
         store.set(_LEFT, "1")
@@ -126,7 +155,7 @@ class Rendezvous:
     the time-out.
     """
 
-    def __init__(self, store: TCPStore, world_size: int, timeout_s: float) -> None:
+    def __init__(self, store: Store, world_size: int, timeout_s: float) -> None:
         self.store = store
         self._world_size, self._timeout_s = world_size, timeout_s
 

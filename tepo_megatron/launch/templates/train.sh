@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Runs once on each training node; $1 is the address of the first. Written by: tepo launch
 set -euo pipefail
+trap '' USR1 # Slurm's warning is for the ranks, which handle it; all else on the node inherits that it is ignored
+trap : TERM  # Slurm sends it to all processes of the job; this one waits for the ranks, which save
 out=@output@
 python=@python@
 interface=@interface@
@@ -11,14 +13,11 @@ node=${SLURM_NODEID:-0}
 if [[ $node == 0 ]]; then
   "$python" -m tepo_megatron.launch.record "$out/launch/$job.json" @needed@
 fi
-# A job that Slurm has started again goes on from the newest checkpoint, or begins anew where there is none.
+# A job that Slurm has started again goes on from the newest checkpoint (also where it was first resumed from another one), or
+# begins anew where there is none.
 again=()
 if [[ ${SLURM_RESTART_COUNT:-0} != 0 ]]; then
-  if compgen -G "$out/checkpoints/step_*[0-9]/state.json" >/dev/null; then
-    again=(train.resume=true)
-  elif [[ $node == 0 && -e $out/metrics.jsonl ]]; then
-    mv "$out/metrics.jsonl" "$out/metrics.before-$job.jsonl"
-  fi
+  again=(train.resume=auto train.resume_from=null)
 fi
 if [[ -z $interface && $1 == 127.* && $nodes != 1 ]]; then
   echo "error: the first node's name stands for its loopback address $1; set rollout.server.interface" >&2
@@ -27,12 +26,21 @@ fi
 if [[ -n $interface ]]; then
   export GLOO_SOCKET_IFNAME=$interface NCCL_SOCKET_IFNAME=$interface
 fi
+if [[ $nodes == 1 ]]; then
+  export GLOO_SOCKET_IFNAME=lo
+fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # shellcheck disable=SC2016  # torchrun fills it in
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
 mkdir -p "$out/logs/ranks/$job/node-$node"
-exec "$python" -m torch.distributed.run \
+code=0
+"$python" -m tepo_megatron.torchrun --status "$out/status" \
   --nnodes "$nodes" --nproc-per-node @ranks@ --node-rank "$node" \
   --master-addr "$1" --master-port "$((20000 + ${SLURM_JOB_ID:-0} % 20000))" \
   --rdzv-id "$job" --tee 3 --log-dir "$out/logs/ranks/$job/node-$node" \
-  -m tepo_megatron train "$out/launch/run.yaml" "rollout.server.registry=$out/servers/$job" "${again[@]}"
+  -m tepo_megatron train "$out/launch/run.yaml" "rollout.server.registry=$out/servers/$job" "${again[@]}" || code=$?
+if [[ $node == 0 ]]; then
+  mkdir -p "$out/servers/$job"
+  touch "$out/servers/$job/trainer-ended"
+fi
+exit "$code"

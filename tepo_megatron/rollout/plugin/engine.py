@@ -31,7 +31,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm's types ar
     """
 
     host: str
-    port: int
+    place: str
     rank_offset: int
     world_size: int
     timeout_s: float
@@ -62,9 +62,9 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Enter the trainer's group; one that was joined before is left. RuntimeError if the orders do not fit the model."""
         self.shutdown()
-        store = connect(init_info.host, init_info.port, init_info.timeout_s)
+        store = connect(init_info.host, init_info.place, init_info.timeout_s)
         rank = init_info.rank_offset + self.parallel_config.rank
-        address = own_address(init_info.host, init_info.port)
+        address = own_address(init_info.host)
         if init_info.sharded:
             self._order = decode_order(store.get(order_key(rank)))
             self._loader = ShardLoader(self.model, self._order.incoming)

@@ -28,19 +28,24 @@ def main() -> None:
     from tepo_megatron.train.minibatches import minibatches
 
     engine = Engine(config, Path(config.model.path))
+    forwarded: list[int] = []
+    engine.model.register_forward_pre_hook(lambda _module, inputs: forwarded.append(inputs[0].numel()))
     start = 0
     if case["resume"]:
         start = engine.load(Path(case["resume"]))["step"]
     else:
         engine.export(out / "initial")
     is_root = engine.ranks.rank == 0
+    random_state = torch.get_rng_state()
     report: dict[str, Any] = {"updates": [], "digest": engine.weights_version(start).digest}
     report["prompt_logprobs"] = engine.prompt_logprobs(case["prompt"])
     for step in range(start, case["steps"]):
         rollouts = read_rollouts(Path(case["rollouts"]), step) if is_root else None
         batch = engine.batch_from_root(rollouts)
         if step == 0:
+            forwarded.clear()
             whole = engine.score(batch)
+            report["forwarded"] = list(forwarded)
             report["old_logprobs"] = whole.old_logprobs_T.tolist()
             report["old_entropy"] = whole.old_entropy_T.tolist()
         parts = minibatches(batch, config.train.minibatches, seed=config.seed, step=step)
@@ -52,6 +57,8 @@ def main() -> None:
             )
         if step + 1 == case["save_at"]:
             engine.save(out / "checkpoints", step=step + 1, state={"note": "kept"})
+            report["saved_logprobs"] = engine.prompt_logprobs(case["prompt"])
+    report["drew_random_numbers"] = not torch.equal(torch.get_rng_state(), random_state)
     engine.export(out / "trained")
     if is_root:
         (out / "report.json").write_text(json.dumps(report))

@@ -25,6 +25,7 @@ from tepo_megatron.bridge.transfer import messages, transport
 from tepo_megatron.bridge.transfer.messages import largest_bytes, queues, source_ends
 from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
 from tepo_megatron.bridge.transfer.transports.ipc import CudaHandles, IpcGroup, join_ipc
+from tests.support.programs import TIMEOUT_S
 from tests.support.reshard_models import Case, cases, small_spec
 from tests.support.thread_transport import Mailbox
 from tests.support.transfers import blank, carry_out, mailboxes, setting
@@ -72,7 +73,7 @@ class Store:
 
     def get(self, key: str) -> bytes:
         with self.changed:
-            assert self.changed.wait_for(lambda: key in self.values, timeout=20)
+            assert self.changed.wait_for(lambda: key in self.values, timeout=TIMEOUT_S)
             return self.values[key]
 
 
@@ -134,7 +135,7 @@ def test_a_slot_is_used_again_only_when_its_message_was_taken() -> None:
         with pytest.raises(TimeoutError):
             done.result(0.2)  # it has come, but nobody has taken it out
         receiver.wait(0, 0)
-        done.result(20)
+        done.result(TIMEOUT_S)
         assert landing.tolist() == [0] * 4
         sender.send(torch.full((4,), 2), 1, 2)  # into the slot of message 0
         for number in (1, 2):
@@ -179,10 +180,10 @@ def test_a_receiver_does_not_wait_for_slots_of_a_sender_that_fails() -> None:
             raise RuntimeError("out of memory")
 
     host, memory = "127.0.0.1", Memory()
-    store, port = transport.listen(host)
+    store, place = transport.listen(host)
 
     def receive() -> IpcGroup:
-        mine = transport.connect(host, port, 60.0)
+        mine = transport.connect(host, place, 60.0)
         return join_ipc(lambda: GlooGroup(mine, host, 1, 2, 60.0), mine, 1, CPU, receivers={}, senders=(0,), handles=memory)
 
     with ThreadPoolExecutor(1) as pool:
@@ -190,7 +191,7 @@ def test_a_receiver_does_not_wait_for_slots_of_a_sender_that_fails() -> None:
         with pytest.raises(RuntimeError, match="out of memory"):
             join_ipc(lambda: GlooGroup(store, host, 0, 2, 60.0), store, 0, CPU, receivers={1: 8}, senders=(), handles=Full())
         with pytest.raises(RuntimeError, match="left before all had joined"):
-            receiving.result(20)
+            receiving.result(TIMEOUT_S)
 
 
 def test_cuda_handles_cross_as_json_and_reach_torch_in_its_own_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,6 +21,7 @@ from tepo_megatron.bridge.transfer import messages
 from tepo_megatron.bridge.transfer.transports import nccl
 from tepo_megatron.bridge.transfer.transports.nccl import NcclGroup
 from tests.support.fake_nccl import Fabric, FakeProcessGroup
+from tests.support.programs import TIMEOUT_S
 from tests.support.reshard_models import Case, cases, small_spec
 from tests.support.transfers import blank, carry_out, setting
 
@@ -41,7 +41,7 @@ class FakeRendezvous:
         self.left.set()
 
 
-def groups(world: int, fabric: Fabric, *, timeout_s: float = 60.0, kind: type[NcclGroup] = NcclGroup) -> list[NcclGroup]:
+def groups(world: int, fabric: Fabric, *, timeout_s: float = TIMEOUT_S, kind: type[NcclGroup] = NcclGroup) -> list[NcclGroup]:
     rendezvous = FakeRendezvous()
     made = [FakeProcessGroup(fabric, rank) for rank in range(world)]
     return [kind(group, group.abort, rendezvous, CPU, timeout_s) for group in made]  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def test_the_stand_in_blocks_a_first_group_call_until_the_peer_makes_its_own() -
         with pytest.raises(TimeoutError):
             first.result(0.2)
         ends[1]._end_coalescing(CPU)
-        first.result(20)
+        first.result(TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_dead_worker_ends_the_sending_of_all_ranks(
     monkeypatch.setattr(nccl, "FAILURE_POLL_S", 0.01)
     plan, sources, expected = setting(Case(small_spec(), MegatronParallel(2, 1), VllmParallel(2), {}))
     boxes = groups(
-        4, Fabric(lives={3: lives}, connected=lives > 0), timeout_s=1.0 if cause == "time-out" else 60.0, kind=Leaving
+        4, Fabric(lives={3: lives}, connected=lives > 0), timeout_s=1.0 if cause == "time-out" else TIMEOUT_S, kind=Leaving
     )
     if cause == "cancelled":
         boxes[0].cancelled = lambda: True
@@ -134,10 +134,9 @@ def test_a_dead_worker_ends_the_sending_of_all_ranks(
         threading.Timer(0.2, boxes[1].close).start()
     found = [blank(params) for params in expected]
 
-    began = time.monotonic()
-    with pytest.raises(RuntimeError, match=rf"{where} (NCCL did not finish|another member|a receiver)"):
-        carry_out(plan, sources, found, limit=64, boxes=boxes)
-    assert time.monotonic() - began < 30  # and all threads have ended, far from the 60 s
+    why = "NCCL did not finish" if cause == "time-out" else "(another member|a receiver)"  # not of the time-out, which hangs
+    with pytest.raises(RuntimeError, match=rf"{where} {why}"):
+        carry_out(plan, sources, found, limit=64, boxes=boxes)  # and all threads have ended
 
 
 def test_a_failure_within_a_round_closes_the_group_call() -> None:
@@ -170,10 +169,10 @@ def test_only_the_group_itself_is_made_with_errors_left_to_us(monkeypatch: pytes
 def test_connecting_ends_when_a_member_leaves_or_is_late() -> None:
     never, rendezvous = threading.Event(), FakeRendezvous()
     with pytest.raises(RuntimeError, match=r"within 0.1 s"):
-        nccl._run_with_timeout(0.1, lambda: never.wait(60) and None, rendezvous)  # type: ignore[arg-type]
+        nccl._run_with_timeout(0.1, lambda: never.wait(TIMEOUT_S) and None, rendezvous)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="refused"):
-        nccl._run_with_timeout(60, lambda: (_ for _ in ()).throw(OSError("refused")), rendezvous)  # type: ignore[arg-type]
+        nccl._run_with_timeout(TIMEOUT_S, lambda: (_ for _ in ()).throw(OSError("refused")), rendezvous)  # type: ignore[arg-type]
     rendezvous.announce_departure()
     with pytest.raises(RuntimeError, match="a member left while NCCL connected"):
-        nccl._run_with_timeout(60, lambda: never.wait(60) and None, rendezvous)  # type: ignore[arg-type]
+        nccl._run_with_timeout(TIMEOUT_S, lambda: never.wait(TIMEOUT_S) and None, rendezvous)  # type: ignore[arg-type]
     never.set()

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
+from tests.support.checkpoints import make_whole
 
 runner = CliRunner()
 
@@ -94,6 +95,8 @@ def test_train_starts_the_ranks_that_the_run_needs(run_yaml: Path, monkeypatch: 
     monkeypatch.setattr("tepo_megatron.cli.train.launch", launch)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(run_yaml.parent)
+    make_whole(Path("out/run/checkpoints"), 2)
     result = runner.invoke(app, ["train", str(run_yaml), "train.steps=3", "--resume"])
     assert result.exit_code == 7
     assert started == [(["train", str(run_yaml), "train.steps=3", "train.resume=true"], 2)]

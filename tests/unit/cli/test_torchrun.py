@@ -22,8 +22,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from tepo_megatron.config.load import load_run
 from tepo_megatron.torchrun import report_before_leaving, run_rank
+from tepo_megatron.watch.heartbeat import Heartbeat
+from tepo_megatron.watch.processes import process_state
 
 what, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
+
+def runs(rank):
+    # or has not started yet
+    file = folder / f"started{rank}"
+    text = file.read_text() if file.exists() else ""
+    return not text or ((state := process_state(int(text))) is not None and state.alive)
 
 def leave():
     (folder / "left0").touch()
@@ -42,6 +50,21 @@ def work(config):
             load_run(None, ["train.steps=0"])
     if what == "ok":
         return
+    if what == "hang":
+        beats = Heartbeat(folder / "status", int(rank), 2, hang_timeout_s=1000.0)
+        while rank == "1" and not (folder / "status" / "rank-00000.json").exists():
+            time.sleep(0.05)
+        beats.start()
+        beats.phase("score")
+        (folder / f"beats{rank}").touch()
+        while not (folder / "never").exists():
+            time.sleep(0.05)
+            if not runs(1) or not runs(0):
+                raise RuntimeError("connection closed by peer")
+    if what == "broken" and rank == "0":
+        while not (folder / "started1").exists() or runs(1):
+            time.sleep(0.01)
+        {}["connection closed by peer"]
     try:
         while not (folder / "started0").exists():
             time.sleep(0.05)
@@ -49,7 +72,7 @@ def work(config):
             load_run(None, ["train.steps=0"])
         if rank == "1" and what == "bug":
             {}["missing"]
-        if rank == "1" and what == "kill":
+        if rank == "1" and what in ("kill", "broken"):
             os.kill(os.getpid(), 9)
         time.sleep(120)
     finally:
@@ -57,7 +80,20 @@ def work(config):
 
 sys.exit(run_rank(load_run(None, sys.argv[3:]), work))
 """
-PARENT = "import sys; from tepo_megatron import torchrun; sys.exit(torchrun.launch(sys.argv[1:], 2, module='made_up_rank'))"
+PARENT = """
+import sys
+from pathlib import Path
+from tepo_megatron import torchrun
+from tepo_megatron.watch import verdict
+
+verdict.STOPPED_S = 3.0
+sys.exit(torchrun.launch(sys.argv[1:], 2, module="made_up_rank", status=Path(sys.argv[2], "status")))
+"""
+NODE = """
+import sys; from tepo_megatron import torchrun
+options = ["--nnodes=1", "--nproc-per-node=2", "--master-addr=127.0.0.1", "--master-port=0", "-m", "made_up_rank"]
+sys.exit(torchrun.run_node([*options, *sys.argv[1:]]))
+"""
 
 
 @pytest.fixture
@@ -68,8 +104,8 @@ def start(tmp_path: Path):
     environment |= {"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}
     parents = []
 
-    def start_parent(what: str, *overrides: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", PARENT, what, str(tmp_path), *(overrides or ("engine.parallel.dp=2",))]
+    def start_parent(what: str, *overrides: str, parent: str = PARENT) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", parent, what, str(tmp_path), *(overrides or ("engine.parallel.dp=2",))]
         parents.append(subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True))
         return parents[-1]
 
@@ -132,6 +168,57 @@ def test_a_rank_that_was_killed_is_told(start) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_that_was_killed_is_told_before_what_the_others_say_of_it(start) -> None:
+    _, err = (parent := start("broken")).communicate(timeout=TIMEOUT_S)
+    assert parent.returncode == 128 + signal.SIGKILL
+    last = err.splitlines()[-1]
+    assert last.startswith("error: rank 1 was ended by SIGKILL; the kernel does this when memory runs out")
+    assert last.endswith(". Then the others failed: rank 0: KeyError: 'connection closed by peer'")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_a_signal_stopped_ends_the_job_with_one_sentence(start, tmp_path: Path, victim: int) -> None:
+    parent = start("hang")
+    wait_for(tmp_path / "beats0", tmp_path / "beats1")
+    os.kill(int((tmp_path / f"started{victim}").read_text()), signal.SIGSTOP)
+    _, err = parent.communicate(timeout=TIMEOUT_S)
+    assert parent.returncode == 128 + signal.SIGKILL
+    (report,) = (tmp_path / "logs").glob("hang-*.txt")
+    last = err.splitlines()[-1]
+    assert last.startswith(f"error: rank {victim} (process ")
+    assert "is stopped (state T: SIGSTOP, SIGTSTP) for " in last
+    assert f"The stacks of this machine's processes are in {report}. The job is ended; go on from its newest" in last
+    assert f"== rank {1 - victim}: phase score" in report.read_text()
+
+
+AGENT = """
+import sys
+from tepo_megatron import torchrun
+from tepo_megatron.watch import verdict
+
+verdict.STOPPED_S = 3.0
+options = ["--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "0"]
+sys.exit(torchrun.run_node(["--status", f"{sys.argv[2]}/status", *options, "-m", "made_up_rank", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_the_agent_of_a_node_watches_its_ranks_too(start, tmp_path: Path) -> None:
+    agent = start("hang", parent=AGENT)
+    wait_for(tmp_path / "beats0", tmp_path / "beats1")
+    os.kill(int((tmp_path / "started1").read_text()), signal.SIGSTOP)
+    _, err = agent.communicate(timeout=TIMEOUT_S)
+    assert agent.returncode == 1
+    (said,) = [line for line in err.splitlines() if line.startswith("error: rank 1 (process ")]
+    assert "is stopped (state T: SIGSTOP, SIGTSTP) for " in said
+    (report,) = (tmp_path / "logs").glob("hang-*.txt")
+    assert str(report) in said
+
+
+@pytest.mark.slow
 def test_another_world_than_the_run_needs_is_told_with_both_numbers(start) -> None:
     _, err = (parent := start("ok", "engine.parallel.tp=4")).communicate(timeout=TIMEOUT_S)
     assert parent.returncode == 1
@@ -139,14 +226,18 @@ def test_another_world_than_the_run_needs_is_told_with_both_numbers(start) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_every_rank_after_it_cleaned_up(start, tmp_path: Path, number: signal.Signals) -> None:
-    parent = start("wait")
+@pytest.mark.parametrize(
+    ("number", "code", "program"), [(signal.SIGINT, 130, PARENT), (signal.SIGTERM, 75, PARENT), (signal.SIGUSR1, 75, NODE)]
+)
+def test_a_signal_ends_every_rank_after_it_cleaned_up(
+    start, tmp_path: Path, number: signal.Signals, code: int, program: str
+) -> None:
+    """On a machine alone, and on a node of a cluster."""
+    parent = start("wait", parent=program)
     wait_for(tmp_path / "started0", tmp_path / "started1")
-    time.sleep(0.2)
     parent.send_signal(number)
     out, err = parent.communicate(timeout=TIMEOUT_S)
-    assert (parent.returncode, out, err) == (130, "", "")
+    assert (parent.returncode, out, err) == (code, "", "")
     assert (tmp_path / "cleaned0").exists()
     assert (tmp_path / "cleaned1").exists()
 

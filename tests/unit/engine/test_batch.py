@@ -1,11 +1,11 @@
-"""Packing, padding and division: nothing is lost, nothing is counted twice, and every rank gets as much work as the others."""
+"""Packing and padding: nothing is lost, nothing is counted twice."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.engine.batch import pack, pad_to, partition
+from tepo_megatron.engine.batch import pack, pad_to
 from tepo_megatron.types import Batch, Rollout, WeightsVersion
 
 
@@ -74,30 +74,6 @@ def test_padding_is_beginnings_of_the_longest_sequence_outside_the_mask(sampled:
     added = [padded.select([at]).tokens_T.tolist() for at in range(len(sampled), padded.num_sequences)]
     assert sum(len(tokens) for tokens in added) == extra
     assert all(tokens == list(longest[: len(tokens)]) for tokens in added)
-
-
-@given(st.lists(st.integers(1, 100), min_size=4, max_size=60), st.sampled_from([1, 2, 4]), st.integers(20, 300))
-def test_partition_gives_each_sequence_once_and_each_rank_as_many_micro_batches(
-    lengths: list[int], ranks: int, max_tokens: int
-) -> None:
-    parts = partition(lengths, ranks=ranks, max_tokens=max_tokens)
-    assert sorted(at for rank in parts for micro in rank for at in micro) == list(range(len(lengths)))
-    assert len({len(rank) for rank in parts}) == 1
-    assert all(micro for rank in parts for micro in rank)
-
-
-@given(st.lists(st.integers(1, 20), min_size=4, max_size=60), st.sampled_from([1, 2]), st.integers(10, 60))
-def test_partition_keeps_to_the_bound_while_there_are_sequences_to_divide(
-    lengths: list[int], ranks: int, max_tokens: int
-) -> None:
-    parts = partition(lengths, ranks=ranks, max_tokens=max_tokens)
-    over = [micro for rank in parts for micro in rank if sum(lengths[at] for at in micro) > max_tokens and len(micro) > 1]
-    assert not over or len(parts[0]) == len(lengths) // ranks
-
-
-def test_too_few_sequences_for_the_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="1 sequences cannot be spread over 2 data-parallel ranks"):
-        partition([3], ranks=2, max_tokens=10)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +19,10 @@ import pytest
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved, load_run
 from tepo_megatron.launch import state
-from tepo_megatron.launch.checks import check_cluster
-from tepo_megatron.launch.job import mounts, on_nodes, ranks_per_node, roles, train_script
+from tepo_megatron.launch.checks import check_cluster, check_time_limit
+from tepo_megatron.launch.job import batch_lines, mounts, on_nodes, ranks_per_node, roles, serve_script, train_script
 from tepo_megatron.launch.record import git_state
+from tests.support.programs import TIMEOUT_S
 
 ROOT = Path(__file__).parents[3]
 CLUSTER = ["engine.platform=cpu", "engine.parallel.tp=2", "cluster.gpus_per_node=2", "cluster.rollout_nodes=1"]
@@ -44,7 +50,7 @@ class Shell:
 def run_train_script(folder: Path, config: RunConfig, **environment: str) -> list[str]:
     """The arguments of torchrun, which a python that only writes them down gets in place of the real one."""
     fake = folder / "python"
-    fake.write_text('#!/usr/bin/env bash\nif [[ $2 == torch.distributed.run ]]; then printf "%s\\n" "$@"; fi\n')
+    fake.write_text('#!/usr/bin/env bash\nif [[ $2 == tepo_megatron.torchrun ]]; then printf "%s\\n" "$@"; fi\n')
     fake.chmod(0o755)
     script = folder / "train.sh"
     script.write_text(
@@ -67,11 +73,12 @@ def option(arguments: list[str], name: str) -> str:
 def test_torchrun_gets_the_nodes_place_and_the_first_nodes_address(tmp_path: Path) -> None:
     config = job(f"output={tmp_path}", "cluster.train_nodes=2", "engine.parallel.dp=2")
     got = run_train_script(tmp_path, config, SLURM_JOB_ID="20123", SLURM_NODEID="1")
+    assert got[:4] == ["-m", "tepo_megatron.torchrun", "--status", f"{tmp_path}/status"]  # where the ranks' heartbeats are
     assert (option(got, "--nnodes"), option(got, "--nproc-per-node"), option(got, "--node-rank")) == ("2", "2", "1")
     assert (option(got, "--master-addr"), option(got, "--master-port")) == ("10.0.0.7", "20123")
     assert got[got.index("train") + 1] == f"{tmp_path}/launch/run.yaml"
     assert f"rollout.server.registry={tmp_path}/servers/20123.0" in got
-    assert "train.resume=true" not in got
+    assert "train.resume=auto" not in got
     assert Path(option(got, "--log-dir")).is_dir()
 
 
@@ -83,23 +90,11 @@ def test_nodes_do_not_wait_for_each_other_at_a_loopback_address(tmp_path: Path) 
     assert "set rollout.server.interface" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("saved", "restarts", "resumes"),
-    [("step_000002", "1", True), ("step_000002", "0", False), ("step_000002.partial", "1", False), (None, "1", False)],
-)
-def test_a_job_that_was_started_again_resumes_if_it_can(
-    tmp_path: Path, saved: str | None, restarts: str, resumes: bool
-) -> None:
-    config = job(f"output={tmp_path}")
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    if saved is not None:
-        (tmp_path / "checkpoints" / saved).mkdir(parents=True)
-        (tmp_path / "checkpoints" / saved / "state.json").write_text("{}")
-    got = run_train_script(tmp_path, config, SLURM_JOB_ID="7", SLURM_RESTART_COUNT=restarts)
-    assert ("train.resume=true" in got) == resumes
-    begins_anew = restarts == "1" and not resumes
-    assert (tmp_path / "metrics.jsonl").exists() != begins_anew
-    assert (tmp_path / "metrics.before-7.1.jsonl").exists() == begins_anew
+@pytest.mark.parametrize(("restarts", "resumes"), [("0", False), ("1", True), ("7", True)])
+def test_a_job_that_was_started_again_resumes_if_it_can(tmp_path: Path, restarts: str, resumes: bool) -> None:
+    """What a run with train.resume = auto does: tests/unit/train/test_output.py."""
+    got = run_train_script(tmp_path, job(f"output={tmp_path}"), SLURM_JOB_ID="7", SLURM_RESTART_COUNT=restarts)
+    assert ("train.resume=auto" in got) == resumes
 
 
 def test_values_reach_the_shell_as_they_are(tmp_path: Path) -> None:
@@ -157,6 +152,8 @@ def test_paths_that_nodes_could_not_use_are_refused(overrides: list[str], messag
         (["data.train=/nowhere.jsonl"], "data.train = /nowhere.jsonl does not exist"),
         (["cluster.container=/images/none.sqsh"], "the container image /images/none.sqsh does not exist"),
         (["train.resume=true"], "has no finished checkpoint"),
+        (["train.resume=true", "train.resume_from=step_000004"], "/checkpoints/step_000004 is no checkpoint on this machine"),
+        (["train.resume=true", "train.resume_from=a/step_000004"], "/a/step_000004 is no checkpoint on this machine"),
         (["output={used}"], "already holds a run"),
     ],
 )
@@ -168,6 +165,97 @@ def test_what_the_cluster_lacks_is_one_sentence(overrides: list[str], message: s
     with pytest.raises(ValueError, match=message) as caught:
         check_cluster(config, Shell())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("limit", "warning", "fits"), [("00:05:30", 300, False), ("00:05:31", 300, True), ("1-00:00:00", 86371, False)]
+)
+def test_a_job_that_would_be_warned_at_once_is_refused(limit: str, warning: int, fits: bool) -> None:
+    config = job(f"cluster.time_limit={limit}", f"train.warning_s={warning}")
+    if fits:
+        check_time_limit(config)
+        return
+    with pytest.raises(ValueError, match=rf"cluster.time_limit = {limit} is over before .* Slurm warns it {warning + 30} s"):
+        check_time_limit(config)
+
+
+def batch(folder: Path, config: RunConfig, then: str, **environment: str) -> tuple[int, str]:
+    """What the batch script's own lines do, before something else that the script does; scontrol writes what it is told."""
+    (folder / "scontrol").write_text('#!/bin/sh\necho "scontrol $*"\n')
+    (folder / "scontrol").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", f"{batch_lines(config)}\n{then}"],
+        env={"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7", **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "said"),
+    [
+        (0, None, ""),
+        (1, None, ""),
+        (
+            75,
+            None,
+            "preempted: job 7 goes back into the queue and resumes by itself, restart 1 of at most 2\nscontrol requeue 7\n",
+        ),
+        (
+            75,
+            "1",
+            "preempted: job 7 goes back into the queue and resumes by itself, restart 2 of at most 2\nscontrol requeue 7\n",
+        ),
+        (75, "2", "error: job 7 was preempted after 2 restarts, and cluster.max_requeues = 2; go on with --resume\n"),
+    ],
+)
+def test_a_job_that_has_saved_goes_back_so_many_times(tmp_path: Path, code: int, restarts: str | None, said: str) -> None:
+    given = {} if restarts is None else {"SLURM_RESTART_COUNT": restarts}
+    assert batch(tmp_path, job("cluster.max_requeues=2"), f"exit {code}", **given) == (code, said)
+
+
+def test_the_warning_reaches_the_trainer_alone(tmp_path: Path) -> None:
+    """And a job that has started nothing yet just goes back."""
+    ready = tmp_path / "ready"
+    trainer = f"(trap 'exit 75' USR1; touch {ready}; while :; do sleep 0.01; done) & pids[0]=$!; sleep 1000 & pids[1]=$!"
+    warned = f"until test -e {ready}; do sleep 0.01; done; kill -USR1 $$; wait ${{pids[0]}}; code=$?"
+    code, said = batch(tmp_path, job(), f"{trainer}; {warned}; kill ${{pids[1]}} && echo servers live; exit $code")
+    assert (code, said.splitlines()[0]) == (75, "servers live")
+    assert batch(tmp_path, job(), "kill -USR1 $$; sleep 10")[0] == 75
+
+
+def test_servers_wait_for_the_trainer_that_saves(tmp_path: Path) -> None:
+    """SIGTERM comes to all processes of a job; a role that ended before the trainer would end the job."""
+    config = job(f"output={tmp_path}", "train.grace_s=1000")
+    (tmp_path / "python").write_text('#!/usr/bin/env bash\ntouch "$TOLD"\nexec sleep 1000\n')
+    (tmp_path / "python").chmod(0o755)
+    cluster = config.cluster.model_copy(update={"rollout_python": str(tmp_path / "python")})
+    told = tmp_path / "told"
+    command = ["bash", "-c", serve_script(config.model_copy(update={"cluster": cluster}))]
+    environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7", "TOLD": str(told)}
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        wait_until(told.exists)
+        os.killpg(process.pid, signal.SIGUSR1)  # for the trainer
+        os.killpg(process.pid, signal.SIGTERM)
+        wait_until(lambda: "python" not in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+        assert process.poll() is None
+        (tmp_path / "servers" / "7.0").mkdir(parents=True)
+        (tmp_path / "servers" / "7.0" / "trainer-ended").touch()
+        assert process.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_an_image_without_transformer_engine_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

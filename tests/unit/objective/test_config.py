@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 
+from tepo_megatron.config import RunConfig
 from tepo_megatron.config.objective import ObjectiveConfig
 from tepo_megatron.config.objective_presets import CORRECTIONS, PRESETS
 from tepo_megatron.config.objective_terms import KLTerm
@@ -109,3 +110,13 @@ def test_the_table_of_presets_needs_no_torch():
     assert "sg[min(r, 5)] A log π; ÷ Σ T" in printed
     assert "sequence_token" in printed
     assert "kl_mask" in printed
+
+
+def test_a_mask_that_has_no_second_update_is_warned_of():
+    with pytest.warns(UserWarning, match=r"kl_mask adds nothing with train\.minibatches = 1"):
+        RunConfig(train={"minibatches": 1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RunConfig(train={"minibatches": 2})
+        RunConfig(train={"minibatches": 1}, objective={"kl_mask": {"against": "reference"}})
+        RunConfig(train={"minibatches": 1}, objective={"kl_mask": None})

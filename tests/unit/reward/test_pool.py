@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.reward.pool import RewardPool
 from tepo_megatron.types import Problem
+from tests.support.programs import TIMEOUT_S
 
 VERIFIER = '''
 import os, re, sys, time
@@ -132,10 +133,10 @@ def test_only_the_bad_response_suffers(pool: RewardPool, bad: str, message: str)
 
 def test_the_limit_is_for_one_response_not_for_a_chunk(module: str, tmp_path: Path) -> None:
     (tmp_path / "slow_rewards.py").write_text(
-        "import time\ndef judge(problem, response):\n    time.sleep(0.2)\n    return 1.0\n"
+        "import time\ndef judge(problem, response):\n    time.sleep(0.6)\n    return 1.0\n"
     )
-    with RewardPool(RewardConfig(verifier="slow_rewards:judge", timeout_s=0.7)) as pool:
-        # 16 responses are sent in chunks of 4, which take 0.8 s.
+    with RewardPool(RewardConfig(verifier="slow_rewards:judge", timeout_s=2.0)) as pool:
+        # 16 responses are sent in chunks of 4, which take 2.4 s.
         assert [result.error for result in pool.score(_items(*"x" * 16))] == [None] * 16
 
 
@@ -153,7 +154,7 @@ def test_a_worker_that_dies_idle_costs_no_response(pool: RewardPool) -> None:
     pids = {int(result.reward) for result in pool.score(_items(*["pid"] * 64))}
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-        assert _gone(pid, within_s=60)
+        assert _gone(pid, within_s=TIMEOUT_S)
     assert [(result.reward, result.error) for result in pool.score(_items("1", "2"))] == [(1.0, None), (2.0, None)]
 
 
@@ -171,7 +172,7 @@ def test_closed_pool(module: str) -> None:
     pid = int(pool.score(_items("pid"))[0].reward)
     pool.close()
     pool.close()
-    assert _gone(pid, within_s=60)
+    assert _gone(pid, within_s=TIMEOUT_S)
     with pytest.raises(RuntimeError, match="pool is closed"):
         pool.score(_items("1"))
 
@@ -206,8 +207,8 @@ def test_workers_die_with_the_parent(module: str, tmp_path: Path, work: str, how
     worker = int(parent.stdout.readline())
     time.sleep(0.2)
     parent.send_signal(how)
-    assert _gone(worker, within_s=60)
-    parent.wait(timeout=60)
+    assert _gone(worker, within_s=TIMEOUT_S)
+    parent.wait(timeout=TIMEOUT_S)
     shown = parent.stderr.read()
     # Only the parent may speak of the interruption.
     assert shown.count("Traceback") == (1 if how == signal.SIGINT else 0), shown
@@ -221,4 +222,4 @@ from tepo_megatron.reward.worker import _limit_processor_time
 _limit_processor_time(-5.97)
 re.match("(a|a)*b", "a" * 60)
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == -signal.SIGPROF
+    assert subprocess.run([sys.executable, "-c", code], timeout=TIMEOUT_S).returncode == -signal.SIGPROF

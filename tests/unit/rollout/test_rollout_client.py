@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from tepo_megatron.rollout.client import GENERATE, Client
 from tepo_megatron.rollout.resources import free_port
 from tepo_megatron.types import Response, WeightsVersion
+from tests.support.programs import TIMEOUT_S
 
 KEY = "a-secret-key"
 Reply = tuple[int, bytes]
@@ -137,11 +137,13 @@ def test_an_error_carries_the_address_the_status_and_the_servers_words(serve: Se
 
 def test_a_slow_server_is_given_up(serve: Serve) -> None:
     def answer(path: str, body: Any, headers: dict[str, str]) -> Reply:
-        time.sleep(1.5)
+        given_up.wait(TIMEOUT_S)
         return 200, b"{}"
 
+    given_up = threading.Event()
     with pytest.raises(RuntimeError, match=r"POST http://127.0.0.1:\d+/resume: no answer within 0.5 s"):
         serve(answer, 0.5).resume()
+    given_up.set()
 
 
 def test_a_server_that_is_not_there_is_named() -> None:

@@ -18,6 +18,7 @@ from tepo_megatron.rollout.resources import visible_gpus
 from tepo_megatron.rollout.server import Server
 from tepo_megatron.rollout.sync import ShardSync
 from tepo_megatron.types import WeightsVersion
+from tests.support.programs import TIMEOUT_S
 
 
 class StandIn:
@@ -87,8 +88,8 @@ class Sender:
         self.calls = calls
         self.closed = threading.Event()
 
-    def open_rendezvous(self, host: str) -> int:
-        return 1
+    def open_rendezvous(self, host: str) -> str:
+        return "1"
 
     def broadcast_rendezvous(self) -> None: ...
     def join_group(self) -> None: ...
@@ -220,9 +221,9 @@ def test_the_trainer_leaves_when_one_server_fails_so_that_the_others_end(stand_i
     other = StandIn()
     sender: Any = Sender([])
     stand_in.status["/update_weights"] = lambda: 500
-    other.status["/update_weights"] = lambda: 503 if sender.closed.wait(30) else 200
-    clients = [Client(server.url, "key", 60.0) for server in (stand_in, other)]
-    sync = ShardSync(clients, host="127.0.0.1", tp=1, timeout_s=60.0)
+    other.status["/update_weights"] = lambda: 503 if sender.closed.wait(TIMEOUT_S) else 200
+    clients = [Client(server.url, "key", TIMEOUT_S) for server in (stand_in, other)]
+    sync = ShardSync(clients, host="127.0.0.1", tp=1, timeout_s=TIMEOUT_S)
     with pytest.raises(RuntimeError, match=rf"{stand_in.url}/update_weights: status 500(?s:.*){other.url}\S*: status 503"):
         sync.update_weights(WeightsVersion(1), sender)
     sync.close()

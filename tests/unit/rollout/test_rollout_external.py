@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from tepo_megatron.rollout import external
 from tepo_megatron.rollout.external import ExternalServer
 from tepo_megatron.rollout.registry import Registration, is_retired, register, registered, retire, shared_key, with_own_address
 from tepo_megatron.rollout.serve import Node
+from tests.support.programs import TIMEOUT_S
 
 
 class Health(BaseHTTPRequestHandler):
@@ -61,6 +63,28 @@ def test_a_registry_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         shared_key(tmp_path / "file" / "registry")
 
 
+def test_a_key_or_a_folder_that_others_can_use_is_refused(tmp_path: Path) -> None:
+    shared_key(folder := tmp_path / "registry")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (folder / "key").chmod(0o640)
+    with pytest.raises(RuntimeError, match=r"key belongs to user \d+ and has mode 0640, so that others can open it"):
+        shared_key(folder)
+    (folder / "key").chmod(0o600)
+    folder.chmod(0o770)
+    with pytest.raises(RuntimeError, match=r"mode 0770, so that others can write to it(?s:.*)rollout\.server\.registry"):
+        shared_key(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_key_that_another_user_has_put_there_is_refused(tmp_path: Path) -> None:
+    (folder := tmp_path / "registry").mkdir(mode=0o700)
+    (folder / "key").write_text("known to the other")
+    (folder / "key").chmod(0o600)
+    os.chown(folder / "key", 65534, 65534)
+    with pytest.raises(RuntimeError, match="key belongs to user 65534"):
+        shared_key(folder)
+
+
 def test_a_server_is_found_used_retired_and_found_again(stand_in: ExternalServer, tmp_path: Path, url: str) -> None:
     stand_in.start()
     with pytest.raises(RuntimeError, match="external rollout server 0 was not there within"):
@@ -98,10 +122,10 @@ def test_a_server_that_another_trainer_has_used_is_replaced_first(stand_in: Exte
 def test_stopping_ends_a_wait(stand_in: ExternalServer) -> None:
     stand_in.start()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(stand_in.wait_ready, 60.0)
+        waiting = pool.submit(stand_in.wait_ready, TIMEOUT_S)
         stand_in.stop()
         with pytest.raises(RuntimeError, match="was ended"):
-            waiting.result(10)
+            waiting.result(TIMEOUT_S)
 
 
 def test_the_interface_gives_the_address() -> None:

@@ -20,6 +20,7 @@ from tepo_megatron.bridge.transfer.sender import ShardSender
 from tepo_megatron.bridge.transfer.transport import TransportName
 from tepo_megatron.bridge.transfer.transports import Member, join
 from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
+from tests.support.programs import TIMEOUT_S
 
 HOST = "127.0.0.1"
 WORLD = 3
@@ -27,11 +28,11 @@ WHOLE = Box((0, 0), (2, 2))
 LAYOUT = ShardLayout({"t": (2, 2)}, (Shard("t", WHOLE, "p", WHOLE),), {"p": (2, 2)})
 
 
-def make_group(world_size: int = WORLD, timeout_s: float = 20.0) -> list[GlooGroup]:
-    store, port = transport.listen(HOST)
+def make_group(world_size: int = WORLD, timeout_s: float = TIMEOUT_S) -> list[GlooGroup]:
+    store, place = transport.listen(HOST)
 
     def member(rank: int) -> GlooGroup:
-        return GlooGroup(store if rank == 0 else transport.connect(HOST, port, timeout_s), HOST, rank, world_size, timeout_s)
+        return GlooGroup(store if rank == 0 else transport.connect(HOST, place, timeout_s), HOST, rank, world_size, timeout_s)
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(member, range(world_size)))
@@ -166,16 +167,17 @@ def test_members_that_do_not_come_are_not_awaited_for_ever() -> None:
 
 
 def test_nobody_waits_for_members_when_one_has_left() -> None:
-    """A minute is what they would wait otherwise."""
-    store, port = transport.listen(HOST)
+    """They would wait for as long as a hang may last otherwise."""
+    store, place = transport.listen(HOST)
     with ThreadPoolExecutor(2) as pool:
         coming = [
-            pool.submit(lambda rank: GlooGroup(transport.connect(HOST, port, 60), HOST, rank, 3, 60.0), rank) for rank in (1, 2)
+            pool.submit(lambda rank: GlooGroup(transport.connect(HOST, place, TIMEOUT_S), HOST, rank, 3, TIMEOUT_S), rank)
+            for rank in (1, 2)
         ]
         transport.announce_departure(store)
         for member in coming:
             with pytest.raises(RuntimeError, match="left before all had joined"):
-                member.result(20)
+                member.result(TIMEOUT_S)
 
 
 def test_the_trainers_ranks_leave_a_meeting_to_which_a_server_does_not_come() -> None:
@@ -185,11 +187,11 @@ def test_the_trainers_ranks_leave_a_meeting_to_which_a_server_does_not_come() ->
 
     def broadcast(rank: int, value: Any) -> Any:
         if rank:
-            return word.get(timeout=60)
+            return word.get(timeout=TIMEOUT_S)
         word.put(value)
         return value
 
-    options: dict[str, Any] = {"dtype": torch.float32, "timeout_s": 60.0}
+    options: dict[str, Any] = {"dtype": torch.float32, "timeout_s": TIMEOUT_S}
     root, other = (
         ShardSender(plan, {"p": torch.zeros(2, 2)}, rank=rank, broadcast_from_root=partial(broadcast, rank), **options)
         for rank in (0, 1)
@@ -202,19 +204,19 @@ def test_the_trainers_ranks_leave_a_meeting_to_which_a_server_does_not_come() ->
             joining.result(0.5)
         root.close()
         root.finish_update(arrived=False)
-        following.result(20)
+        following.result(TIMEOUT_S)
         with pytest.raises(RuntimeError, match="left before all"):
-            joining.result(20)
+            joining.result(TIMEOUT_S)
 
 
 def test_rank_0_hears_why_another_rank_failed_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it entered the group, where rank 0 would only see that somebody left."""
     sent: queue.Queue[Any] = queue.Queue()
     plan = plan_moves(*[[layout] * 2 for layout in (LAYOUT, LAYOUT)])
-    options: dict[str, Any] = {"dtype": torch.float32, "timeout_s": 60.0}
+    options: dict[str, Any] = {"dtype": torch.float32, "timeout_s": TIMEOUT_S}
     params = {"p": torch.zeros(2, 2)}
     root = ShardSender(plan, params, rank=0, broadcast_from_root=sent.put, **options)
-    other = ShardSender(plan, params, rank=1, broadcast_from_root=lambda _: sent.get(timeout=60), **options)
+    other = ShardSender(plan, params, rank=1, broadcast_from_root=lambda _: sent.get(timeout=TIMEOUT_S), **options)
 
     def refuse() -> None:
         raise RuntimeError("no room for slots")
@@ -226,9 +228,9 @@ def test_rank_0_hears_why_another_rank_failed_and_nobody_waits_for_it(monkeypatc
             root.broadcast_rendezvous()
             following, joining = pool.submit(other.update_as_non_root), pool.submit(root.join_group)
             with pytest.raises(RuntimeError, match="left before all"):
-                joining.result(20)
+                joining.result(TIMEOUT_S)
             assert root.finish_update(arrived=False) == "The first other trainer rank to fail was rank 1: no room for slots"
-            following.result(20)
+            following.result(TIMEOUT_S)
     assert root.finish_update(arrived=False) == ""
 
 

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tepo_megatron.config import EngineConfig, EvaluateConfig, ObjectiveConfig, RolloutConfig, RunConfig, TrainConfig
-from tepo_megatron.config.rollout import CanaryConfig
+from tepo_megatron.config.rollout import CanaryConfig, ServerConfig
+from tepo_megatron.config.train import RollbackConfig
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.engine.step import UpdateResult
+from tepo_megatron.preemption import StopRequested, StopSignals
+from tepo_megatron.train.leaving import Leaving
 from tepo_megatron.train.loop import Loop
 from tepo_megatron.train.minibatches import derive_seed, minibatches
 from tepo_megatron.types import Batch, Rollout, WeightsVersion
@@ -26,6 +35,21 @@ def rollouts(count: int) -> list[Rollout]:
     ]
 
 
+class Calls(list[str]):
+    """In the call with the number ``stops_at`` a signal comes; where rank 0 waits, it raises."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def append(self, call: str) -> None:
+        if len(self) == self.recorder.stops_at:
+            self.recorder.signals._note(signal.SIGTERM)
+            if call.split()[0] in ("ready", "collect", "evaluate"):
+                raise StopRequested(signal.SIGTERM)
+        super().append(call)
+
+
 class Recorder:
     """Engine, driver and publisher at once; ``dies_at`` names calls under which a server dies, once each.
 
@@ -33,9 +57,24 @@ class Recorder:
     never the trainer's optimizer beside anything of a server.
     """
 
-    def __init__(self, dies_at: tuple[str, ...] = (), *, shares_gpus: bool = False, row: int | None = None) -> None:
-        self.calls: list[str] = []
+    def __init__(
+        self,
+        dies_at: tuple[str, ...] = (),
+        *,
+        shares_gpus: bool = False,
+        row: int | None = None,
+        stops_at: int = -1,
+        skips: tuple[int, ...] = (),
+        spikes: tuple[int, ...] = (),
+        output: Path | None = None,
+    ) -> None:
+        self.calls: list[str] = Calls(self)
+        self.stops_at = stops_at
+        self.signals = StopSignals(grace_s=1000.0)
+        self.waits = False
         self.row = row
+        self.skips, self.updates = skips, 0
+        self.spikes, self.output = spikes, output
         self.dies_at = list(dies_at)
         self.noted = 0
         self.shares_gpus = shares_gpus
@@ -85,8 +124,8 @@ class Recorder:
         return False
 
     # engine
-    def broadcast_from_root(self, value: bool) -> bool:
-        return value
+    def broadcast_from_root(self, value: Any) -> Any:
+        return json.loads(json.dumps(value))
 
     def batch_from_root(self, given: list[Rollout]) -> Batch:
         return pack(given)
@@ -113,12 +152,20 @@ class Recorder:
 
     def update(self, batch: Batch) -> UpdateResult:
         self.calls.append(f"update {batch.num_sequences}")
-        return UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, sums={"entropy/mean": (3.0, 4.0)}, extrema={"ratio/max": 1.5})
+        self.updates += 1
+        if self.updates in self.skips:
+            return UpdateResult(float("nan"), float("nan"), 0.1, {}, {}, skipped=f"update {self.updates}")
+        loss = 50.0 if self.updates in self.spikes else 1.0
+        return UpdateResult(loss=loss, grad_norm=2.0, lr=0.1, sums={"entropy/mean": (3.0, 4.0)}, extrema={"ratio/max": 1.5})
 
     def save(self, folder: Any, *, step: int, state: dict[str, Any]) -> None:
         assert state == {"drawn": step}
-        self._check_gpus(trainer="everything", servers="asleep")
+        self._check_gpus(trainer="everything", servers="absent" if "close" in self.calls else "asleep")
         self.calls.append(f"save {step}")
+        if self.output is not None:
+            saved = folder / f"step_{step:06d}"
+            saved.mkdir(parents=True, exist_ok=True)
+            (saved / "state.json").write_text("{}")
 
     # driver
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -149,6 +196,18 @@ class Recorder:
         self.servers = "gone" if died else "weights"
         return died
 
+    def load(self, folder: Path) -> dict[str, int]:
+        self._check_gpus(trainer="everything", servers="asleep")
+        self.calls.append(f"load {folder.name}")
+        return {"step": int(folder.name.removeprefix("step_"))}
+
+    def go_back(self, step: int, sentence: str) -> None:
+        self.row = step
+        self.calls.append(f"back {step}: {sentence.partition(';')[0]}")
+
+    def keep_skipped(self, step: int, skipped: list[dict[str, Any]]) -> None:
+        self.calls.append(f"keep {step} {[each['cause'] for each in skipped]}")
+
     def check_canary(self, step: int, prompt: tuple[int, ...], logprobs: list[float]) -> Any:
         assert len(logprobs) == len(prompt) - 1
         return "died" if self._dies(f"canary {step}") else None
@@ -174,6 +233,17 @@ class Recorder:
     def state(self) -> dict[str, Any]:
         return {"drawn": self.drawn}
 
+    def drop_step(self, step: int) -> None:
+        self.drawn = step
+
+    def message(self, text: str) -> None:
+        self.calls.append(text)
+
+    def close(self) -> None:
+        assert self.shares_gpus
+        self.servers = "absent"
+        self.calls.append("close")
+
 
 def run(
     steps: int,
@@ -186,18 +256,50 @@ def run(
     noise_every: int = 50,
     resumed: int = 0,
     row: int | None = None,
+    skips: tuple[int, ...] = (),
+    spikes: tuple[int, ...] = (),
+    output: Path | None = None,
 ) -> list[str]:
-    config = RunConfig(
-        engine=EngineConfig(noise_every=noise_every),
-        objective=ObjectiveConfig(preset="grpo"),
-        rollout=RolloutConfig(prompts_per_step=3, samples_per_prompt=2, canary=CanaryConfig(every=canary)),
-        train=TrainConfig(steps=steps, minibatches=2, save_every=save_every),
-        evaluate=EvaluateConfig(every=every),
+    loop, recorder = make(
+        steps, dies_at, every, canary, save_every, shares_gpus, noise_every, resumed, row, -1, skips, spikes, output
     )
-    recorder = Recorder(dies_at, shares_gpus=shares_gpus, row=row)
-    Loop(config, recorder, recorder, recorder, step=resumed).run()  # type: ignore[arg-type]
+    loop.run()
     assert recorder.trainer == "everything"  # what is exported afterwards is there
     return recorder.calls
+
+
+def make(
+    steps: int,
+    dies_at: tuple[str, ...] = (),
+    every: int = 2,
+    canary: int = 1,
+    save_every: int = 1,
+    shares_gpus: bool = False,
+    noise_every: int = 50,
+    resumed: int = 0,
+    row: int | None = None,
+    stops_at: int = -1,
+    skips: tuple[int, ...] = (),
+    spikes: tuple[int, ...] = (),
+    output: Path | None = None,
+) -> tuple[Loop, Recorder]:
+    config = RunConfig(
+        output=output or Path("nowhere"),
+        engine=EngineConfig(noise_every=noise_every),
+        objective=ObjectiveConfig(preset="grpo"),
+        rollout=RolloutConfig(
+            prompts_per_step=3,
+            samples_per_prompt=2,
+            canary=CanaryConfig(every=canary),
+            server=ServerConfig(placement="colocated" if shares_gpus else "local"),
+        ),
+        train=TrainConfig(steps=steps, minibatches=2, save_every=save_every, rollback=ROLLBACK if output else None),
+        evaluate=EvaluateConfig(every=every),
+    )
+    recorder = Recorder(dies_at, shares_gpus=shares_gpus, row=row, stops_at=stops_at, skips=skips, spikes=spikes, output=output)
+    loop = Loop(config, recorder, recorder, recorder, step=resumed)  # type: ignore[arg-type]
+    loop.leaving.signals = recorder.signals
+    return loop, recorder
 
 
 STEP = ["score 3", "score 3", "update 3", "update 3"]
@@ -266,6 +368,124 @@ def test_a_server_that_died_gets_the_weights_before_the_work_is_repeated(
     text = " | ".join(calls)
     assert " | ".join(expected) in text
     assert calls.count("log 1") == 1
+
+
+@pytest.mark.parametrize("shares_gpus", [False, True])
+@settings(max_examples=50)
+@given(stops_at=st.integers(0, 40), save_every=st.integers(0, 3), every=st.integers(0, 3), resumed=st.integers(0, 1))
+def test_a_signal_at_any_point_costs_no_trained_step(
+    shares_gpus: bool, stops_at: int, save_every: int, every: int, resumed: int
+) -> None:
+    """What was trained is saved, once; no step is half trained; and the resumed run goes on as if nothing had been."""
+    steps = 4
+    loop, recorder = make(
+        steps,
+        save_every=save_every,
+        every=every,
+        shares_gpus=shares_gpus,
+        resumed=resumed,
+        row=resumed or None,
+        stops_at=stops_at,
+    )
+    calls = recorder.calls
+    if stops_at >= len(run(steps, save_every=save_every, every=every, resumed=resumed, row=resumed or None)):
+        return  # the run has ended before
+    with pytest.raises(StopRequested):
+        loop.run()
+    assert calls.count("update 3") == 2 * (loop.step - resumed)
+    saved = [int(call.split()[1]) for call in calls if call.startswith("save ")]
+    assert saved == sorted(set(saved))
+    assert max([resumed, *saved]) == loop.step
+    name = f"step_{loop.step:06d}"
+    assert calls[-1] in (
+        f"SIGTERM: saved {name}; continue with --resume",
+        f"SIGTERM: nothing was trained since {name}, so nothing more was saved; continue with --resume",
+        "SIGTERM: ended before a step was trained; there is nothing to save",
+    )
+    assert ("there is nothing" in calls[-1]) == (loop.step == 0)
+    rows = [int(call.split()[1]) for call in calls if call.startswith("log ")]
+    rows += [
+        int(call.split()[1])
+        for call in run(steps, save_every=save_every, every=every, resumed=loop.step, row=recorder.row)
+        if call.startswith("log ")
+    ]
+    assert rows == list(range(resumed + 1 if resumed else 0, steps + 1))
+
+
+@given(update=st.floats(0, 100), save=st.none() | st.floats(0, 100), left=st.floats(0, 200))
+def test_a_step_is_finished_where_its_updates_and_a_checkpoint_fit_twice(
+    update: float, save: float | None, left: float
+) -> None:
+    leaving = Leaving(saved_step=0, signals=SimpleNamespace(seconds_left=lambda: left))  # type: ignore[arg-type]
+    assert not leaving.update_fits()  # nobody knows how long the first updates take
+    leaving.seconds = {"update": update} | ({} if save is None else {"save": save})
+    assert leaving.update_fits() == (2 * (update + (update if save is None else save)) <= left)
+    leaving.signals.seconds_left = lambda: math.inf  # type: ignore[method-assign]
+    assert leaving.update_fits()
+
+
+@given(saved=st.integers(0, 50), more=st.integers(1, 9))
+def test_what_a_hard_end_would_lose_is_said_with_its_steps(saved: int, more: int) -> None:
+    leaving = Leaving(saved_step=saved)
+    assert leaving.at_risk(saved) == ""
+    lost = f"step {saved + 1} is lost" if more == 1 else f"steps {saved + 1} to {saved + more} are lost"
+    newest = f"the newest checkpoint is step_{saved:06d}" if saved else "there is no checkpoint"
+    assert leaving.at_risk(saved + more) == f"{lost}; {newest}"
+
+
+def test_a_checkpoint_is_due_when_the_last_one_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("tepo_megatron.train.leaving.time.monotonic", lambda: now[0])
+    leaving, seen = Leaving(saved_step=0), []
+    for step in range(1, 9):
+        now[0] += 60.0
+        seen.append(leaving.save_is_due(3))
+        assert not leaving.save_is_due(0)
+        if seen[-1]:
+            leaving.saved(step)
+    assert seen == [False, False, True] * 2 + [False, False]
+
+
+def test_a_step_with_skipped_updates_is_kept_and_the_run_goes_on() -> None:
+    calls = run(2, skips=(2, 3))
+    assert [call for call in calls if call.startswith(("keep", "log"))] == [
+        "log 0",
+        "keep 0 ['update 2']",
+        "log 1",
+        "keep 1 ['update 3']",
+        "log 2",
+    ]
+
+
+ROLLBACK = RollbackConfig(metric="loss", above=20.0, max_times=1)
+
+
+@pytest.mark.parametrize("shares_gpus", [False, True])
+def test_a_spike_undoes_the_step_and_trainer_and_servers_go_back(tmp_path: Path, shares_gpus: bool) -> None:
+    calls = run(3, spikes=(6,), every=0, save_every=2, output=tmp_path, shares_gpus=shares_gpus)
+    at = calls.index("load step_000002")
+    assert calls[at - 5 : at] == ["collect 2", *STEP]
+    assert calls[at + 1 :] == [
+        "back 2: step 3: loss is 25.5, above train.rollback.above = 20",
+        "update weights 2",
+        "canary 2",
+        "collect 2",
+        *STEP,
+        "save 3",
+        "update weights 3",
+        "canary 3",
+        "log 3",
+    ]
+
+
+def test_a_spike_before_the_first_checkpoint_is_said_and_too_many_stop_the_run(tmp_path: Path) -> None:
+    calls = run(2, spikes=(1,), every=0, save_every=2, output=tmp_path / "one")
+    assert "step 1: loss is 25.5, above train.rollback.above = 20, but there is no checkpoint yet to go back to" in str(calls)
+    assert [call for call in calls if call.startswith("log")] == ["log 0", "log 1", "log 2"]
+    with pytest.raises(
+        RuntimeError, match=r"loss is 25.5, above .*, after 1 returns to a checkpoint \(train.rollback.max_times"
+    ):
+        run(3, spikes=(4, 6), every=0, save_every=1, output=tmp_path / "two")
 
 
 def test_minibatches_divide_the_batch_and_depend_on_seed_and_step_alone() -> None:

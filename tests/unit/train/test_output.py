@@ -34,6 +34,31 @@ def test_a_resumed_run_forgets_what_came_after_the_checkpoint_and_samples_withou
     output.close()
 
 
+@given(rows=st.integers(0, LAST), runs=st.integers(1, 3))
+def test_a_run_that_is_started_again_without_a_checkpoint_begins_anew_and_keeps_the_old_rows(
+    rows: int, runs: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("run") / "out"
+    document = {"output": str(folder), "train": {"resume": "auto"}, "log": {"tensorboard": False}}
+    for _ in range(runs):
+        output = Output(RunConfig.model_validate(document), NoProgress())
+        assert not output.resumes
+        assert output.last_step is None
+        for step in range(rows + 1):
+            output.write_row(step, {})
+        output.write_samples(0, [{"text": "a"}])
+        output.close()
+    for kind in ("metrics", "samples"):
+        kept = [folder / f"{kind}.jsonl", *(folder / f"{kind}.before-{number}.jsonl" for number in range(1, runs))]
+        assert sorted(folder.glob(f"{kind}*")) == sorted(kept)
+    (folder / "checkpoints" / "step_000001").mkdir(parents=True)
+    (folder / "checkpoints" / "step_000001" / "state.json").write_text("{}")
+    output = Output(RunConfig.model_validate(document), NoProgress())
+    assert output.resumes
+    assert output.last_step == rows
+    output.close()
+
+
 def leave(folder: Path, rows: int, sampled: set[int]) -> None:
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(rows)))

@@ -13,6 +13,7 @@ import torch
 
 from tepo_megatron.vocab_parallel import backend, logprob_and_entropy, native
 from tepo_megatron.vocab_parallel.backend import get_backend
+from tests.support.programs import TIMEOUT_S
 
 CPU = torch.device("cpu")
 CACHED = (native._library, backend._fastest_on_cpu)
@@ -74,7 +75,7 @@ def test_many_processes_compile_it_once(tmp_path):
     root = Path(__file__).parents[3]
     environment = {**os.environ, "CXX": str(wrapper), "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     started = [subprocess.Popen([sys.executable, "-c", code], cwd=root, env=environment) for _ in range(4)]
-    assert [process.wait(timeout=120) for process in started] == [0, 0, 0, 0]
+    assert [process.wait(timeout=TIMEOUT_S) for process in started] == [0, 0, 0, 0]
     assert calls.read_text().split() == ["."]
     kept = sorted(path.suffix for path in (tmp_path / "cache" / "tepo_megatron").iterdir())
     assert kept == ["", ".so"]

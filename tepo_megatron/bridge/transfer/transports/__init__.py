@@ -9,7 +9,7 @@ from __future__ import annotations
 import pkgutil
 from importlib import import_module
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tepo_megatron.bridge.transfer.transport import Group, Member, TransportName, TransportSpec
 
@@ -29,7 +29,7 @@ def find_transport(name: TransportName) -> TransportSpec:
     return transport
 
 
-def join(name: TransportName, store: TCPStore, member: Member, timeout_s: float) -> Group:
+def join(name: TransportName, store: Store, member: Member, timeout_s: float) -> Group:
     """Joins the group that meets at ``store``; returns when all members have.
 
     Raises RuntimeError if they do not in ``timeout_s`` seconds, if one of them leaves, or if this member cannot use the

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from tepo_megatron.bridge.transfer.transport import Member, Rendezvous, TransportSpec
 
@@ -31,7 +31,7 @@ class GlooGroup:
     ``bridge.transfer.transport.Group``.
     """
 
-    def __init__(self, store: TCPStore, host: str, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(self, store: Store, host: str, rank: int, world_size: int, timeout_s: float) -> None:
         self._rendezvous = Rendezvous(store, world_size, timeout_s)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # a constructor without them would not take a host
         options._timeout = timedelta(seconds=timeout_s)
@@ -89,7 +89,7 @@ class GlooGroup:
         closing.join(CLOSE_GRACE_S)
 
 
-def _join(store: TCPStore, member: Member, timeout_s: float) -> GlooGroup:
+def _join(store: Store, member: Member, timeout_s: float) -> GlooGroup:
     return GlooGroup(store, member.address, member.rank, member.world_size, timeout_s)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tepo_megatron.bridge.transfer.messages import WINDOW
 from tepo_megatron.bridge.transfer.transport import Member, TransportSpec, announce_departure
@@ -151,7 +151,7 @@ class IpcGroup:
 
 def join_ipc(
     join_gloo: Callable[[], GlooGroup],
-    store: TCPStore,
+    store: Store,
     rank: int,
     device: torch.device,
     *,
@@ -183,7 +183,7 @@ def join_ipc(
     return IpcGroup(gloo, device, handles, send_slots, receive_slots)
 
 
-def _join(store: TCPStore, member: Member, timeout_s: float) -> IpcGroup:
+def _join(store: Store, member: Member, timeout_s: float) -> IpcGroup:
     def join_gloo() -> GlooGroup:
         return GlooGroup(store, member.address, member.rank, member.world_size, timeout_s)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tepo_megatron.bridge.transfer.transport import Member, Rendezvous, TransportSpec
 
@@ -138,7 +138,7 @@ class NcclGroup:
         aborting.join(ABORT_GRACE_S)
 
 
-def join_nccl(store: TCPStore, member: Member, timeout_s: float) -> NcclGroup:
+def join_nccl(store: Store, member: Member, timeout_s: float) -> NcclGroup:
     """Makes the communicator; returns when all members have joined. Raises RuntimeError if they do not, or NCCL fails."""
     rendezvous = Rendezvous(store, member.world_size, timeout_s)
     with rendezvous.forming_group():
@@ -150,7 +150,7 @@ def join_nccl(store: TCPStore, member: Member, timeout_s: float) -> NcclGroup:
 TRANSPORT = TransportSpec(join=join_nccl, requires_gpu=True)
 
 
-def _process_group(store: TCPStore, rank: int, world_size: int, timeout_s: float) -> tuple[Any, Any]:
+def _process_group(store: Store, rank: int, world_size: int, timeout_s: float) -> tuple[Any, Any]:
     """Returns torch's group, whose operations can be coalesced, and the NCCL backend in it, which can be aborted."""
     from torch.distributed import ProcessGroup, ProcessGroupNCCL  # absent from CPU builds
 

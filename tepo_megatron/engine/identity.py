@@ -1,0 +1,199 @@
+"""What makes a run the run that it is, and how it differs from the one that wrote a checkpoint. No torch.
+
+A checkpoint's state has, as ``identity``, the model's architecture, a digest of its tokenizer, the whole configuration and the
+versions. :data:`KINDS` says for each section of the configuration whether a resumed run may differ in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.bridge.architecture import read_model_spec
+from tepo_megatron.config import RunConfig
+from tepo_megatron.versions import installed_version
+
+_TOKENIZER_FILES = (
+    *("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "vocab.json", "merges.txt"),
+)
+_DISTRIBUTIONS = ("tepo-megatron", "torch", "megatron-core", "transformer-engine", "vllm")
+
+
+class Kind(Enum):
+    """What a difference means for a resumed run."""
+
+    FREE = "free"
+    """How, where and for how long the run is computed, and what is kept of it: but for rounding the run is the same."""
+    RUN = "run"
+    """What is trained on what: it is refused unless ``train.allow_change`` lets it through."""
+    ARCHITECTURE = "architecture"
+    """The weights and optimizer states are another model's: refused always."""
+
+
+KINDS: Mapping[str, Kind] = {
+    "name": Kind.FREE,
+    "output": Kind.FREE,
+    "seed": Kind.RUN,
+    "model": Kind.FREE,  # compared by what it holds: architecture, tokenizer, the reference model's weights
+    "data": Kind.RUN,
+    "data.train": Kind.FREE,  # a path; the sampler compares the problems themselves
+    "data.heldout": Kind.FREE,
+    "rollout": Kind.FREE,
+    "rollout.prompts_per_step": Kind.RUN,
+    "rollout.samples_per_prompt": Kind.RUN,
+    "rollout.sampling": Kind.RUN,
+    "rollout.replay": Kind.RUN,
+    "rollout.server.dtype": Kind.RUN,
+    "rollout.server.quantization": Kind.RUN,
+    "rollout.server.extra_args": Kind.RUN,  # anything may be in them
+    "reward": Kind.FREE,
+    "reward.verifier": Kind.RUN,
+    "reward.failed_reward": Kind.RUN,
+    "objective": Kind.RUN,
+    "objective.preset": Kind.FREE,  # a name; the fields that it stands for are compared
+    "engine": Kind.FREE,
+    "engine.fp8": Kind.RUN,
+    "engine.noise_every": Kind.RUN,  # the objective's tolerance is what was measured
+    "engine.noise_sequences": Kind.RUN,
+    "optimizer": Kind.RUN,
+    "optimizer.distributed": Kind.FREE,
+    "train": Kind.FREE,
+    "train.minibatches": Kind.RUN,
+    "evaluate": Kind.FREE,
+    "log": Kind.FREE,
+    "cluster": Kind.FREE,
+}
+"""By the longest dotted prefix. ``train.steps`` is RUN where the learning rate falls until the last step: :func:`kind_of`."""
+
+_OF_RESUMING = ("train.resume", "train.resume_from", "train.allow_change")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A field of a checkpoint's run and of this one; ``field`` is the dotted field that lets it through, ``what`` names it
+    where that is not the field itself.
+    """
+
+    field: str
+    old: Any
+    new: Any
+    kind: Kind
+    what: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what or self.field}: {_show(self.old)} -> {_show(self.new)}"
+
+
+def describe_run(config: RunConfig, model_dir: Path) -> dict[str, Any]:
+    """Returns what a checkpoint says of its run, as JSON values. Reads the model folder's small files."""
+    architecture = {**asdict(read_model_spec(model_dir)), "dtype": config.model.dtype}
+    given = config.model_dump(mode="json")
+    if config.rollout.replay is not None:
+        given["rollout"]["replay"] = str(config.rollout.replay.resolve())
+    return {
+        "architecture": architecture,
+        "architecture_digest": _digest(json.dumps(architecture, sort_keys=True).encode()),
+        "tokenizer": tokenizer_digest(model_dir),
+        "config": given,
+        "versions": {name: installed_version(name) for name in _DISTRIBUTIONS},
+    }
+
+
+def tokenizer_digest(model_dir: Path) -> str:
+    """Returns a digest of the files that make a tokenizer, over their names and bytes."""
+    parts = []
+    for name in _TOKENIZER_FILES:
+        if (model_dir / name).is_file():
+            parts.append(f"{name} {_digest((model_dir / name).read_bytes())}\n")
+    return _digest("".join(parts).encode())
+
+
+def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
+    """Returns what differs between two answers of :func:`describe_run`, field by field; what concerns resuming is left out."""
+    found = [
+        Difference(f"architecture.{field}", old, new, Kind.ARCHITECTURE)
+        for field, old, new in _differing(saved["architecture"], current["architecture"])
+    ]
+    if saved["tokenizer"] != current["tokenizer"]:
+        what = "model.path's tokenizer, by its digest"
+        found.append(Difference("model.path", saved["tokenizer"], current["tokenizer"], Kind.RUN, what))
+    defaults = RunConfig().model_dump(mode="json")
+    for field, old, new in _differing(saved["config"], current["config"]):
+        # A field that the version which saved did not know had no effect then, as its default has none now.
+        unknown_then = old is _ABSENT and new == _value(defaults, field)
+        if field not in _OF_RESUMING and field != "model.dtype" and not unknown_then:
+            found.append(Difference(field, old, new, kind_of(field, current["config"])))
+    for name, old, new in _differing(saved["versions"], current["versions"]):
+        found.append(Difference(f"versions.{name}", old, new, Kind.FREE))
+    return found
+
+
+def kind_of(field: str, config: Mapping[str, Any]) -> Kind:
+    """What a difference in a dotted field of the configuration means."""
+    if field == "train.steps" and config["optimizer"]["schedule"] != "constant":
+        return Kind.RUN
+    parts = field.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((KINDS[prefix] for prefix in prefixes if prefix in KINDS), Kind.RUN)
+
+
+def is_allowed(field: str, allowed: Sequence[str]) -> bool:
+    """Whether an entry of ``train.allow_change`` is the field or a section that it lies in."""
+    return any(field == entry or field.startswith(f"{entry}.") for entry in allowed)
+
+
+def refusal(differences: Sequence[Difference], allowed: Sequence[str]) -> str | None:
+    """Returns what to say if this is not the run that is to be resumed, with every field that makes it another; else None."""
+    refused = [each for each in differences if each.kind is Kind.RUN and not is_allowed(each.field, allowed)]
+    others = [each for each in differences if each.kind is Kind.ARCHITECTURE]
+    if not refused and not others:
+        return None
+    lines = [f"  {each}" for each in [*others, *refused]]
+    if others:
+        lines.append("it is another model, which nothing can let through; set model.path and model.dtype back")
+    if refused:
+        fields = ",".join(dict.fromkeys(each.field for each in refused))
+        lines.append(f"set back what was not meant, and let through what was: train.allow_change=[{fields}]")
+    return "\n".join(["it would not be the same run:", *lines])
+
+
+def idle_entries(differences: Sequence[Difference], allowed: Sequence[str]) -> list[str]:
+    """The entries of ``train.allow_change`` that let nothing through, since nothing in them differs."""
+    return [entry for entry in allowed if not any(is_allowed(each.field, [entry]) for each in differences)]
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "(not known)"
+
+
+_ABSENT = _Absent()
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for key in dict.fromkeys([*old, *new]):
+        ours, theirs = old.get(key, _ABSENT), new.get(key, _ABSENT)
+        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+            yield from _differing(ours, theirs, f"{prefix}{key}.")
+        elif ours != theirs:
+            yield prefix + key, ours, theirs
+
+
+def _value(values: Any, field: str) -> Any:
+    for key in field.split("."):
+        values = values.get(key, _ABSENT) if isinstance(values, Mapping) else _ABSENT
+    return values
+
+
+def _show(value: Any) -> str:
+    return repr(value) if value is _ABSENT else json.dumps(value, ensure_ascii=False)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -1,0 +1,21 @@
+# Slurm's warning comes to this script, which passes it on: the trainer saves, and ends with exit code 75 (docs/cluster.md).
+warned() {
+  if [[ -z ${pids[0]:-} ]]; then
+    exit 75 # nothing was started yet
+  fi
+  kill -USR1 "${pids[0]}"
+}
+put_back() {
+  local code=$? restarts=${SLURM_RESTART_COUNT:-0} most=@max_requeues@
+  if [[ $code != 75 ]]; then
+    return
+  fi
+  if ((restarts < most)); then
+    echo "preempted: job $SLURM_JOB_ID goes back into the queue and resumes by itself, restart $((restarts + 1)) of at most $most"
+    scontrol requeue "$SLURM_JOB_ID"
+  else
+    echo "error: job $SLURM_JOB_ID was preempted after $restarts restarts, and cluster.max_requeues = $most; go on with --resume"
+  fi
+}
+trap warned USR1
+trap put_back EXIT

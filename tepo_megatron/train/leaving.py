@@ -1,0 +1,71 @@
+"""Leaving a run before its end: what is not saved yet, what still fits into the grace time, and what the user is told."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from tepo_megatron.engine.checkpoint_folder import checkpoint_name
+from tepo_megatron.preemption import StopRequested, StopSignals, stop_signals
+
+_MARGIN = 2.0
+"""How many times longer than the last one an update and a save may take, and are begun nevertheless."""
+
+
+@dataclass
+class Leaving:
+    """Every rank has one; what rank 0's says counts."""
+
+    saved_step: int
+    """Steps in the newest checkpoint that this run wrote or was resumed from; 0: there is none."""
+
+    signals: StopSignals = field(default_factory=stop_signals)
+
+    def __post_init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        """How long the last ``update`` and the last ``save`` took."""
+        self._saved_at = time.monotonic()
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Around an ``update`` or a ``save``: how long the last one took."""
+        began = time.monotonic()
+        yield
+        self.seconds[name] = time.monotonic() - began
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of so many steps is complete."""
+        self.saved_step, self._saved_at = step, time.monotonic()
+
+    def save_is_due(self, minutes: float) -> bool:
+        """Whether the last checkpoint, or the start, is so many minutes ago; never for 0."""
+        return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
+
+    def update_fits(self) -> bool:
+        """Whether the step's updates and a checkpoint can be expected to end within the grace time. A first update of unknown
+        length cannot; a first save is taken to last as long as the updates.
+        """
+        left = self.signals.seconds_left()
+        update = self.seconds.get("update", math.inf)
+        return left == math.inf or _MARGIN * (update + self.seconds.get("save", update)) <= left
+
+    def at_risk(self, step: int) -> str:
+        """What is lost if a run of so many steps ends without saving, as a sentence; empty if nothing is."""
+        if step <= self.saved_step:
+            return ""
+        first = self.saved_step + 1
+        steps = f"step {step} is" if first == step else f"steps {first} to {step} are"
+        newest = f"the newest checkpoint is {checkpoint_name(self.saved_step)}" if self.saved_step else "there is no checkpoint"
+        return f"{steps} lost; {newest}"
+
+    def describe(self, stop: StopRequested, *, saved: bool) -> str:
+        """What the user is told on the way out."""
+        name = checkpoint_name(self.saved_step)
+        if saved:
+            return f"{stop}: saved {name}; continue with --resume"
+        if self.saved_step:
+            return f"{stop}: nothing was trained since {name}, so nothing more was saved; continue with --resume"
+        return f"{stop}: ended before a step was trained; there is nothing to save"

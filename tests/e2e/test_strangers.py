@@ -1,0 +1,170 @@
+"""A run on one machine, two trainer ranks and a real vLLM server of two workers, and another user who tries its ports."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tepo_megatron.rendezvous import FOLDER_VARIABLE
+from tests.support import stranger
+from tests.support.processes import assert_none_names
+from tests.support.programs import TIMEOUT_S
+from tests.support.sockets import Listener, family, listeners, unix_sockets
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+OPEN = {"/health": "says only whether the engine works; the trainer asks it before it has a reason to send the key"}
+"""Paths that answer without the key, with reasons."""
+
+SMALL = [
+    *("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.sampling.max_new_tokens=4"),
+    *("rollout.server.tp=2", "evaluate.every=0", "train.steps=100000", "log.tensorboard=false"),
+]
+RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
+
+
+@dataclass(frozen=True)
+class Run:
+    process: subprocess.Popen[str]
+    out: Path
+    server: psutil.Process
+    key: str
+    url: str
+    private: Path
+    """The folder in which the ranks meet, and below which the servers' sockets and temporary files are."""
+
+    def steps(self) -> int:
+        return steps(self.out)
+
+    def wait_for_steps(self, more: int) -> None:
+        wait_for_steps(self.process, self.out, self.steps() + more)
+
+
+def steps(out: Path) -> int:
+    return len((out / "metrics.jsonl").read_text().splitlines()) if (out / "metrics.jsonl").exists() else 0
+
+
+def wait_for_steps(process: subprocess.Popen[str], out: Path, count: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while steps(out) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no step in time"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    out = tmp_path_factory.mktemp("run") / "out"
+    command = [sys.executable, "-m", "tepo_megatron", "train", str(RUN), f"output={out}", *SMALL]
+    with (out.parent / "printed").open("w") as printed:
+        process = subprocess.Popen(command, stdout=printed, stderr=printed, text=True, start_new_session=True)
+    try:
+        wait_for_steps(process, out, 3)  # the weights have travelled, and do again
+        (server,) = [each for each in family(process.pid) if "vllm.entrypoints.openai.api_server" in each.cmdline()[:3]]
+        environment, arguments = server.environ(), server.cmdline()
+        url = f"http://{arguments[arguments.index('--host') + 1]}:{arguments[arguments.index('--port') + 1]}"
+        rank = next(each for each in family(process.pid) if "RANK" in each.environ())
+        found = Run(process, out, server, environment["VLLM_API_KEY"], url, Path(rank.environ()[FOLDER_VARIABLE]))
+        yield found
+        process.send_signal(signal.SIGINT)
+        assert process.wait(TIMEOUT_S) == 130
+        assert found.key not in (out.parent / "printed").read_text()
+        assert not found.private.exists()
+    finally:
+        process.kill()
+        assert_none_names(out)
+
+
+def ports(run: Run) -> set[Listener]:
+    found = listeners(run.process.pid)
+    assert found
+    return found
+
+
+def routes() -> list[tuple[str, str]]:
+    """Every route that the source of vLLM's servers names, whether or not this server has it, and some that it has not."""
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    stated = re.compile(r"""\.(get|post|put|delete|patch|head|options|websocket|mount)\(\s*["'](/[^"']*)["']""")
+    found = {
+        ({"mount": "get"}.get(method, method).upper(), re.sub(r"\{[^}]*\}", "1", path))
+        for source in (Path(spec.origin).parent / "entrypoints").rglob("*.py")
+        for method, path in stated.findall(source.read_text())
+    }
+    found |= {
+        ("GET", path) for path in ("/", "/metrics", "/openapi.json", "/docs", "/nowhere", "/health/", "//health", "/health/1")
+    }
+    return sorted(found)
+
+
+def test_every_port_is_on_the_loopback_address(run: Run) -> None:
+    assert {each.address for each in ports(run)} == {"127.0.0.1"}
+
+
+def test_no_port_is_a_store(run: Run, tmp_path: Path) -> None:
+    assert stranger.ask("poison_stores", tmp_path / "proof", *(each.port for each in ports(run))) == []
+    assert not (tmp_path / "proof").exists()
+
+
+def test_every_route_of_the_server_asks_for_the_key(run: Run) -> None:
+    asked = routes()
+    assert {("POST", "/update_weights"), ("POST", "/collective_rpc"), ("POST", "/inference/v1/generate")} < set(asked)
+    assert len(asked) > 40
+    for method, path, header, status in stranger.ask("ask_routes", run.url, json.dumps(asked)):
+        if path in OPEN:
+            assert status in (200, 405), (method, path, header)
+        else:
+            assert status == (403 if method == "WEBSOCKET" else 401), (method, path, header)
+    assert httpx.get(run.url + "/v1/models", headers={"Authorization": f"Bearer {run.key}"}).status_code == 200
+    run.wait_for_steps(1)
+
+
+def test_the_run_goes_on_when_a_stranger_sends_garbage_to_its_ports(run: Run) -> None:
+    numbers = sorted({each.port for each in ports(run)})
+    for _ in range(5):
+        assert sorted(stranger.ask("send_garbage", *numbers)) == numbers
+    run.wait_for_steps(2)
+
+
+def test_sockets_and_temporary_files_are_in_a_folder_that_a_stranger_cannot_enter(run: Run) -> None:
+    sockets = unix_sockets(run.process.pid)
+    assert sockets, "vLLM's processes speak through some"
+    assert all(Path(path).is_relative_to(run.private) for path in sockets)
+    below = [path for path in run.private.rglob("*") if not path.is_dir()]
+    assert any("vllm_dist" in path.name for path in below)
+    assert stranger.ask("read_files", *below, *sockets, run.private / "attempt-0", RUN) == [str(RUN)]
+
+
+def test_shared_memory_is_for_the_runs_user_alone(run: Run) -> None:
+    mapped = {
+        each.path for process in family(run.process.pid) for each in process.memory_maps() if each.path.startswith("/dev/shm/")
+    }
+    assert mapped, "the workers of one server share some"
+    assert stranger.ask("read_files", *mapped, RUN) == [str(RUN)]
+
+
+def test_the_key_is_in_no_file_and_on_no_command_line(run: Run) -> None:
+    key = run.key.encode()
+    assert len(key) > 30
+    holders = [
+        path for folder in (run.out, run.private) for path in folder.rglob("*") if path.is_file() and key in path.read_bytes()
+    ]
+    assert holders == []
+    lines = [Path(f"/proc/{process.pid}/cmdline").read_bytes() for process in family(run.process.pid)]
+    assert len(lines) > 5
+    assert not any(key in line for line in lines)
+    assert stranger.ask("read_files", *(f"/proc/{process.pid}/environ" for process in family(run.process.pid))) == []

@@ -1,0 +1,144 @@
+"""Faults of the trainer in a whole run, `tepo train` on two ranks: its rollouts are given, so that no server is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.rollout.record import read_rollouts, write_rollouts
+from tepo_megatron.types import Rollout, WeightsVersion
+from tests.support.processes import assert_none_names
+from tests.support.programs import TIMEOUT_S
+
+RUN = Path(__file__).parents[2] / "examples" / "tiny" / "run.yaml"
+SETTINGS = [
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=2",
+    "rollout.canary.every=0",
+    "engine.parallel={tp: 1, sequence_parallel: false}",
+    "evaluate.every=0",
+    "train.minibatches=2",
+    "log.progress=plain",
+    "log.tensorboard=false",
+]
+
+
+def given_rollouts(folder: Path, steps: int) -> Path:
+    """Random tokens, the same in every step."""
+    rollouts = [
+        Rollout(
+            f"p{at // 2}",
+            at // 2,
+            (3, 4 + at),
+            (5, 6 + at, 7),
+            (-2.0, -2.5, -3.0),
+            "stop",
+            WeightsVersion(0),
+            reward=at % 2 * 1.0,
+        )
+        for at in range(8)
+    ]
+    for step in range(steps):
+        write_rollouts(folder, step, rollouts)
+    return folder
+
+
+def start(output: Path, rollouts: Path, *settings: str, command: str = "train") -> subprocess.Popen[str]:
+    words = [f"output={output}", f"rollout.replay={rollouts}", *SETTINGS, *settings]
+    return subprocess.Popen(
+        [sys.executable, "-m", "tepo_megatron", command, str(RUN), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def status(output: Path) -> str:
+    done = subprocess.run([sys.executable, "-m", "tepo_megatron", "status", str(output)], capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def rows(output: Path) -> list[dict[str, Any]]:
+    path = output / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_step_with_a_nan_costs_that_step_alone(tmp_path: Path) -> None:
+    output, rollouts = tmp_path / "out", given_rollouts(tmp_path / "rollouts", 3)
+    broken = read_rollouts(rollouts, 1)
+    broken[5] = replace(broken[5], sampler_logprobs=(-2.0, float("nan"), -3.0))
+    write_rollouts(rollouts, 1, broken)
+    process = start(output, rollouts, "train.steps=3", "engine.parallel.tp=2")
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
+    assert [row.get("update/skipped") for row in rows(output)] == [None, 0, 1, 0]
+    assert rows(output)[2]["lost/skipped"] > 0
+    said = next(line for line in out.splitlines() if line.startswith("step 2: "))
+    assert said.startswith(
+        "step 2: 1 of 2 optimizer steps skipped, a number was not finite: sampler_logprobs_T is nan at token "
+    )
+    assert said.endswith(f"see {output}/skipped/step_0000001.json")
+    (skipped,) = json.loads((output / "skipped" / "step_0000001.json").read_text())["skipped"]
+    assert 5 in skipped["rollouts"]
+    assert "1 optimizer steps skipped" in out
+    text = status(output)
+    assert "ended at step 3 of 3" in text
+    assert "finished" in text
+    assert "fault    1 optimizer steps skipped" in text
+
+
+def test_too_many_skips_end_the_run_with_their_first_cause(tmp_path: Path) -> None:
+    output, rollouts = tmp_path / "out", given_rollouts(tmp_path / "rollouts", 2)
+    broken = [replace(each, sampler_logprobs=(-2.0, float("-inf"), -3.0)) for each in read_rollouts(rollouts, 0)]
+    write_rollouts(rollouts, 0, broken)
+    process = start(output, rollouts, "train.steps=2", "train.max_skipped=1", "engine.parallel.dp=2")
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    assert err.startswith(
+        "error: 2 optimizer steps in a row were skipped (train.max_skipped = 1) since a number was not finite; the first in "
+        "step 1, mini-batch 1 of 2: sampler_logprobs_T is -inf at token "
+    )
+    assert len(err.splitlines()) == 1
+    assert f"the rollouts lie in {output}/skipped. Look there" in err
+    assert read_rollouts(output / "skipped", 0) == broken
+    assert "failed: 2 optimizer steps in a row were skipped" in status(output)
+
+
+def test_a_rank_that_is_stopped_ends_the_job_and_the_run_goes_on_when_resumed(tmp_path: Path) -> None:
+    output, rollouts = tmp_path / "out", given_rollouts(tmp_path / "rollouts", 400)
+    process = start(output, rollouts, "train.steps=400", "train.save_every=2", "engine.parallel.tp=2")
+    try:
+        end = time.monotonic() + TIMEOUT_S
+        while len(rows(output)) < 4:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end, "no step in time"
+            time.sleep(0.05)
+        pid = json.loads((output / "status" / "rank-00001.json").read_text())["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        text = status(output)
+        assert "of 400 done" in text
+        assert f"process {pid}: STOPPED (state T)" in text
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGKILL
+    last = err.splitlines()[-1]
+    assert last.startswith(f"error: rank 1 (process {pid} on ")
+    (report,) = (output / "logs").glob("hang-*.txt")
+    assert str(report) in last
+    assert "Thread 0x" in report.read_text()
+    assert_none_names(output)
+    assert f"report   {report}" in status(output)
+    done = rows(output)[-1]["step"]
+    again = start(output, rollouts, f"train.steps={done + 2}", "engine.parallel.tp=2", "train.resume=true")
+    _, err = again.communicate(timeout=TIMEOUT_S)
+    assert again.returncode == 0, err
+    assert [row["step"] for row in rows(output)] == list(range(done + 3))

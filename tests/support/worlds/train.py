@@ -1,0 +1,25 @@
+"""One rank of a run, in a world that is there at once: train OVERRIDE… What rank 0 prints is in OUTPUT/printed.txt."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from tepo_megatron.config.load import load_run
+from tepo_megatron.torchrun import run_rank
+from tepo_megatron.train.training import train_model
+
+
+def main() -> None:
+    config = load_run(None, sys.argv[1:])
+    if os.environ["RANK"] == "0":
+        config.output.mkdir(parents=True, exist_ok=True)
+        printed = os.open(config.output / "printed.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(printed, 1)
+    code = run_rank(config, train_model)
+    if code:
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

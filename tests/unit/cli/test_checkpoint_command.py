@@ -1,0 +1,144 @@
+"""``tepo checkpoint``, as a user meets it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tepo_megatron.cli.main import app
+from tepo_megatron.config.load import load_run
+from tepo_megatron.data.builtin import resolve_model_path
+from tepo_megatron.engine.identity import describe_run
+from tests.support.checkpoints import DAMAGES, flip_bit, make_whole, shards
+
+runner = CliRunner()
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    """Exit code and everything that was printed, as one line: tables break theirs where they are full."""
+    done = runner.invoke(app, ["checkpoint", *map(str, arguments)])
+    return done.exit_code, " ".join(f"{done.stdout} {done.stderr}".split())
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A run with three checkpoints and one that was cut off an hour ago."""
+    identity = describe_run(load_run(None, ["engine.parallel.dp=3"]), resolve_model_path("builtin:tiny"))
+    for step in (2, 4, 6):
+        make_whole(tmp_path / "checkpoints", step, identity=identity)
+    partial = tmp_path / "checkpoints" / "step_000008.partial"
+    partial.mkdir()
+    (partial / "shard").write_bytes(bytes(1_500_000))
+    age(partial)
+    return tmp_path
+
+
+def age(folder: Path) -> None:
+    for path in (folder, *folder.iterdir()):
+        os.utime(path, (path.stat().st_mtime - 3600,) * 2)
+
+
+def names(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+WHOLE = ["step_000002", "step_000004", "step_000006"]
+
+
+@pytest.mark.parametrize("command", ["", "list", "verify", "prune"])
+def test_help_teaches_without_torch(command: str) -> None:
+    probe = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom tepo_megatron.cli.main import app\n"
+        f"result = CliRunner().invoke(app, ['checkpoint', *{command!r}.split(), '--help'])\n"
+        "print(result.output)\nassert result.exit_code == 0\nassert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not command or f"tepo checkpoint {command} out/tiny" in done.stdout
+
+
+def test_the_commands_need_neither_torch_nor_megatron(out: Path) -> None:
+    probe = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom tepo_megatron.cli.main import app\n"
+        f"for command in ('list', 'verify', 'prune'): assert not CliRunner().invoke(app, ['checkpoint', command, {str(out)!r}])"
+        ".exit_code\nassert not {'torch', 'megatron'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_list_shows_every_checkpoint_and_what_is_wrong_with_it(out: Path) -> None:
+    shards(out / "checkpoints" / "step_000004")[0].unlink()
+    code, shown = run("list", out)
+    assert code == 0
+    for words in ("step_000002", "8", "1 × 1 × 3", "files are there", "damaged: shards/rank00000-00001.safetensors is missing"):
+        assert words in shown
+    assert "step_000008.partial" in shown
+    assert "1.5 MB" in shown
+    assert run("list", out / "checkpoints") == (code, shown)
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_verify_finds_every_damage(kind: str, out: Path) -> None:
+    folder = out / "checkpoints" / "step_000006"
+    assert run("verify", out)[0] == 0
+    damage, words = DAMAGES[kind]
+    damage(folder, out / "checkpoints" / "step_000004")
+    code, shown = run("verify", out)
+    assert code == 1
+    assert words in shown
+    assert shown.count("whole: ") == 2
+    assert run("verify", folder)[0] == 1
+    assert run("verify", out / "checkpoints" / "step_000002")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ([], ["step_000004", "step_000006"]),
+        (["--keep", "1"], ["step_000006"]),
+        (["--keep", "1", "--every", "2"], WHOLE),
+        (["--keep", "9"], WHOLE),
+    ],
+)
+def test_prune_keeps_what_it_is_told_to(options: list[str], kept: list[str], out: Path) -> None:
+    before = names(out)
+    code, said = run("prune", out, *options, "--dry-run")
+    assert (code, names(out)) == (0, before)
+    assert said.count("would delete") == len(before) - len(kept)
+    code, said = run("prune", out, *options)
+    assert (code, names(out)) == (0, kept)
+    assert said.count("deleted") == len(before) - len(kept)
+    assert f"{len(kept)} checkpoints kept" in said
+
+
+def test_prune_counts_no_damaged_one_and_leaves_what_a_run_may_be_writing(out: Path) -> None:
+    (out / "checkpoints" / "step_000006" / "state.json").unlink()
+    (out / "checkpoints" / "step_000010.partial").mkdir()
+    (out / "checkpoints" / "step_000001.abandoned").mkdir()
+    _, said = run("prune", out, "--keep", "1")
+    assert names(out) == ["step_000004", "step_000006", "step_000010.partial"]
+    assert "left step_000006: step_000006 is damaged (state.json is missing)" in said
+    assert "a run may be writing it" in said
+
+
+@pytest.mark.parametrize("command", ["list", "verify", "prune"])
+def test_a_wrong_folder_is_a_sentence(command: str, tmp_path: Path) -> None:
+    assert run(command, tmp_path / "nowhere") == (1, f"error: {tmp_path}/nowhere is no folder; give a run's output folder")
+    if command != "prune":
+        assert run(command, tmp_path) == (1, f"error: {tmp_path} has no checkpoint")
+
+
+def test_a_damaged_checkpoint_is_not_exported(out: Path, tmp_path: Path) -> None:
+    folder = out / "checkpoints" / "step_000006"
+    flip_bit(shards(folder)[0], 5000)
+    model = str(resolve_model_path("builtin:tiny"))
+    done = runner.invoke(app, ["export", str(folder), str(tmp_path / "model"), "--model", model])
+    assert done.exit_code == 1
+    assert "step_000006 is damaged (shards/rank00000-00001.safetensors was changed since it was written)" in done.stderr
+    assert not (tmp_path / "model").exists()

@@ -1,0 +1,179 @@
+"""Signals that ask a process to stop: real ones, sent to real processes, which import no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tepo_megatron.preemption import INTERRUPTED, PREEMPTED
+from tests.support.programs import TIMEOUT_S
+
+RANK = """
+import ctypes, os, sys, time
+from tepo_megatron.preemption import StopRequested, install_stop_signals, stop_signals
+
+what, grace, warning = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
+
+def tell(text):
+    os.write(1, (text + "\\n").encode())
+
+def in_c():
+    # As in a collective: no handler of Python runs, whatever comes.
+    mutex = ctypes.create_string_buffer(128)
+    libc = ctypes.CDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    tell("ready")
+    libc.pthread_mutex_lock(mutex)
+
+signals = install_stop_signals(grace_s=grace, warning_s=warning)
+signals.say = tell
+signals.at_risk = lambda: "step 3 is lost; the newest checkpoint is step_000002"
+assert stop_signals() is signals
+try:
+    if what == "before":
+        tell("ready")
+        time.sleep(1000)
+    if what == "twice before":
+        try:
+            tell("ready")
+            time.sleep(1000)
+        finally:
+            sys.stdin.readline()
+            tell("cleaned up")
+    signals.defer()
+    if what == "safe point":
+        tell("ready")
+        while signals.requested is None:
+            time.sleep(0.01)
+        tell(f"safe point after {signals.requested.name}, {signals.seconds_left() > 100}")
+        with signals.interruptible():
+            tell("never")
+    if what == "wait":
+        with signals.interruptible():
+            tell("ready")
+            time.sleep(1000)
+    if what == "twice":
+        try:
+            with signals.interruptible():
+                tell("ready")
+                time.sleep(1000)
+        finally:
+            sys.stdin.readline()
+            tell("cleaned up")
+    if what == "in C":
+        in_c()
+except StopRequested as stop:
+    tell(f"left: {stop}")
+    sys.exit(stop.exit_code)
+"""
+
+
+class Rank:
+    """A process that handles signals; ``says`` reads its next line."""
+
+    def __init__(self, what: str, *, grace: float = 1000.0, warning: float = 2000.0, rank: str = "0") -> None:
+        command = [sys.executable, "-c", RANK, what, str(grace), str(warning)]
+        environment = {**os.environ, "RANK": rank}
+        self.process = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True, env=environment)
+        assert self.says() == "ready"
+
+    def send(self, *numbers: signal.Signals) -> None:
+        for number in numbers:
+            self.process.send_signal(number)
+
+    def says(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().rstrip("\n")
+
+    def ends(self) -> tuple[int, list[str]]:
+        out, err = self.process.communicate(timeout=TIMEOUT_S)
+        assert err == ""
+        return self.process.returncode, out.splitlines()
+
+
+@pytest.fixture
+def start() -> Iterator[type[Rank]]:
+    started: list[Rank] = []
+
+    class Started(Rank):
+        def __init__(self, what: str, **limits: float) -> None:
+            started.append(self)
+            super().__init__(what, **limits)  # type: ignore[arg-type]
+
+    yield Started
+    for rank in started:
+        rank.process.kill()
+        rank.process.communicate()
+
+
+ASKED = {
+    signal.SIGINT: ("Ctrl-C: the run saves and ends; a second Ctrl-C ends it at once, without saving", "Ctrl-C", INTERRUPTED),
+    signal.SIGTERM: ("SIGTERM: the run saves and ends, within 1000 s (train.grace_s)", "SIGTERM", PREEMPTED),
+    signal.SIGUSR1: ("SIGUSR1: the run saves and ends, within 2000 s (train.warning_s)", "SIGUSR1", PREEMPTED),
+}
+
+
+@pytest.mark.parametrize("what", ["before", "wait", "safe point"])
+@pytest.mark.parametrize("number", ASKED)
+def test_a_signal_ends_what_may_be_left(start: type[Rank], what: str, number: signal.Signals) -> None:
+    rank = start(what)
+    rank.send(number)
+    told, name, code = ASKED[number]
+    reached = [f"safe point after {number.name}, True"] if what == "safe point" else []
+    got, lines = rank.ends()
+    # The thread that tells may come too late for a process that ends at once.
+    assert (got, [line for line in lines if line != told]) == (code, [*reached, f"left: {name}"])
+
+
+@pytest.mark.parametrize("number", ASKED)
+def test_the_first_signal_is_told_at_once(start: type[Rank], number: signal.Signals) -> None:
+    rank = start("in C")
+    rank.send(number)
+    assert rank.says() == ASKED[number][0]
+
+
+@pytest.mark.parametrize("what", ["twice", "twice before"])
+def test_another_sigterm_cuts_nothing_short(start: type[Rank], what: str) -> None:
+    """Slurm sends it to all processes, and the parent of the ranks sends it on."""
+    rank = start(what)
+    rank.send(signal.SIGTERM)
+    assert rank.says() == ASKED[signal.SIGTERM][0]
+    rank.send(signal.SIGTERM, signal.SIGUSR1)
+    rank.process.stdin.write("\n")
+    rank.process.stdin.flush()
+    assert rank.ends() == (PREEMPTED, ["cleaned up", "left: SIGTERM"])
+
+
+@pytest.mark.parametrize("what", ["twice", "in C"])
+def test_a_second_ctrl_c_ends_the_process_at_once_and_says_what_is_lost(start: type[Rank], what: str) -> None:
+    rank = start(what)
+    rank.send(signal.SIGINT)
+    assert rank.says() == ASKED[signal.SIGINT][0]
+    rank.send(signal.SIGINT)
+    lost = "ended at once, without saving. step 3 is lost; the newest checkpoint is step_000002"
+    assert rank.ends() == (INTERRUPTED, [lost])
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "code", "over"),
+    [
+        (signal.SIGTERM, None, PREEMPTED, "train.grace_s = 0.2 s after SIGTERM are over"),
+        (signal.SIGUSR1, signal.SIGTERM, PREEMPTED, "train.grace_s = 0.2 s after SIGTERM are over"),
+        (signal.SIGINT, signal.SIGTERM, INTERRUPTED, "train.grace_s = 0.2 s after SIGTERM are over"),
+    ],
+)
+def test_a_process_that_does_not_come_to_a_safe_point_ends_with_the_grace_time(
+    start: type[Rank], first: signal.Signals, then: signal.Signals | None, code: int, over: str
+) -> None:
+    rank = start("in C", grace=0.2)
+    rank.send(first)
+    rank.says()
+    if then is not None:
+        rank.send(then)
+    lost = "step 3 is lost; the newest checkpoint is step_000002"
+    assert rank.ends() == (code, [f"{over}: ended without saving. {lost}"])

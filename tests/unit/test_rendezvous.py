@@ -1,0 +1,229 @@
+"""Where ranks meet, and what another user of the machine gets there: real processes, and a stranger without any right."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from tepo_megatron import rendezvous
+from tepo_megatron.engine.collectives import all_gather_json, objects_as_json
+from tests.support import stranger
+from tests.support.launch import run_dist
+from tests.support.programs import TIMEOUT_S
+from tests.support.sockets import listeners
+
+RANK = """
+import os, sys, time
+from datetime import timedelta
+from pathlib import Path
+from tepo_megatron.config.load import load_run
+from tepo_megatron.torchrun import run_rank
+
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+
+def work(config):
+    import torch
+    import torch.distributed as dist
+    from tepo_megatron.rendezvous import rank_store
+
+    store = rank_store(2, timedelta(seconds=100))
+    if store is None:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=store, rank=int(rank), world_size=2)
+    dist.all_reduce(total := torch.tensor([int(rank) + 1]))
+    (folder / f"started{rank}").write_text(str(int(total)))
+    while not (folder / "end").exists():
+        time.sleep(0.05)
+
+sys.exit(run_rank(load_run(None, ["engine.parallel.dp=2"]), work))
+"""
+PARENT = "import sys; from tepo_megatron import torchrun; sys.exit(torchrun.launch(sys.argv[1:], 2, module='waiting_rank'))"
+SLEEPER = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
+
+as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become another user")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    """Starts processes that find the module of the ranks; what is left of them is ended after the test."""
+    (tmp_path / "waiting_rank.py").write_text(RANK)
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environment["PYTHONPATH"]])
+    environment["GLOO_SOCKET_IFNAME"] = "lo"
+    running: list[subprocess.Popen[str]] = []
+
+    def start_one(*command: object) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
+        running.append(
+            subprocess.Popen([sys.executable, *map(str, command)], env=environment, stdout=pipe, stderr=pipe, text=True)
+        )
+        return running[-1]
+
+    yield start_one
+    for process in running:
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+        process.kill()
+        process.communicate()
+
+
+def wait_for(process: subprocess.Popen[str], *files: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not all(file.exists() and (file.suffix == ".empty" or file.read_text()) for file in files):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"{files} did not come"
+        time.sleep(0.05)
+
+
+def ports(process: subprocess.Popen[str]) -> list[int]:
+    return [each.port for each in listeners(process.pid)]
+
+
+# -- the stranger
+
+
+@as_root
+@pytest.mark.slow
+def test_the_proof_is_one_torchruns_own_rendezvous_runs_the_strangers_code(start: Any, tmp_path: Path) -> None:
+    """A control: if it fails, the tests below prove nothing. Its pickle makes an empty file."""
+    proof, up = tmp_path / "proof.empty", tmp_path / "up.empty"
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    process = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "sleeper", up)
+    wait_for(process, up)
+    keys = stranger.ask("poison_stores", proof, *ports(process))
+    assert any(key.startswith("torch.rendezvous.") for key in keys)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not proof.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@as_root
+@pytest.mark.slow
+def test_a_stranger_finds_no_store_of_a_run_on_one_machine(start: Any, tmp_path: Path) -> None:
+    parent = start("-c", PARENT, tmp_path)
+    wait_for(parent, tmp_path / "started0", tmp_path / "started1")
+    open_ports = listeners(parent.pid)
+    assert {each.address for each in open_ports} == {"127.0.0.1"}, "gloo's connections between the ranks, and nothing else"
+    assert stranger.ask("poison_stores", tmp_path / "proof", *ports(parent)) == []
+    folder = next(Path(folder) for folder in environment_of_a_rank(parent, rendezvous.FOLDER_VARIABLE))
+    assert stranger.ask("read_files", folder / "attempt-0", __file__) == [__file__]
+    (tmp_path / "end").touch()
+    out, err = parent.communicate(timeout=TIMEOUT_S)
+    assert (parent.returncode, out, err) == (0, "", "")
+    assert (tmp_path / "started0").read_text() == "3"
+    assert not (tmp_path / "proof").exists()
+    assert not folder.exists()
+
+
+def environment_of_a_rank(parent: subprocess.Popen[str], name: str) -> list[str]:
+    return [value for child in psutil.Process(parent.pid).children() if (value := child.environ().get(name))]
+
+
+@as_root
+@pytest.mark.slow
+def test_a_stranger_can_disturb_the_store_of_several_nodes_and_nothing_more(start: Any, tmp_path: Path) -> None:
+    """Two agents, as on two nodes. Their store listens on the address that they were given, and holds no pickle."""
+    port = rendezvous_port()
+    flags = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}", "--rdzv-id=7.0"]
+    agents = [start("-m", "tepo_megatron.torchrun", *flags, f"--node-rank={n}", "-m", "waiting_rank", tmp_path) for n in (0, 1)]
+    for agent, file in zip(agents, ("started0", "started1"), strict=True):
+        wait_for(agent, tmp_path / file)
+    everywhere = {each for agent in agents for each in listeners(agent.pid)}
+    assert {each.address for each in everywhere} == {"127.0.0.1"}
+    assert port in {each.port for each in everywhere}
+    keys = stranger.ask("poison_stores", tmp_path / "proof", *(each.port for each in everywhere))
+    assert "7.0/torchelastic/role_info/0" in keys
+    (tmp_path / "end").touch()
+    assert [agent.wait(TIMEOUT_S) for agent in agents] == [0, 0]
+    assert (tmp_path / "started1").read_text() == "3"
+    assert not (tmp_path / "proof").exists()
+
+
+def rendezvous_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+# -- torchrun by hand
+
+
+@pytest.mark.slow
+def test_ranks_of_a_dynamic_rendezvous_are_refused(start: Any, tmp_path: Path) -> None:
+    process = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "waiting_rank", tmp_path)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    assert "write 'python -m tepo_megatron.torchrun' in place of 'torchrun'" in err
+    assert not (tmp_path / "started0").exists()
+
+
+@pytest.mark.slow
+def test_torchruns_own_static_rendezvous_is_taken(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "end").touch()
+    place = ("--master-addr=127.0.0.1", f"--master-port={rendezvous_port()}")
+    process = start("-m", "torch.distributed.run", "--nproc-per-node=2", *place, "-m", "waiting_rank", tmp_path)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
+    assert (tmp_path / "started1").read_text() == "3"
+
+
+@pytest.mark.parametrize("flag", ["--standalone", "--rdzv-backend=c10d", "--rdzv-backend=etcd", "--nnodes=1:4"])
+def test_flags_for_a_dynamic_rendezvous_are_refused(flag: str) -> None:
+    with pytest.raises(ValueError, match="ranks meet by a static rendezvous"):
+        rendezvous.run_agent([flag, "-m", "whatever"])
+
+
+@pytest.mark.slow
+def test_an_address_that_is_not_the_first_nodes_is_named(start: Any, tmp_path: Path) -> None:
+    flags = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=192.0.2.1", "--master-port=29500", "-m", "waiting_rank"]
+    _, err = start("-m", "tepo_megatron.torchrun", *flags, tmp_path).communicate(timeout=TIMEOUT_S)
+    assert "the first node cannot listen on 192.0.2.1:29500" in err
+
+
+# -- files and pickles
+
+
+def test_ranks_do_not_meet_where_others_may_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(rendezvous.FOLDER_VARIABLE, str(tmp_path))
+    tmp_path.chmod(0o700)
+    store = rendezvous.rank_store(1, timedelta(seconds=5))
+    assert store is not None
+    store.set("key", "value")
+    tmp_path.chmod(0o750)
+    with pytest.raises(RuntimeError, match="other users may enter it"):
+        rendezvous.rank_store(1, timedelta(seconds=5))
+
+
+def exchange(rank: int, world: int) -> Any:
+    keys = [((("lr", 1e-3 / 3), ("wd", rank)), False), (None, True)]
+    found: list[Any] = [None] * world
+    with objects_as_json(torch.device("cpu")):
+        dist.all_gather_object(found, keys)
+    plain: list[Any] = [None] * world
+    dist.all_gather_object(plain, keys)  # torch's own, after the block
+    everyone = all_gather_json({"rank": rank, "text": "é" * rank}, device=torch.device("cpu"))
+    rendezvous.refuse_pickles()
+    with pytest.raises(RuntimeError, match="would unpickle what another process sent"):
+        dist.all_gather_object(plain, keys)
+    return found == plain, everyone
+
+
+def test_ranks_exchange_json_and_refuse_pickles() -> None:
+    expected = [{"rank": 0, "text": ""}, {"rank": 1, "text": "é"}, {"rank": 2, "text": "éé"}]
+    assert run_dist(3, exchange) == [(True, expected)] * 3

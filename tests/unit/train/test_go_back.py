@@ -1,0 +1,74 @@
+"""What rank 0 does when the run goes back: other problems, fewer rows, and the time that was lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.train import root_driver
+from tepo_megatron.train.metrics import read_metrics
+from tepo_megatron.train.output import Output
+from tepo_megatron.train.progress import NoProgress
+from tepo_megatron.train.root_driver import RootDriver
+from tepo_megatron.types import Problem, Response, WeightsVersion
+from tepo_megatron.watch.heartbeat import Heartbeat
+
+
+class MadeUpFleet:
+    """Answers every prompt with two tokens."""
+
+    addresses = ("http://127.0.0.1:1",)
+
+    def __init__(self, *_given: Any, **_options: Any) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    def generate(self, prompts: list[Any], *, n: int, on_progress: Any, **_options: Any) -> list[list[Response]]:
+        on_progress(len(prompts), len(prompts))
+        return [[Response((1, 2), (-1.0, -1.0), "stop", WeightsVersion(0))] * n for _ in prompts]
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RootDriver:
+    monkeypatch.setattr(root_driver, "Fleet", MadeUpFleet)
+    monkeypatch.setattr(root_driver, "RewardPool", lambda config: SimpleNamespace(score=_half))
+    tokenizer = SimpleNamespace(eos_ids=(2,), encode=lambda text, **_options: (3, 4), decode=lambda ids: "text")
+    problems = [Problem(f"p{at}", "1+1=", "2") for at in range(100)]
+    config = RunConfig.model_validate({"output": tmp_path / "out", "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2}})
+    monkeypatch.setattr(root_driver, "encode_prompt", lambda tokenizer, problem, **_options: (3, 4))
+    inputs: Any = SimpleNamespace(tokenizer=tokenizer, train=problems, heldout=[], model_dir=tmp_path)
+    return RootDriver(config, inputs, Output(config, NoProgress()), Heartbeat())
+
+
+def _half(items: list[Any]) -> list[Any]:
+    return [SimpleNamespace(reward=0.5, error=None) for _ in items]
+
+
+def problems_of(driver: RootDriver, step: int) -> set[str]:
+    return {rollout.problem_id for rollout in driver.collect(step)}
+
+
+def test_no_problem_comes_again_and_rows_and_time_are_accounted_for(driver: RootDriver) -> None:
+    seen = set()
+    for step in range(3):
+        seen |= problems_of(driver, step)
+        driver.log(step + 1, {"response_tokens": 4.0, "update/skipped": 0.0})
+    offending = problems_of(driver, 3)
+    assert problems_of(driver, 3) == offending  # a server that dies repeats the step
+    driver.go_back(3, "back to step 3")
+    assert driver.output.last_step == 3
+    assert not problems_of(driver, 3) & (seen | offending)
+    driver.go_back(1, "back to step 1")
+    assert driver.output.last_step == 1
+    seen |= offending | problems_of(driver, 1)
+    assert len(seen) == 20  # three steps', the offending one's, and the last one's: all different
+    driver.log(2, {"response_tokens": 4.0, "update/skipped": 0.0})
+    row = read_metrics(driver.output.folder / "metrics.jsonl")[-1]
+    assert row["rollback/count"] == 2
+    assert row["lost/rollback"] > 0
