@@ -18,6 +18,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -38,10 +39,11 @@ LONGEST_FOLDER = 66
 """Bytes of a folder's path in which the name of a socket, at most 107 bytes, still has room."""
 
 
-def run_agent(arguments: Sequence[str]) -> None:
+def run_agent(arguments: Sequence[str], folder: Path | None = None) -> None:
     """Runs torchrun's agent with its flags ``arguments`` and this rendezvous; returns when the ranks have ended well.
 
-    Raises what torchrun raises, and ValueError for flags that ask for a dynamic rendezvous.
+    Ranks of one machine meet in ``folder``, of mode 0700; by default in a temporary one. Raises what torchrun raises, and
+    ValueError for flags that ask for a dynamic rendezvous.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
@@ -59,8 +61,8 @@ def run_agent(arguments: Sequence[str]) -> None:
     if int(parsed.nnodes) > 1:
         torchrun.run(parsed)
         return
-    with tempfile.TemporaryDirectory(prefix="tepo-") as folder:  # mode 0700
-        os.environ[FOLDER_VARIABLE] = folder
+    with nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="tepo-") as place:  # mode 0700
+        os.environ[FOLDER_VARIABLE] = str(place)
         try:
             torchrun.run(parsed)
         finally:
@@ -82,10 +84,17 @@ def rank_store(world_size: int, timeout: timedelta) -> Store | None:
         raise RuntimeError(
             f"the ranks should meet in {folder} ({FOLDER_VARIABLE}), but other users may enter it; set it to 0700"
         )
+    atexit.register(_remove_if_orphaned, folder, os.getppid())
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store: Store = FileStore(str(folder / f"attempt-{attempt}"), world_size)
     store.set_timeout(timeout)
     return store
+
+
+def _remove_if_orphaned(folder: Path, agent: int) -> None:
+    """The agent removes the folder, unless it was killed."""
+    if os.getppid() != agent:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @functools.cache

@@ -192,7 +192,7 @@ def run_node(arguments: Sequence[str]) -> int:
                 # The agent would log a rank that did as it was asked as a failure.
                 logging.getLogger(_AGENT_LOG).addFilter(lambda record: asked() is None)
                 try:
-                    run_agent(arguments)
+                    run_agent(arguments, Path(folder))
                 except ChildFailedError as error:
                     if (code := _stop_code(error, asked())) is None:
                         raise
@@ -216,7 +216,7 @@ def _run_agent(arguments: Sequence[str], world_size: int, folder: Path, asked: C
 
     options = ["--nnodes=1", f"--nproc-per-node={world_size}", f"--rdzv-id={uuid.uuid4()}", f"--log-dir={folder / 'ranks'}"]
     try:
-        run_agent([*options, "--local-addr=127.0.0.1", *arguments])
+        run_agent([*options, "--local-addr=127.0.0.1", *arguments], folder)
     except ChildFailedError as error:
         code = _stop_code(error, asked())
         return _describe_end(error) if code is None else (code, _End())

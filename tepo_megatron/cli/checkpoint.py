@@ -80,6 +80,8 @@ def prune_command(
 ) -> None:
     """Delete older checkpoints, and what saves that were cut off have left. A damaged one is not counted, and stays.
 
+    The newest ones, which are kept, are read to the last byte first: the only whole one is never deleted for a damaged one.
+
     An unfinished checkpoint that changed within the last minute stays too: a run may be writing it.
 
     [dim]tepo checkpoint prune out/tiny --keep 1 --dry-run[/]
@@ -90,7 +92,14 @@ def prune_command(
 
     with user_errors():
         parent = _parent(folder)
-        whole = {step_of(path): path for path in checkpoints(parent) if _damage(path) is None}
+        whole: dict[int, Path] = {}
+        damaged: list[str] = []
+        for path in reversed(checkpoints(parent)):
+            damage = _damage(path, thoroughly=len(whole) < keep)
+            if damage is None:
+                whole[step_of(path)] = path
+            else:
+                damaged.append(damage)
         kept = retained(whole, newest=keep, every=every)
         busy = [path for path in leftovers(parent) if ".partial" in path.name and time() - _changed(path) < _SETTLED_S]
         doomed = [path for path in leftovers(parent) if path not in busy]
@@ -106,9 +115,8 @@ def prune_command(
                 failed.append(failure)
         for path in busy:
             typer.echo(f"left {path}, which changed within the last minute: a run may be writing it")
-        for path in checkpoints(parent):
-            if (damage := _damage(path)) is not None:
-                typer.echo(f"left {path.name}: {damage}")
+        for damage in reversed(damaged):
+            typer.echo(f"left: {damage}")
         typer.echo(f"{_size(freed)} {'would be ' if dry_run else ''}freed; {len(kept)} checkpoints kept")
         if failed:
             raise RuntimeError("; ".join(failed))
@@ -156,12 +164,14 @@ def _verify(path: Path) -> tuple[str, tuple[str, ...]]:
     return f"whole: {len(manifest.files)} files, {_size(manifest.bytes)}", ()
 
 
-def _damage(path: Path) -> str | None:
-    from tepo_megatron.bridge.storage.manifest import DamagedCheckpoint
-    from tepo_megatron.engine.checkpoint_folder import read_state
+def _damage(path: Path, *, thoroughly: bool) -> str | None:
+    """What is wrong with a checkpoint, if anything; ``thoroughly``: its shards are read too."""
+    from tepo_megatron.bridge.storage.manifest import DamagedCheckpoint, check_whole
+    from tepo_megatron.engine.checkpoint_folder import manifest_of
 
     try:
-        read_state(path)
+        if manifest_of(path) is not None and thoroughly:
+            check_whole(path)
     except DamagedCheckpoint as error:
         return str(error)
     return None

@@ -29,14 +29,15 @@ from tepo_megatron.bridge.storage.manifest import (
     STATE,
     DamagedCheckpoint,
     FileRecord,
+    read_manifest,
     sync_folder,
     write_durably,
     write_manifest,
 )
 from tepo_megatron.bridge.storage.stored import SHARDS, box_key, open_boxes
 from tepo_megatron.engine import optimizer_state
-from tepo_megatron.engine.checkpoint_folder import checkpoint_folder, checkpoints, manifest_of, read_state, set_aside
-from tepo_megatron.engine.collectives import all_gather_json
+from tepo_megatron.engine.checkpoint_folder import checkpoint_folder, checkpoints, read_state, set_aside
+from tepo_megatron.engine.collectives import all_gather_json, broadcast_json
 
 _CPU = torch.device("cpu")
 
@@ -165,20 +166,31 @@ def check(folder: Path, group: dist.ProcessGroup | None) -> dict[str, Any]:
     Every rank calls; all return, or all raise the same DamagedCheckpoint with everything that any of them found. A checkpoint
     of the first format has no digests: of it only the state is checked.
     """
-    state: dict[str, Any] = {}
-    found: list[str] = []
-    try:
-        state = read_state(folder)
-        manifest = manifest_of(folder)
-        if manifest is not None:
-            found = manifest.wrong_contents(manifest.shares(dist.get_world_size())[dist.get_rank()])
-    except DamagedCheckpoint as error:
-        found = list(error.problems)
-    everywhere = all_gather_json(found, device=_CPU, group=group)
-    problems = list(dict.fromkeys(problem for rank in everywhere for problem in rank))
+    # Rank 0 alone looks which files are there: a thousand ranks that ask for a thousand files each are a burden to a cluster.
+    own = _read_or_problems(lambda: read_state(folder)) if dist.get_rank() == 0 else None
+    state, problems = broadcast_json(own, source=0, device=_CPU, group=group)
+    if not problems and "format" in state:
+        _, found = _read_or_problems(lambda: _check_share(folder))
+        everywhere = all_gather_json(found, device=_CPU, group=group)
+        problems = list(dict.fromkeys(problem for rank in everywhere for problem in rank))
     if problems:
         raise DamagedCheckpoint(folder, problems)
     return state
+
+
+def _read_or_problems(read: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+    try:
+        return read(), []
+    except DamagedCheckpoint as error:
+        return {}, list(error.problems)
+
+
+def _check_share(folder: Path) -> dict[str, Any]:
+    """This rank's part of the digests. Raises DamagedCheckpoint."""
+    manifest = read_manifest(folder)
+    if problems := manifest.wrong_contents(manifest.shares(dist.get_world_size())[dist.get_rank()]):
+        raise DamagedCheckpoint(folder, problems)
+    return {}
 
 
 def load(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def check_model(config: RunConfig) -> Path:
     model_dir = resolve_model_path(config.model.path)
     layout = config.engine.parallel
     check_placement(config, this_machine())
-    if resumes(config):
+    if resumes(config) and int(os.environ.get("RANK", 0)) == 0:  # the ranks agree on it when they have their groups
         find_checkpoint(config, model_dir)
     spec = read_model_spec(model_dir)
     spec.check_parallel(tp=layout.tp, pp=layout.pp)

@@ -155,6 +155,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once_and_says_what_is_lost(start: t
     rank.send(signal.SIGINT)
     assert rank.says() == ASKED[signal.SIGINT][0]
     rank.send(signal.SIGINT)
+    rank.process.wait(TIMEOUT_S)  # with its input open, at whose end it would be cleaned up
     lost = "ended at once, without saving. step 3 is lost; the newest checkpoint is step_000002"
     assert rank.ends() == (INTERRUPTED, [lost])
 

@@ -130,6 +130,19 @@ def test_a_stranger_finds_no_store_of_a_run_on_one_machine(start: Any, tmp_path:
     assert not folder.exists()
 
 
+@pytest.mark.slow
+def test_ranks_whose_agent_was_killed_leave_no_folder(start: Any, tmp_path: Path) -> None:
+    parent = start("-c", PARENT, tmp_path)
+    wait_for(parent, tmp_path / "started0", tmp_path / "started1")
+    folder = Path(environment_of_a_rank(parent, rendezvous.FOLDER_VARIABLE)[0])
+    assert folder.stat().st_mode & 0o777 == 0o700
+    parent.kill()
+    deadline = time.monotonic() + TIMEOUT_S
+    while folder.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def environment_of_a_rank(parent: subprocess.Popen[str], name: str) -> list[str]:
     return [value for child in psutil.Process(parent.pid).children() if (value := child.environ().get(name))]
 

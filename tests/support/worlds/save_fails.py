@@ -45,6 +45,8 @@ def main() -> None:
     if case["limited_rank"] == engine.ranks.rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     engine.load(folder / "step_000001")
+    if case["limited_rank"] is not None:
+        engine.save(folder, step=1, state={})  # in place of the one that is there
     report = {"said": said, "before": before, "after": engine.weights_version(1).digest, "noise": engine.entropy_noise}
     (out / f"rank-{engine.ranks.rank}.json").write_text(json.dumps(report))
     engine.close()

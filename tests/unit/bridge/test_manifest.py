@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,6 +122,12 @@ def test_a_failed_write_is_told_and_every_box_is_still_drawn(tmp_path: Path) -> 
         right = written.error is not None and "rank00000-00004" in written.error and "File too large (EFBIG)" in written.error
         os._exit(0 if right and drawn == list(range(6)) and written.bytes == 4 * (500 * 15 + 6) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(("key", "value"), [("updates", -4), ("updates", "24"), ("updates", True), ("model", None)])
+def test_a_state_that_cannot_be_is_refused_although_its_digest_is_right(key: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(DamagedCheckpoint, match=rf"state\.json: {key} = "):
+        read_state(make_whole(tmp_path, 6, **{key: value}))
 
 
 def test_files_that_are_no_shards_do_no_harm(tmp_path: Path) -> None:

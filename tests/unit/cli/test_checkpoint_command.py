@@ -117,13 +117,20 @@ def test_prune_keeps_what_it_is_told_to(options: list[str], kept: list[str], out
     assert f"{len(kept)} checkpoints kept" in said
 
 
-def test_prune_counts_no_damaged_one_and_leaves_what_a_run_may_be_writing(out: Path) -> None:
-    (out / "checkpoints" / "step_000006" / "state.json").unlink()
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("no state", "state.json is missing"),
+        ("a zeroed block", "shards/rank00000-00001.safetensors was changed since it was written"),
+    ],
+)
+def test_prune_counts_no_damaged_one_and_leaves_what_a_run_may_be_writing(kind: str, problem: str, out: Path) -> None:
+    DAMAGES[kind][0](out / "checkpoints" / "step_000006", out / "checkpoints" / "step_000004")
     (out / "checkpoints" / "step_000010.partial").mkdir()
     (out / "checkpoints" / "step_000001.abandoned").mkdir()
     _, said = run("prune", out, "--keep", "1")
     assert names(out) == ["step_000004", "step_000006", "step_000010.partial"]
-    assert "left step_000006: step_000006 is damaged (state.json is missing)" in said
+    assert f"left: step_000006 is damaged ({problem})" in said
     assert "a run may be writing it" in said
 
 

@@ -88,8 +88,8 @@ def test_a_wrong_configuration_is_a_sentence_and_exit_code_1(command: list[str],
 def test_train_starts_the_ranks_that_the_run_needs(run_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[object, ...]] = []
 
-    def launch(*given: object) -> int:
-        started.append(given)
+    def launch(*given: object, status: Path) -> int:
+        started.append((*given, status))
         return 7
 
     monkeypatch.setattr("tepo_megatron.cli.train.launch", launch)
@@ -99,7 +99,7 @@ def test_train_starts_the_ranks_that_the_run_needs(run_yaml: Path, monkeypatch: 
     make_whole(Path("out/run/checkpoints"), 2)
     result = runner.invoke(app, ["train", str(run_yaml), "train.steps=3", "--resume"])
     assert result.exit_code == 7
-    assert started == [(["train", str(run_yaml), "train.steps=3", "train.resume=true"], 2)]
+    assert started == [(["train", str(run_yaml), "train.steps=3", "train.resume=true"], 2, Path("out/run/status"))]
 
 
 def test_a_warning_of_the_configuration_is_a_sentence(run_yaml: Path) -> None:

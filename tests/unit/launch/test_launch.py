@@ -95,6 +95,7 @@ def test_a_job_that_was_started_again_resumes_if_it_can(tmp_path: Path, restarts
     """What a run with train.resume = auto does: tests/unit/train/test_output.py."""
     got = run_train_script(tmp_path, job(f"output={tmp_path}"), SLURM_JOB_ID="7", SLURM_RESTART_COUNT=restarts)
     assert ("train.resume=auto" in got) == resumes
+    assert ("train.resume_from=null" in got) == resumes  # what it was first resumed from is behind it
 
 
 def test_values_reach_the_shell_as_they_are(tmp_path: Path) -> None:

@@ -57,6 +57,17 @@ def test_other_numbers_make_another_picture(tmp_path: Path) -> None:
     assert not np.array_equal(imread(tmp_path / "a.png"), imread(tmp_path / "b.png"))
 
 
+def test_faults_are_said_below_the_picture_and_nothing_is_where_there_were_none(tmp_path: Path) -> None:
+    faults = {"none": {"update/skipped": 0.0}, "some": {"update/skipped": 3.0, "lost/skipped": 61.0}}
+    for name, fault in faults.items():
+        plot_curves(write(tmp_path / name, [row(1), row(2) | fault]), tmp_path / f"{name}.png", "a run")
+    plot_curves(write(tmp_path / "plain", [row(1), row(2)]), tmp_path / "plain.png", "a run")
+    plain = imread(tmp_path / "plain.png")
+    assert np.array_equal(imread(tmp_path / "none.png"), plain)
+    assert not np.array_equal(imread(tmp_path / "some.png"), plain)
+    assert imread(tmp_path / "some.png").shape == plain.shape
+
+
 def test_several_runs_share_a_picture(tmp_path: Path) -> None:
     runs = {"a": write(tmp_path / "a", ROWS), "b": write(tmp_path / "b", ROWS[1:9])}
     plot_comparison(runs, tmp_path / "ab.png", "two runs")
