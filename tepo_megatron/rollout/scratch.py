@@ -49,7 +49,10 @@ class Scratch:
         self._written = 0
 
     def environment(self) -> dict[str, str]:
-        """Where processes put their temporary files, for all who read it: Python, vLLM's sockets, C libraries."""
+        """Where processes put their temporary files, for all who read it: Python, vLLM's sockets, C libraries.
+
+        vLLM's processes unpickle what comes by these sockets; nobody else may enter the folder.
+        """
         return dict.fromkeys(("TMPDIR", "TMP", "TEMP", "VLLM_RPC_BASE_PATH"), str(self.folder))
 
     def record(self) -> None:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from tepo_megatron.bridge.transfer.transport import BACKEND
 from tepo_megatron.config.rollout import ServerConfig
-from tepo_megatron.rendezvous import FOLDER_VARIABLE, private_folder
+from tepo_megatron.rendezvous import FOLDER_VARIABLE
 from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.resources import reserve_port, visible_gpus
 from tepo_megatron.rollout.scratch import group_members, sweep
@@ -212,9 +212,6 @@ class Server:
             "DO_NOT_TRACK": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_HOST_IP": self.config.host,
-            # vLLM's processes speak through sockets and files of its temporary folder, and unpickle what comes by them
-            "TMPDIR": str(private_folder()),
-            "VLLM_RPC_BASE_PATH": str(private_folder()),
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(round(4 * IDLE_CONNECTION_S)),
             "PYTHONUNBUFFERED": "1",

@@ -54,8 +54,8 @@ def test_an_unknown_transport_is_refused_with_the_known_ones() -> None:
 
 def test_a_member_that_hangs_between_arriving_and_joining_is_not_waited_for_beyond_the_time_out() -> None:
     """All are counted as there, but one takes no part in forming the group: gloo's own rendezvous has no default of minutes."""
-    store, port = listen("127.0.0.1")
-    hanging = connect("127.0.0.1", port, 60.0)
+    store, place = listen("127.0.0.1")
+    hanging = connect("127.0.0.1", place, 60.0)
     hanging.add("joined", 1)
     with pytest.raises(RuntimeError, match="timeout"):
         GlooGroup(store, "127.0.0.1", 0, 2, 2.0)
