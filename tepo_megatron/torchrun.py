@@ -66,6 +66,11 @@ def speaks_first() -> bool:
     return not under_torchrun() or (os.environ["RANK"] == "0" and _FAILURE_FILE not in os.environ)
 
 
+def is_restart() -> bool:
+    """Whether torchrun has started this rank again, after a failure (its ``--max-restarts``)."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
 def launch(arguments: Sequence[str], world_size: int, module: str = "tepo_megatron", *, status: Path | None = None) -> int:
     """Runs ``python -m <module>`` with ``arguments`` as ``world_size`` ranks of this machine; returns the exit code.
 

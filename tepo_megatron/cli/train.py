@@ -9,7 +9,7 @@ import typer
 
 from tepo_megatron.cli.errors import user_errors
 from tepo_megatron.cli.options import Overrides, RunFile, load_config
-from tepo_megatron.torchrun import launch, run_rank, under_torchrun
+from tepo_megatron.torchrun import is_restart, launch, run_rank, speaks_first, under_torchrun
 
 
 def train(
@@ -21,6 +21,7 @@ def train(
     resume_from: Annotated[
         str | None, typer.Option("--from", metavar="step_N|PATH", help="With --resume: go on from this checkpoint.")
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the run that the output folder holds.")] = False,
 ) -> None:
     """Train a model: sample, reward, score, update, sync, as often as the run says.
 
@@ -36,6 +37,10 @@ def train(
     given += [] if resume_from is None else [f"train.resume_from={json.dumps(resume_from)}"]
     with user_errors():
         config = load_config(run, given)
+        if speaks_first() and not is_restart():
+            from tepo_megatron.train.run_folder import prepare_folder
+
+            prepare_folder(config, overwrite=overwrite)
         if config.train.resume and not under_torchrun():
             from tepo_megatron.data.builtin import resolve_model_path
             from tepo_megatron.train.resume import find_checkpoint, resumes

@@ -68,9 +68,15 @@ class ServerConfig(Section):
     start_timeout_s: Seconds = 300.0
     """Seconds that a server may take from its start to its first answer; loading a large model from a slow disk needs more."""
 
-    request_timeout_s: Seconds = 600.0
-    """Seconds that a server may take to answer one request, such as the samples of one prompt. If it takes longer the run
-    stops, or starts the server again where it has died."""
+    request_timeout_s: Seconds = 300.0
+    """Seconds that a server may go without progress: without an answer to a request, or, while it samples, without a new token
+    of any of its requests; a response may take longer. After that it counts as dead, is killed and started again. The default
+    is what vLLM itself gives its workers for one step."""
+
+    max_retries: NonNegativeInt = 3
+    """How often a request for samples is sent again, to another server where there is one, after an answer that cannot be
+    right: malformed, status 5xx, a connection that broke. A server that fails more often in a row is started again; 0: at
+    once."""
 
     transfer: Literal["reshard", "gather"] = "reshard"
     """How weights reach the servers. ``reshard``: every trainer rank sends its shards straight to the workers that need them.
@@ -86,7 +92,8 @@ class ServerConfig(Section):
     """How long one message of a weight update may take before the update counts as failed."""
 
     max_restarts: NonNegativeInt = 3
-    """How many times in a run servers that died are started again, over all servers."""
+    """How many times in a run servers that died, hung or kept answering wrongly are started again, over all servers. The run
+    stops at the next one, with the first cause."""
 
     extra_args: tuple[str, ...] = ()
     """More arguments for ``vllm.entrypoints.openai.api_server``, as on its command line."""
@@ -161,8 +168,12 @@ class RolloutConfig(Section):
     uncorrected: bool = False
     """Train on samples of quantised servers without ``objective.mismatch``, as if the trainer's own weights had drawn them."""
 
+    journal: bool = True
+    """Write every step's rollouts to ``<output>/journal/`` as soon as they are rewarded, and have a resumed run take them from
+    there instead of drawing them again. They are removed when no checkpoint needs them any more. Cost: ``time/journal``."""
+
     record: bool = False
-    """Write every step's rollouts to ``<output>/rollouts/``."""
+    """Write every step's rollouts to ``<output>/rollouts/``, and keep them."""
 
     replay: Path | None = None
     """Read the rollouts from this folder, written by ``record``, instead of sampling; no server is started."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
 import httpx
 
 from tepo_megatron.bridge.transfer.broadcast import Manifest
-from tepo_megatron.rollout.server import IDLE_CONNECTION_S, MODEL_NAME
+from tepo_megatron.rollout.answers import BadAnswer, OtherWeights, read_prompt_logprobs, read_responses
+from tepo_megatron.rollout.faults import ServerFault, ServerGone, ServerSilent
+from tepo_megatron.rollout.server import HEALTH_TIMEOUT_S, IDLE_CONNECTION_S, MODEL_NAME
 from tepo_megatron.types import Response, WeightsVersion
 
 SLEEPS = frozenset({"weights", "kv_cache"})
@@ -18,6 +23,9 @@ SLEEPS = frozenset({"weights", "kv_cache"})
 
 GENERATE = "/inference/v1/generate"
 """vLLM's route for token ids in and out. Unlike /v1/completions it says by which weights a token was drawn."""
+
+PROGRESS = "/progress"
+"""Our plugin's route: how many requests and tokens the server holds. It changes as long as the server samples."""
 
 INITIAL_WEIGHTS = WeightsVersion(0)
 """The weights of the model's folder, with which a server starts."""
@@ -29,14 +37,18 @@ _INITIAL_LABEL = "default"
 class Client:
     """Requests to one server; may be used from several threads.
 
-    Every method raises RuntimeError, with the address and what the server said, when the server cannot be reached, takes longer
-    than ``timeout_s`` seconds, or answers with an error. ``asleep`` is what the server has freed of its GPU memory.
+    Every method raises RuntimeError, with the address and what the server said, when the server refuses the request. That is a
+    ServerFault when the server cannot be reached, fails (status 5xx) or answers what cannot be right, a ServerSilent when it
+    takes longer than ``timeout_s`` seconds. Samples and the receiving of weights may take any time: who asks for them watches
+    the progress, and ends them by :meth:`close`. ``asleep`` is what the server has freed of its GPU memory; token ids below
+    ``vocab_size`` exist (None: not known).
     """
 
-    def __init__(self, url: str, key: str, timeout_s: float) -> None:
+    def __init__(self, url: str, key: str, timeout_s: float, vocab_size: int | None = None) -> None:
         self.url = url
         self.asleep: frozenset[str] = frozenset()
         self._timeout_s = timeout_s
+        self._vocab_size = vocab_size
         self._http = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {key}"},
@@ -44,10 +56,46 @@ class Client:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_CONNECTION_S),
             trust_env=False,  # a proxy of the environment has no business with the key
         )
+        self._unbounded = httpx.Timeout(None, connect=min(timeout_s, 10.0))
+        self._sockets: set[socket.socket] = set()
+        self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections; requests that other threads wait for fail at once, also where the server hangs."""
+        with self._lock:
+            for connection in self._sockets:
+                with suppress(OSError):  # closed already
+                    connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads, which closing does not
+            self._sockets.clear()
         self._http.close()
+
+    def _note_socket(self, event: str, info: dict[str, Any]) -> None:
+        """Called by httpcore for each of its events."""
+        if event == "connection.connect_tcp.complete":
+            with self._lock:
+                self._sockets = {old for old in self._sockets if old.fileno() >= 0}
+                self._sockets.add(info["return_value"].get_extra_info("socket"))
+
+    def progress(self) -> object:
+        """Something that changes whenever the server makes a token or ends a request; None if it cannot tell.
+
+        Asks whether the server is well first: raises ServerGone if it says that it is not or refuses the connection, and
+        ServerSilent if it does not answer.
+        """
+        limit = min(self._timeout_s, HEALTH_TIMEOUT_S)
+        traced = {"trace": self._note_socket}
+        try:
+            health = self._http.get("/health", timeout=limit, extensions=traced)
+            if not health.is_success:
+                raise ServerGone(f"{self.url}/health: status {health.status_code}", url=self.url)
+            reply = self._http.get(PROGRESS, timeout=limit, extensions=traced)
+        except httpx.ConnectError as error:
+            raise ServerGone(f"{self.url}/health: {error or type(error).__name__}", url=self.url) from error
+        except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
+            if isinstance(error, ServerGone):
+                raise
+            raise ServerSilent(f"{self.url}/health: no answer within {limit:g} s", url=self.url) from error
+        return reply.text if reply.is_success else None
 
     def generate(
         self,
@@ -64,7 +112,8 @@ class Client:
         """``n`` continuations of a prompt of token ids; sample j is drawn with the seed ``seed`` + j. ``from_cache``: what the
         prefix cache has of the prompt may be used.
 
-        Raises RuntimeError, too, where the server answers that any token was drawn by other weights than ``version``.
+        Raises ServerFault where an answer cannot be right (``answers.read_responses``), and RuntimeError where the server says
+        that any token was drawn by other weights than ``version``.
         """
         self._check_awake()
         sampling = {
@@ -76,14 +125,20 @@ class Client:
             "logprobs": 0,  # only that of the drawn token
             **({} if from_cache else {"skip_reading_prefix_cache": True}),
         }
-        reply = self._generate(prompt, sampling)
+        reply = self._generate(prompt, sampling, self._unbounded)
+        labels = {_label(version), _INITIAL_LABEL} if version == INITIAL_WEIGHTS else {_label(version)}
         try:
-            responses = [self._response(choice, version) for choice in reply["choices"]]
-        except (KeyError, TypeError) as error:
-            raise RuntimeError(f"{self.url} answered {GENERATE} with something else than responses: {error!r}") from error
-        if len(responses) != n:
-            raise RuntimeError(f"{self.url} returned {len(responses)} responses to a prompt with n = {n}")
-        return responses
+            return read_responses(
+                reply, n=n, max_new_tokens=max_new_tokens, vocab_size=self._vocab_size, version=version, labels=labels
+            )
+        except BadAnswer as error:
+            raise ServerFault(f"{self.url} {error} (POST {GENERATE})", url=self.url) from error
+        except OtherWeights as error:
+            raise RuntimeError(
+                f"{self.url} drew a response with weights {error}, but this run gave "
+                f"it {_label(version)} (step:digest): another run updates this server, or an update was lost. Give every run "
+                "servers of its own, and start this one again with --resume"
+            ) from error
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
         """The natural-log probability of every token of ``prompt`` but the first, as the model has it: under temperature 1."""
@@ -91,13 +146,9 @@ class Client:
         # prompt_logprobs = 0: only those of the prompt's own tokens; vLLM applies no temperature to them
         reply = self._generate(prompt, {"max_tokens": 1, "prompt_logprobs": 0})
         try:
-            scored = reply["prompt_logprobs"][1:]
-            found = [float(scores[str(token)]["logprob"]) for token, scores in zip(prompt[1:], scored, strict=True)]
-        except (KeyError, TypeError, ValueError) as error:
-            raise RuntimeError(
-                f"{self.url} answered {GENERATE} with something else than the log-probs of the prompt: {error!r}"
-            ) from error
-        return found
+            return read_prompt_logprobs(reply, prompt)
+        except BadAnswer as error:
+            raise ServerFault(f"{self.url} {error} (POST {GENERATE})", url=self.url) from error
 
     def cached_logprobs(self, prompt: Sequence[int], n: int, version: WeightsVersion) -> tuple[list[float], list[float]]:
         """The log-probs of up to ``n`` tokens that are drawn after ``prompt``, computed with what the prefix cache has of the
@@ -121,8 +172,10 @@ class Client:
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))  # scores after another token are another's
         return list(through.logprobs[:same]), list(fresh.logprobs[:same])
 
-    def _generate(self, prompt: Sequence[int], sampling: dict[str, Any]) -> dict[str, Any]:
-        return self._post(GENERATE, {"model": MODEL_NAME, "token_ids": list(prompt), "sampling_params": sampling})
+    def _generate(
+        self, prompt: Sequence[int], sampling: dict[str, Any], timeout: httpx.Timeout | None = None
+    ) -> dict[str, Any]:
+        return self._post(GENERATE, {"model": MODEL_NAME, "token_ids": list(prompt), "sampling_params": sampling}, timeout)
 
     def pause(self) -> None:
         """Hold requests where they are."""
@@ -171,13 +224,12 @@ class Client:
 
     def receive_shards(self) -> None:
         """Make the workers receive and load their shards; returns when they have, and have found the digests to agree."""
-        self._post("/update_weights", {"update_info": {}})
+        self._post("/update_weights", {"update_info": {}}, self._unbounded)
 
     def receive_tensors(self, manifest: Manifest) -> None:
         """Make the workers receive and load the full tensors of the manifest; returns when they have."""
-        self._post(
-            "/update_weights", {"update_info": {"manifest": [[name, list(shape), dtype] for name, shape, dtype in manifest]}}
-        )
+        tensors = [[name, list(shape), dtype] for name, shape, dtype in manifest]
+        self._post("/update_weights", {"update_info": {"manifest": tensors}}, self._unbounded)
 
     def finish_weight_update(self, version: WeightsVersion) -> None:
         """Let the model take the weights into use, and the server remember their version."""
@@ -190,35 +242,27 @@ class Client:
                 "for ever; update its weights and wake it up first"
             )
 
-    def _response(self, choice: dict[str, Any], expected: WeightsVersion) -> Response:
-        ids, logprobs = choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        if len(ids) != len(logprobs) or any(value is None for value in logprobs):
-            raise RuntimeError(f"{self.url} returned {len(logprobs)} log-probs for {len(ids)} tokens; every token needs one")
-        # vLLM says by which weights each token was drawn, as spans of equal versions.
-        labels = {span["version"] for span in choice["weight_versions"]}
-        if labels != {_label(expected)} and not (expected == INITIAL_WEIGHTS and labels == {_INITIAL_LABEL}):
-            raise RuntimeError(
-                f"{self.url} drew a response with weights {' and '.join(sorted(labels)) or 'of no version'}, but this run gave "
-                f"it {_label(expected)} (step:digest): another run updates this server, or an update was lost. Give every run "
-                "servers of its own, and start this one again with --resume"
-            )
-        return Response(tuple(ids), tuple(logprobs), choice["finish_reason"], expected)
-
-    def _post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _post(self, path: str, body: dict[str, Any] | None = None, timeout: httpx.Timeout | None = None) -> dict[str, Any]:
         where = f"POST {self.url}{path}"
         try:
-            reply = self._http.post(path, json=body)
+            reply = self._http.post(
+                path, json=body, timeout=timeout or self._http.timeout, extensions={"trace": self._note_socket}
+            )
         except httpx.TimeoutException as error:
-            raise RuntimeError(f"{where}: no answer within {self._timeout_s:g} s ({type(error).__name__})") from error
-        except httpx.TransportError as error:
-            raise RuntimeError(f"{where}: {error or type(error).__name__}") from error
+            raise ServerSilent(
+                f"{where}: no answer within {self._timeout_s:g} s (rollout.server.request_timeout_s, {type(error).__name__})",
+                url=self.url,
+            ) from error
+        except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
+            raise ServerFault(f"{where}: {error or type(error).__name__}", url=self.url) from error
         if not reply.is_success:
-            raise RuntimeError(f"{where}: status {reply.status_code}: {_message(reply)}")
+            message = f"{where}: status {reply.status_code}: {_message(reply)}"
+            raise ServerFault(message, url=self.url) if reply.is_server_error else RuntimeError(message)
         try:
             return reply.json() if reply.content else {}
         except ValueError as error:
-            raise RuntimeError(
-                f"{where}: status {reply.status_code}, but the answer is not JSON: {reply.text[:200]!r}"
+            raise ServerFault(
+                f"{where}: status {reply.status_code}, but the answer is not JSON: {reply.text[:200]!r}", url=self.url
             ) from error
 
 

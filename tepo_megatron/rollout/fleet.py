@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -15,21 +13,20 @@ from tepo_megatron.bridge.transfer.broadcast import Manifest
 from tepo_megatron.bridge.transfer.sender import ShardSender
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rollout.client import INITIAL_WEIGHTS, Client
-from tepo_megatron.rollout.external import ExternalServer
+from tepo_megatron.rollout.dispatch import Dispatcher, Lane
+from tepo_megatron.rollout.faults import ServerDied as ServerDied
+from tepo_megatron.rollout.faults import ServerFault, ServerGone, ServerSilent
 from tepo_megatron.rollout.requests import Request, prompt_seed, split_groups
-from tepo_megatron.rollout.server import Server, for_all_at_once
-from tepo_megatron.rollout.servers import make_servers
+from tepo_megatron.rollout.roster import NO_SERVERS as NO_SERVERS
+from tepo_megatron.rollout.roster import Roster
+from tepo_megatron.rollout.server import for_all_at_once
 from tepo_megatron.rollout.sync import BroadcastSync, ShardSync, WeightSync
 from tepo_megatron.types import Response, WeightsVersion
 
 S = TypeVar("S", bound=WeightSync)
 
 
-class ServerDied(RuntimeError):  # noqa: N818
-    """A rollout server is gone. ``Fleet.revive`` starts it again, with stale weights."""
-
-
-class Fleet:
+class Fleet(Roster):
     """``config.count`` vLLM servers of one model. Used by one process, the trainer's rank 0, from one thread.
 
     They are processes of this machine, on GPUs from ``first_gpu`` on; or with ``config.placement = "external"`` those that
@@ -38,8 +35,8 @@ class Fleet:
     until :meth:`wake_up`.
 
     ``dtype`` is that of the weights unless the config has its own; ``stop_token_ids`` end a response, and are its last id when
-    they do; ``log_dir`` gets a ``server-N.log`` of each; the weights in ``model_dir`` are version 0. A context manager:
-    entering starts the servers, leaving stops them.
+    they do; ``log_dir`` gets a ``server-N.log`` of each; the weights in ``model_dir`` are version 0; ``report`` gets a sentence
+    for every fault that the fleet mends by itself. A context manager: entering starts the servers, leaving stops them.
     """
 
     def __init__(
@@ -52,21 +49,12 @@ class Fleet:
         log_dir: Path,
         seed: int = 0,
         first_gpu: int = 0,
+        report: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        self._stop_token_ids = tuple(stop_token_ids)
-        config, self._key, self._servers = make_servers(
-            config, model_dir=model_dir, dtype=dtype, log_dir=log_dir, seed=seed, first_gpu=first_gpu
+        super().__init__(
+            config, model_dir=model_dir, dtype=dtype, log_dir=log_dir, seed=seed, first_gpu=first_gpu, report=report
         )
-        self._config = config
-        self._sleeps = config.placement == "colocated"
-        self._clients: list[Client] = []
-        self._sync: WeightSync | None = None
-        self._pool: ThreadPoolExecutor | None = None
-        self._version: WeightsVersion | None = None
-        self._restarts = 0
-        # start() may run in another thread than stop(): without the lock a server could be started after all were stopped.
-        self._spawning = threading.Lock()
-        self._stopped = False
+        self._stop_token_ids = tuple(stop_token_ids)
 
     @property
     def weights_version(self) -> WeightsVersion | None:
@@ -91,18 +79,8 @@ class Fleet:
         """End all processes of all servers, within seconds, for good; does nothing if there are none."""
         with self._spawning:
             self._stopped = True
+        self._replacing.shutdown(wait=False, cancel_futures=True)
         self._end()
-
-    def _end(self) -> None:
-        self._version = None
-        self._close_sync()
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
-        for_all_at_once(self._servers, lambda server: server.stop())
-        for client in self._clients:
-            client.close()
-        self._clients = []
 
     def __enter__(self) -> Fleet:
         self.start()
@@ -128,7 +106,7 @@ class Fleet:
         this thread with (prompts done, all prompts). Raises ServerDied when a server is gone, ValueError for an empty prompt,
         RuntimeError for whatever else a server answers.
         """
-        if self._pool is None or self._version is None:
+        if not self._pools or self._version is None:
             raise RuntimeError(
                 "the servers do not have the current weights; start the fleet, and after a revive() update their weights"
             )
@@ -136,10 +114,10 @@ class Fleet:
             raise ValueError(f"greedy decoding gives one response per prompt, but n = {n}; use n = 1 or a temperature above 0")
         if empty := [index for index, prompt in enumerate(prompts) if not prompt]:
             raise ValueError(f"prompt {empty[0]} is empty; a prompt needs at least one token")
-        requests: dict[Future[list[Response]], Request] = {}
-        for index, wanted in enumerate(split_groups(len(prompts), n, self._config.max_num_seqs)):
-            request = self._pool.submit(
-                self._clients[index % len(self._clients)].generate,
+        version = self._version
+
+        def ask(client: Client, wanted: Request) -> list[Response]:
+            return client.generate(
                 prompts[wanted.prompt],
                 n=wanted.n,
                 temperature=temperature,
@@ -147,40 +125,40 @@ class Fleet:
                 # vLLM draws sample j of a request with its seed + j, so a group that is split has the draws of one that is not
                 seed=None if temperature == 0 else prompt_seed(seed, wanted.prompt) + wanted.first,
                 stop_token_ids=self._stop_token_ids,
-                version=self._version,
+                version=version,
             )
-            requests[request] = wanted
-        return self._gather(requests, len(prompts), n, on_progress)
 
-    def _gather(
-        self,
-        requests: dict[Future[list[Response]], Request],
-        total: int,
-        n: int,
-        on_progress: Callable[[int, int], None] | None,
-    ) -> list[list[Response]]:
-        groups: list[list[Response | None]] = [[None] * n for _ in range(total)]
+        groups: list[list[Response | None]] = [[None] * n for _ in prompts]
         done = 0
+        dispatcher = self._dispatcher(ask)
         try:
-            for request in as_completed(requests):
-                wanted = requests[request]
+            for wanted, responses in dispatcher.run(split_groups(len(prompts), n, self._config.max_num_seqs)):
                 group = groups[wanted.prompt]
-                group[wanted.first : wanted.first + wanted.n] = request.result()
+                group[wanted.first : wanted.first + wanted.n] = responses
                 if None not in group:
                     done += 1
                     if on_progress is not None:
-                        on_progress(done, total)
+                        on_progress(done, len(prompts))
         except RuntimeError as error:
-            for request in requests:  # those that have not begun; the others end with their servers, or by themselves
-                request.cancel()
             self._raise_if_dead(error)
             raise
+        finally:
+            self._counts["requests/retried"] += dispatcher.retried
         return [[response for response in group if response is not None] for group in groups]
+
+    def _dispatcher(self, ask: Callable[[Client, Request], list[Response]]) -> Dispatcher[Request, list[Response]]:
+        lanes = [
+            Lane(index, client, pool, server.healthy)
+            for index, (server, client, pool) in enumerate(zip(self._servers, self._clients, self._pools, strict=True))
+            if index not in self._lost
+        ]
+        config = self._config
+        return Dispatcher(lanes, ask, self._lose, config.request_timeout_s, config.max_retries)
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> dict[str, list[float]]:
         """Address → log-probs of the tokens of a prompt but the first, under temperature 1. Raises as :meth:`generate`."""
         found: dict[str, list[float]] = {}
-        self._on_all(lambda client: found.update({client.url: client.prompt_logprobs(prompt)}))
+        self._on_all(lambda client: found.update({client.url: self._ask_again(client, prompt)}))
         return found
 
     def cached_logprobs(self, prompt: Sequence[int], n: int) -> dict[str, tuple[list[float], list[float]]]:
@@ -193,6 +171,21 @@ class Fleet:
         found: dict[str, tuple[list[float], list[float]]] = {}
         self._on_all(lambda client: found.update({client.url: client.cached_logprobs(prompt, n, version)}))
         return found
+
+    def _ask_again(self, client: Client, prompt: Sequence[int]) -> list[float]:
+        """The log-probs of a prompt, asked for again where an answer cannot be right."""
+        faults = 0
+        while True:
+            try:
+                return client.prompt_logprobs(prompt)
+            except (ServerSilent, ServerGone):
+                raise
+            except ServerFault as error:
+                faults += 1
+                self._blame(error)
+                if faults > self._config.max_retries:
+                    raise ServerGone(str(error), url=error.url) from error
+                self._counts["requests/retried"] += 1
 
     def sleep(self) -> None:
         """Colocated servers give the trainer's GPUs up, with their weights; others do nothing. ServerDied as ever."""
@@ -209,6 +202,11 @@ class Fleet:
         try:
             for_all_at_once(self._clients, request)
         except RuntimeError as error:
+            if isinstance(error, ServerSilent | ServerGone):  # its processes may live, but it must not go on as it is
+                self._blame(error)
+                for server in self._servers:
+                    if server.url == error.url:
+                        server.stop()
             self._raise_if_dead(error)
             raise
 
@@ -246,71 +244,48 @@ class Fleet:
     def _update(self, version: WeightsVersion, kind: type[S], update: Callable[[S], None]) -> None:
         if not self._clients:
             raise RuntimeError("the fleet is not started; call start() first")
+        self._take_back()
         if not isinstance(self._sync, kind):
             self._close_sync()
-            host, timeout_s = self._config.host, self._config.transfer_timeout_s
-            self._sync = kind(self._clients, host=host, tp=self._config.tp, timeout_s=timeout_s, asleep=self._sleeps)
+            self._sync = kind(
+                self._clients,
+                host=self._config.host,
+                tp=self._config.tp,
+                timeout_s=self._config.transfer_timeout_s,
+                answer_timeout_s=self._config.request_timeout_s,
+                asleep=self._sleeps,
+            )
         self._version = None
         try:
             update(self._sync)
             self._version = version
         except (RuntimeError, ValueError) as error:
-            died = any(not server.healthy() for server in self._servers)
+            died = isinstance(error, ServerSilent) or any(not server.healthy() for server in self._servers)
+            if died:
+                self._blame(error)
             message = f"weights {version.step} did not reach the rollout servers: {error}"
             raise (ServerDied if died else type(error))(message) from error
         finally:
             if self._version is None:  # some servers may have the new weights, others half of them
                 self._end()
 
-    def _close_sync(self) -> None:
-        if self._sync is not None:
-            self._sync.close()
-            self._sync = None
-
     def revive(self) -> bool:
         """Start the servers that are gone again; True if there were any: the weights must then be updated again.
 
         Colocated servers sleep afterwards in any case, and so need the weights. Raises RuntimeError when there would be more
-        than ``config.max_restarts`` restarts in this run, or a server does not come up; ServerDied as :meth:`sleep`.
+        than ``config.max_restarts`` restarts in this run; ServerDied as :meth:`sleep`.
         """
+        self._take_back()
         gone = [server for server in self._servers if not server.healthy()]
         if not gone:
             self.sleep()
             return False
-        self._restarts += len(gone)
-        if self._restarts > self._config.max_restarts:
-            logs = "\n".join(server.log_end() for server in gone)
-            allowed = self._config.max_restarts
-            raise RuntimeError(f"rollout servers died {self._restarts} times; rollout.server.max_restarts = {allowed}.\n{logs}")
         self._version = None
         self._close_sync()
-        self._start(gone)
-        return True
-
-    def _start(self, servers: Sequence[Server | ExternalServer]) -> None:
         try:
-            with self._spawning:
-                if self._stopped:
-                    raise RuntimeError("the rollout servers were stopped; make a new Fleet to start them again")
-                taken = {server.port for server in self._servers if server.alive}
-                for server in servers:
-                    server.start(taken)
-                    taken.add(server.port)
-            for_all_at_once(servers, lambda server: server.wait_ready())
-            for client in self._clients:
-                client.close()
-            self._clients = [Client(server.url, self._key, self._config.request_timeout_s) for server in self._servers]
-            if self._sleeps:
-                for_all_at_once(self._clients, Client.sleep)
+            self._restart(gone)
+            self._connect()
         except BaseException:
             self._end()
             raise
-        if self._pool is None:
-            width = len(self._servers) * self._config.max_num_seqs  # what the servers run at once
-            self._pool = ThreadPoolExecutor(width, thread_name_prefix="rollout")
-
-    def _raise_if_dead(self, cause: Exception) -> None:
-        dead = [server for server in self._servers if not server.healthy()]
-        if dead:
-            logs = "\n".join(server.log_end() for server in dead)
-            raise ServerDied(f"rollout server gone: {', '.join(server.url for server in dead)} ({cause}).\n{logs}") from cause
+        return True

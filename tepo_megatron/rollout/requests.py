@@ -22,3 +22,8 @@ def split_groups(prompts: int, n: int, most: int) -> list[Request]:
 def prompt_seed(seed: int, prompt: int) -> int:
     """A seed of 62 bits for the prompt's group, unrelated to those of its neighbours."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{prompt}".encode(), digest_size=8).digest()) >> 2
+
+
+def server_seed(seed: int, index: int) -> int:
+    """The seed of server number ``index``: vLLM takes 32 bits. Requests for samples bring seeds of their own."""
+    return (seed + index) % 2**32

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.rollout.limits import check_machine, raise_open_files, weights_bytes
 from tepo_megatron.rollout.registry import Registration, is_retired, register, shared_key, with_own_address
+from tepo_megatron.rollout.requests import server_seed
 from tepo_megatron.rollout.resources import worker_cores
-from tepo_megatron.rollout.server import Server
+from tepo_megatron.rollout.server import Server, has_gpu
 
 POLL_S = 1.0
 
@@ -27,6 +29,8 @@ class Node:
         server = config.rollout.server
         share = _share(server, node, nodes)
         assert server.registry is not None
+        raise_open_files()
+        check_machine(server, len(share), weights_bytes=weights_bytes(model_dir), on_gpu=has_gpu())
         self._folder, self._first = server.registry, share.start
         own = with_own_address(server)
         cores = worker_cores(own, len(share))
@@ -39,7 +43,7 @@ class Node:
                 cores=cores[slot],
                 key=key,
                 log=config.output / "logs" / f"server-{index}.log",
-                seed=config.seed + index,
+                seed=server_seed(config.seed, index),
                 gpus=range(slot * own.tp, (slot + 1) * own.tp),
             )
             for slot, index in enumerate(share)

@@ -20,6 +20,7 @@ from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rendezvous import FOLDER_VARIABLE, private_folder
 from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.resources import reserve_port, visible_gpus
+from tepo_megatron.rollout.scratch import group_members, sweep
 from tepo_megatron.rollout.server_log import first_error
 
 T = TypeVar("T")
@@ -87,7 +88,7 @@ class Server:
         self.stop()
         self._reserved = reserve_port(self.config.host, self.config.port, taken)
         self.port = self._reserved.getsockname()[1]
-        on_gpu = _has_gpu()
+        on_gpu = has_gpu()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._log_start = log.tell()
@@ -146,6 +147,11 @@ class Server:
             process.wait()
         with suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, when only zombies are left
             os.killpg(process.pid, signal.SIGKILL)  # there is something left only if the supervisor itself was killed
+        # What follows the server may need its memory and its GPU, and cannot remove its files while it lives.
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while group_members(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        sweep()
 
     def log_end(self, lines: int = LOG_LINES) -> str:
         """The log's path, its first error since the start, which is the likely cause, and its last lines; for messages."""
@@ -173,7 +179,6 @@ class Server:
             "--gpu-memory-utilization": config.gpu_memory_utilization,
             "--seed": self._seed,
             "--weight-transfer-config": f'{{"backend": "{BACKEND}"}}',
-            "--middleware": "tepo_megatron.rollout.plugin.auth.RequireKey",
             "--logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from: under the temperature
             "--generation-config": "vllm",  # a top-p in the model's folder must not bend what is sampled
         }
@@ -182,6 +187,8 @@ class Server:
         if config.max_model_len is not None:
             options["--max-model-len"] = config.max_model_len
         flags = [
+            *("--middleware", "tepo_megatron.rollout.plugin.progress.Progress"),
+            *("--middleware", "tepo_megatron.rollout.plugin.auth.RequireKey"),  # the last one is asked first
             "--enable-scale-out",
             "--skip-tokenizer-init",
             "--disable-log-stats",
@@ -252,7 +259,8 @@ def _without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environment.items() if k not in _TORCHRUN and not k.startswith(_TORCHRUN_PREFIXES)}
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
+    """Whether servers of this machine run on GPUs."""
     import torch
 
     return torch.cuda.is_available()

@@ -23,6 +23,17 @@ _ERROR = re.compile(r"\b(\w*(Error|Exception)|error): \S")
 """A line that reports an error without a traceback: ``RuntimeError: why``, or argparse's ``program: error: why``."""
 
 
+_CONSEQUENCES = re.compile(
+    r"WorkerProc initialization failed due to an exception in a background process"
+    r"|Engine core initialization failed"
+    r"|Worker ?proc\S* .*died unexpectedly"
+    r"|EngineDeadError|EngineCore encountered an issue"
+)
+"""What vLLM says when another of its processes has failed, whose own error is the cause; shown where there is no other."""
+_TRACKER = "multiprocessing/resource_tracker.py"
+"""Python's tracker complains when processes that shared memory end in disorder, which is never the cause."""
+
+
 class _Line(NamedTuple):
     process: str
     """The process that wrote the line; empty where the line does not say."""
@@ -37,13 +48,19 @@ def first_error(log: Sequence[str]) -> list[str]:
     Later errors of a server are consequences: the engine reports that a worker died, and the API server that the engine did.
     That is the exception of the first traceback, of a chain the last, with the lines that belong to its message; without a
     traceback, the first line that is logged as an error or reads like one. What is logged below ERROR is skipped: a healthy
-    server logs a traceback as a warning, because it is started without a tokenizer.
+    server logs a traceback as a warning, because it is started without a tokenizer. So are complaints of Python's resource
+    tracker; and what vLLM says about its other processes, as long as one of those says something itself.
     """
     lines = [line for line in map(_parse, log) if line.level in ("", "ERROR", "CRITICAL")]
-    start = next((number for number, line in enumerate(lines) if line.text == _TRACEBACK), None)
-    if start is not None and (raised := _raised(lines, start)):
-        return raised
-    return next(([line.text] for line in lines if line.text and (line.level or _ERROR.search(line.text))), [])
+    starts = [number for number, line in enumerate(lines) if line.text == _TRACEBACK and not _of_tracker(lines, number)]
+    raised = [found for start in starts if (found := _raised(lines, start))]
+    said = [[line.text] for line in lines if line.text and (line.level or _ERROR.search(line.text)) and line.text != _TRACEBACK]
+    candidates = [*raised, *said]
+    return next((found for found in candidates if not _CONSEQUENCES.search(found[0])), candidates[0] if candidates else [])
+
+
+def _of_tracker(lines: Sequence[_Line], start: int) -> bool:
+    return any(_TRACKER in line.text for line in lines[start + 1 : start + 2])
 
 
 def _parse(line: str) -> _Line:

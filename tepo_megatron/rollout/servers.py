@@ -8,8 +8,10 @@ from pathlib import Path
 
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rollout.external import ExternalServer, external_servers
+from tepo_megatron.rollout.limits import check_machine, raise_open_files, weights_bytes
+from tepo_megatron.rollout.requests import server_seed
 from tepo_megatron.rollout.resources import worker_cores
-from tepo_megatron.rollout.server import Server
+from tepo_megatron.rollout.server import Server, has_gpu
 
 
 def make_servers(
@@ -17,10 +19,13 @@ def make_servers(
 ) -> tuple[ServerConfig, str, Sequence[Server | ExternalServer]]:
     """The config with the address at which they are reached, their key, and the servers, none of them started yet.
 
-    Those of this machine take ``config.tp`` GPUs each, from ``first_gpu`` on, where it has any.
+    Those of this machine take ``config.tp`` GPUs each, from ``first_gpu`` on, where it has any. Raises ValueError where this
+    machine has too little left for them.
     """
     if config.placement == "external":
         return external_servers(config, log_dir)
+    raise_open_files()
+    check_machine(config, config.count, weights_bytes=weights_bytes(model_dir), on_gpu=has_gpu())
     key = secrets.token_urlsafe(32)
     servers = [
         Server(
@@ -30,7 +35,7 @@ def make_servers(
             cores=cores,
             key=key,
             log=log_dir / f"server-{index}.log",
-            seed=seed + index,
+            seed=server_seed(seed, index),
             gpus=range(first_gpu + index * config.tp, first_gpu + (index + 1) * config.tp),
         )
         for index, cores in enumerate(worker_cores(config, config.count))

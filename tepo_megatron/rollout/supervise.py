@@ -2,7 +2,8 @@
 
 Standard input is a pipe whose other end the starter holds. When it closes (the starter is done, or was killed), or on SIGTERM,
 the whole process group ends: SIGTERM, a short wait, SIGKILL. When the command ends by itself, what it left in the group is
-killed. The supervisor must lead its process group (``start_new_session=True``).
+killed. Then the command's temporary folder and shared memory are removed (``scratch``). The supervisor must lead its process
+group (``start_new_session=True``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
+
+from tepo_megatron.rollout.scratch import Scratch, group_members, sweep
 
 GRACE_S = 2.0
 """What the command gets between SIGTERM and SIGKILL."""
@@ -38,10 +40,12 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, lambda number, _frame: asked_to_stop.append(number))  # a handler is not inherited by the command
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm warns all processes of a step; the trainer acts on it. Inherited
     starter = os.getppid()
-    child = subprocess.Popen(arguments[1:], stdin=subprocess.DEVNULL)
+    sweep()
+    scratch = Scratch()
+    child = subprocess.Popen(arguments[1:], stdin=subprocess.DEVNULL, env={**os.environ, **scratch.environment()})
     # A forked relative of the starter may hold the pipe open after the starter's death: its parent id tells that too.
     while child.poll() is None and not asked_to_stop and os.getppid() == starter and not _closed(sys.stdin.fileno()):
-        pass
+        scratch.record()
     if child.poll() is None:
         os.killpg(0, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
@@ -51,19 +55,26 @@ def main(arguments: list[str]) -> int:
     deadline = time.monotonic() + REST_S
     while _others() and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    os.killpg(0, signal.SIGKILL)  # this process as well
+    _kill_others()
+    scratch.remove()
+    os.killpg(0, signal.SIGKILL)  # this process as well, and all others where there is no /proc
     time.sleep(1)
     return 1
 
 
-def _others() -> bool:
-    """Whether this process' group has others that still run, where the system tells."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(group) == os.getpid() and state != "Z" and stat.parent.name != str(os.getpid()):
-                return True
-    return False
+def _others() -> list[int]:
+    """This process' group but itself, as far as it still runs and the system tells."""
+    return [pid for pid in group_members(os.getpid()) if pid != os.getpid()]
+
+
+def _kill_others() -> None:
+    """SIGKILL ends stopped processes too. One that the kernel cannot end yet is not waited for beyond REST_S."""
+    deadline = time.monotonic() + REST_S
+    while (left := _others()) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_S / 10)
 
 
 def _closed(fd: int) -> bool:

@@ -18,9 +18,10 @@ from torch import Tensor
 from tepo_megatron.bridge.transfer import broadcast
 from tepo_megatron.bridge.transfer.broadcast import Manifest
 from tepo_megatron.bridge.transfer.sender import ShardSender
-from tepo_megatron.bridge.transfer.transport import listen
+from tepo_megatron.bridge.transfer.transport import announce_departure, listen
 from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
 from tepo_megatron.rollout.client import Client
+from tepo_megatron.rollout.faults import ServerSilent
 from tepo_megatron.types import WeightsVersion
 
 T = TypeVar("T")
@@ -29,12 +30,25 @@ T = TypeVar("T")
 class WeightSync(ABC):
     """The servers' part of an update, for shards and for full tensors. The transfer group is formed at the first update.
 
-    ``host`` is an address of this machine that the servers reach; ``tp`` the workers of each; ``asleep``: servers sleep
-    before every update.
+    ``host`` is an address of this machine that the servers reach; ``tp`` the workers of each; ``timeout_s`` bounds every
+    message; ``answer_timeout_s``, by default the same, how long a server may take to say that it has the weights when this side
+    has sent its own; ``asleep``: servers sleep before every update.
+
+    All errors are RuntimeErrors, and ServerSilent where a server gave no answer in time: it hangs.
     """
 
-    def __init__(self, clients: Sequence[Client], *, host: str, tp: int, timeout_s: float, asleep: bool = False) -> None:
+    def __init__(
+        self,
+        clients: Sequence[Client],
+        *,
+        host: str,
+        tp: int,
+        timeout_s: float,
+        answer_timeout_s: float | None = None,
+        asleep: bool = False,
+    ) -> None:
         self._clients, self._host, self._tp, self._timeout_s = list(clients), host, tp, timeout_s
+        self._answer_timeout_s = answer_timeout_s or timeout_s
         self._asleep = asleep
         self._pool = ThreadPoolExecutor(len(self._clients) + 1, thread_name_prefix="weight-sync")
 
@@ -51,8 +65,20 @@ class WeightSync(ABC):
         self._everywhere((lambda client: client.wake_up("weights")) if self._asleep else Client.pause)
         self._everywhere(Client.start_weight_update)
 
-    def _join_group(self, enter: Callable[[], T], place: str, *, first_worker: int, world_size: int, sharded: bool) -> T:
-        """Makes all workers and, by ``enter``, this process join the group; returns what ``enter`` returns."""
+    def _join_group(
+        self,
+        enter: Callable[[], T],
+        leave: Callable[[], None],
+        place: str,
+        *,
+        first_worker: int,
+        world_size: int,
+        sharded: bool,
+    ) -> T:
+        """Makes all workers and, by ``enter``, this process join the group; returns what ``enter`` returns.
+
+        ``leave`` tells the members that wait for others that nobody will come.
+        """
         joining = [
             self._pool.submit(
                 client.init_weight_transfer,
@@ -69,24 +95,37 @@ class WeightSync(ABC):
         # A server that fails leaves this side waiting for it until the time-out; the error need not wait for that.
         members: list[Future[Any]] = [*joining, own]
         wait(members, return_when=FIRST_EXCEPTION)
-        if causes := _causes(members):
-            raise RuntimeError(f"the servers did not join the weight-transfer group. {causes}")
+        if any(_failed(member) for member in members):
+            leave()
+            self._await_answers(joining)  # who waited for another answers now; who does not is at fault
+            message = f"the servers did not join the weight-transfer group. {_causes(members)}"
+            raise _failure(message, joining, self._silent(joining))
         return own.result()
 
     def _transfer(self, receive: Callable[[Client], None], send: Callable[[Callable[[], bool]], None]) -> None:
         """Servers ``receive`` while this process does ``send``, which may ask whether a server has failed meanwhile."""
         receiving = [self._pool.submit(receive, client) for client in self._clients]
+        failed: RuntimeError | None = None
         try:
             send(lambda: any(_failed(request) for request in receiving))
-            wait(receiving, return_when=FIRST_EXCEPTION)
-            if causes := _causes(receiving):
-                raise RuntimeError(causes)
+            wait(receiving, self._answer_timeout_s, return_when=FIRST_EXCEPTION)
         except RuntimeError as error:
-            # This end only sees a connection close; which server failed, and at what, is in that server's answer. Other servers
-            # may wait for a trainer rank that waits for the one that failed, until this one leaves.
-            self._close_group()
-            wait(receiving, self._timeout_s)
-            raise RuntimeError(_causes(receiving) or str(error)) from error
+            failed = error
+        if failed is None and all(request.done() and not _failed(request) for request in receiving):
+            return
+        # This end only sees a connection close; which server failed, and at what, is in that server's answer. Other servers
+        # may wait for a trainer rank that waits for the one that failed, until this one leaves.
+        self._close_group()
+        self._await_answers(receiving)
+        raise _failure(_causes(receiving) or str(failed or ""), receiving, self._silent(receiving)) from failed
+
+    def _await_answers(self, requests: Sequence[Future[None]]) -> None:
+        """Gives servers that wait for the others, who have just left, time to say so; at most that of a message."""
+        wait(requests, self._timeout_s)
+
+    def _silent(self, requests: Sequence[Future[None]]) -> list[str]:
+        """The servers that have not answered these requests, one for each server."""
+        return [client.url for client, request in zip(self._clients, requests, strict=True) if not request.done()]
 
     def _finish_update(self, version: WeightsVersion) -> None:
         self._everywhere(lambda client: client.finish_weight_update(version))
@@ -99,8 +138,8 @@ class WeightSync(ABC):
 
     def _collect(self, requests: Sequence[Future[None]]) -> None:
         wait(requests)
-        if causes := _causes(requests):
-            raise RuntimeError(causes)
+        if any(map(_failed, requests)):
+            raise _failure(_causes(requests), requests, [])
 
 
 class BroadcastSync(WeightSync):
@@ -126,6 +165,7 @@ class BroadcastSync(WeightSync):
         store, place = listen(self._host)
         return self._join_group(
             lambda: GlooGroup(store, self._host, 0, world_size, self._timeout_s),
+            lambda: announce_departure(store),
             place,
             first_worker=1,
             world_size=world_size,
@@ -154,7 +194,12 @@ class ShardSync(WeightSync):
             place = sender.open_rendezvous(self._host)
             sender.broadcast_rendezvous()
             self._join_group(
-                sender.join_group, place, first_worker=sender.num_sources, world_size=sender.world_size, sharded=True
+                sender.join_group,
+                self._close_group,
+                place,
+                first_worker=sender.num_sources,
+                world_size=sender.world_size,
+                sharded=True,
             )
         else:
             sender.broadcast_rendezvous()
@@ -174,3 +219,12 @@ def _failed(request: Future[Any]) -> bool:
 
 def _causes(requests: Sequence[Future[Any]]) -> str:
     return "; ".join(str(request.exception()) for request in requests if _failed(request))
+
+
+def _failure(message: str, requests: Sequence[Future[Any]], silent: Sequence[str]) -> RuntimeError:
+    """The error to raise where ``requests`` failed, and the servers at ``silent`` do not answer."""
+    if silent:
+        message = f"{' and '.join(silent)} gave no answer, also when the others had left. {message}".rstrip()
+        return ServerSilent(message, url=silent[0])
+    hangs = any(isinstance(request.exception(), ServerSilent) for request in requests if request.done())
+    return ServerSilent(message) if hangs else RuntimeError(message)

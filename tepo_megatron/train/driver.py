@@ -59,6 +59,9 @@ class Driver(Protocol):
         """Whether the run has a row of metrics of that step."""
 
     def log(self, step: int, row: Mapping[str, float]) -> None: ...
+    def note_row(self, row: Mapping[str, float]) -> None:
+        """The step's figures, as known when its updates are done: a checkpoint keeps them until they are logged."""
+
     def state(self) -> dict[str, Any]: ...
     def drop_step(self, step: int) -> None:
         """The step after ``step`` completed ones is given up, if it was begun: its problems are drawn again."""
@@ -118,6 +121,9 @@ class NonRootDriver:
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         self._heartbeat.step(step)
+
+    def note_row(self, row: Mapping[str, float]) -> None:
+        return None
 
     def state(self) -> dict[str, Any]:
         return {}

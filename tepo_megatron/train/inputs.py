@@ -13,12 +13,14 @@ from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.data.problems import load_problems
 from tepo_megatron.data.prompts import encode_prompt, usable_problems
 from tepo_megatron.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from tepo_megatron.engine.checkpoint_folder import checkpoints, step_of
 from tepo_megatron.reward.verifiers import resolve_verifier
 from tepo_megatron.rollout.quantization import check_quantization
+from tepo_megatron.rollout.record import check_rollouts, read_rollouts, record_path
 from tepo_megatron.rollout.split import check_server_split
 from tepo_megatron.train.placement import check_placement, this_machine
 from tepo_megatron.train.resume import find_checkpoint, resumes
-from tepo_megatron.types import Problem
+from tepo_megatron.types import Problem, Rollout
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Inputs:
     """Model folder and shape, tokenizer and problems. ``left_out`` counts problems with too long a prompt, by their source."""
 
     model_dir: Path
-    spec: ModelSpec
+    vocab_size: int
     tokenizer: Tokenizer
     train: list[Problem]
     heldout: list[Problem]
@@ -66,15 +68,45 @@ def read_inputs(config: RunConfig, model_dir: Path) -> Inputs:
         raise ValueError(f"rollout.replay = {replay} is not a folder; give one that a run with rollout.record=true has written")
     if replay is None and config.rollout.server.placement != "external":
         check_quantization(config.rollout.server.quantization)
+    spec = read_model_spec(model_dir)
+    if replay is not None:
+        _check_replay(config, spec.vocab_size)
     train, train_out = usable_problems(load_problems(config.data.train), tokenizer, config.data)
     heldout: list[Problem] = []
     heldout_out = 0
     if config.evaluate.every:
         heldout, heldout_out = usable_problems(load_problems(config.data.heldout), tokenizer, config.data)
-    spec = read_model_spec(model_dir)
     _check_room(config, spec, tokenizer, [*train, *heldout])
     left_out = {config.data.train: train_out, config.data.heldout: heldout_out}
-    return Inputs(model_dir, spec, tokenizer, train, heldout, {source: count for source, count in left_out.items() if count})
+    left_out = {source: count for source, count in left_out.items() if count}
+    return Inputs(model_dir, spec.vocab_size, tokenizer, train, heldout, left_out)
+
+
+def read_replay(config: RunConfig, vocab_size: int, step: int) -> list[Rollout]:
+    """A step's rollouts, from ``rollout.replay``. ValueError with file and line where they cannot be trained on."""
+    folder, rollout = config.rollout.replay, config.rollout
+    assert folder is not None, "the run samples its rollouts"
+    found = read_rollouts(folder, step)
+    prompts, samples = rollout.prompts_per_step, rollout.samples_per_prompt
+    check_rollouts(record_path(folder, step), found, step=step, prompts=prompts, samples=samples, vocab_size=vocab_size)
+    return found
+
+
+def _check_replay(config: RunConfig, vocab_size: int) -> None:
+    """A record of every step that the run has left, and the first one whole. The others are checked when they are read."""
+    folder, first = config.rollout.replay, 0
+    assert folder is not None, "the run samples its rollouts"
+    saved = checkpoints(config.output / "checkpoints")
+    if config.train.resume and saved:
+        first = step_of(saved[-1])
+    missing = [step for step in range(first, config.train.steps) if not record_path(folder, step).is_file()]
+    if missing:
+        raise ValueError(
+            f"rollout.replay = {folder} has no record of step {missing[0]} ({record_path(folder, missing[0]).name}), and "
+            f"{len(missing)} of the steps {first} to {config.train.steps - 1} are missing; lower train.steps, or record them"
+        )
+    if first < config.train.steps:
+        read_replay(config, vocab_size, first)
 
 
 def _check_room(config: RunConfig, spec: ModelSpec, tokenizer: Tokenizer, problems: list[Problem]) -> None:

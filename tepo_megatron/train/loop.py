@@ -93,21 +93,18 @@ class Loop:
             self.skipped.check(
                 self.step, updates, lambda: describe(updates, batch.num_sequences, seed=self.config.seed, step=self.step)
             )
-        row = summarize(batch, updates)
+        row = {**summarize(batch, updates), **noise}
         reason = self.rollback.reason(row)
         if reason and self.go_back(reason):
             return
         self.step += 1
-        try:
-            self.save_if_due()
-            self.from_root(lambda: None)
-            self.update_weights()
-            self.evaluate()
-        except StopRequested:
-            if not self.evaluation_is_due():  # else the resumed run evaluates, and writes the row
-                driver.log(self.step, {**row, **noise, **engine.memory()})
-            raise
-        driver.log(self.step, {**row, **noise, **engine.memory()})
+        row |= engine.memory()
+        driver.note_row(row)
+        self.save_if_due()
+        self.from_root(lambda: None)
+        self.update_weights()
+        self.evaluate()
+        driver.log(self.step, row)
 
     def go_back(self, reason: str) -> bool:
         """Trainer and servers get the weights of the newest checkpoint again, and the run goes on from its step with other
@@ -149,7 +146,9 @@ class Loop:
 
     def score_canary(self) -> tuple[Sequence[int], Sequence[float]] | None:
         """The canary prompt and the trainer's log-probs of its tokens but the first, where they are due."""
-        prompt = due_prompt(self.config, self.engine.spec, sync=self.updates_sent)
+        # By the step, so that a resumed run checks, and logs, after the same steps; and servers that have just started, always.
+        sync = self.step if self.updates_sent else 0
+        prompt = due_prompt(self.config, self.engine.spec, sync=sync)
         return None if prompt is None else (prompt, self.engine.prompt_logprobs(prompt))
 
     def canary_agrees(self, prompt: Sequence[int], logprobs: Sequence[float]) -> bool:

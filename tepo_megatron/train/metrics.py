@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from tepo_megatron.train.events import EventsFile
+from tepo_megatron.train.log_file import Failed, LogFile, raise_error, read_lines, replace_text
 
-PHASES = ("rollout", "reward", "score", "update", "sync", "eval")
+PHASES = ("rollout", "reward", "journal", "score", "update", "sync", "eval")
 """The phases of a step that ``Stopwatch`` knows, in the order in which they happen."""
 
 
@@ -23,49 +22,51 @@ class MetricsWriter:
     """Appends the rows of a run to ``<output>/metrics.jsonl`` and, if asked, to TensorBoard events in ``<output>/tensorboard``.
 
     Rank 0 only. A row is one line, written at once: a reader finds it whole or not at all. Numbers that are not finite become
-    ``null``. A last line that a crash cut off is removed when the file is opened again.
+    ``null``. A last line that a crash cut off is removed when the file is opened again. Where a file cannot be written,
+    ``failed`` is told, and what it lacks is written with the next row.
     """
 
-    def __init__(self, output: Path, tensorboard: bool) -> None:
+    def __init__(self, output: Path, tensorboard: bool, failed: Failed = raise_error) -> None:
         output.mkdir(parents=True, exist_ok=True)
         self._path = output / "metrics.jsonl"
+        self._file = LogFile(self._path, failed)
+        self._failed = failed
         self.last_step: int | None = None
         """The step of the last row."""
+        self.cut = False
+        """Whether a last line that a crash had cut off was removed."""
         self._events_folder = output / "tensorboard" if tensorboard else None
-        self._events: SummaryWriter | None = None
-        if self._path.exists():
-            self._rewrite(read_metrics(self._path))
-        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        self._events: EventsFile | None = None
+        self._path.touch()
+        rows, self.cut = _read_rows(self._path)
+        self._rewrite(rows)
+
+    @property
+    def waiting(self) -> int:
+        """How many rows could not be written yet."""
+        return self._file.waiting
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Appends one row; ``step`` is put first, and is also the step of the TensorBoard scalars, whose tags are the keys."""
         finite = {key: _finite(value) for key, value in row.items() if key != "step"}
         # One write of a whole line: a crash cuts a line off, and never mixes two.
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        self._file.flush()
+        self._file.append((json.dumps({"step": step, **finite}) + "\n").encode())
         self.last_step = step
         events = self._open_events()
         if events is not None:
-            for key, value in finite.items():
-                if value is not None:
-                    events.add_scalar(key, value, step)
-            events.flush()
+            events.add_scalars(step, {key: value for key, value in finite.items() if value is not None})
 
     def truncate_after(self, step: int) -> None:
         """Drops the rows beyond ``step``, from which a run is resumed; TensorBoard hides its events from there on."""
-        self._file.close()
-        self._rewrite([row for row in read_metrics(self._path) if row["step"] <= step])
-        self._file = self._path.open("a", encoding="utf-8", buffering=1)
-        if self._events is not None:
-            self._events.close()
-            self._events = None
-        self._open_events(purge_from=step + 1)
+        self._rewrite([row for row in read_metrics(self._path) if row["step"] <= step] if self._path.exists() else [])
+        self._events = None
+        events = self._open_events()
+        if events is not None:
+            events.hide_from(step + 1)
 
     def close(self) -> None:
-        self._file.close()
-        if self._events is not None:
-            self._events.close()
-            self._events = None
+        """Tries once more to write what could not be written."""
+        self._file.flush()
 
     def __enter__(self) -> Self:
         return self
@@ -74,20 +75,14 @@ class MetricsWriter:
         self.close()
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
-        """Replaces the file in one move, so that a crash leaves the old one or the new one."""
         self.last_step = rows[-1]["step"] if rows else None
         text = "".join(json.dumps(row) + "\n" for row in rows)
-        if self._path.read_text(encoding="utf-8") == text:
-            return
-        partial = self._path.with_name(self._path.name + ".partial")
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, self._path)
+        if self._path.exists() and self._path.read_bytes() != text.encode():
+            replace_text(self._path, text)
 
-    def _open_events(self, purge_from: int | None = None) -> SummaryWriter | None:
+    def _open_events(self) -> EventsFile | None:
         if self._events is None and self._events_folder is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._events = SummaryWriter(str(self._events_folder), purge_step=purge_from)
+            self._events = EventsFile(self._events_folder, self._failed)
         return self._events
 
 
@@ -97,10 +92,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: a line that is not a JSON object with an integer ``step``.
     """
+    return _read_rows(path)[0]
+
+
+def _read_rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """The rows, and whether a last line was cut off."""
+    lines, cut = read_lines(path)
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-        if not line.endswith("\n"):
-            break
+    for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
@@ -108,7 +107,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise ValueError(f"{path}:{number}: not a row of metrics: an object with an integer 'step' was expected")
         rows.append(row)
-    return rows
+    return rows, cut
 
 
 class Stopwatch:

@@ -10,36 +10,65 @@ from typing import Any
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.train.figures import final_table
+from tepo_megatron.train.log_file import LogFile, read_lines, replace_text
 from tepo_megatron.train.lost_time import fault_lines
 from tepo_megatron.train.metrics import MetricsWriter, read_metrics
 from tepo_megatron.train.plots import plot_curves
 from tepo_megatron.train.progress import Progress
 from tepo_megatron.train.resume import resumes
+from tepo_megatron.train.run_folder import check_no_run, unwritable_is_a_sentence
+from tepo_megatron.train.run_lock import RunLock
 
 
 class Output:
-    """Writes ``resolved.yaml`` at once, a row of metrics a step, samples per evaluation, and at the end the picture."""
+    """Writes ``resolved.yaml`` at once, a row of metrics a step, samples per evaluation, and at the end the picture.
+
+    Holds the folder's lock until :meth:`close`. A file that cannot be written does not end the run: that is said once, counted
+    in the rows (``log/failed``), and what it lacks is written with the next row.
+    """
 
     def __init__(self, config: RunConfig, progress: Progress) -> None:
-        """Raises ValueError if the folder holds another run and this one does not resume it."""
+        """Raises ValueError if the folder cannot be written, another run uses it, it holds a run that this one does not resume,
+        or files of the one that it resumes are damaged.
+        """
         self.folder = config.output
         self.progress = progress
-        self._name = config.name
         self._finished = False
-        self.resumes = resumes(config)
+        self._config = config
+        self.resumes = False
         """Whether the run goes on from a checkpoint."""
-        if config.train.resume == "auto" and not self.resumes:
-            _put_aside(self.folder)
-        if (self.folder / "metrics.jsonl").exists() and not self.resumes:
-            raise ValueError(
-                f"output {self.folder} already holds a run; give another folder (output=…), continue it "
-                "(train.resume=true), or remove it"
-            )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not self.resumes:  # a resumed run writes it when the checkpoint has been accepted
-            (self.folder / "resolved.yaml").write_text(dump_resolved(config))
-        self._metrics = MetricsWriter(self.folder, config.log.tensorboard)
+        self._failures = 0
+        self._said: set[Path] = set()
+        self._samples = LogFile(self.folder / "samples.jsonl", self.write_failed)
+        self._lock = RunLock(self.folder)
+        with unwritable_is_a_sentence(self.folder):
+            left_behind = self._lock.take()
+            try:
+                check_no_run(config)
+                self.resumes = self._begins_at_checkpoint()
+                self._metrics = self._open_files()
+            except BaseException:
+                self._lock.release()
+                raise
         progress.start(config)
+        if left_behind is not None:
+            self.message(f"{self.folder} was left locked by {left_behind}, which is gone")
+        for path, cut in ((self.folder / "metrics.jsonl", self._metrics.cut), (self._samples.path, self._sample_cut)):
+            if cut:
+                self.message(f"{path}: its last line was cut off when the run ended, and is dropped")
+
+    def _begins_at_checkpoint(self) -> bool:
+        """With ``resume = auto`` and no checkpoint the run begins anew, and what one before has logged is put aside."""
+        if self._config.train.resume == "auto" and not resumes(self._config):
+            _put_aside(self.folder)
+        return resumes(self._config)
+
+    def _open_files(self) -> MetricsWriter:
+        if not self.resumes:  # a resumed run writes it when the checkpoint has been accepted
+            (self.folder / "resolved.yaml").write_text(dump_resolved(self._config))
+            self._samples.path.unlink(missing_ok=True)  # of a start that failed before its first row
+        _, self._sample_cut = _read_samples(self._samples.path)
+        return MetricsWriter(self.folder, self._config.log.tensorboard, self.write_failed)
 
     @property
     def last_step(self) -> int | None:
@@ -50,48 +79,65 @@ class Output:
         """Forgets what was logged beyond the checkpoint, and samples of an evaluation that has no row. Returns the seconds of
         the steps that are forgotten, and done again.
         """
-        rows = read_metrics(self.folder / "metrics.jsonl")
-        forgotten = sum(row.get("time/step") or 0.0 for row in rows if row["step"] > step)
-        self._metrics.truncate_after(step)
-        samples = self.folder / "samples.jsonl"
-        if samples.exists():
-            # Not splitlines(): a response may hold characters that it, unlike JSON, takes for the end of a line.
-            lines = [line for line in samples.read_text(encoding="utf-8").split("\n") if line]
+        with unwritable_is_a_sentence(self.folder):
+            rows = read_metrics(self.folder / "metrics.jsonl")
+            forgotten = sum(row.get("time/step") or 0.0 for row in rows if row["step"] > step)
+            self._metrics.truncate_after(step)
             logged = -1 if self.last_step is None else self.last_step
-            kept = [line for line in lines if json.loads(line)["step"] <= logged]
-            samples.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            samples, cut = _read_samples(self._samples.path)
+            kept = [line for line, of in samples if of <= logged]
+            if cut or len(kept) < len(samples):
+                replace_text(self._samples.path, "".join(line + "\n" for line in kept))
         return forgotten
 
     def message(self, text: str) -> None:
         self.progress.message(text)
 
     def write_row(self, step: int, row: Mapping[str, float]) -> None:
-        self._metrics.write(step, row)
+        """Raises RuntimeError if another run has taken the folder over."""
+        self._make_again_if_removed()
+        failures, self._failures = self._failures, 0
+        self._metrics.write(step, {**row, "log/failed": float(failures)})
         self.progress.step(step, row)
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Appends an evaluation's readable responses to ``samples.jsonl``."""
-        with (self.folder / "samples.jsonl").open("a", encoding="utf-8", errors="backslashreplace") as file:
-            for sample in samples:
-                file.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
+        lines = "".join(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples)
+        self._samples.append(lines.encode("utf-8", errors="backslashreplace"))
+
+    def write_failed(self, path: Path, error: OSError) -> None:
+        """Counts a file of logs that could not be written; the first time for each folder it is said."""
+        self._failures += 1
+        if path.parent not in self._said:
+            self._said.add(path.parent)
+            self.message(
+                f"{path} cannot be written: {error.strerror or error}. The run goes on; what is missing is written as soon as "
+                "it can be (log/failed counts the attempts)"
+            )
 
     def finish(self) -> None:
         """Draws ``curves.png`` and shows the final table, and what went wrong where something did."""
         self.progress.close()
         self._metrics.close()
+        self._samples.flush()
         metrics = self.folder / "metrics.jsonl"
-        plot_curves(metrics, self.folder / "curves.png", self._name)
+        if self._metrics.waiting:
+            self.message(f"{self._metrics.waiting} rows of {metrics} could not be written to the end, and are lost")
         from rich.console import Console
 
-        rows = read_metrics(metrics)
-        Console().print(final_table(rows, self.folder))
-        for line in fault_lines(rows):
-            Console().print(f"  {line}", highlight=False)
         self._finished = True
+        try:
+            rows = read_metrics(metrics)
+            plot_curves(metrics, self.folder / "curves.png", self._config.name)
+            Console().print(final_table(rows, self.folder))
+            for line in fault_lines(rows):
+                Console().print(f"  {line}", highlight=False)
+        except (OSError, ValueError) as error:
+            self.message(f"the run is complete, but its picture and table could not be made: {error}")
 
     def close(self) -> None:
-        """After a failure: the terminal is given back, the files are complete up to the last row; what went wrong before it is
-        said.
+        """At the end, or after a failure: the terminal is given back, the files are complete up to the last row; what went
+        wrong before a failure is said.
         """
         metrics = self.folder / "metrics.jsonl"
         if not self._finished and metrics.exists():
@@ -100,6 +146,39 @@ class Output:
                 self.progress.message(f"  {line}")
         self.progress.close()
         self._metrics.close()
+        self._lock.release()
+
+    def _make_again_if_removed(self) -> None:
+        """A folder that was removed under the run is made anew: the next checkpoint is worth more than what is lost."""
+        if self._lock.is_there():
+            return
+        resolved = self.folder / "resolved.yaml"
+        what = f"the lock of {self.folder}" if resolved.exists() else f"{self.folder}, with all that it held,"
+        try:
+            self._lock.release()
+            self._lock.take()
+            resolved.write_text(dump_resolved(self._config))
+        except OSError as error:
+            self.write_failed(self.folder, error)
+        else:
+            self.message(f"{what} was removed while the run went on; it is made again")
+
+
+def _read_samples(path: Path) -> tuple[list[tuple[str, int]], bool]:
+    """The lines with their steps, and whether a last one was cut off. Raises ValueError with the line that is no sample."""
+    if not path.exists():
+        return [], False
+    lines, cut = read_lines(path)
+    samples = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}:{number}: not a sample: {error!r}; remove the line") from error
+        if not isinstance(step, int):
+            raise ValueError(f"{path}:{number}: not a sample: an integer 'step' was expected; remove the line")
+        samples.append((line, step))
+    return samples, cut
 
 
 def _put_aside(folder: Path) -> None:

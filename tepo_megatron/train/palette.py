@@ -3,7 +3,11 @@
 from tepo_megatron.train.metrics import PHASES
 
 PHASE_COLOURS = dict(
-    zip((*PHASES, "other"), ("#2b6cb0", "#8fb8de", "#2f9e44", "#f08c00", "#d6336c", "#9c6ade", "#b8c0c8"), strict=True)
+    zip(
+        (*PHASES, "other"),
+        ("#2b6cb0", "#8fb8de", "#0b7285", "#2f9e44", "#f08c00", "#d6336c", "#9c6ade", "#b8c0c8"),
+        strict=True,
+    )
 )
 """Phase of a step → colour, in the order of the phases; ``other`` is last."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -139,6 +140,11 @@ class PlainProgress:
 
     def close(self) -> None:
         self._end_phase()
+        try:
+            self._stream.flush()
+        except OSError:
+            # Python would try again at its end, and turn the exit code of a run that went well into 120.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def _end_phase(self) -> None:
         seconds = self._clock() - self._phase.since
@@ -148,8 +154,9 @@ class PlainProgress:
 
     def _write(self, line: str) -> None:
         self._last_line = self._clock()
-        self._stream.write(line + "\n")
-        self._stream.flush()
+        with contextlib.suppress(OSError):  # a full disk, a closed pipe: a run does not end of what nobody reads
+            self._stream.write(line + "\n")
+            self._stream.flush()
 
 
 @dataclass

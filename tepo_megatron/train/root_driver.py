@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tepo_megatron.bridge.architecture import read_model_spec
 from tepo_megatron.config import RunConfig
 from tepo_megatron.data.prompts import encode_prompt
 from tepo_megatron.data.sampler import ProblemSampler
@@ -18,10 +19,10 @@ from tepo_megatron.evaluate.evaluation import evaluate
 from tepo_megatron.preemption import stop_signals
 from tepo_megatron.reward.pool import RewardPool
 from tepo_megatron.rollout.canary import CACHED_TOKENS, Canary, cached_prompt, rollouts_tolerance, tolerance
-from tepo_megatron.rollout.fleet import Fleet, ServerDied
-from tepo_megatron.rollout.record import read_rollouts, write_rollouts
+from tepo_megatron.rollout.fleet import NO_SERVERS, Fleet, ServerDied
 from tepo_megatron.train.agreement import check_rollouts
-from tepo_megatron.train.inputs import Inputs
+from tepo_megatron.train.inputs import Inputs, read_replay
+from tepo_megatron.train.journal import Journal
 from tepo_megatron.train.lost_time import LostTime
 from tepo_megatron.train.metrics import Stopwatch
 from tepo_megatron.train.minibatches import derive_seed
@@ -76,22 +77,23 @@ class RootDriver:
                 log_dir=config.output / "logs",
                 seed=config.seed,
                 first_gpu=first_server_gpu(config, this_machine()),
+                report=output.message,
             )
             if config.rollout.server.placement != "colocated":
                 # Servers take tens of seconds to start; the model is built meanwhile.
                 self._starting = ThreadPoolExecutor(1, "fleet").submit(self.fleet.start)
+        self.journal = Journal(config, output.message, output.write_failed)
         self._drawn: tuple[int, list[Problem]] = (-1, [])
         self._before_draw = self.sampler.state()
         self._signals = stop_signals()
         self._collected: list[Rollout] = []
         self._canary = Canary(tolerance(config))
-        limit = config.rollout.server.max_model_len or inputs.spec.max_positions
-        self._cached_prompt = cached_prompt(inputs.spec.vocab_size, limit)
-        self._figures: dict[str, float] = {}
-        """Of the canaries, for the next row."""
+        self._canary_figures: dict[str, float] = {}
         self._evaluation: dict[str, float] = {}
         self._versions: dict[str, float] = {}
         self._returns = 0
+        self._row: dict[str, float] = {}
+        """Figures of the step that is not logged yet."""
         self._said_noise = False
         self.lost = LostTime()
 
@@ -105,9 +107,13 @@ class RootDriver:
             result, died = self._run_or_report(work)
             if died:
                 was_in_vain()
-                with self._signals.interruptible():
-                    self._fleet().revive()
+                self._revive()
         return result, died
+
+    def _revive(self) -> None:
+        self.heartbeat.phase("servers", waits_for="a rollout server that is started again")
+        with self._signals.interruptible():
+            self._fleet().revive()
 
     def _run_or_report(self, work: Callable[[], T | None]) -> tuple[T | None, bool]:
         """The result, and whether a server died under it, which is reported and left to be revived."""
@@ -152,23 +158,29 @@ class RootDriver:
     def _collect(self, step: int) -> list[Rollout]:
         if self.config.rollout.replay is not None:
             with self.phase("rollout"):
-                return read_rollouts(self.config.rollout.replay, step)
+                return read_replay(self.config, self.inputs.vocab_size, step)
         # A step that a server's death repeats asks again, and must get the same problems.
         if self._drawn[0] != step:
             self._before_draw = self.sampler.state()
             self._drawn = (step, self.sampler.next(self.config.rollout.prompts_per_step))
         problems = self._drawn[1]
-        rollouts = self._sample(problems, step)
-        with self.phase("reward"), self._signals.interruptible():
-            rollouts = self.rewards.score(rollouts, problems, step)
-        if self.config.rollout.record:
-            write_rollouts(self.config.output / "rollouts", step, rollouts)
-        return rollouts
-
-    def _sample(self, problems: Sequence[Problem], step: int) -> list[Rollout]:
-        config = self.config.rollout
         template = self.config.data.chat_template
         prompts = [encode_prompt(self.tokenizer, problem, chat_template=template) for problem in problems]
+        with self.phase("journal"):
+            drawn_by = self.journal.identity(problems, prompts, self._fleet().weights_version)
+            found = self.journal.find(step, drawn_by)
+        if found is not None:
+            self.rewards.failed = found.failed_rewards
+            return found.rollouts
+        rollouts = self._sample(problems, prompts, step)
+        with self.phase("reward"), self._signals.interruptible():
+            rollouts = self.rewards.score(rollouts, problems, step)
+        with self.phase("journal"):
+            self.journal.write(step, rollouts, drawn_by, self.rewards.failed)
+        return rollouts
+
+    def _sample(self, problems: Sequence[Problem], prompts: Sequence[tuple[int, ...]], step: int) -> list[Rollout]:
+        config = self.config.rollout
         with self.phase("rollout"), self._signals.interruptible():
             groups = self._fleet().generate(
                 prompts,
@@ -226,9 +238,9 @@ class RootDriver:
         if self.fleet is None:
             return False
         if died:
-            with self.lost.if_in_vain("lost/server") as was_in_vain, self._signals.interruptible():
+            with self.lost.if_in_vain("lost/server") as was_in_vain:
                 was_in_vain()
-                self.fleet.revive()
+                self._revive()
             return True
         return self.run_or_revive(self.fleet.wake_up)[1]
 
@@ -238,19 +250,19 @@ class RootDriver:
 
     def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
         started = time.perf_counter()
-        self._figures["canary/max_logprob_gap"] = self._canary.check(
-            step, prompt, logprobs, self._fleet().prompt_logprobs(prompt)
-        )
-        through_cache = self._fleet().cached_logprobs(self._cached_prompt, CACHED_TOKENS)
-        self._figures["canary/cache_gap"] = self._canary.check_cache(step, through_cache)
-        self._figures["time/canary"] = time.perf_counter() - started
+        figures = {"canary/max_logprob_gap": self._canary.check(step, prompt, logprobs, self._fleet().prompt_logprobs(prompt))}
+        spec = read_model_spec(self.inputs.model_dir)
+        cached = cached_prompt(spec.vocab_size, self.config.rollout.server.max_model_len or spec.max_positions)
+        figures["canary/cache_gap"] = self._canary.check_cache(step, self._fleet().cached_logprobs(cached, CACHED_TOKENS))
+        figures["time/canary"] = time.perf_counter() - started
+        # Not what is checked beside the steps that log it, of servers that have just started: a resumed run has the same rows.
+        due = step % self.config.rollout.canary.every == 0 and not self.has_logged(step)
+        self._canary_figures = figures if due else {}
 
     def check_rollouts(self, step: int, parts: Sequence[Batch]) -> None:
-        checked = (
-            self.fleet is not None and self.config.rollout.canary.every
-        )  # replayed ones may be another run's: figures only
+        checked = self.fleet is not None and self.config.rollout.canary.every  # of a replay figures only
         limit = rollouts_tolerance(self.config) if checked else math.inf
-        self._figures |= check_rollouts(step, parts, tolerance=limit, token_tolerance=tolerance(self.config))
+        self._versions |= check_rollouts(step, parts, tolerance=limit, token_tolerance=tolerance(self.config))
 
     def _fleet(self) -> Fleet:
         assert self.fleet is not None, "a replayed run has no servers"
@@ -283,15 +295,15 @@ class RootDriver:
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         split = self.watch.split()
-        figures = {**self._versions, **row, **self._evaluation, **self._figures}
+        figures = {**self._row, **row, **self._evaluation, **self._canary_figures}
         if "response_tokens" in row:
             figures["tokens/s"] = row["response_tokens"] / split["time/step"]
-            figures |= self.rewards.take_figures()
             figures["rollback/count"] = float(self._returns)
             self._returns = 0
-        self._versions, self._evaluation, self._figures = {}, {}, {}
+        self._row, self._evaluation, self._canary_figures = {}, {}, {}
         self.lost.add("lost/skipped", split["time/step"] * row.get("update/skipped", 0.0) / self.config.train.minibatches)
-        self.output.write_row(step, {**figures, **split, **self.lost.split()})
+        servers = self.fleet.figures() if self.fleet is not None else NO_SERVERS
+        self.output.write_row(step, {**figures, **servers, **split, **self.lost.split()})
         self.heartbeat.step(step)
         self._tell_who_works()
         self._retention.after_row(step)
@@ -300,14 +312,20 @@ class RootDriver:
                 self.output.message(sentence)
                 self._said_noise = True
 
+    def note_row(self, row: Mapping[str, float]) -> None:
+        self._row = {**self._versions, **row, **self.rewards.take_figures()}
+        self._versions = {}
+
     def state(self) -> dict[str, Any]:
-        return {"sampler": self.sampler.state()}
+        return {"sampler": self.sampler.state(), "row": self._row}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on in the data where the run that was saved stopped."""
+        """Goes on in the data where the run that was saved stopped; its last row is written if it was not."""
         begun_anew = restore_data(self.sampler, state, self.config.train.allow_change)
         if begun_anew is not None:
             self.output.message(begun_anew)
+        if not self.has_logged(state["step"]):
+            self._row = dict(state.get("row", {}))  # checkpoints of 0.1.0 lack it
 
     def drop_step(self, step: int) -> None:
         if self._drawn[0] == step:

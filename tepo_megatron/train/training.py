@@ -78,8 +78,8 @@ def _resume(loop: Loop, driver: Driver, output: Output | None) -> None:
     loop.step = loop.leaving.saved_step = found.step
     loop.updates_sent = found.step  # one a step, so that canaries are due when they would have been
     if isinstance(driver, RootDriver) and output is not None:
-        driver.restore(found.state)
         driver.lost.add("lost/resume", output.resume_from(loop.step))
+        driver.restore(found.state)
         for sentence in [*messages(loop.config, found), *accept(loop.config, found)]:
             output.message(sentence)
 

@@ -262,6 +262,7 @@ def test_a_checkpoint_resumes_under_another_layout(worlds: Worlds, saved: Layout
     assert report["digest"] == state["weights_digest"]
     assert report["prompt_logprobs"] == pytest.approx(worlds.report(saved)["saved_logprobs"], abs=1e-5)
     assert worlds.report(saved)["saved_logprobs"] != pytest.approx(worlds.report(saved)["prompt_logprobs"], abs=1e-5)
+    assert report["entropy_noise"] == state["entropy_noise"] == 0.125
     assert_same_updates(report["updates"], worlds.report(SINGLE)["updates"][2:])
     for name, tensor in weights(worlds.run(SINGLE) / "trained").items():
         found = weights(out / "trained")[name]

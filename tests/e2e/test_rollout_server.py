@@ -1,22 +1,26 @@
 """A real vLLM server on the CPU, with ``transformers`` as the oracle for tokens and log-probs."""
 
 import http.client
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 import pytest
 import torch
 from torch import Tensor
 
 from tepo_megatron.config.rollout import ServerConfig
-from tepo_megatron.rollout.client import GENERATE
+from tepo_megatron.rollout.client import GENERATE, PROGRESS
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
+from tepo_megatron.rollout.scratch import SHM, group_members, temporary_folder
 from tepo_megatron.rollout.server import Server
 from tepo_megatron.types import Response, WeightsVersion
 from tests.support.processes import assert_none_names, processes_naming
@@ -239,6 +243,7 @@ def authorised(fleet: Fleet) -> dict[str, str]:
         ("POST", "/collective_rpc"),
         ("OPTIONS", "/update_weights"),
         ("GET", "/metrics"),
+        ("GET", PROGRESS),
         ("GET", "/health/metrics"),
         ("GET", "/nowhere"),
     ],
@@ -269,7 +274,75 @@ def test_a_connection_that_idled_for_a_step_is_still_there(fleet: Fleet, first_w
     connection.close()
 
 
+def stop_one(fleet: Fleet, title: str) -> psutil.Process:
+    """SIGSTOP to the process of the server that calls itself so; returns it."""
+    process = only_server(fleet)._process
+    assert process is not None
+    (found,) = (each for each in psutil.Process(process.pid).children(recursive=True) if title in " ".join(each.cmdline()))
+    found.suspend()
+    return found
+
+
+def test_tokens_are_progress_where_no_answer_is_there_yet(
+    fleet: Fleet, first_weights: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is stopped and goes on, before anybody minds; meanwhile nothing moves."""
+    client = fleet._clients[0]
+    seen = []
+    with ThreadPoolExecutor(1) as pool:
+        drawing = pool.submit(sample, fleet, 8, n=48, length=120)
+        while not drawing.done():
+            seen.append(client.progress())
+            if len(seen) == 3:
+                engine = stop_one(fleet, "EngineCore")
+                time.sleep(0.5)  # what was on its way
+                still = [client.progress() for _ in range(5)]
+                engine.resume()
+        assert len(drawing.result()) == len(PROMPTS)
+    assert len(set(still)) == 1
+    assert len({*seen, *still}) > 3
+    assert client.progress() == '{"requests": 0, "tokens": 0}'
+
+
 # -- from here on servers end; whoever needs one afterwards waits for its start
+
+
+@pytest.mark.parametrize("title", ["EngineCore", "VLLM::Worker"])
+def test_a_server_that_hangs_while_it_samples_or_is_updated_is_killed_and_replaced(
+    fleet: Fleet, first_weights: torch.nn.Module, title: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped: it lives, its port is open, and its health is fine. The draws are those of a server that never hung."""
+    before = sample(fleet, seed=9)
+    update = title == "VLLM::Worker"
+    server = only_server(fleet)
+    group = server._process.pid
+    names = shared_memory(fleet)
+    assert names
+    config = fleet._config.model_copy(update={"request_timeout_s": 4.0, "transfer_timeout_s": 4.0})
+    monkeypatch.setattr(fleet, "_config", config)
+    if update:
+        fleet._close_sync()  # the next one has the short time-outs
+    fleet._connect()
+    fleet.figures()
+    stop_one(fleet, title)
+    assert server.healthy()
+    with pytest.raises(ServerDied, match=r"no answer|no new token of any request within 4 s"):
+        sync(fleet, first_weights, WeightsVersion(0)) if update else sample(fleet, seed=9)
+    assert group_members(group) == []
+    assert not any((SHM / name).exists() for name in names)
+    monkeypatch.undo()
+    assert fleet.revive()
+    sync(fleet, first_weights, WeightsVersion(0))
+    assert sample(fleet, seed=9) == before
+    assert fleet.figures() == {"servers/restarts": 1, "servers/timeouts": 1, "requests/retried": 0}
+
+
+def shared_memory(fleet: Fleet) -> list[str]:
+    """The names in /dev/shm that the server's supervisor has recorded, and its folder, which has them, is there."""
+    process = only_server(fleet)._process
+    assert process is not None
+    (folder,) = temporary_folder().glob(f"tepo-*-{process.pid}-*")
+    return [json.loads(line)[0] for line in (folder / "shm").read_text().splitlines()]
 
 
 def test_a_killed_server_is_reported_revived_and_synced(fleet: Fleet, first_weights: torch.nn.Module) -> None:
@@ -277,10 +350,13 @@ def test_a_killed_server_is_reported_revived_and_synced(fleet: Fleet, first_weig
     sync(fleet, other, WeightsVersion(3))
     process = only_server(fleet)._process
     assert process is not None
+    names = shared_memory(fleet)
     os.killpg(process.pid, signal.SIGKILL)
     with pytest.raises(ServerDied, match=fleet._servers[0].url):
         greedy(fleet)
     assert fleet.revive()
+    assert not any((SHM / name).exists() for name in names)
+    assert not list(temporary_folder().glob(f"tepo-*-{process.pid}-*"))
     with pytest.raises(RuntimeError, match="do not have the current weights"):
         greedy(fleet)
     sync(fleet, other, WeightsVersion(3))

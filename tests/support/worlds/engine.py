@@ -56,9 +56,11 @@ def main() -> None:
                 | {name: total / count if count else 0.0 for name, (total, count) in result.sums.items()}
             )
         if step + 1 == case["save_at"]:
+            engine.entropy_noise = 0.125  # as if it had been measured in an earlier step
             engine.save(out / "checkpoints", step=step + 1, state={"note": "kept"})
             report["saved_logprobs"] = engine.prompt_logprobs(case["prompt"])
     report["drew_random_numbers"] = not torch.equal(torch.get_rng_state(), random_state)
+    report["entropy_noise"] = engine.entropy_noise
     engine.export(out / "trained")
     if is_root:
         (out / "report.json").write_text(json.dumps(report))

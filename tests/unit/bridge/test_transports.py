@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tepo_megatron.bridge.transfer import transports
-from tepo_megatron.bridge.transfer.transport import Member, TransportSpec
+from tepo_megatron.bridge.transfer.transport import Member, TransportSpec, connect, listen
 from tepo_megatron.bridge.transfer.transports import find_transport, join, transport_names
+from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
 from tepo_megatron.config.rollout import ServerConfig
 
 MODULE = """
@@ -49,3 +50,13 @@ def test_a_new_file_is_a_new_transport(tmp_path: Path, monkeypatch: pytest.Monke
 def test_an_unknown_transport_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=f"transport = pigeon is not known; known: {', '.join(transport_names())}"):
         find_transport("pigeon")
+
+
+def test_a_member_that_hangs_between_arriving_and_joining_is_not_waited_for_beyond_the_time_out() -> None:
+    """All are counted as there, but one takes no part in forming the group: gloo's own rendezvous has no default of minutes."""
+    store, port = listen("127.0.0.1")
+    hanging = connect("127.0.0.1", port, 60.0)
+    hanging.add("joined", 1)
+    with pytest.raises(RuntimeError, match="timeout"):
+        GlooGroup(store, "127.0.0.1", 0, 2, 2.0)
+    assert hanging.check(["left"])  # and the others know

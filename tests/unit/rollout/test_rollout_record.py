@@ -1,6 +1,7 @@
 """Recorded rollouts come back exactly, and damage is named with file and line."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.rollout.record import read_rollouts, record_path, write_rollouts
+from tepo_megatron.rollout.record import check_rollouts, read_rollouts, record_path, write_rollouts
 from tepo_megatron.types import Rollout, WeightsVersion
 
 floats = st.floats(allow_nan=False)
@@ -89,3 +90,79 @@ def test_a_record_of_another_step_is_refused(tmp_path: Path) -> None:
     write_rollouts(tmp_path, 3, [ONE]).rename(record_path(tmp_path, 5))
     with pytest.raises(ValueError, match="line 1: not the head of a record of step 5"):
         read_rollouts(tmp_path, 5)
+
+
+STEP = [replace(ONE, problem_id=f"p{at // 2}", group=at // 2, prompt_ids=(1, at // 2)) for at in range(4)]
+NAN, INF = float("nan"), float("inf")
+
+
+def check(rollouts: list[Rollout], folder: Path) -> None:
+    path = write_rollouts(folder, 4, rollouts)
+    check_rollouts(path, read_rollouts(folder, 4), step=4, prompts=2, samples=2, vocab_size=10)
+
+
+def test_a_whole_step_is_taken(tmp_path: Path) -> None:
+    check(STEP, tmp_path)
+    check([replace(rollout, sampler_logprobs=(1e-7,)) for rollout in STEP], tmp_path)  # rounding
+
+
+@pytest.mark.parametrize(
+    ("at", "change", "message"),
+    [
+        (1, {"weights_version": WeightsVersion(3, "ab")}, "drawn by the weights of step 3, not of step 4"),
+        (2, {"weights_version": WeightsVersion(5, "ab")}, "drawn by the weights of step 5, not of step 4"),
+        (0, {"group": -1}, "group -1 where group 0 is due"),
+        (3, {"group": 0}, "group 0 where group 1 is due"),
+        (3, {"group": 2}, "group 2 where group 1 is due"),
+        (1, {"prompt_ids": (1, 1)}, "another problem or prompt than the first rollout of group 0"),
+        (3, {"problem_id": "p0"}, "another problem or prompt than the first rollout of group 1"),
+        (0, {"sampler_logprobs": (-0.1, -0.1)}, "2 log-probs for 1 response tokens"),
+        (0, {"sampler_logprobs": ()}, "0 log-probs for 1 response tokens"),
+        (2, {"sampler_logprobs": (NAN,)}, "the log-prob of response token 0 is nan"),
+        (2, {"sampler_logprobs": (-INF,)}, "the log-prob of response token 0 is -inf"),
+        (2, {"sampler_logprobs": (0.5,)}, "the log-prob of response token 0 is 0.5"),
+        (1, {"reward": NAN}, "the reward is nan"),
+        (1, {"reward": INF}, "the reward is inf"),
+        (1, {"response_ids": (10,)}, "token 10 is not one of the model's 10"),
+        (1, {"response_ids": (-1,)}, "token -1 is not one of the model's 10"),
+        (1, {"response_ids": (), "sampler_logprobs": ()}, "the prompt or the response has no token"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_named_with_its_line(
+    at: int, change: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    rollouts = list(STEP)
+    rollouts[at] = replace(rollouts[at], **change)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"step_0000004\.jsonl, line {at + 2}: {re.escape(message)}"):
+        check(rollouts, tmp_path)
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (2, 3, 0, 1), (3, 2, 1, 0)])
+def test_groups_out_of_order_are_refused(order: tuple[int, ...], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"line [23]: group 1 where group 0 is due"):
+        check([STEP[at] for at in order], tmp_path)
+
+
+@pytest.mark.parametrize("count", [0, 2, 3])
+def test_a_missing_rollout_or_group_is_refused(count: int, tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=rf"line {count + 1}: the file ends after {count} rollouts, but rollout.prompts_per_step"
+    ):
+        check(STEP[:count], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [('"reward": 1.0', '"reward": 0.5'), ('"p"', '"q"'), ('"drawn_by": "x"', '"drawn_by": "y"')]
+)
+def test_a_change_that_is_still_a_rollout_is_seen(old: str, new: str, tmp_path: Path) -> None:
+    path = write_rollouts(tmp_path, 3, [ONE, ONE], drawn_by="x")
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(ValueError, match="line 1: the file was changed or damaged after it was written"):
+        read_rollouts(tmp_path, 3)
+
+
+def test_records_of_the_first_format_are_read(tmp_path: Path) -> None:
+    path = write_rollouts(tmp_path, 3, [ONE])
+    _, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text('{"format": 1, "step": 3, "rollouts": 1}\n' + "".join(rest))
+    assert read_rollouts(tmp_path, 3) == [ONE]

@@ -32,6 +32,7 @@ def read(name: str) -> list[str]:
             "damaged_weights_two_workers",
             ["safetensors._safetensors_rust.SafetensorError: Error while deserializing header: incomplete metadata"],
         ),
+        ("no_memory", ["OSError: [Errno 12] Cannot allocate memory"]),
         ("unknown_argument", ["api_server.py: error: unrecognized arguments: --no-such-flag"]),
         ("healthy", []),
     ],
@@ -77,6 +78,22 @@ def test_of_a_chain_of_exceptions_the_last_is_shown() -> None:
         "ValueError: a consequence",
     ]
     assert first_error(log) == ["RuntimeError: layer 3 has no weight 'w'"]
+
+
+def test_what_vllm_says_of_its_other_processes_is_shown_only_where_those_say_nothing() -> None:
+    summary = [
+        "Traceback (most recent call last):",
+        '  File "/venv/vllm/v1/engine/utils.py", line 1431, in wait_for_engine_startup',
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}",
+    ]
+    died = "(EngineCore pid=9) ERROR 11-21 23:05:17 [multiproc_executor.py:287] Worker proc VllmWorker-0 died unexpectedly"
+    assert first_error(summary) == [summary[-1]]
+    assert first_error([died, *summary]) == [summary[-1]]
+    cause = "terminate called after throwing an instance of 'std::system_error': error: Resource temporarily unavailable"
+    assert first_error([died, cause, *summary]) == [cause]
+    assert first_error([*summary, "(Worker pid=3) ERROR 11-21 23:05:17 [worker.py:3] the GPU fell off the bus"]) == [
+        "the GPU fell off the bus"
+    ]
 
 
 def test_a_log_that_ends_within_a_traceback_shows_its_first_error_line() -> None:

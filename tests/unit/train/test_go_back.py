@@ -1,7 +1,9 @@
-"""What rank 0 does when the run goes back: other problems, fewer rows, and the time that was lost."""
+"""What rank 0 does when the run goes back, or a server dies: other problems, fewer rows, and the time that was lost."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.rollout.fleet import ServerDied
 from tepo_megatron.train import root_driver
 from tepo_megatron.train.metrics import read_metrics
 from tepo_megatron.train.output import Output
@@ -23,11 +26,16 @@ class MadeUpFleet:
 
     addresses = ("http://127.0.0.1:1",)
 
+    weights_version = WeightsVersion(0)
+
     def __init__(self, *_given: Any, **_options: Any) -> None:
         pass
 
     def start(self) -> None:
         pass
+
+    def revive(self) -> None:
+        time.sleep(0.01)
 
     def generate(self, prompts: list[Any], *, n: int, on_progress: Any, **_options: Any) -> list[list[Response]]:
         on_progress(len(prompts), len(prompts))
@@ -35,21 +43,17 @@ class MadeUpFleet:
 
 
 @pytest.fixture
-def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RootDriver:
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RootDriver]:
     monkeypatch.setattr(root_driver, "Fleet", MadeUpFleet)
     pool: Any = SimpleNamespace(score=_half)
     tokenizer = SimpleNamespace(eos_ids=(2,), encode=lambda text, **_options: (3, 4), decode=lambda ids: "text")
     problems = [Problem(f"p{at}", "1+1=", "2") for at in range(100)]
     config = RunConfig.model_validate({"output": tmp_path / "out", "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2}})
     monkeypatch.setattr(root_driver, "encode_prompt", lambda tokenizer, problem, **_options: (3, 4))
-    inputs: Any = SimpleNamespace(
-        tokenizer=tokenizer,
-        train=problems,
-        heldout=[],
-        model_dir=tmp_path,
-        spec=SimpleNamespace(vocab_size=50, max_positions=64),
-    )
-    return RootDriver(config, inputs, Output(config, NoProgress()), Heartbeat(), pool)
+    inputs: Any = SimpleNamespace(tokenizer=tokenizer, train=problems, heldout=[], model_dir=tmp_path)
+    output = Output(config, NoProgress())
+    yield RootDriver(config, inputs, output, Heartbeat(), pool)
+    output.close()
 
 
 def _half(items: list[Any]) -> list[Any]:
@@ -58,6 +62,18 @@ def _half(items: list[Any]) -> list[Any]:
 
 def problems_of(driver: RootDriver, step: int) -> set[str]:
     return {rollout.problem_id for rollout in driver.collect(step)}
+
+
+def test_what_a_server_that_died_cost_is_accounted_for(driver: RootDriver) -> None:
+    def die() -> None:
+        raise ServerDied("http://127.0.0.1:1 is gone")
+
+    assert driver.run_or_revive(lambda: 7) == (7, False)
+    assert driver.lost.split()["lost/server"] == 0
+    assert driver.run_or_revive(die) == (None, True)
+    assert driver.lost.split()["lost/server"] >= 0.01
+    assert driver.revive_or_wake(died=True)
+    assert driver.lost.split()["lost/server"] >= 0.01
 
 
 def test_no_problem_comes_again_and_rows_and_time_are_accounted_for(driver: RootDriver) -> None:

@@ -160,6 +160,7 @@ class Recorder:
 
     def save(self, folder: Any, *, step: int, state: dict[str, Any]) -> None:
         assert state == {"drawn": step}
+        assert self.noted_row["reward/mean"] == 0.5  # a checkpoint has it before it is logged
         self._check_gpus(trainer="everything", servers="absent" if "close" in self.calls else "asleep")
         self.calls.append(f"save {step}")
         if self.output is not None:
@@ -222,11 +223,15 @@ class Recorder:
     def has_logged(self, step: int) -> bool:
         return self.row == step
 
+    def note_row(self, row: dict[str, float]) -> None:
+        self.noted_row = row
+
     def log(self, step: int, row: dict[str, float]) -> None:
         assert self.row is None or step > self.row
         self.row = step
         self.calls.append(f"log {step}")
         if row:
+            assert row is self.noted_row
             assert row["reward/mean"] == 0.5
             assert row["entropy/mean"] == pytest.approx(0.75)
             assert row["ratio/max"] == 1.5
@@ -329,6 +334,12 @@ def test_a_canary_is_due_by_the_count_of_syncs() -> None:
     """One that a server's death repeats is one sync."""
     calls = run(4, canary=3, dies_at=("update weights 1", "canary 3"))
     assert [call for call in calls if call.startswith("canary")] == ["canary 0", "canary 3", "canary 3"]
+
+
+def test_a_resumed_run_checks_the_canary_after_the_same_steps() -> None:
+    """And at once, since its servers have just started."""
+    calls = run(6, canary=3, resumed=2, row=2)
+    assert [call for call in calls if call.startswith("canary")] == ["canary 2", "canary 3", "canary 6"]
 
 
 @pytest.mark.parametrize(("save_every", "saved"), [(0, [3]), (2, [2, 3]), (3, [3])])

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.train.metrics import read_metrics
 from tepo_megatron.train.output import Output
 from tepo_megatron.train.progress import NoProgress
+from tepo_megatron.train.run_lock import FILE, RunLock, read_holder
+from tests.support.disks import files_of_at_most
 
 LAST = 4
 
@@ -67,3 +73,145 @@ def leave(folder: Path, rows: int, sampled: set[int]) -> None:
 
 def steps(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+class Said(NoProgress):
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.words.append(text)
+
+
+def open_output(folder: Path, *, resume: bool = False, tensorboard: bool = False) -> tuple[Output, list[str]]:
+    said = Said()
+    document: dict[str, Any] = {"output": str(folder), "train": {"resume": resume}, "log": {"tensorboard": tensorboard}}
+    return Output(RunConfig.model_validate(document), said), said.words
+
+
+def test_lines_that_a_crash_cut_off_are_dropped_and_told(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2, "lo')
+    (tmp_path / "samples.jsonl").write_text('{"step": 0, "response": "a\u2028b"}\n{"step": 1, "respon')
+    output, said = open_output(tmp_path, resume=True)
+    assert said == [
+        f"{tmp_path / name}: its last line was cut off when the run ended, and is dropped"
+        for name in ("metrics.jsonl", "samples.jsonl")
+    ]
+    output.resume_from(1)
+    output.close()
+    assert steps(tmp_path / "metrics.jsonl") == [0, 1]
+    assert (tmp_path / "samples.jsonl").read_text() == '{"step": 0, "response": "a\u2028b"}\n'
+
+
+@pytest.mark.parametrize("line", ["nonsense", "[1]", "{}", '{"step": "1"}', "\udcff"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+def test_damage_elsewhere_is_a_sentence_before_anything_is_changed(line: str, name: str, tmp_path: Path) -> None:
+    leave(tmp_path / "run", 2, {0, 1})
+    path = tmp_path / "run" / name
+    path.write_bytes((path.read_text() + line + "\n").encode("utf-8", "surrogateescape"))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=rf"{name}:3: not "):
+        open_output(tmp_path / "run", resume=True)
+    assert path.read_bytes() == before
+    assert not (tmp_path / "run" / FILE).exists()
+
+
+def test_a_failed_start_leaves_nothing_to_the_next(tmp_path: Path) -> None:
+    """One that ended between its first evaluation and its first row."""
+    first, _ = open_output(tmp_path)
+    first.write_samples(0, [{"response": "a"}])
+    first.close()
+    second, said = open_output(tmp_path)
+    second.write_samples(0, [{"response": "b"}])
+    second.write_row(0, {})
+    second.close()
+    assert said == []
+    assert [json.loads(line)["response"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == ["b"]
+
+
+def test_a_full_disk_is_told_once_and_counted_and_costs_no_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """No thread dies of it either, as that of TensorBoard's own writer would."""
+    output, said = open_output(tmp_path, tensorboard=True)
+    output.write_row(0, {"lr": 0.5})
+    with files_of_at_most((tmp_path / "metrics.jsonl").stat().st_size + 10):
+        for step in (1, 2):
+            output.write_samples(step, [{"response": "long" * 50}])
+            output.write_row(step, {"lr": step + 0.5})
+        assert steps(tmp_path / "metrics.jsonl") == [0]
+    output.write_row(3, {"lr": 3.5})
+    output.finish()
+    output.close()
+    assert [(row["step"], row["lr"]) for row in read_metrics(tmp_path / "metrics.jsonl")] == [(at, at + 0.5) for at in range(4)]
+    assert [row["log/failed"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 3, 2]
+    assert steps(tmp_path / "samples.jsonl") == [1, 2]
+    assert len(said) == 2
+    assert said[0].startswith(f"{tmp_path / 'samples.jsonl'} cannot be written: File too large. The run goes on;")
+    assert (tmp_path / "curves.png").exists()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("lr")] == [(at, at + 0.5) for at in range(4)]
+    assert "Traceback" not in capfd.readouterr().err
+    assert not [thread for thread in threading.enumerate() if thread.name == "run-lock"]
+
+
+def test_a_picture_that_cannot_be_written_does_not_end_a_run(tmp_path: Path) -> None:
+    output, said = open_output(tmp_path)
+    output.write_row(0, {"lr": 0.5})
+    (tmp_path / "curves.png").mkdir()
+    output.finish()
+    output.close()
+    assert len(said) == 1
+    assert said[0].startswith("the run is complete, but its picture and table could not be made: ")
+
+
+def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    output, said = open_output(folder)
+    output.write_row(0, {})
+    shutil.rmtree(folder)
+    output.write_row(1, {})
+    assert said == [f"{folder}, with all that it held, was removed while the run went on; it is made again"]
+    assert steps(folder / "metrics.jsonl") == [1]
+    assert (folder / "resolved.yaml").exists()
+    with pytest.raises(ValueError, match="is in use by"):
+        RunLock(folder).take()
+    output.close()
+    assert read_holder(folder / FILE) is None
+
+
+def test_a_folder_that_became_a_file_is_told_and_survived(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    output, said = open_output(folder)
+    output.write_row(0, {})
+    folder.rename(tmp_path / "moved")
+    folder.touch()
+    output.write_row(1, {})
+    output.write_row(2, {})
+    assert said[0].startswith(f"{folder} cannot be written: File exists. The run goes on;")
+    folder.unlink()
+    output.write_row(3, {})
+    output.close()
+    assert steps(folder / "metrics.jsonl") == [1, 2, 3]
+
+
+def test_a_run_whose_folder_another_took_stops_at_its_next_row(tmp_path: Path) -> None:
+    output, _ = open_output(tmp_path)
+    output.write_row(0, {})
+    holder = json.loads((tmp_path / FILE).read_text())
+    (tmp_path / FILE).write_text(json.dumps(holder | {"token": "another", "host": "node7"}))
+    with pytest.raises(RuntimeError, match=r"was taken over by process .* on node7"):
+        output.write_row(1, {})
+    output.close()
+    assert steps(tmp_path / "metrics.jsonl") == [0]
+    assert (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize("output", ["/proc/x", "{tmp}/file"])
+def test_a_folder_that_cannot_be_written_is_a_sentence(output: str, tmp_path: Path) -> None:
+    """Also where nobody looked before, as when train_model() is called from a program."""
+    (tmp_path / "file").touch()
+    folder = Path(output.format(tmp=tmp_path))
+    with pytest.raises(ValueError, match=rf"^output {folder} cannot be written: .*; give another folder"):
+        open_output(folder)

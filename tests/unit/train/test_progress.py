@@ -146,3 +146,12 @@ def test_the_final_table_of_a_run_without_rows_says_so_little(tmp_path: Path) ->
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_view_on_a_full_disk_does_not_end_the_run() -> None:
+    with open("/dev/full", "w") as full:
+        progress = PlainProgress(full)
+        progress.start(RunConfig())
+        progress.message("the disk is full")
+        progress.step(1, {"reward/mean": 0.5})
+        progress.close()  # and what Python writes when it ends goes well

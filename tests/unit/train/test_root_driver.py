@@ -22,17 +22,19 @@ PROBLEMS = [Problem(f"p{number}", "q", "a") for number in range(7)]
 
 
 def make() -> tuple[RootDriver, list[list[str]]]:
-    """A driver without servers, and the problems that it asks samples of."""
+    """A driver without servers and journal, and the problems that it asks samples of."""
     asked: list[list[str]] = []
-    inputs: Any = SimpleNamespace(
-        train=PROBLEMS, heldout=[], tokenizer=None, model_dir=Path(), spec=SimpleNamespace(vocab_size=50, max_positions=64)
-    )
-    output: Any = SimpleNamespace(message=print, progress=NoProgress())
-    config = RunConfig(rollout=RolloutConfig(replay=Path("none")))
-    driver = RootDriver(config, inputs, output, Heartbeat(), pool=None)
-    driver.config = RunConfig(rollout=RolloutConfig(prompts_per_step=3))
-    driver._sample = lambda problems, step: asked.append([problem.id for problem in problems])  # type: ignore[method-assign]
-    driver.rewards.score = lambda rollouts, problems, step: []  # type: ignore[method-assign]
+    tokenizer = SimpleNamespace(prompt_ids=lambda prompt, **_options: [3], unk_id=None)
+    inputs: Any = SimpleNamespace(train=PROBLEMS, heldout=[], tokenizer=tokenizer, model_dir=Path())
+    output: Any = SimpleNamespace(message=print, write_failed=None, progress=NoProgress(), last_step=None)
+    pool: Any = None
+    driver = RootDriver(RunConfig(rollout=RolloutConfig(replay=Path("none"))), inputs, output, Heartbeat(), pool)
+    stand_in: Any = driver  # for what needs servers or files
+    stand_in.config = RunConfig(rollout=RolloutConfig(prompts_per_step=3))
+    stand_in.fleet = SimpleNamespace(weights_version=None)
+    stand_in.journal = SimpleNamespace(identity=lambda *_: None, find=lambda *_: None, write=lambda *_: None)
+    stand_in._sample = lambda problems, prompts, step: asked.append([problem.id for problem in problems])
+    stand_in.rewards.score = lambda rollouts, problems, step: []
     return driver, asked
 
 
@@ -43,13 +45,14 @@ def test_a_step_that_was_given_up_draws_the_same_problems_again(before: int, sto
     for step in range(before + 1):
         driver._collect(step)
     if stopped:
-        driver._sample = lambda problems, step: (_ for _ in ()).throw(StopRequested(signal.SIGTERM))  # type: ignore[method-assign]
+        interrupted: Any = driver
+        interrupted._sample = lambda *_: (_ for _ in ()).throw(StopRequested(signal.SIGTERM))
         with pytest.raises(StopRequested):
             driver._collect(before + 1)
     step = before + 1 if stopped or saved_late else before  # steps that were completed
     driver.drop_step(step)
     resumed, again = make()
-    resumed.restore(driver.state())
+    resumed.restore({"step": step, **driver.state()})
     resumed._collect(step)
     uninterrupted, expected = make()
     for each in range(step + 1):

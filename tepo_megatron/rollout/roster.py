@@ -1,0 +1,184 @@
+"""The servers of a fleet as processes: started, watched for their end, replaced within bounds, and spoken to by clients."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.rollout.answers import read_vocab_size
+from tepo_megatron.rollout.client import Client
+from tepo_megatron.rollout.dispatch import Lane
+from tepo_megatron.rollout.external import ExternalServer
+from tepo_megatron.rollout.faults import ServerDied, ServerFault, ServerGone, ServerSilent
+from tepo_megatron.rollout.limits import connections
+from tepo_megatron.rollout.restarts import Restarts
+from tepo_megatron.rollout.server import Server, for_all_at_once
+from tepo_megatron.rollout.servers import make_servers
+from tepo_megatron.rollout.sync import WeightSync
+from tepo_megatron.types import WeightsVersion
+
+FIGURES = ("servers/timeouts", "requests/retried")
+"""What a fleet counts beside its restarts."""
+
+NO_SERVERS = dict.fromkeys(("servers/restarts", *FIGURES), 0.0)
+"""The figures of a run without servers."""
+
+
+class Roster:
+    """What a ``Fleet`` is below sampling and updates; its arguments are a fleet's.
+
+    ``_version`` is that of the weights of all servers but those in ``_lost``.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        model_dir: Path,
+        dtype: str,
+        log_dir: Path,
+        seed: int,
+        first_gpu: int,
+        report: Callable[[str], None],
+    ) -> None:
+        config, self._key, self._servers = make_servers(
+            config, model_dir=model_dir, dtype=dtype, log_dir=log_dir, seed=seed, first_gpu=first_gpu
+        )
+        self._config = config
+        self._sleeps = config.placement == "colocated"
+        self._report = report
+        self._vocab_size = read_vocab_size(model_dir)
+        self._clients: list[Client] = []
+        self._pools: list[ThreadPoolExecutor] = []
+        self._sync: WeightSync | None = None
+        self._version: WeightsVersion | None = None
+        self._restarts = Restarts(config.max_restarts)
+        self._restarts_told = 0
+        self._counts = dict.fromkeys(FIGURES, 0)
+        self._lost: dict[int, Future[None] | None] = {}
+        """Servers that sample no more until the next update, by number; with the start of what replaces them, if that runs."""
+        self._replacing = ThreadPoolExecutor(1, thread_name_prefix="replace-server")
+        # start() may run in another thread than stop(): without the lock a server could be started after all were stopped.
+        self._spawning = threading.Lock()
+        self._stopped = False
+
+    def _end(self) -> None:
+        self._version = None
+        self._close_sync()
+        for_all_at_once(self._servers, lambda server: server.stop())
+        self._disconnect()
+
+    def _lose(self, lane: Lane, cause: ServerFault) -> None:
+        """End a server that is dead, hangs or answers wrongly, and start what replaces it, which gets weights with the next
+        update. Raises ServerDied where no other server samples, or servers share the trainer's GPUs and start together.
+        """
+        self._blame(cause)
+        self._lost[lane.index] = None
+        if self._sleeps or len(self._lost) == len(self._servers):
+            if not isinstance(cause, ServerGone):  # one that only seemed dead is spared by revive()
+                self._servers[lane.index].stop()
+                self._clients[lane.index].close()
+            raise self._died([self._servers[index] for index in self._lost], cause)
+        self._report(f"{cause}; its requests go to the other servers, and it is started again")
+        self._clients[lane.index].close()
+        self._close_sync()
+        self._lost[lane.index] = self._replacing.submit(self._restart, [self._servers[lane.index]], stop=True)
+
+    def _blame(self, cause: Exception) -> None:
+        self._restarts.blame(cause)
+        if isinstance(cause, ServerSilent):
+            self._counts["servers/timeouts"] += 1
+
+    def figures(self) -> dict[str, float]:
+        """Since the last call: restarts of servers, servers that were given up because they hung, requests asked again."""
+        done = self._restarts.done
+        counts = {"servers/restarts": done - self._restarts_told, **self._counts}
+        self._restarts_told, self._counts = done, dict.fromkeys(FIGURES, 0)
+        return {name: float(count) for name, count in counts.items()}
+
+    def _take_back(self) -> None:
+        """Wait for servers that are being replaced; they have the weights of the model's folder."""
+        if not self._lost:
+            return
+        replacements, self._lost = self._lost, {}
+        try:
+            for started in replacements.values():
+                if started is not None:
+                    started.result()
+            if any(started is not None for started in replacements.values()):
+                self._version = None
+                self._connect()
+        except BaseException:
+            self._end()
+            raise
+
+    def _restart(self, servers: Sequence[Server | ExternalServer], *, stop: bool = False) -> None:
+        """Start servers again until they answer. May run in a thread. Raises RuntimeError when there are too many restarts."""
+        if stop:
+            for_all_at_once(servers, lambda server: server.stop())
+        while servers:
+            self._restarts.add(len(servers), "\n".join(server.log_end() for server in servers))
+            try:
+                self._launch(servers)
+                return
+            except RuntimeError as error:
+                if self._stopped:
+                    raise
+                self._restarts.blame(error)
+                servers = [server for server in servers if not server.healthy()]
+                for server in servers:
+                    server.stop()
+
+    def _start(self, servers: Sequence[Server | ExternalServer]) -> None:
+        try:
+            self._launch(servers)
+            self._connect()
+        except BaseException:
+            self._end()
+            raise
+
+    def _launch(self, servers: Sequence[Server | ExternalServer]) -> None:
+        with self._spawning:
+            if self._stopped:
+                raise RuntimeError("the rollout servers were stopped; make a new Fleet to start them again")
+            taken = {server.port for server in self._servers if server.alive}
+            for server in servers:
+                server.start(taken)
+                taken.add(server.port)
+        for_all_at_once(servers, lambda server: server.wait_ready())
+
+    def _connect(self) -> None:
+        self._disconnect()
+        config = self._config
+        self._clients = [Client(server.url, self._key, config.request_timeout_s, self._vocab_size) for server in self._servers]
+        self._pools = [ThreadPoolExecutor(connections(config), thread_name_prefix="rollout") for _ in self._servers]
+        if self._sleeps:
+            for_all_at_once(self._clients, Client.sleep)
+
+    def _disconnect(self) -> None:
+        """Requests that other threads wait for fail."""
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        for client in self._clients:
+            client.close()
+        self._clients, self._pools = [], []
+
+    def _raise_if_dead(self, cause: Exception) -> None:
+        if isinstance(cause, ServerDied):
+            return
+        dead = [server for index, server in enumerate(self._servers) if index not in self._lost and not server.healthy()]
+        if dead:
+            self._restarts.blame(cause)
+            raise self._died(dead, cause) from cause
+
+    def _died(self, dead: Sequence[Server | ExternalServer], cause: Exception) -> ServerDied:
+        logs = "\n".join(server.log_end() for server in dead)
+        return ServerDied(f"rollout server gone: {', '.join(server.url for server in dead)} ({cause}).\n{logs}")
+
+    def _close_sync(self) -> None:
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None

@@ -1,0 +1,131 @@
+"""The output folder before a run begins: writable, in nobody's use, and without another run unless that is resumed.
+
+Imports no torch: ``tepo train`` looks before it starts ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.engine.checkpoint_folder import checkpoints
+from tepo_megatron.train.run_lock import RunLock, check_free
+
+MADE_BY_A_RUN = (
+    "resolved.yaml",
+    "resolved.*.yaml",
+    "metrics.jsonl",
+    "metrics.before-*.jsonl",
+    "samples.jsonl",
+    "samples.before-*.jsonl",
+    "curves.png",
+    "model",
+    "tensorboard/events.out.tfevents.*",
+    "checkpoints/step_*",
+    "rollouts/step_*",
+    "journal/step_*",
+    "skipped/step_*",
+    "status/*",
+    "logs/server-*",
+    "logs/hang-*",
+)
+"""What ``--overwrite`` removes of an output folder; all else stays, such as what ``tepo launch`` has put there."""
+
+
+def prepare_folder(config: RunConfig, *, overwrite: bool = False) -> None:
+    """Looks whether a run can begin, or go on, in ``config.output``; with ``overwrite`` removes the run that it holds.
+
+    Called once for a run, by the process that starts its ranks or by rank 0 of a ``torchrun`` by hand. Raises ValueError, a
+    sentence, where it cannot.
+    """
+    folder = config.output
+    if overwrite and config.train.resume:
+        raise ValueError(f"--overwrite starts anew and train.resume = {config.train.resume} goes on; give one of the two")
+    _check_writable(folder)
+    with unwritable_is_a_sentence(folder):
+        check_free(folder)
+    if overwrite and holds_run(folder):
+        _remove_run(config)
+    check_no_run(config)
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether there is something to go on from or to lose: a row of metrics, or a checkpoint. A failed start leaves neither."""
+    metrics = folder / "metrics.jsonl"
+    return bool(checkpoints(folder / "checkpoints")) or (metrics.is_file() and b"\n" in metrics.read_bytes())
+
+
+def check_no_run(config: RunConfig) -> None:
+    """ValueError if the folder holds a run that this one does not resume."""
+    if not config.train.resume and holds_run(config.output):
+        raise ValueError(
+            f"output {config.output} already holds a run; give another folder (output=…), continue it (--resume), or remove "
+            "what it has written and start anew (--overwrite)"
+        )
+
+
+@contextmanager
+def unwritable_is_a_sentence(folder: Path) -> Iterator[None]:
+    """An OSError within becomes a ValueError that names the folder and the cause."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"output {folder} cannot be written: {error.strerror or error} ({error.filename or folder}); give another folder "
+            "(output=…), or make room and rights there"
+        ) from error
+
+
+def _check_writable(folder: Path) -> None:
+    """By writing; leaves no folder that was not there."""
+    with unwritable_is_a_sentence(folder):
+        there = folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(4096))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            if not there:
+                with suppress(OSError):  # another run may have come into it
+                    folder.rmdir()
+
+
+def _remove_run(config: RunConfig) -> None:
+    """Removes what a run has made, and folders that are empty then; refuses where this run would read some of it."""
+    folder = config.output
+    _check_nothing_is_read_from(config)
+    lock = RunLock(folder)
+    with unwritable_is_a_sentence(folder):
+        lock.take()
+        try:
+            for pattern in MADE_BY_A_RUN:
+                for path in folder.glob(pattern):
+                    if path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path)
+                    else:
+                        path.unlink()
+                if "/" in pattern:
+                    with suppress(OSError):  # not empty: others' files lie there; or never made
+                        (folder / pattern).parent.rmdir()
+        finally:
+            lock.release()
+
+
+def _check_nothing_is_read_from(config: RunConfig) -> None:
+    reads = {
+        "rollout.replay": config.rollout.replay,
+        "model.path": config.model.path,
+        "model.shards": config.model.shards,
+        "data.train": config.data.train,
+        "data.heldout": config.data.heldout,
+    }
+    for name, path in reads.items():
+        if path is not None and Path(path).resolve().is_relative_to(config.output.resolve()):
+            raise ValueError(f"--overwrite would remove what {name} = {path} reads; move it, or give another folder (output=…)")

@@ -1,0 +1,250 @@
+"""One run at a time in an output folder: rank 0 holds ``run.lock``, which also says to people who holds it.
+
+The kernel's lock on the file (flock) decides between processes of one machine, and ends with its holder in whatever way that
+dies. Shared file systems may keep flock to one machine, or not have it; so the file names its holder, who renews its time of
+modification. A lock of another machine counts as left behind when that time is old, or when the holder was this Slurm job's
+life before it was requeued (decision 014). Imports no torch: ``tepo train`` looks before it starts ranks.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+FILE = "run.lock"
+RENEW_EVERY_S = 15.0
+SILENT_S = 180.0
+"""A lock of another machine that was not renewed for so long is left behind. More than file systems cache a time, 60 s."""
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock. ``kernel`` names the running kernel, within which flock is certain; ``born`` is when the process began,
+    in the kernel's ticks (0: not known); ``job`` and ``life`` are Slurm's job id and how often it was requeued.
+    """
+
+    host: str
+    pid: int
+    started: str
+    kernel: str
+    born: int
+    job: str
+    life: int
+    token: str
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        return cls(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+            kernel=_kernel(),
+            born=_born(os.getpid()),
+            job=os.environ.get("SLURM_JOB_ID", ""),
+            life=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+            token=secrets.token_hex(8),
+        )
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, a run since {self.started}"
+
+
+class RunLock:
+    """The lock of one output folder. :meth:`take` before anything is written there, :meth:`release` at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._path = folder, folder / FILE
+        self._own: Holder | None = None
+        self._fd = -1
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def take(self) -> Holder | None:
+        """Takes the lock, and renews it until :meth:`release`; returns whose it was, if a run ended and left it behind.
+
+        Raises ValueError, a sentence, if a run holds the folder; OSError if the folder cannot be written.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                left_behind = _judge(fd, self._path, fcntl.LOCK_EX)
+                if not _is_at(fd, self._path):  # its holder has removed it meanwhile
+                    os.close(fd)
+                    continue
+                self._own = Holder.this_process()
+                _write(fd, self._own)
+            except BaseException:
+                os.close(fd)
+                raise
+            break
+        self._fd = fd
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._renew, args=(fd,), name="run-lock", daemon=True)
+        self._thread.start()
+        return left_behind
+
+    def is_there(self) -> bool:
+        """Whether the file still lies in the folder. Raises RuntimeError if another run has taken the folder."""
+        found = read_holder(self._path)
+        if found is not None and self._own is not None and found.token != self._own.token:
+            raise RuntimeError(
+                f"output {self._folder} was taken over by {found}, while this run stood still or could not reach the disk; "
+                "this one stops, and writes there no more"
+            )
+        return found is not None and _is_at(self._fd, self._path)
+
+    def release(self) -> None:
+        """Gives the folder free; does nothing if this does not hold it."""
+        if self._fd < 0:
+            return
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        # The folder may be gone, or another's by now.
+        with suppress(OSError):
+            if _is_at(self._fd, self._path) and read_holder(self._path) == self._own:
+                self._path.unlink()
+        os.close(self._fd)
+        self._fd = -1
+
+    def _renew(self, fd: int) -> None:
+        while not self._stop.wait(RENEW_EVERY_S):
+            with suppress(OSError):  # a disk that is away: others see the silence, and is_there() what came of it
+                os.utime(fd)
+
+
+def check_free(folder: Path) -> None:
+    """ValueError, a sentence, if a run holds the folder. Changes nothing."""
+    path = folder / FILE
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        _judge(fd, path, fcntl.LOCK_SH)
+    finally:
+        os.close(fd)
+
+
+def read_holder(path: Path) -> Holder | None:
+    """What a lock's file says; None if there is none, or nothing to be read in it."""
+    try:
+        return _parse(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _judge(fd: int, path: Path, mode: int) -> Holder | None:
+    """Locks the file; returns the dead holder that it names, if any. Raises ValueError if a living run holds it."""
+    certain = _flock(fd, mode)
+    holder = _parse(os.pread(fd, 4096, 0).decode("utf-8", errors="replace"))
+    if certain is False:
+        raise _held(path, holder, "wait until it ends, end it, or give another folder (output=…)")
+    if holder is None:
+        return None
+    if holder.kernel == _kernel():
+        if certain is None and _born(holder.pid) == holder.born:
+            raise _held(path, holder, "wait until it ends, end it, or give another folder (output=…)")
+        return holder
+    own = Holder.this_process()
+    if holder.job and holder.job == own.job and own.life > holder.life:
+        return holder  # Slurm starts a job's next life when the one before has ended
+    silent_s = _now_on_disk(path) - os.fstat(fd).st_mtime
+    if silent_s < SILENT_S:
+        raise _held(
+            path,
+            holder,
+            f"it gave a sign of life {max(silent_s, 0):.0f} s ago. End it there; if that machine is gone, start again in "
+            f"{SILENT_S:.0f} s, or remove the file",
+        )
+    return holder
+
+
+def _held(path: Path, holder: Holder | None, what_to_do: str) -> ValueError:
+    who = "another run" if holder is None else str(holder)
+    return ValueError(f"output {path.parent} is in use by {who} ({path.name}); {what_to_do}")
+
+
+def _flock(fd: int, mode: int) -> bool | None:
+    """Whether the lock was got; None where the file system has none."""
+    try:
+        fcntl.flock(fd, mode | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_FLOCK:
+            return None
+        raise
+    return True
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except OSError:
+        return False
+
+
+def _write(fd: int, holder: Holder) -> None:
+    """In place: a lock is on the file, not on its name."""
+    text = (json.dumps(asdict(holder)) + "\n").encode()
+    os.pwrite(fd, text, 0)
+    os.ftruncate(fd, len(text))
+
+
+def _parse(text: str) -> Holder | None:
+    try:
+        return Holder(**json.loads(text))
+    except (ValueError, TypeError):
+        return None
+
+
+def _now_on_disk(path: Path) -> float:
+    """Now, by the clock that stamps the folder's files."""
+    probe = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    probe.touch()
+    try:
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink()
+
+
+def _kernel() -> str:
+    """What names this boot of this machine, in containers too."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _born(pid: int) -> int:
+    """When a living process began; 0 where /proc does not say, -1 for one that is gone."""
+    if not _BOOT.exists():
+        return 0 if _lives(pid) else -1
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return -1
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

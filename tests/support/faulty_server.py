@@ -1,0 +1,149 @@
+"""A server of this process that answers as it is told, over real HTTP; for a fleet it has the methods of a ``Server``."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.rollout.client import GENERATE, PROGRESS
+from tepo_megatron.rollout.fleet import Fleet
+
+VOCABULARY = 64
+
+Sample = dict[str, Any]
+Behaviour = Callable[["FaultyServer", list[Sample]], tuple[int, bytes] | None]
+"""What becomes of the right samples: status and content, or None where the connection breaks off half-way."""
+
+
+class QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """The other side has given up: nothing to print."""
+
+
+class FaultyServer:
+    """Draws the same tokens for the same prompt and seed as any other does. ``faults`` are the behaviours for the next requests
+    for samples, after which it answers well; ``always`` is for all of them. ``hangs`` are routes that it never answers.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.seeds: list[int] = []
+        self.faults: list[Behaviour] = []
+        self.always: Behaviour = answer_well
+        self.hangs: set[str] = set()
+        self.starts = self.stops = self.tokens = 0
+        self.after_start: Callable[[FaultyServer], None] = lambda server: None
+        self.alive = False
+        self.version = "default"
+        self.released = threading.Event()
+        self._lock = threading.Lock()
+        self.http = QuietServer(("127.0.0.1", 0), self._handler())
+        self.port = self.http.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.wait_if_hanging(self.path)
+                content = json.dumps({"tokens": outer.tokens}).encode() if self.path == PROGRESS else b""
+                self.answer(200 if self.path in ("/health", PROGRESS) else 404, content)
+
+            def do_POST(self) -> None:
+                raw = self.rfile.read(int(self.headers.get("content-length", 0)))
+                outer.calls.append(self.path)
+                outer.wait_if_hanging(self.path)
+                body = json.loads(raw) if raw else {}
+                outer.version = body.get("weight_version", outer.version)
+                if self.path != GENERATE:
+                    self.answer(200, b"{}")
+                elif (answer := outer.sample(body)) is not None:
+                    self.answer(*answer)
+                else:
+                    self.send_response(200)
+                    self.send_header("content-length", "100000")
+                    self.end_headers()
+                    self.wfile.write(b'{"choices": [')
+                    self.close_connection = True
+
+            def answer(self, status: int, content: bytes) -> None:
+                self.send_response(status)
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                with suppress(OSError):  # the other side has given up
+                    self.wfile.write(content)
+
+            def log_message(self, *args: object) -> None: ...
+
+        return Handler
+
+    def wait_if_hanging(self, path: str) -> None:
+        if path in self.hangs:
+            self.released.wait()
+
+    def sample(self, body: dict[str, Any]) -> tuple[int, bytes] | None:
+        params = body["sampling_params"]
+        with self._lock:
+            self.seeds.append(params["seed"])
+            behave = self.faults.pop(0) if self.faults else self.always
+        return behave(self, [choice(body["token_ids"], params["seed"] + at, self.version) for at in range(params["n"])])
+
+    # -- as a Server
+
+    def start(self, taken: Any = ()) -> None:
+        self.starts += 1
+        self.alive, self.version = True, "default"
+        self.after_start(self)
+
+    def wait_ready(self) -> None: ...
+
+    def healthy(self) -> bool:
+        return self.alive
+
+    def stop(self) -> None:
+        self.stops += self.alive
+        self.alive = False
+
+    def log_end(self) -> str:
+        return "the end of its log"
+
+    def close(self) -> None:
+        self.released.set()
+        self.http.shutdown()
+        self.http.server_close()
+
+
+def answer_well(server: FaultyServer, samples: list[Sample]) -> tuple[int, bytes]:
+    return 200, json.dumps({"choices": samples}).encode()
+
+
+def choice(prompt: list[int], seed: int, version: str) -> Sample:
+    token = (sum(prompt) + seed) % VOCABULARY
+    span = {"version": version, "start": 0, "end": 2}
+    content = [{"token_id": token, "logprob": -0.5}, {"token_id": 2, "logprob": -0.25}]
+    return {"token_ids": [token, 2], "logprobs": {"content": content}, "finish_reason": "stop", "weight_versions": [span]}
+
+
+@contextmanager
+def fleet_of(servers: list[FaultyServer], folder: Path, **settings: Any) -> Iterator[tuple[Fleet, list[str]]]:
+    """A started fleet of these servers, and what it reports."""
+    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+    reports: list[str] = []
+    config = ServerConfig(count=len(servers), **{"max_num_seqs": 8, "request_timeout_s": 60.0} | settings)
+    fleet = Fleet(config, model_dir=folder, dtype="float32", stop_token_ids=[2], log_dir=folder, report=reports.append)
+    fleet._servers = servers  # type: ignore[assignment]
+    fleet.start()
+    try:
+        yield fleet, reports
+    finally:
+        fleet.stop()

@@ -1,0 +1,440 @@
+"""Servers that answer wrongly, hang, are slow or vanish: each has one defined end, and no wrong answer reaches the trainer."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tepo_megatron.rollout.answers import BadAnswer, OtherWeights, read_responses
+from tepo_megatron.rollout.client import GENERATE, PROGRESS
+from tepo_megatron.rollout.faults import ServerGone, ServerSilent
+from tepo_megatron.rollout.fleet import Fleet, ServerDied
+from tepo_megatron.rollout.progress import ProgressWatch
+from tepo_megatron.types import Response, WeightsVersion
+from tests.support.faulty_server import VOCABULARY, Behaviour, FaultyServer, Sample, answer_well, choice, fleet_of
+
+PROMPTS = [(1, 5), (1, 6, 7), (1,), (1, 9)]
+SHORT_S = 3.0
+
+
+@pytest.fixture
+def servers() -> Iterator[list[FaultyServer]]:
+    made = [FaultyServer(), FaultyServer()]
+    yield made
+    for server in made:
+        server.close()
+
+
+def sample(fleet: Fleet) -> list[list[Response]]:
+    return fleet.generate(PROMPTS, n=2, temperature=1.0, max_new_tokens=4, seed=3)
+
+
+@pytest.fixture
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[Response]]:
+    """What servers without faults draw."""
+    server = FaultyServer()
+    with fleet_of([server], tmp_path_factory.mktemp("good")) as (fleet, _):
+        found = sample(fleet)
+    server.close()
+    return found
+
+
+# -- wrong answers
+
+
+def spoilt(change: Callable[[list[Sample]], Any]) -> Behaviour:
+    def behave(server: FaultyServer, samples: list[Sample]) -> tuple[int, bytes]:
+        changed = change(samples)
+        return answer_well(server, samples if changed is None else changed)
+
+    return behave
+
+
+def with_logprob(value: Any) -> Behaviour:
+    return spoilt(lambda samples: samples[0]["logprobs"]["content"][1].update(logprob=value))
+
+
+def with_token(value: Any) -> Behaviour:
+    return spoilt(lambda samples: samples[1]["token_ids"].__setitem__(0, value))
+
+
+def break_off(server: FaultyServer, samples: list[Sample]) -> None:
+    return None
+
+
+FAULTS: dict[str, tuple[Behaviour, str]] = {
+    "not JSON": (lambda server, samples: (200, b'{"choices": ['), "is not JSON"),
+    "HTML": (lambda server, samples: (200, b"<html>gateway</html>"), "is not JSON"),
+    "another object": (lambda server, samples: (200, b'{"object": "error"}'), "something else than responses"),
+    "a list": (lambda server, samples: (200, b"[1, 2]"), "something else than responses"),
+    "choices of null": (spoilt(lambda samples: [None, None]), "something else than responses"),
+    "no log-probs": (spoilt(lambda samples: samples[0].update(logprobs=None)), "something else than responses"),
+    "a log-prob too few": (spoilt(lambda samples: samples[0]["logprobs"]["content"].clear()), "0 log-probs for 2 tokens"),
+    "a token too few": (spoilt(lambda samples: samples[0]["token_ids"].pop() and None), "2 log-probs for 1 tokens"),
+    "no tokens": (spoilt(lambda samples: samples[0].update(token_ids=[], logprobs={"content": []})), "a response of 0 tokens"),
+    "too many tokens": (
+        spoilt(lambda samples: samples[0].update(token_ids=[3] * 9, logprobs={"content": [{"logprob": -1.0}] * 9})),
+        "a response of 9 tokens",
+    ),
+    "a log-prob of NaN": (with_logprob(float("nan")), "nan as the log-prob"),
+    "a log-prob of -inf": (with_logprob(float("-inf")), "-inf as the log-prob"),
+    "a log-prob above 0": (with_logprob(0.5), "0.5 as the log-prob"),
+    "a log-prob in words": (with_logprob("-0.5"), "'-0.5' as the log-prob"),
+    "a missing log-prob": (with_logprob(None), "every token needs one"),
+    "a token beyond the vocabulary": (with_token(VOCABULARY), f"returned {VOCABULARY} at position 0"),
+    "a negative token": (with_token(-1), "returned -1 at position 0"),
+    "a token with a fraction": (with_token(3.5), "returned 3.5 at position 0"),
+    "a response too few": (spoilt(lambda samples: samples[:1]), "returned 1 responses to a prompt with n = 2"),
+    "a response too many": (spoilt(lambda samples: [*samples, samples[0]]), "returned 3 responses"),
+    "an aborted response": (spoilt(lambda samples: samples[0].update(finish_reason="abort")), "finish_reason = 'abort'"),
+    "status 500": (lambda server, samples: (500, b'{"error": {"message": "out of memory"}}'), "status 500: out of memory"),
+    "status 503": (lambda server, samples: (503, b""), "status 503"),
+    "a connection that breaks off": (break_off, "peer closed connection"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_answer_is_asked_for_again_and_then_ends_the_server_with_the_first_cause(
+    name: str, servers: list[FaultyServer], expected: list[list[Response]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behave, said = FAULTS[name]
+    monkeypatch.setattr("tepo_megatron.rollout.dispatch.FIRST_PAUSE_S", 0.0)
+    (server, _) = servers
+    server.faults = [behave, behave]
+    with fleet_of([server], tmp_path, max_retries=2, max_restarts=1) as (fleet, _):
+        assert sample(fleet) == expected  # the same draws, by the same seeds
+        assert fleet.figures() == {"servers/restarts": 0, "servers/timeouts": 0, "requests/retried": 2}
+        assert len(set(server.seeds)) == len(PROMPTS)
+        server.always = behave
+        with pytest.raises(ServerDied, match=server.url) as died:
+            sample(fleet)
+        assert said in str(died.value)
+        assert not server.alive
+        assert fleet.revive()
+        assert server.starts == 2
+        with pytest.raises(RuntimeError, match="do not have the current weights"):
+            sample(fleet)
+        fleet._version = WeightsVersion(0)
+        with pytest.raises(ServerDied):
+            sample(fleet)
+        with pytest.raises(
+            RuntimeError, match=r"died 2 times; rollout.server.max_restarts = 1. The first failure was: "
+        ) as last:
+            fleet.revive()
+        assert said in str(last.value)
+        assert "the end of its log" in str(last.value)
+
+
+def test_two_servers_of_which_one_answers_wrongly_give_whole_groups_and_it_is_replaced(
+    servers: list[FaultyServer], expected: list[list[Response]], tmp_path: Path
+) -> None:
+    good, bad = servers
+    bad.always = with_logprob(float("nan"))
+    bad.after_start = lambda server: setattr(server, "always", answer_well if server.starts > 1 else server.always)
+    with fleet_of(servers, tmp_path, max_retries=0) as (fleet, reports):
+        assert sample(fleet) == expected
+        assert [bad.url in report and "its requests go to the other servers" in report for report in reports] == [True]
+        assert sample(fleet) == expected  # by the good one alone: the other has no weights yet
+        assert fleet.weights_version == WeightsVersion(0)
+        fleet._take_back()  # as the next update does
+        assert (good.starts, bad.starts) == (1, 2)
+        assert fleet.weights_version is None
+        fleet._version = WeightsVersion(0)
+        asked = len(bad.seeds)
+        assert sample(fleet) == expected
+        assert len(bad.seeds) > asked
+        assert fleet.figures()["servers/restarts"] == 1
+
+
+def test_the_death_of_the_last_server_ends_the_draw_and_all_are_started_again(
+    servers: list[FaultyServer], expected: list[list[Response]], tmp_path: Path
+) -> None:
+    for server in servers:
+        server.always = break_off
+        server.after_start = lambda server: setattr(server, "always", answer_well if server.starts > 1 else server.always)
+    with fleet_of(servers, tmp_path, max_retries=1) as (fleet, _):
+        with pytest.raises(ServerDied):
+            sample(fleet)
+        assert fleet.revive()
+        assert [server.starts for server in servers] == [2, 2]
+        fleet._version = WeightsVersion(0)
+        assert sample(fleet) == expected
+
+
+def test_other_weights_and_refused_requests_are_neither_repeated_nor_a_servers_death(
+    servers: list[FaultyServer], tmp_path: Path
+) -> None:
+    (server, _) = servers
+    with fleet_of([server], tmp_path) as (fleet, _):
+        for behave, said in (
+            (
+                spoilt(lambda samples: samples[0].update(weight_versions=[{"version": "9:x"}])),
+                "a response with weights 9:x",
+            ),
+            (lambda server, samples: (400, b'{"error": {"message": "the prompt is too long"}}'), "the prompt is too long"),
+        ):
+            server.faults = [behave] * len(PROMPTS)
+            with pytest.raises(RuntimeError, match=said) as refused:
+                sample(fleet)
+            assert not isinstance(refused.value, ServerDied)
+            server.faults = []
+        assert fleet.figures()["requests/retried"] == 0
+        assert server.alive
+
+
+KEYS = st.sampled_from(["logprobs", "content", "logprob", "token_ids", "version", "x"])
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_whatever_an_answer_is_changed_to_it_is_refused_or_right(data: st.DataObject) -> None:
+    samples = [choice([1, 5], 3, "4:d"), choice([1, 5], 4, "4:d")]
+    fields = [*((where, key) for where in (0, 1) for key in samples[0]), (None, None)]
+    where, key = data.draw(st.sampled_from(fields))
+    value = data.draw(json_values)
+    reply: Any = {"choices": samples}
+    if where is None:
+        reply = {"choices": value}
+    else:
+        samples[where][key] = value
+    reply = json.loads(json.dumps(reply))
+    try:
+        found = read_responses(
+            reply, n=2, max_new_tokens=4, vocab_size=VOCABULARY, version=WeightsVersion(4, "d"), labels={"4:d"}
+        )
+    except (BadAnswer, OtherWeights):
+        return
+    assert len(found) == 2
+    for response in found:
+        assert 1 <= len(response.response_ids) == len(response.logprobs) <= 4
+        assert all(type(token) is int and 0 <= token < VOCABULARY for token in response.response_ids)
+        assert all(-1e30 < value <= 1e-3 for value in response.logprobs)
+
+
+# -- silence
+
+
+def test_a_server_that_hangs_is_lost_and_its_requests_go_to_the_other(
+    servers: list[FaultyServer], expected: list[list[Response]], tmp_path: Path
+) -> None:
+    """It answers neither samples nor the question for its progress."""
+    _, bad = servers
+    bad.hangs = {GENERATE, "/health"}
+    bad.after_start = lambda server: server.hangs.clear() if server.starts > 1 else None
+    with fleet_of(servers, tmp_path, request_timeout_s=SHORT_S) as (fleet, reports):
+        assert sample(fleet) == expected
+        figures = fleet.figures()
+        assert figures["servers/timeouts"] == 1
+        assert figures["requests/retried"] == 2
+        assert "no new token of any request within 3 s (rollout.server.request_timeout_s)" in reports[0]
+        fleet._take_back()
+        assert [server.starts for server in servers] == [1, 2]
+
+
+def test_a_server_whose_engine_hangs_is_healthy_and_counts_as_dead(servers: list[FaultyServer], tmp_path: Path) -> None:
+    """Health and progress are answered; the progress stands still."""
+    (server, _) = servers
+    server.hangs = {GENERATE}
+    with fleet_of([server], tmp_path, request_timeout_s=SHORT_S) as (fleet, _):
+        with pytest.raises(ServerDied, match="no new token of any request"):
+            sample(fleet)
+        assert (server.alive, server.stops) == (False, 1)
+        assert fleet.figures()["servers/timeouts"] == 1
+
+
+@pytest.mark.slow
+def test_a_slow_server_that_makes_tokens_is_left_alone(
+    servers: list[FaultyServer], expected: list[list[Response]], tmp_path: Path
+) -> None:
+    (server, _) = servers
+
+    def slow(server: FaultyServer, samples: list[Sample]) -> tuple[int, bytes]:
+        until = time.monotonic() + 2 * SHORT_S
+        while time.monotonic() < until:
+            server.tokens += 1
+            time.sleep(0.05)
+        return answer_well(server, samples)
+
+    server.always = slow
+    with fleet_of([server], tmp_path, request_timeout_s=SHORT_S) as (fleet, _):
+        assert sample(fleet) == expected
+        assert set(fleet.figures().values()) == {0}
+
+
+@pytest.mark.parametrize("route", ["/pause?mode=keep", "/start_weight_update", "/update_weights", "/finish_weight_update"])
+def test_a_server_that_hangs_in_an_update_counts_as_dead(servers: list[FaultyServer], tmp_path: Path, route: str) -> None:
+    from tests.unit.rollout.test_rollout_colocated import Sender
+
+    servers[1].hangs = {route}
+    with fleet_of(servers, tmp_path, request_timeout_s=1.0, transfer_timeout_s=1.0) as (fleet, _):
+        sender: Any = Sender([])
+        with pytest.raises(ServerDied, match=rf"weights 1 did not reach the rollout servers: (?s:.*){servers[1].url}"):
+            fleet.update_weights_from_shards(WeightsVersion(1), sender)
+        assert sender.calls[-1] == "arrived: False"
+        assert not any(server.alive for server in servers)  # the others have half of the new weights
+        servers[1].hangs.clear()
+        assert fleet.revive()
+        fleet.update_weights_from_shards(WeightsVersion(1), sender)
+        assert fleet.weights_version == WeightsVersion(1)
+
+
+def test_a_server_that_hangs_before_it_has_joined_counts_as_dead(servers: list[FaultyServer], tmp_path: Path) -> None:
+    from tests.unit.rollout.test_rollout_colocated import Sender
+
+    class Waiting(Sender):
+        def join_group(self) -> None:
+            raise RuntimeError("2 of 3 members of the weight-transfer group joined within 1 s")
+
+    servers[0].hangs = {"/init_weight_transfer_engine"}
+    with fleet_of(servers, tmp_path, request_timeout_s=60.0, transfer_timeout_s=1.0) as (fleet, _):
+        sender: Any = Waiting([])
+        with pytest.raises(ServerDied, match=rf"{servers[0].url} gave no answer, also when.*2 of 3 members"):
+            fleet.update_weights_from_shards(WeightsVersion(1), sender)
+        assert sender.closed.is_set()
+
+
+def test_a_canary_that_hangs_or_is_garbage_counts_as_a_servers_death(servers: list[FaultyServer], tmp_path: Path) -> None:
+    (server, _) = servers
+    with fleet_of([server], tmp_path, request_timeout_s=1.0, max_retries=1, max_restarts=9) as (fleet, _):
+        server.sample = lambda body: (200, b"{}")  # type: ignore[method-assign]
+        with pytest.raises(ServerDied, match="something else than the log-probs of the prompt"):
+            fleet.prompt_logprobs((1, 2, 3))
+        assert fleet.figures()["requests/retried"] == 1
+        fleet.revive()
+        server.hangs = {GENERATE}
+        with pytest.raises(ServerDied, match="no answer within 1 s"):
+            fleet.prompt_logprobs((1, 2, 3))
+        assert not server.alive
+
+
+# -- a server that does not come up again
+
+
+class Broken(FaultyServer):
+    """Comes up at the starts in ``works`` only."""
+
+    works: tuple[int, ...] = (1,)
+
+    def wait_ready(self) -> None:
+        if self.starts not in self.works:
+            self.alive = False
+            raise RuntimeError(f"the vLLM server at {self.url} ended before it was ready")
+
+
+@pytest.mark.parametrize(("works", "restarts", "ends"), [((1, 3), 2, ""), ((1,), 3, "died 4 times")])
+def test_a_restart_that_fails_is_repeated_as_often_as_restarts_are_allowed(
+    tmp_path: Path, works: tuple[int, ...], restarts: int, ends: str
+) -> None:
+    server = Broken()
+    server.works = works
+    with fleet_of([server], tmp_path, max_restarts=3) as (fleet, _):
+        server.alive = False
+        if ends:
+            with pytest.raises(RuntimeError, match=rf"{ends}; rollout.server.max_restarts = 3(?s:.*)ended before it was ready"):
+                fleet.revive()
+        else:
+            assert fleet.revive()
+        assert fleet.figures()["servers/restarts"] == restarts
+    server.close()
+
+
+# -- the watch by itself
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Now:
+    """A pool that runs what it is given at once."""
+
+    def submit(self, probe: Callable[[], object]) -> Any:
+        from concurrent.futures import Future
+
+        future: Future[object] = Future()
+        try:
+            future.set_result(probe())
+        except RuntimeError as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, **_: object) -> None: ...
+
+
+def watch_of(probe: Callable[[], object]) -> tuple[ProgressWatch, Clock]:
+    clock = Clock()
+    watch = ProgressWatch(probe, 60.0, clock)
+    watch._thread = Now()  # type: ignore[assignment]
+    return watch, clock
+
+
+def looks(watch: ProgressWatch, clock: Clock, seconds: float, step: float = 1.0) -> str:
+    said = ""
+    while seconds > 0 and not said:
+        clock.now += step
+        seconds -= step
+        said = watch.look()
+    return said
+
+
+def silent() -> object:
+    raise ServerSilent("no answer")
+
+
+def gone() -> object:
+    raise ServerGone("connection refused")
+
+
+@pytest.mark.parametrize("probe", [lambda: "the same", lambda: None, silent])
+def test_a_standstill_is_noticed_after_the_time_out_and_not_before(probe: Callable[[], object]) -> None:
+    watch, clock = watch_of(probe)
+    assert looks(watch, clock, 59.0) == ""
+    assert "no new token" in looks(watch, clock, 10.0)
+
+
+def test_progress_of_any_kind_starts_the_count_anew() -> None:
+    watch, clock = watch_of(iter(range(100000)).__next__)
+    assert looks(watch, clock, 1000.0) == ""
+    stuck, clock = watch_of(lambda: "the same")
+    for _ in range(20):
+        assert looks(stuck, clock, 50.0) == ""
+        stuck.moved()
+
+
+def test_a_dead_server_is_told_at_once_but_not_by_one_failed_connection() -> None:
+    watch, clock = watch_of(gone)
+    assert looks(watch, clock, 12.0) == "connection refused"
+    answers = iter([gone, lambda: 1] * 50)
+    watch, clock = watch_of(lambda: next(answers)())
+    assert looks(watch, clock, 12.0) == ""
+
+
+def test_time_in_which_this_process_did_not_run_is_nobodys_fault() -> None:
+    """The trainer was stopped, or the machine slept."""
+    watch, clock = watch_of(lambda: "the same")
+    assert looks(watch, clock, 20.0) == ""
+    clock.now += 36000
+    assert watch.look() == ""
+    assert looks(watch, clock, 20.0) == ""
+    assert "no new token" in looks(watch, clock, 60.0)
+
+
+def test_the_route_of_the_progress_is_the_plugins() -> None:
+    from tepo_megatron.rollout.plugin import progress
+
+    assert progress.PATH == PROGRESS

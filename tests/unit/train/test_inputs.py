@@ -1,0 +1,79 @@
+"""What a replayed run reads is looked at before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.data.builtin import resolve_model_path
+from tepo_megatron.rollout.record import read_rollouts, record_path, write_rollouts
+from tepo_megatron.train.inputs import read_inputs, read_replay
+from tepo_megatron.types import Rollout, WeightsVersion
+
+STEPS = 3
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """A run that replays what lies in ``recorded``."""
+    for step in range(STEPS):
+        write_rollouts(tmp_path / "recorded", step, rollouts(step))
+    rollout = {"prompts_per_step": 2, "samples_per_prompt": 2, "sampling": {"max_new_tokens": 16}}
+    document = {
+        "output": str(tmp_path / "out"),
+        "rollout": {**rollout, "replay": str(tmp_path / "recorded")},
+        "train": {"steps": STEPS, "minibatches": 2},
+        "evaluate": {"every": 0},
+    }
+    return RunConfig.model_validate(document)
+
+
+def rollouts(step: int) -> list[Rollout]:
+    version = WeightsVersion(step, "ab")
+    return [Rollout(f"p{at // 2}", at // 2, (3, at // 2), (4, 5), (-0.5, -0.5), "stop", version) for at in range(4)]
+
+
+def read(config: RunConfig) -> int:
+    return read_inputs(config, resolve_model_path(config.model.path)).vocab_size
+
+
+def test_whole_records_are_read(config: RunConfig) -> None:
+    vocab_size = read(config)
+    assert [read_replay(config, vocab_size, step) for step in range(STEPS)] == [rollouts(step) for step in range(STEPS)]
+
+
+def test_a_missing_step_is_named_before_the_run(config: RunConfig) -> None:
+    record_path(config.rollout.replay, 1).unlink()
+    with pytest.raises(
+        ValueError, match=r"has no record of step 1 \(step_0000001\.jsonl\), and 1 of the steps 0 to 2 are missing"
+    ):
+        read(config)
+
+
+def test_a_first_step_of_other_weights_is_refused_before_the_run(config: RunConfig) -> None:
+    write_rollouts(config.rollout.replay, 0, rollouts(1))
+    with pytest.raises(ValueError, match=r"step_0000000\.jsonl, line 2: drawn by the weights of step 1, not of step 0"):
+        read(config)
+
+
+def test_a_resumed_run_looks_at_its_own_first_step(config: RunConfig) -> None:
+    checkpoint = config.output / "checkpoints" / "step_000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text("{}")
+    record_path(config.rollout.replay, 0).unlink()
+    config = config.model_copy(update={"train": config.train.model_copy(update={"resume": True})})
+    read(config)
+    write_rollouts(config.rollout.replay, 2, rollouts(0))
+    with pytest.raises(ValueError, match=r"step_0000002\.jsonl, line 2: drawn by the weights of step 0"):
+        read(config)
+
+
+def test_a_later_step_is_refused_when_it_is_read(config: RunConfig) -> None:
+    vocab_size = read(config)
+    damaged = read_rollouts(config.rollout.replay, 1)
+    write_rollouts(config.rollout.replay, 1, [replace(damaged[0], response_ids=(4, vocab_size)), *damaged[1:]])
+    with pytest.raises(ValueError, match=rf"step_0000001\.jsonl, line 2: token {vocab_size} is not one of the model's"):
+        read_replay(config, vocab_size, 1)
