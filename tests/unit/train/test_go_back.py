@@ -31,6 +31,9 @@ class MadeUpFleet:
     def __init__(self, *_given: Any, **_options: Any) -> None:
         pass
 
+    def figures(self) -> dict[str, float]:
+        return {}
+
     def start(self) -> None:
         pass
 
