@@ -290,8 +290,6 @@ class RootDriver:
         figures = {**self._row, **row, **self._evaluation, **self._canary_figures}
         if "response_tokens" in row:
             figures["tokens/s"] = row["response_tokens"] / split["time/step"]
-            figures["rollback/count"] = float(self._returns)
-            self._returns = 0
         self._row, self._evaluation, self._canary_figures = {}, {}, {}
         self.lost.add("lost/skipped", split["time/step"] * row.get("update/skipped", 0.0) / self.config.train.minibatches)
         servers = self.fleet.figures() if self.fleet is not None else NO_SERVERS
@@ -305,8 +303,9 @@ class RootDriver:
                 self._said_noise = True
 
     def note_row(self, row: Mapping[str, float]) -> None:
-        self._row = {**self._versions, **row, "reward/failed": float(self._failed_rewards)}
-        self._versions, self._failed_rewards = {}, 0
+        counts = {"reward/failed": float(self._failed_rewards), "rollback/count": float(self._returns)}
+        self._row = {**self._versions, **row, **counts}
+        self._versions, self._failed_rewards, self._returns = {}, 0, 0
 
     def state(self) -> dict[str, Any]:
         return {"sampler": self.sampler.state(), "row": self._row}
