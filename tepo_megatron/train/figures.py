@@ -63,6 +63,8 @@ _FILES = {
     "checkpoints": "to resume from",
     "model": "the model, for transformers and vLLM",
     "logs": "what the servers wrote",
+    "journal": "rollouts that a resumed run takes again",
+    "run.lock": "who uses the folder",
     "rollouts": "every step's rollouts",
     "skipped": "batches with a number that is not finite, to study",
     "status": "heartbeats of the ranks, for tepo status",

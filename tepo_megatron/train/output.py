@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -142,8 +143,9 @@ class Output:
         metrics = self.folder / "metrics.jsonl"
         if not self._finished and metrics.exists():
             self._finished = True
-            for line in fault_lines(read_metrics(metrics)):
-                self.progress.message(f"  {line}")
+            with contextlib.suppress(OSError, ValueError):  # the folder is gone, or damaged: what ends the run says more
+                for line in fault_lines(read_metrics(metrics)):
+                    self.progress.message(f"  {line}")
         self.progress.close()
         self._metrics.close()
         self._lock.release()

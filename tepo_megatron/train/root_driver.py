@@ -300,8 +300,6 @@ class RootDriver:
         figures = {**self._row, **row, **self._evaluation, **self._figures}
         if "response_tokens" in row:
             figures["tokens/s"] = row["response_tokens"] / split["time/step"]
-            figures["rollback/count"] = float(self._returns)
-            self._returns = 0
         self._row, self._evaluation, self._figures = {}, {}, {}
         self.lost.add("lost/skipped", split["time/step"] * row.get("update/skipped", 0.0) / self.config.train.minibatches)
         servers = self.fleet.figures() if self.fleet is not None else NO_SERVERS
@@ -315,8 +313,9 @@ class RootDriver:
                 self._said_noise = True
 
     def note_row(self, row: Mapping[str, float]) -> None:
-        self._row = {**self._versions, **row, **self.rewards.take_figures(), **self._figures}
-        self._versions, self._figures = {}, {}
+        counts = {**self.rewards.take_figures(), "rollback/count": float(self._returns)}
+        self._row = {**self._versions, **row, **counts, **self._figures}
+        self._versions, self._figures, self._returns = {}, {}, 0
 
     def state(self) -> dict[str, Any]:
         return {"sampler": self.sampler.state(), "row": self._row}

@@ -108,7 +108,7 @@ def test_a_run_leaves_what_it_promises(trained: Path) -> None:
     assert {sample["step"] for sample in samples} == {0, 5, 10}
     assert all(sample["prompt"].endswith("=") for sample in samples)
     assert not list(trained.rglob("*.partial"))
-    assert {path.name for path in trained.iterdir()} == {made.partition("/")[0] for made in MADE_BY_A_RUN}
+    assert {path.name for path in trained.iterdir()} <= {made.partition("/")[0] for made in MADE_BY_A_RUN}
     journal = sorted(path.name for path in (trained / "journal").iterdir())
     assert journal == [f"step_{step:07d}.jsonl" for step in range(5, STEPS)]  # since the older of its two checkpoints
 

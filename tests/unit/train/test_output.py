@@ -215,3 +215,12 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(output: str, tmp_path: Pa
     folder = Path(output.format(tmp=tmp_path))
     with pytest.raises(ValueError, match=rf"^output {folder} cannot be written: .*; give another folder"):
         open_output(folder)
+
+
+def test_a_run_that_fails_without_its_folder_ends_in_order(tmp_path: Path) -> None:
+    """What ended it is said, and not that its rows are gone."""
+    output, _ = open_output(tmp_path / "out")
+    output.write_row(0, {})
+    shutil.rmtree(tmp_path / "out")
+    output.close()
+    assert not (tmp_path / "out").exists()
