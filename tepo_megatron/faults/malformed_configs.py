@@ -170,7 +170,6 @@ _ONE_VALUE: dict[str, Callable[[Random], str]] = {
             "!!float x",
             "!!timestamp 1",
             "!own 1",
-            "!!null 3",
         ]
     ),
     "a reference": lambda random: random.choice(

@@ -45,6 +45,8 @@ ALLOWED = {
     ("tepo_megatron/bench/reshard.py", "torch.multiprocessing"): _PIPES,
     ("tepo_megatron/bench/scores.py", "torch.multiprocessing"): _PIPES,
     ("tepo_megatron/bench/step.py", "torch.multiprocessing"): _PIPES,
+    ("tepo_megatron/faults/configs.py", "multiprocessing"): _PIPES,
+    ("tepo_megatron/faults/strangers.py", "multiprocessing"): _PIPES,
 }
 
 

@@ -225,7 +225,7 @@ def test_hand_computed(preset):
 
 def test_hand_computed_metrics():
     batch, scores = _two_sequences()
-    objective = build_objective(ObjectiveConfig(preset="dapo", kl_mask={}))
+    objective = build_objective(ObjectiveConfig(preset="dapo", kl_mask={"coefficient": 1.0}))
     output = objective(scores, batch, objective.prepare(batch))
     mean = {name: (total / count).item() for name, (total, count) in output.metrics.items()}
     kl = [r * math.log(r) - r + 1 for r in (1.1, 1.3, 0.7)]

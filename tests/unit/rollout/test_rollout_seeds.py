@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import given, settings
@@ -28,6 +29,9 @@ class Client:
         self._asked.setdefault(tuple(prompt), []).extend(seeds)
         return [Response((each % 50_000,), (-1.0,), "stop", VERSION) for each in seeds]
 
+    def progress(self) -> int:
+        return 0
+
     def close(self) -> None:
         return None
 
@@ -38,7 +42,10 @@ def sample(run_seed: int, step: int, prompts: int, n: int, *, servers: int, at_o
     config = ServerConfig(count=servers, max_num_seqs=at_once)
     fleet = Fleet(config, model_dir=Path("model"), dtype="float32", stop_token_ids=(), log_dir=Path("logs"))
     with ThreadPoolExecutor(1) as pool:
-        vars(fleet).update(_clients=[Client(asked) for _ in range(servers)], _pool=pool, _version=VERSION)
+        stand_in: Any = fleet
+        stand_in._clients = [Client(asked) for _ in range(servers)]
+        stand_in._pools, stand_in._version = [pool] * servers, VERSION
+        stand_in._servers = [SimpleNamespace(healthy=lambda: True)] * servers
         seed = derive_seed(run_seed, step, "rollout")
         groups = fleet.generate([(at,) for at in range(prompts)], n=n, temperature=1.0, max_new_tokens=1, seed=seed)
     found = [asked[at,] for at in range(prompts)]

@@ -25,7 +25,7 @@ def content(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
 
 
-@pytest.mark.parametrize("output", ["/proc/x", "/proc/x/y", "{tmp}/file", "{tmp}/file/out", "{tmp}/" + "long" * 100])
+@pytest.mark.parametrize("output", ["{tmp}/file", "{tmp}/file/out", "{tmp}/" + "long" * 100])
 def test_what_is_no_folder_to_write_in_is_a_sentence(output: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     output = output.format(tmp=tmp_path)
