@@ -49,10 +49,12 @@ def run_agent(arguments: Sequence[str], folder: Path | None = None) -> None:
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
     parsed = torchrun.parse_args(list(arguments))
-    if parsed.standalone or parsed.rdzv_backend not in ("static", BACKEND) or ":" in parsed.nnodes:
+    least, _, most = parsed.nnodes.partition(":")  # torchrun's default is 1:1
+    if parsed.standalone or parsed.rdzv_backend not in ("static", BACKEND) or (most or least) != least:
         raise ValueError(
             "ranks meet by a static rendezvous: leave out --standalone and --rdzv-backend, and give --nnodes as one number"
         )
+    parsed.nnodes = least
     configured = parsed.rdzv_conf.split(",") if parsed.rdzv_conf else []
     parsed.rdzv_conf = ",".join([*configured, f"rank={parsed.node_rank}"])
     parsed.rdzv_endpoint = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port or 29500}"
