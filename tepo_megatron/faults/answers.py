@@ -37,7 +37,7 @@ class HostileAnswers(FaultClass):
         if [rewards[0], *rewards[2:]] != [1.0, 0.0, 1.0]:
             errors = [result.error for result in results if result.error]
             return Outcome(hostile.name, "lost", f"the answers beside it got the rewards {rewards}: {errors}")
-        if rewards[1] != 0.0:
+        if rewards[1] not in (0.0, None):
             return Outcome(hostile.name, "lost", f"it got the reward {rewards[1]}")
         if (peak := _largest_worker_gib()) > LARGEST_GIB:
             return Outcome(hostile.name, "lost", f"the worker grew to {peak:.1f} GiB")
