@@ -16,7 +16,7 @@ from tests.support.processes import assert_none_names
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(4 * 3600)]
 
-STEPS = 12
+STEPS = 20
 SMALL = [
     "rollout.prompts_per_step=4",
     "rollout.samples_per_prompt=4",
@@ -61,24 +61,35 @@ def test_killed_after_each_of_the_first_steps(whole: tuple[Path, list[str]], tmp
 
 
 def test_killed_at_random_moments(whole: tuple[Path, list[str]], tmp_path: Path) -> None:
-    """Ten: some while it starts, most while it steps, so often that a checkpoint, a row or an entry is cut now and then."""
+    """Ten: two while it starts, the others when it has just written something: rollouts, a part of a checkpoint, a row."""
     expected, given = whole
     out = tmp_path / "killed"
     draw = random.Random(18)
-    moments = [at_random(draw, out, step) for step in sorted(draw.randrange(STEPS - 3) for _ in range(10))]
-    print(train_killed_at(moments, out, *given))
+    moments = [at_random(draw, out, starting=number in (3, 7)) for number in range(10)]
+    printed = train_killed_at(moments, out, *given)
+    print(printed)
+    assert printed.count("takes the rollouts that were drawn before the interruption") >= 1
     assert_same_run(out, expected, checkpoint=STEPS)
     assert_none_names(out)
 
 
-def at_random(draw: random.Random, out: Path, step: int) -> Moment:
-    """Some time after a step; one in four times counts from the start of the process instead."""
-    starting, wait_s = draw.random() < 0.25, draw.random()
+def at_random(draw: random.Random, out: Path, *, starting: bool) -> Moment:
+    """Up to 20 s after the first question; or after one to eight changes of what is in the folder, and a moment more."""
+    changes, wait_s = draw.randint(1, 8), draw.random() * (20 if starting else 0.1)
+    seen: list[object] = []
     since: list[float] = []
 
     def moment() -> bool:
-        if starting or last_step(out) >= step:
+        if not starting and (not seen or seen[-1] != written(out)):
+            seen.append(written(out))
+        if not since and (starting or len(seen) > changes):
             since.append(time.monotonic())
-        return bool(since) and time.monotonic() - since[0] >= wait_s * (20 if starting else 2)
+        return bool(since) and time.monotonic() - since[0] >= wait_s
 
     return moment
+
+
+def written(out: Path) -> tuple[list[str], int]:
+    """Entries of the journal and checkpoints, and the size of the metrics."""
+    names = sorted(path.name for folder in ("journal", "checkpoints") for path in (out / folder).glob("step_*"))
+    return names, last_step(out)
