@@ -78,7 +78,8 @@ class FullDisks(FaultClass):
         name = "full at record"
         run = self.workshop.live_run()
         step = tiny.last_step(run.out) + 2
-        link = run.out / "rollouts" / f"step_{step:07d}.partial"
+        link = run.out / "journal" / f"step_{step:07d}.partial"  # written first; the record is a link to it
+        link.parent.mkdir(exist_ok=True)
         start = time.monotonic()
         link.symlink_to(FULL)
         try:
