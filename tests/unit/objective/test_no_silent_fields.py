@@ -118,6 +118,10 @@ def _section(kind: str, node: dict[str, Any], *, inner: bool = False) -> dict[st
     for name, raw in node["properties"].items() if inner else ():
         for label, section in _kinds(raw).items():
             filled[name] = _section(label, section)
+    if not kind and not filled:  # an empty section is refused: it must say what it switches on
+        filled = dict(
+            [next((name, raw["default"]) for name, raw in node["properties"].items() if raw.get("default") is not None)]
+        )
     return {"kind": kind, **filled} if kind else filled
 
 
