@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Slurm's warning comes to this script, which passes it on: the trainer saves, and ends with exit code 75 (docs/cluster.md).
 warned() {
   if [[ -z ${pids[0]:-} ]]; then

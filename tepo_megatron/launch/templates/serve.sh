@@ -17,7 +17,8 @@ code=0
   "rollout.server.registry=$out/servers/$job" || code=$?
 if [[ -n $preempted ]]; then
   # The trainer is saving. A role that ended before it would end the job.
-  for ((waited = 0; waited < @grace@; waited++)); do
+  grace=@grace@
+  for ((waited = 0; waited < grace; waited++)); do
     [[ ! -e $out/servers/$job/trainer-ended ]] || break
     sleep 1 || true
   done
