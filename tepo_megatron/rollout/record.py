@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from tepo_megatron.bridge.storage.manifest import sync_folder
 from tepo_megatron.types import Rollout
 
 FORMAT = 2
@@ -73,7 +74,7 @@ def write_rollouts(
         with suppress(OSError):  # what there is of it takes room on a disk that may be full
             partial.unlink()
         raise
-    _sync_folder(folder)
+    sync_folder(folder)
     return path
 
 
@@ -199,12 +200,3 @@ def _rollout(path: Path, number: int, line: str) -> Rollout:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the line"
         raise ValueError(f"{path}, line {number}: not a rollout: {where}: {first['msg']}") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Has the new name survive a loss of power, too."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

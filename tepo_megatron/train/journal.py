@@ -110,6 +110,6 @@ class Journal:
 
 
 def _step(path: Path) -> int:
-    """The step that a checkpoint or an entry is named by; 0 for a name of another form, which is left alone."""
+    """The step that an entry is named by; 0 for a name of another form, which is left alone."""
     number = path.stem.removeprefix("step_")
     return int(number) if number.isdecimal() else 0

@@ -254,24 +254,9 @@ class Recorder:
         self.calls.append("close")
 
 
-def run(
-    steps: int,
-    *,
-    dies_at: tuple[str, ...] = (),
-    every: int = 2,
-    canary: int = 1,
-    save_every: int = 1,
-    shares_gpus: bool = False,
-    noise_every: int = 50,
-    resumed: int = 0,
-    row: int | None = None,
-    skips: tuple[int, ...] = (),
-    spikes: tuple[int, ...] = (),
-    output: Path | None = None,
-) -> list[str]:
-    loop, recorder = make(
-        steps, dies_at, every, canary, save_every, shares_gpus, noise_every, resumed, row, -1, skips, spikes, output
-    )
+def run(steps: int, *given: Any, **options: Any) -> list[str]:
+    """The calls of a whole run of what :func:`make` makes."""
+    loop, recorder = make(steps, *given, **options)
     loop.run()
     assert recorder.trainer == "everything"  # what is exported afterwards is there
     return recorder.calls
