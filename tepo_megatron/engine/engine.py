@@ -83,6 +83,7 @@ class Engine:
         self.platform = select_platform(config.engine)
         get_backend(config.engine.score_backend, self.platform.device)  # refuses what cannot be before anything is built
         self.layers = choose_layers(config.engine, self.platform)
+        self.spec.check_recompute(config.engine.recomputed, transformer_engine=self.layers.kind == "te")
         fp8.check_model(config.engine.fp8, self.spec, layout)
         timeout = parallel.collective_timeout(config.train.hang_timeout_s)
         self.ranks = parallel.initialize(layout, self.platform, seed=config.seed, timeout=timeout)
@@ -171,9 +172,15 @@ class Engine:
         batch = pack([rollout] * self.ranks.dp).to(self.platform.device)  # each data-parallel rank needs a sequence
         return score(replace(self.forward, temperature=1.0), self.policy.chunks, batch).logprob[: len(rest)].tolist()
 
-    def update(self, batch: Batch) -> UpdateResult:
-        """One optimizer step on a mini-batch that ``score`` has seen; skipped on every rank where a number is not finite."""
+    def update(self, batch: Batch, *, last: bool = True) -> UpdateResult:
+        """One optimizer step on a mini-batch that ``score`` has seen; skipped on every rank where a number is not finite.
+
+        ``last``: whether weights are read before the next update. Otherwise, with ``engine.overlap_param_gather``, that update
+        gathers them as it goes.
+        """
         result = update(self.forward, self.policy, self.objective, batch, entropy_noise=self.entropy_noise)
+        if last:
+            self.policy.param_gather.finish()
         if result.skipped:
             self.updates_skipped += 1
             if self._unscored and not result.not_finite and batch.old_logprobs_T.isnan().all():  # type: ignore[union-attr]
@@ -220,9 +227,15 @@ class Engine:
 
     # -- weights ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def params(self) -> dict[str, torch.nn.Parameter]:
+        """This rank's weights, whole, by the names of the bridge's layouts. Every rank reads them."""
+        self.policy.param_gather.finish()
+        return self.policy.params
+
     def weights_version(self, step: int) -> WeightsVersion:
         """The step, and the digest of the weights as they stand: the same on every rank. Every rank calls."""
-        return WeightsVersion(step, self._digest(self.policy.params))
+        return WeightsVersion(step, self._digest(self.params))
 
     def _digest(self, params: dict[str, torch.nn.Parameter]) -> str:
         own = fingerprint(shards_to_write(self.sources, self.ranks.rank), PlainWeights(params))
@@ -238,7 +251,7 @@ class Engine:
 
     def stream_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Full tensors under their Hugging Face names, on rank 0; None elsewhere. Every rank must exhaust it."""
-        return gather_to_root(self.sources, self.layouts[0].shapes, PlainWeights(self.policy.params))
+        return gather_to_root(self.sources, self.layouts[0].shapes, PlainWeights(self.params))
 
     def make_shard_sender(
         self, servers: VllmParallel, *, local: Mapping[int, int], dtype: torch.dtype, transport: TransportName, timeout_s: float
@@ -252,7 +265,7 @@ class Engine:
         """
         return ShardSender(
             reshard_plan(self.spec, self.split, servers, local),
-            PlainWeights(self.policy.params),
+            PlainWeights(self.params),
             rank=self.ranks.rank,
             dtype=dtype,
             broadcast_from_root=self.broadcast_from_root,
@@ -295,7 +308,7 @@ class Engine:
                 **state,
             },
             optimizer=self.policy.optimizer,
-            params=self.policy.params,
+            params=self.params,
             shards=shards_to_write(self.sources, self.ranks.rank),
             group=self.host_group,
         )
@@ -321,7 +334,7 @@ class Engine:
         checkpoint.load(
             folder,
             optimizer=self.policy.optimizer,
-            params=self.policy.params,
+            params=self.params,
             layout=self.layouts[self.ranks.rank],
             updates=self.updates,
         )

@@ -13,6 +13,7 @@ from tepo_megatron.config import EngineConfig, ModelConfig
 from tepo_megatron.engine import fp8
 from tepo_megatron.engine.layers import Layers, kernel_options, layer_spec
 from tepo_megatron.engine.moe import moe_options, one_length
+from tepo_megatron.engine.overlap import pipeline_options
 from tepo_megatron.engine.parallel import Ranks
 from tepo_megatron.engine.platform import Platform
 
@@ -22,11 +23,6 @@ def transformer_config(
 ) -> TransformerConfig:
     """Returns Megatron's config of this model. It switches loss scaling off, as ``engine/step.py`` explains."""
     dtype = getattr(torch, model.dtype)
-    recompute_options: dict[str, dict[str, Any]] = {
-        "none": {},
-        "selective": {"recompute_granularity": "selective"},
-        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -54,11 +50,19 @@ def transformer_config(
         perform_initialization=True,
         use_cpu_initialization=platform.kind == "cpu",
         calculate_per_token_loss=True,  # Megatron sums and does not divide: engine/step.py
-        **recompute_options[engine.recompute],
+        **_recompute_options(engine),
+        **pipeline_options(),
         **kernel_options(layers),
         **fp8.layer_options(engine.fp8),
         **moe_options(spec, engine.parallel, platform, grouped=layers.kind == "te"),
     )
+
+
+def _recompute_options(engine: EngineConfig) -> dict[str, Any]:
+    if engine.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    modules = list(engine.recomputed)
+    return {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
 
 
 @torch.no_grad()  # or else Transformer Engine keeps the random weights of FP8 parameters, to make masters of
