@@ -37,6 +37,7 @@ from tepo_megatron.engine.platform import select_platform
 from tepo_megatron.engine.policy import PolicyBuilder, named_parameters
 from tepo_megatron.engine.root_signal import RootSignal
 from tepo_megatron.engine.score import score
+from tepo_megatron.engine.stages import pipeline_stages_of
 from tepo_megatron.engine.step import StepObjective, UpdateResult, update
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.objective import build_objective
@@ -79,6 +80,7 @@ class Engine:
         self.spec = read_model_spec(model_dir)
         layout = config.engine.parallel
         check_parallel(self.spec, layout)
+        stages = pipeline_stages_of(self.spec, layout)
         self.objective: StepObjective = objective or build_objective(config.objective)
         self.platform = select_platform(config.engine)
         get_backend(config.engine.score_backend, self.platform.device)  # refuses what cannot be before anything is built
@@ -91,7 +93,13 @@ class Engine:
         self.heartbeat.start()
         self.heartbeat.phase("model")
         self.split = MegatronParallel(
-            tp=layout.tp, pp=layout.pp, dp=layout.dp, fused_norms=self.layers.fused_norms, ep=layout.ep, etp=layout.etp
+            tp=layout.tp,
+            pp=layout.pp,
+            dp=layout.dp,
+            stages=stages,
+            fused_norms=self.layers.fused_norms,
+            ep=layout.ep,
+            etp=layout.etp,
         )
         self.layouts = megatron_ranks(self.spec, self.split)
         self.sources = gather_sources(self.layouts)
@@ -169,7 +177,8 @@ class Engine:
         """The natural-log probability of every token of ``prompt`` but the first, under temperature 1, on every rank."""
         rest = tuple(prompt[1:])
         rollout = Rollout("canary", 0, tuple(prompt[:1]), rest, (0.0,) * len(rest), "length", WeightsVersion(0))
-        batch = pack([rollout] * self.ranks.dp).to(self.platform.device)  # each data-parallel rank needs a sequence
+        copies = self.ranks.dp * self.ranks.micro_batch_group  # each data-parallel rank needs so many sequences
+        batch = pack([rollout] * copies).to(self.platform.device)
         return score(replace(self.forward, temperature=1.0), self.policy.chunks, batch).logprob[: len(rest)].tolist()
 
     def update(self, batch: Batch, *, last: bool = True) -> UpdateResult:

@@ -16,6 +16,7 @@ from tepo_megatron.engine.moe import moe_options, one_length
 from tepo_megatron.engine.overlap import pipeline_options
 from tepo_megatron.engine.parallel import Ranks
 from tepo_megatron.engine.platform import Platform
+from tepo_megatron.engine.stages import stage_options
 
 
 def transformer_config(
@@ -41,6 +42,7 @@ def transformer_config(
         hidden_dropout=0.0,
         tensor_model_parallel_size=engine.parallel.tp,
         pipeline_model_parallel_size=engine.parallel.pp,
+        **stage_options(engine.parallel),
         sequence_parallel=engine.parallel.sequence_parallel,
         pipeline_dtype=dtype,
         variable_seq_lengths=engine.parallel.pp > 1 and not one_length(spec, engine.parallel, platform),
@@ -66,15 +68,19 @@ def _recompute_options(engine: EngineConfig) -> dict[str, Any]:
 
 
 @torch.no_grad()  # or else Transformer Engine keeps the random weights of FP8 parameters, to make masters of
-def build_model(spec: ModelSpec, config: TransformerConfig, ranks: Ranks, layers: Layers) -> GPTModel:
-    """Builds this rank's part of the model; its weights are loaded later. Every rank calls (no communication)."""
+def build_model(spec: ModelSpec, config: TransformerConfig, ranks: Ranks, layers: Layers, chunk: int = 0) -> GPTModel:
+    """Builds a chunk of this rank's part of the model; its weights are loaded later. Every rank calls, for each of its
+    ``ranks.vpp`` chunks in their order, since the ends of the pipeline exchange a tied embedding.
+    """
+    vp_stage = chunk if ranks.vpp > 1 else None
     return GPTModel(
         config,
-        layer_spec(config, layers),
+        layer_spec(config, layers, vp_stage),
         vocab_size=spec.padded_vocab_size(ranks.tp),
         max_sequence_length=spec.max_positions,
-        pre_process=ranks.is_first_stage,
-        post_process=ranks.is_last_stage,
+        pre_process=ranks.is_first_stage and chunk == 0,
+        post_process=ranks.is_last_stage and chunk == ranks.vpp - 1,
+        vp_stage=vp_stage,
         share_embeddings_and_output_weights=spec.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=spec.rope_theta,

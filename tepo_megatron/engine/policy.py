@@ -66,9 +66,11 @@ class PolicyBuilder:
             params = named_parameters(chunks)
             unrounded = load_weights(self.weights, self.layout, params)
             options = self._ddp_config()
-            # As Megatron does: gradients of later chunks have the first one's backward pass to hide behind as a whole.
+            # As in Megatron's own loop: backward ends with the first chunk, so that its gradients alone gain by being reduced
+            # bucket by bucket.
             ddp = [
-                DistributedDataParallel(megatron, options, chunk, disable_bucketing=at > 0) for at, chunk in enumerate(chunks)
+                DistributedDataParallel(megatron, options, chunk, disable_bucketing=number > 0)
+                for number, chunk in enumerate(chunks)
             ]
             config = self.config
             optimizer = build_optimizer(config.optimizer, config.model, config.engine.fp8, ddp)
@@ -90,7 +92,8 @@ class PolicyBuilder:
     def _chunks(self) -> tuple[TransformerConfig, list[GPTModel]]:
         config = self.config
         megatron = transformer_config(self.spec, config.model, config.engine, self.platform, self.layers)
-        return megatron, [build_model(self.spec, megatron, self.ranks, self.layers)]
+        numbers = range(self.ranks.vpp)
+        return megatron, [build_model(self.spec, megatron, self.ranks, self.layers, number) for number in numbers]
 
     def _ddp_config(self) -> DistributedDataParallelConfig:
         return DistributedDataParallelConfig(
@@ -102,9 +105,11 @@ class PolicyBuilder:
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """Returns all parameters under the names of the bridge's layouts."""
-    (chunk,) = chunks
-    return dict(chunk.named_parameters())
+    """Returns all parameters under the names of the bridge's layouts, which say the chunk where there are several."""
+    prefixes = [f"model{number}." for number in range(len(chunks))] if len(chunks) > 1 else [""]
+    return {
+        prefix + name: param for prefix, chunk in zip(prefixes, chunks, strict=True) for name, param in chunk.named_parameters()
+    }
 
 
 def finalize_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:

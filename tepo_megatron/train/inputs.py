@@ -14,6 +14,7 @@ from tepo_megatron.data.problems import load_problems
 from tepo_megatron.data.prompts import encode_prompt, usable_problems
 from tepo_megatron.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from tepo_megatron.engine.checkpoint_folder import checkpoints, step_of
+from tepo_megatron.engine.stages import pipeline_stages_of
 from tepo_megatron.reward.verifiers import resolve_verifier
 from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.record import check_rollouts, read_rollouts, record_path
@@ -45,7 +46,8 @@ def check_model(config: RunConfig) -> Path:
     if resumes(config) and int(os.environ.get("RANK", 0)) == 0:  # the ranks agree on it when they have their groups
         find_checkpoint(config, model_dir)
     spec = read_model_spec(model_dir)
-    spec.check_parallel(tp=layout.tp, pp=layout.pp)
+    spec.check_parallel(tp=layout.tp, pp=1)
+    pipeline_stages_of(spec, layout)
     if config.rollout.replay is None:
         check_server_split(config.rollout.server, spec)
     if config.model.shards is not None:
