@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -163,29 +163,13 @@ class ModelSpec:
                 "it sums the experts' gradients over the dense weights' ranks); raise ep, or unset etp"
             )
 
-    def check_recompute(self, modules: Iterable[str], *, transformer_engine: bool) -> None:
-        """Raises ValueError for the first of ``engine.recompute_modules`` that would do nothing, or fail, in this model.
-
-        ``transformer_engine``: whether the layers are Transformer Engine's rather than Megatron's own.
-        """
-        for module in modules:
-            reason = self._cannot_recompute(module, transformer_engine)
-            if reason:
-                raise ValueError(f"engine.recompute_modules has {module}, {reason}")
-
-    def _cannot_recompute(self, module: str, transformer_engine: bool) -> str | None:
-        experts = self.experts is not None
-        if module == "mlp" and experts:
-            return f"and every MLP of {self.architecture} is one of experts; name moe instead"
-        if module in ("moe", "moe_act") and not experts:
-            return f"which is for models with experts, and {self.architecture} has none; name mlp instead"
-        if module == "moe_act" and not transformer_engine:
-            return "which Megatron-Core has in Transformer Engine's layers alone (engine.layers = te); name moe instead"
-        if module == "layernorm" and not transformer_engine:
-            return "which Megatron-Core has with Transformer Engine alone; leave it out, or set engine.layers = te"
-        if module == "layernorm" and not experts:
-            return "but Transformer Engine computes the norms of a dense layer within its linears and keeps none; leave it out"
-        return None
+    def check_length(self, tokens: int, field: str) -> None:
+        """Raises ValueError for sequences of more tokens than the model has positions; ``field`` names what allows them."""
+        if tokens > self.max_positions:
+            raise ValueError(
+                f"{field} = {tokens} tokens are more than the {self.max_positions} positions of {self.architecture} "
+                "(max_position_embeddings in its config.json); lower them"
+            )
 
 
 def read_model_spec(folder: Path) -> ModelSpec:

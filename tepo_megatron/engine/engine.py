@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.bridge.architecture import read_model_spec
-from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_ranks
+from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, check_recompute, check_trainer_split, megatron_ranks
 from tepo_megatron.bridge.reshard.plan import reshard_plan
 from tepo_megatron.bridge.storage.files import write_model
 from tepo_megatron.bridge.transfer.fingerprint import fingerprint
@@ -29,7 +29,7 @@ from tepo_megatron.engine.forward import Forward
 from tepo_megatron.engine.fp8_weights import PlainWeights
 from tepo_megatron.engine.identity import describe_run
 from tepo_megatron.engine.layers import choose_layers
-from tepo_megatron.engine.moe import check_parallel, gathers_tokens, one_length
+from tepo_megatron.engine.moe import gathers_tokens, one_length
 from tepo_megatron.engine.noise import measure_noise
 from tepo_megatron.engine.offload import Offloader
 from tepo_megatron.engine.partition import attention_length
@@ -37,7 +37,6 @@ from tepo_megatron.engine.platform import select_platform
 from tepo_megatron.engine.policy import PolicyBuilder, named_parameters
 from tepo_megatron.engine.root_signal import RootSignal
 from tepo_megatron.engine.score import score
-from tepo_megatron.engine.stages import pipeline_stages_of
 from tepo_megatron.engine.step import StepObjective, UpdateResult, update
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.objective import build_objective
@@ -79,13 +78,12 @@ class Engine:
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.spec = read_model_spec(model_dir)
         layout = config.engine.parallel
-        check_parallel(self.spec, layout)
-        stages = pipeline_stages_of(self.spec, layout)
+        stages = check_trainer_split(self.spec, layout)
         self.objective: StepObjective = objective or build_objective(config.objective)
         self.platform = select_platform(config.engine)
         get_backend(config.engine.score_backend, self.platform.device)  # refuses what cannot be before anything is built
         self.layers = choose_layers(config.engine, self.platform)
-        self.spec.check_recompute(config.engine.recomputed, transformer_engine=self.layers.kind == "te")
+        check_recompute(self.spec, config.engine.recomputed, transformer_engine=self.layers.kind == "te")
         fp8.check_model(config.engine.fp8, self.spec, layout)
         timeout = parallel.collective_timeout(config.train.hang_timeout_s)
         self.ranks = parallel.initialize(layout, self.platform, seed=config.seed, timeout=timeout)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tepo_megatron.bridge.architecture import ModelSpec, read_model_spec
+from tepo_megatron.bridge.layouts import check_trainer_split
 from tepo_megatron.bridge.storage.convert import check_imported
 from tepo_megatron.config import RunConfig
 from tepo_megatron.data.builtin import resolve_model_path
@@ -14,7 +15,6 @@ from tepo_megatron.data.problems import load_problems
 from tepo_megatron.data.prompts import encode_prompt, usable_problems
 from tepo_megatron.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from tepo_megatron.engine.checkpoint_folder import checkpoints, step_of
-from tepo_megatron.engine.stages import pipeline_stages_of
 from tepo_megatron.reward.verifiers import resolve_verifier
 from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.record import check_rollouts, read_rollouts, record_path
@@ -46,8 +46,9 @@ def check_model(config: RunConfig) -> Path:
     if resumes(config) and int(os.environ.get("RANK", 0)) == 0:  # the ranks agree on it when they have their groups
         find_checkpoint(config, model_dir)
     spec = read_model_spec(model_dir)
-    spec.check_parallel(tp=layout.tp, pp=1)
-    pipeline_stages_of(spec, layout)
+    check_trainer_split(spec, layout)
+    if config.rollout.server.max_model_len is not None:
+        spec.check_length(config.rollout.server.max_model_len, "rollout.server.max_model_len")
     if config.rollout.replay is None:
         check_server_split(config.rollout.server, spec)
     if config.model.shards is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.bridge.architecture import Experts, ModelSpec
+from tepo_megatron.bridge.layouts import check_recompute
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 
@@ -64,7 +65,7 @@ ACTS = {
 def test_a_module_that_the_model_does_not_have_is_refused(module: str, model: str, layers: str) -> None:
     spec = DENSE if model == "dense" else MIXTURE
     if (module, model, layers) in ACTS:
-        spec.check_recompute(["core_attn", module], transformer_engine=layers == "te")
+        check_recompute(spec, ["core_attn", module], transformer_engine=layers == "te")
     else:
         with pytest.raises(ValueError, match=rf"engine\.recompute_modules has {module}, "):
-            spec.check_recompute(["core_attn", module], transformer_engine=layers == "te")
+            check_recompute(spec, ["core_attn", module], transformer_engine=layers == "te")
