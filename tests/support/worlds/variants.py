@@ -78,10 +78,13 @@ def reductions_under_way(engine: Any) -> list[bool]:
 
 
 def calls_of_modules(engine: Any) -> dict[str, int]:
-    """How often the first layer's MLP and attention were computed, counted on."""
+    """How often the first layer's MLP (of experts: the router) and attention were computed, counted on."""
     calls = {"mlp": 0, "core_attention": 0}
     layer = engine.policy.chunks[0].decoder.layers[0]
-    for name, module in (("mlp", layer.mlp), ("core_attention", layer.self_attention.core_attention)):
+    for name, module in (
+        ("mlp", getattr(layer.mlp, "router", layer.mlp)),
+        ("core_attention", layer.self_attention.core_attention),
+    ):
 
         def count(*_: Any, name: str = name) -> None:
             calls[name] += 1

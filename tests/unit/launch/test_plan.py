@@ -27,6 +27,9 @@ from tepo_megatron.launch.plan.time import forward_flops
 EXAMPLES = Path(__file__).parents[3] / "examples"
 LLAMA, QWEN = str(EXAMPLES / "llama3.3-70b/run.yaml"), str(EXAMPLES / "qwen2.5-7b/run.yaml")
 LONG = str(EXAMPLES / "llama3.3-70b-32k/run.yaml")
+REPLAY = "rollout.replay=recorded"
+"""Without servers, whose weight sync takes a second to plan."""
+
 WITHOUT_CP = ["engine.parallel.cp=1", "engine.parallel.dp=4"]
 RECIPES = ("llama3.3-70b", "llama3.3-70b-32k", "qwen2.5-72b", "qwen2.5-7b")
 GIB = 2**30
@@ -74,7 +77,7 @@ def test_the_table_of_the_docs_is_what_the_plans_say() -> None:
 
 
 def test_a_recipe_that_does_not_fit_is_mended_by_each_change_that_it_names() -> None:
-    broken = ["engine.micro_batch_tokens=16384", "rollout.replay=recorded"]
+    broken = ["engine.micro_batch_tokens=16384", REPLAY]
     assert len(assert_mended_as_it_says(LLAMA, broken)) >= 2
 
 
@@ -99,7 +102,7 @@ def assert_mended_as_it_says(path: str, broken: list[str]) -> list[list[str]]:
 def test_32k_responses_fit_with_context_parallelism_and_without_it_the_plan_says_so() -> None:
     """Among all changes of a field or two, context parallelism on the same GPUs is the fastest that mends it."""
     assert plan(LONG).problems == ()
-    assert assert_mended_as_it_says(LONG, WITHOUT_CP)[0] == ["engine.parallel.cp=4", "engine.parallel.dp=1"]
+    assert assert_mended_as_it_says(LONG, [*WITHOUT_CP, REPLAY])[0] == ["engine.parallel.cp=4", "engine.parallel.dp=1"]
 
 
 @pytest.mark.parametrize(
@@ -111,13 +114,13 @@ def test_32k_responses_fit_with_context_parallelism_and_without_it_the_plan_says
     ],
 )
 def test_where_one_change_is_not_enough_two_are_found_or_more_nodes(broken: list[str]) -> None:
-    overlap = ["engine.overlap_grad_reduce=false", "engine.overlap_param_gather=false", "rollout.replay=recorded"]
+    overlap = ["engine.overlap_grad_reduce=false", "engine.overlap_param_gather=false", REPLAY]
     changes = assert_mended_as_it_says(LONG, [*broken, *overlap])
     assert all(len({each.partition("=")[0] for each in change}) > 1 for change in changes)
 
 
 def test_what_nothing_mends_is_said_to_be_too_large() -> None:
-    (problem,) = plan(LONG, "cluster.gpu_memory_gib=6", "rollout.replay=recorded").problems
+    (problem,) = plan(LONG, "cluster.gpu_memory_gib=6", REPLAY).problems
     assert "No change of one or two fields makes it fit" in problem
 
 
@@ -160,7 +163,7 @@ def test_seconds_of_a_step_by_hand() -> None:
     assert time.generation == pytest.approx(decoding + prompts)
     parts = (time.generation, time.score, time.train, time.exchange, time.sync, time.root, time.save)
     assert time.seconds == pytest.approx(sum(parts))
-    replayed = plan(LLAMA, "rollout.replay=recorded")
+    replayed = plan(LLAMA, REPLAY)
     assert (replayed.time.generation, replayed.time.sync, replayed.sync) == (0, 0, None)
 
 
@@ -211,19 +214,20 @@ def test_layers_decide_what_is_kept() -> None:
 
 def test_recomputed_modules_keep_their_inputs_and_cost_flops() -> None:
     """Of the MLP its input alone is kept: neither the norm's output, nor gate and up, nor their product; one layer has them."""
-    base, mlp = plan(LONG), plan(LONG, "engine.recompute=selective", "engine.recompute_modules=[mlp]")
+    base, mlp = plan(LONG, REPLAY), plan(LONG, REPLAY, "engine.recompute=selective", "engine.recompute_modules=[mlp]")
     tokens = 33792 // 4
     dropped = 2 * tokens * (8192 / 8 + 3 * 28672 / 8)
     assert base.stages[0].activations - mlp.stages[0].activations == pytest.approx((80 - 1) * dropped)
     again = mlp.time.flops_train - base.time.flops_train
     assert again == pytest.approx(2 * 80 * 3 * 8192 * 28672 * mlp.time.tokens)
-    full = plan(LONG, "engine.recompute=full")
+    full = plan(LONG, REPLAY, "engine.recompute=full")
     assert full.time.flops_train == pytest.approx(4 / 3 * base.time.flops_train)
     assert full.stages[0].activations < mlp.stages[0].activations < base.stages[0].activations
 
 
 def test_overlap_hides_what_fits_behind_a_micro_batch() -> None:
-    both, reduced = plan(LLAMA, "engine.overlap_grad_reduce=true", "engine.overlap_param_gather=true"), plan(LLAMA)
+    overlap = ["engine.overlap_grad_reduce=true", "engine.overlap_param_gather=true"]
+    both, reduced = plan(LLAMA, REPLAY, *overlap), plan(LLAMA, REPLAY)
     assert both.time.exchange < reduced.time.exchange
     # the last mini-batch's weights: bfloat16, half of them sent
     last = 2 * max(both.stage_parameters) / 2 / (0.7 * 50e9)
@@ -233,16 +237,14 @@ def test_overlap_hides_what_fits_behind_a_micro_batch() -> None:
 
 
 def test_uneven_stages_are_counted_layer_by_layer_and_even_out_the_work() -> None:
-    even = plan(LLAMA, "engine.layers=te")
-    uneven = plan(
-        LLAMA, "engine.parallel.num_layers_in_first_pipeline_stage=21", "engine.parallel.num_layers_in_last_pipeline_stage=19"
-    )
+    first, last = (f"engine.parallel.num_layers_in_{which}_pipeline_stage={n}" for which, n in (("first", 21), ("last", 19)))
+    even, uneven = plan(LLAMA, REPLAY), plan(LLAMA, REPLAY, first, last)
     layer = even.stage_parameters[1] // 20
     assert uneven.stage_parameters == tuple(
         count + extra * layer for count, extra in zip(even.stage_parameters, (1, 0, 0, -1), strict=True)
     )
     assert uneven.time.imbalance < even.time.imbalance
-    assert plan(LLAMA, "engine.parallel.vpp=2").time.bubble == even.time.bubble / 2
+    assert plan(LLAMA, REPLAY, "engine.parallel.vpp=2").time.bubble == even.time.bubble / 2
 
 
 @pytest.mark.parametrize(
