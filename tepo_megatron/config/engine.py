@@ -31,6 +31,12 @@ class EngineConfig(Section):
     """Which activations are computed again in the backward pass rather than kept, as in Megatron-Core: ``selective`` those of
     attention, ``full`` every layer's. More of it takes less memory and more time."""
 
+    head: Literal["logits", "fused"] = "logits"
+    """``logits``: the head gives the logits of a whole micro-batch, from which scores are computed. ``fused``: head and scores
+    are computed together, a chunk of tokens at a time, so that no rank ever holds the logits of a micro-batch, which are
+    ``micro_batch_tokens`` × vocabulary / ``tp`` numbers; the backward pass computes the head's product once more. ``logits`` is
+    the default because it takes less time where its memory is there."""
+
     score_backend: Literal["auto", "torch", "cpp", "triton"] = "auto"
     """What sweeps the logits for log-probs and entropies: ``cpp`` on a CPU with a C++ compiler, ``triton`` on a GPU, ``torch``
     anywhere. ``auto`` is ``triton`` on a GPU where Triton is installed, ``cpp`` on a CPU where it can be compiled, else

@@ -83,7 +83,7 @@ class PolicyBuilder:
     def _chunks(self) -> tuple[TransformerConfig, list[GPTModel]]:
         config = self.config
         megatron = transformer_config(self.spec, config.model, config.engine, self.platform, self.layers)
-        return megatron, [build_model(self.spec, megatron, self.ranks, self.layers)]
+        return megatron, [build_model(self.spec, megatron, self.ranks, self.layers, config.engine.head)]
 
     def _ddp_config(self) -> DistributedDataParallelConfig:
         return DistributedDataParallelConfig(

@@ -180,8 +180,8 @@ def _add_gradients(
 def _placeholder(parameter: Any) -> Tensor | None:
     """Marks a weight whose gradient is in ``main_grad`` already, and returns what autograd gets in its place.
 
-    It is a tensor of the weight's shape, not written to, because DDP's hook expects a gradient to be there, and because on a GPU
-    hooks would run in another thread without one. A tied weight has the embedding's gradient, which the hook must still add.
+    It is a tensor of the weight's shape, not written to: DDP's hook expects a gradient, and on a GPU autograd would run the
+    hook in another thread without one. A tied weight has the embedding's gradient, which the hook must still add.
     """
     parameter.grad_added_to_main_grad = True
     return None if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like(parameter)
@@ -201,7 +201,7 @@ def _chunks(hidden_RH: Tensor, weight_VpH: Tensor, scoring: Scoring) -> Iterator
 
 
 def _add_product(sum_VH: Tensor, left_Vc: Tensor, right_cH: Tensor) -> None:
-    """Adds a matrix product to ``sum_VH``, in its dtype, which may be wider than the factors': no product is rounded to theirs."""
+    """Adds a matrix product to ``sum_VH``, in its dtype; where it is wider than the factors', nothing is rounded to theirs."""
     if sum_VH.dtype == left_Vc.dtype:
         sum_VH.addmm_(left_Vc, right_cH)
     elif sum_VH.is_cuda:

@@ -149,6 +149,8 @@ def _changes(spec: ModelSpec, config: RunConfig, lengths: Lengths) -> Iterator[t
     smaller = max(config.engine.micro_batch_tokens // 2, lengths.longest)
     if smaller < config.engine.micro_batch_tokens:
         yield f"engine.micro_batch_tokens = {smaller}", _with(config, "engine", micro_batch_tokens=smaller)
+    if config.engine.head != "fused":
+        yield "engine.head = fused", _with(config, "engine", head="fused")
     if config.engine.recompute != "full":
         yield "engine.recompute = full", _with(config, "engine", recompute="full")
     if parallel.dp % 2:

@@ -67,14 +67,17 @@ def forward_flops(spec: ModelSpec, mean_length: float) -> float:
 
 
 def step_time(spec: ModelSpec, config: RunConfig, lengths: Lengths, server: ServerMemory, sync: Sync | None) -> StepTime:
-    """Estimates a step. A token costs 3 forward passes in training (4 with full recomputation), 1 in scoring (2 with a
-    reference model), 1 in generation.
+    """Estimates a step. A token costs 3 forward passes in training (4 with full recomputation; a fused head 4 of its own), 1 in
+    scoring (2 with a reference model), 1 in generation.
     """
     cluster, parallel, rollout = config.cluster, config.engine.parallel, config.rollout
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     tokens, responses = sequences * lengths.mean, sequences * lengths.response
     token = forward_flops(spec, lengths.mean)
     passes = 4 if config.engine.recompute == "full" else 3
+    training = passes * token
+    if config.engine.head == "fused" and passes == 3:
+        training += 2 * spec.vocab_size * spec.hidden_size  # a fused head computes its product once more
     scores = 2 if config.objective.needs_reference else 1
     peak = cluster.gpu_tflops * 1e12 * parallel.world_size
     bubble = _bubble(config, tokens / config.train.minibatches)
@@ -85,11 +88,11 @@ def step_time(spec: ModelSpec, config: RunConfig, lengths: Lengths, server: Serv
         response_tokens=responses,
         flops_generation=prefill + responses * token,
         flops_score=scores * token * tokens,
-        flops_train=passes * token * tokens,
+        flops_train=training * tokens,
         bubble=bubble,
         generation=_generation(config, lengths, server, prefill, responses * token),
         score=scores * token * tokens / (peak * cluster.score_mfu) * (1 + _bubble(config, tokens)),
-        train=passes * token * tokens / (peak * cluster.train_mfu) * (1 + bubble),
+        train=training * tokens / (peak * cluster.train_mfu) * (1 + bubble),
         exchange=config.train.minibatches * _exchange(spec, config),
         sync=sync.seconds if sync else 0.0,
     )
