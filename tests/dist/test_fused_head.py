@@ -104,7 +104,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fused-head")
     for tied in (False, True):
         (folder / f"tied-{tied}").mkdir()
-        write_llama(folder / f"tied-{tied}", hidden_size=HIDDEN, tie_word_embeddings=tied)
+        write_llama(folder / f"tied-{tied}", spike=1.0, hidden_size=HIDDEN, tie_word_embeddings=tied)
     return folder
 
 

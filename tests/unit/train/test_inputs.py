@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,6 +104,7 @@ def test_a_head_that_cannot_be_fused_is_refused_before_servers_start(
     changes: dict[str, tuple[int, ...] | None], tied: bool, message: str | None, tmp_path: Path
 ) -> None:
     write_llama(tmp_path, tie_word_embeddings=tied)
+    shutil.copy(resolve_model_path("builtin:tiny") / "tokenizer.model", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for name, shape in changes.items():
         if shape is None:
