@@ -51,6 +51,12 @@ class EngineConfig(Section):
     """Parameters in a bucket of ``overlap_grad_reduce``; default: Megatron's, the larger of 40 million and a million for each
     data-parallel rank."""
 
+    head: Literal["logits", "fused"] = "logits"
+    """``logits``: the head gives the logits of a whole micro-batch, from which scores are computed. ``fused``: head and scores
+    are computed together, a chunk of tokens at a time, so that no rank ever holds the logits of a micro-batch, which are
+    ``micro_batch_tokens`` × vocabulary / ``tp`` numbers; the backward pass computes the head's product once more. ``logits`` is
+    the default because it takes less time where its memory is there."""
+
     score_backend: Literal["auto", "torch", "cpp", "triton"] = "auto"
     """What sweeps the logits for log-probs and entropies: ``cpp`` on a CPU with a C++ compiler, ``triton`` on a GPU, ``torch``
     anywhere. ``auto`` is ``triton`` on a GPU where Triton is installed, ``cpp`` on a CPU where it can be compiled, else

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.config import EngineConfig, ModelConfig
 from tepo_megatron.engine import fp8
+from tepo_megatron.engine.head import fuse_head
 from tepo_megatron.engine.layers import Layers, kernel_options, layer_spec
 from tepo_megatron.engine.moe import moe_options, one_length
 from tepo_megatron.engine.overlap import pipeline_options
@@ -68,12 +69,20 @@ def _recompute_options(engine: EngineConfig) -> dict[str, Any]:
 
 
 @torch.no_grad()  # or else Transformer Engine keeps the random weights of FP8 parameters, to make masters of
-def build_model(spec: ModelSpec, config: TransformerConfig, ranks: Ranks, layers: Layers, chunk: int = 0) -> GPTModel:
+def build_model(
+    spec: ModelSpec,
+    config: TransformerConfig,
+    ranks: Ranks,
+    layers: Layers,
+    chunk: int = 0,
+    *,
+    head: Literal["logits", "fused"] = "logits",
+) -> GPTModel:
     """Builds a chunk of this rank's part of the model; its weights are loaded later. Every rank calls, for each of its
     ``ranks.vpp`` chunks in their order, since the ends of the pipeline exchange a tied embedding.
     """
     vp_stage = chunk if ranks.vpp > 1 else None
-    return GPTModel(
+    model = GPTModel(
         config,
         layer_spec(config, layers, vp_stage),
         vocab_size=spec.padded_vocab_size(ranks.tp),
@@ -88,3 +97,6 @@ def build_model(spec: ModelSpec, config: TransformerConfig, ranks: Ranks, layers
         rope_scaling_factor=spec.rope_scaling.factor if spec.rope_scaling else 1.0,
         parallel_output=True,
     )
+    if head == "fused":
+        fuse_head(model)
+    return model

@@ -92,8 +92,8 @@ class PolicyBuilder:
     def _chunks(self) -> tuple[TransformerConfig, list[GPTModel]]:
         config = self.config
         megatron = transformer_config(self.spec, config.model, config.engine, self.platform, self.layers)
-        numbers = range(self.ranks.vpp)
-        return megatron, [build_model(self.spec, megatron, self.ranks, self.layers, number) for number in numbers]
+        head, numbers = config.engine.head, range(self.ranks.vpp)
+        return megatron, [build_model(self.spec, megatron, self.ranks, self.layers, number, head=head) for number in numbers]
 
     def _ddp_config(self) -> DistributedDataParallelConfig:
         return DistributedDataParallelConfig(

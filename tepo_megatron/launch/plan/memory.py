@@ -33,6 +33,9 @@ GIB = 2**30
 SCORE_WORKSPACE = {"cuda": 128 * 2**20, "cpu": 768 * 2**10}
 """Memory that ``vocab_parallel`` uses beside the logits, whatever their size."""
 
+FUSED_HEAD_CHUNK = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}
+"""Bytes of logits that a fused head holds at once; at least 16 tokens' (``vocab_parallel/fused_linear.py``)."""
+
 CUDA_CONTEXT = 1 * GIB
 """CUDA's context, kernels and cuBLAS' workspaces: an assumption."""
 
@@ -188,7 +191,19 @@ def _head_or_layer(spec: ModelSpec, config: RunConfig, stage: int, tokens: int) 
     if stage < parallel.pp - 1:
         return 0, layer
     head = vocabulary_parameters(spec, parallel.tp)
-    logits = b * tokens * head / hidden + SCORE_WORKSPACE[platform_of(config)]
-    # under sequence parallelism the gathered input and its gradient exist at once; then the gradient of the head's weight
-    at_head = gathered * (2 if parallel.sequence_parallel else 1) + b * head
+    if config.engine.head == "fused":
+        logits, at_head = _fused_head(config, tokens, b * head / hidden, gathered, b * head)
+    else:
+        logits = b * tokens * head / hidden
+        # under sequence parallelism the gathered input and its gradient exist at once; then the gradient of the head's weight
+        at_head = gathered * (2 if parallel.sequence_parallel else 1) + b * head
+    logits += SCORE_WORKSPACE[platform_of(config)]
     return (logits, at_head) if logits + at_head > layer else (0, layer)
+
+
+def _fused_head(config: RunConfig, tokens: int, row: float, gathered: float, weight: float) -> tuple[float, float]:
+    """Returns (logits, transient) in bytes of a fused head. ``row``: of a token's logits; ``gathered``: of all its inputs."""
+    kind = platform_of(config)
+    chunk = min(tokens, max(16, FUSED_HEAD_CHUNK[kind] // row)) * row
+    # the scored tokens' inputs and their gradients; what stands for the weight's gradient is memory that a CPU never touches
+    return chunk, 2 * gathered + (weight if kind == "cuda" else 0)

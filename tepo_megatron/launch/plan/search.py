@@ -78,6 +78,8 @@ def _knobs(config: RunConfig, spec: ModelSpec, longest: int) -> Iterator[Knob]:
     smaller = max(engine.micro_batch_tokens // 2, longest)
     if smaller < engine.micro_batch_tokens:
         yield [{"engine.micro_batch_tokens": smaller}]
+    if engine.head != "fused":
+        yield [{"engine.head": "fused"}]
     if engine.recompute != "full":
         modules = ("core_attn", "moe" if spec.experts else "mlp")
         selective = {"engine.recompute": "selective", "engine.recompute_modules": modules}

@@ -87,13 +87,14 @@ def forward_flops(spec: ModelSpec, mean_length: float) -> float:
 
 def recomputed_flops(spec: ModelSpec, config: RunConfig, mean_length: float) -> float:
     """FLOPs of one token that the backward pass computes again."""
-    forward, again = forward_flops(spec, mean_length), set(config.engine.recomputed)
+    again, head = set(config.engine.recomputed), 2 * spec.vocab_size * spec.hidden_size
+    fused_head = head if config.engine.head == "fused" else 0
     if config.engine.recompute == "full":
-        return forward
+        return forward_flops(spec, mean_length) - head + fused_head
     chosen = spec.experts.per_token if spec.experts else 1
     attention = 2 * spec.num_layers * spec.num_heads * spec.head_dim * mean_length if "core_attn" in again else 0
     mlp = 2 * spec.num_layers * chosen * 3 * spec.hidden_size * spec.ffn_size if again & {"mlp", "moe"} else 0
-    return attention + mlp
+    return attention + mlp + fused_head
 
 
 def step_time(spec: ModelSpec, config: RunConfig, lengths: Lengths, server: ServerMemory, sync: Sync | None) -> StepTime:

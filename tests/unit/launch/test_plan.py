@@ -221,7 +221,8 @@ def test_recomputed_modules_keep_their_inputs_and_cost_flops() -> None:
     again = mlp.time.flops_train - base.time.flops_train
     assert again == pytest.approx(2 * 80 * 3 * 8192 * 28672 * mlp.time.tokens)
     full = plan(LONG, REPLAY, "engine.recompute=full")
-    assert full.time.flops_train == pytest.approx(4 / 3 * base.time.flops_train)
+    head = 2 * 128256 * 8192 * base.time.tokens  # is no layer
+    assert full.time.flops_train == pytest.approx(4 / 3 * base.time.flops_train - head)
     assert full.stages[0].activations < mlp.stages[0].activations < base.stages[0].activations
 
 
