@@ -66,14 +66,15 @@ def update(engine: Any, part: Any, *, last: bool, nan: bool) -> Any:
 def reductions_under_way(engine: Any) -> list[bool]:
     """For each update, whether the reduction of every bucket had begun when Megatron came to finish it."""
     early: list[bool] = []
-    (ddp,) = engine.policy.ddp
-    groups, finish = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups], ddp.finish_grad_sync
+    chunks = engine.policy.ddp
+    groups = [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+    finish = chunks[0].finish_grad_sync
 
     def noted(*args: Any, **kwargs: Any) -> None:
         early.append(all(group.grad_reduce_handle is not None for group in groups))
         finish(*args, **kwargs)
 
-    ddp.finish_grad_sync = noted
+    chunks[0].finish_grad_sync = noted
     return early
 
 
