@@ -89,8 +89,9 @@ class Engine:
         self.root_signal = RootSignal()
         self.heartbeat.start()
         self.heartbeat.phase("model")
+        copies = layout.cp * layout.dp  # of the weights
         self.split = MegatronParallel(
-            tp=layout.tp, pp=layout.pp, dp=layout.dp, fused_norms=self.layers.fused_norms, ep=layout.ep, etp=layout.etp
+            tp=layout.tp, pp=layout.pp, dp=copies, fused_norms=self.layers.fused_norms, ep=layout.ep, etp=layout.etp
         )
         self.layouts = megatron_ranks(self.spec, self.split)
         self.sources = gather_sources(self.layouts)
