@@ -120,6 +120,8 @@ class Engine:
         self.updates_skipped = 0
         self._unscored: list[str] = []
         """Why mini-batches of this step have no scores."""
+        self.checkpoint_bytes_read = 0
+        """Bytes of optimizer states that this rank read from the checkpoint that it was restored from."""
         self.entropy_noise = 0.0
         """The 99th percentile of the entropies' noise as last measured, in nats; 0 before."""
         self.host_group = parallel.host_group(self.platform, timeout)
@@ -295,9 +297,8 @@ class Engine:
                 "identity": self.identity,
                 **state,
             },
-            optimizer=self.policy.optimizer,
-            params=self.policy.params,
-            shards=shards_to_write(self.sources, self.ranks.rank),
+            policy=self.policy,
+            shards=checkpoint.shards_to_save(self.sources, self.split, self.ranks.rank, self.policy),
             group=self.host_group,
         )
 
@@ -319,10 +320,9 @@ class Engine:
         self.updates = state["updates"]
         self.updates_skipped = state.get("updates_skipped", 0)  # checkpoints from before there were any
         self.entropy_noise = state.get("entropy_noise", 0.0)
-        checkpoint.load(
+        self.checkpoint_bytes_read = checkpoint.load(
             folder,
-            optimizer=self.policy.optimizer,
-            params=self.policy.params,
+            policy=self.policy,
             layout=self.layouts[self.ranks.rank],
             updates=self.updates,
         )
