@@ -102,6 +102,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _there_are_weights_to_gather(self) -> "RunConfig":
+        if self.engine.overlap_param_gather and not self.optimizer.distributed:
+            raise ValueError(
+                "engine.overlap_param_gather = true gathers weights of which each data-parallel rank has updated a share, and "
+                "only optimizer.distributed = true shares them; set it, or engine.overlap_param_gather = false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _noise_is_measured_where_it_is_used(self) -> "RunConfig":
         mask = self.objective.kl_mask
         if mask is not None and mask.falling == "measured" and mask.tolerance == "auto" and not self.engine.noise_every:

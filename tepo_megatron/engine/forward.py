@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from tepo_megatron.engine.batch import pad_to
+from tepo_megatron.engine.head import HeadWeight, fused_head
 from tepo_megatron.engine.moe import largest_in_group
 from tepo_megatron.engine.not_finite import NOT_FINITE
 from tepo_megatron.engine.parallel import Ranks
@@ -20,7 +21,7 @@ from tepo_megatron.engine.partition import partition
 from tepo_megatron.engine.platform import Platform
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.types import Batch, TokenScores
-from tepo_megatron.vocab_parallel import logprob_and_entropy
+from tepo_megatron.vocab_parallel import fused_linear_logprob_and_entropy, logprob_and_entropy
 from tepo_megatron.vocab_parallel.backend import BackendName
 
 LossFunction = Callable[[TokenScores, Batch], tuple[Tensor, dict[str, Any]]]
@@ -112,13 +113,16 @@ class Forward:
         packed = PackedSeqParams("thd", micro.cu_seqlens, micro.cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
         output = model(micro.tokens_T[None], micro.positions_T[None], None, packed_seq_params=packed)
 
-        def reduce(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        def reduce(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            head = fused_head(model)
             try:
-                value, kept = loss(self._scores(logits[0], micro, train=train), micro)
+                value, kept = loss(self._scores(output[0], head, micro, train=train), micro)
             except NotFiniteError as error:
                 # Other ranks know nothing of it, and wait in the schedule's collectives: this one goes through them all with a
                 # loss of NaN, and the ranks agree afterwards (``engine/not_finite.py``).
-                value, kept = logits.sum() * torch.nan, {NOT_FINITE: f"micro-batch {number}: {error}"}
+                parts = [output] if head is None else [output, head.weight_VpH]  # the weight too has a hook that must run
+                value = sum((part.sum() for part in parts), torch.zeros((), device=output.device)) * torch.nan
+                kept = {NOT_FINITE: f"micro-batch {number}: {error}"}
             except ValueError as error:
                 raise ValueError(f"micro-batch {number}: {error}") from error
             # Megatron expects (loss, number of tokens to divide by, values to keep); nothing is divided there (engine/step.py)
@@ -126,15 +130,23 @@ class Forward:
 
         return output, reduce
 
-    def _scores(self, logits_TVp: Tensor, micro: Batch, *, train: bool) -> TokenScores:
-        return logprob_and_entropy(
-            logits_TVp,
+    def _scores(self, output_T: Tensor, head: HeadWeight | None, micro: Batch, *, train: bool) -> TokenScores:
+        """Scores the model's output: logits [T, V/tp], or with a fused head hidden states [T, H]."""
+        options: dict[str, Any] = {
+            "tp_group": self.ranks.tp_group,
+            "temperature": self.temperature,
+            "vocab_size": self.vocab_size,
+            "mask_T": micro.loss_mask_T,
+            "entropy_slope": train and self.entropy_slope,
+            "backend": self.score_backend,
+        }
+        if head is None:  # nothing reads the logits after the loss
+            return logprob_and_entropy(output_T, micro.labels_T, inplace_backward=True, **options)
+        return fused_linear_logprob_and_entropy(
+            output_T,
+            head.weight_VpH,
             micro.labels_T,
-            tp_group=self.ranks.tp_group,
-            temperature=self.temperature,
-            vocab_size=self.vocab_size,
-            mask_T=micro.loss_mask_T,
-            inplace_backward=True,  # nothing reads the logits after the loss
-            entropy_slope=train and self.entropy_slope,
-            backend=self.score_backend,
+            sequence_parallel=head.sequence_parallel,
+            gradient_accumulation_fusion=True,
+            **options,
         )

@@ -24,6 +24,7 @@ from tepo_megatron.engine.layers import Layers
 from tepo_megatron.engine.model import build_model, transformer_config
 from tepo_megatron.engine.optimizer import build_optimizer, build_schedule
 from tepo_megatron.engine.optimizer_state import set_master
+from tepo_megatron.engine.overlap import ParamGather, ddp_options, reduce_in_last_micro_batch
 from tepo_megatron.engine.parallel import Ranks
 from tepo_megatron.engine.platform import Platform
 
@@ -39,7 +40,9 @@ class Policy:
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     params: dict[str, torch.nn.Parameter] = field(repr=False)
-    """By the names that the bridge's layouts have for them."""
+    """By the names that the bridge's layouts have for them. Whole on every rank once ``param_gather`` is finished."""
+
+    param_gather: ParamGather = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class PolicyBuilder:
             schedule = build_schedule(config.optimizer, optimizer, total_steps=config.train.steps * config.train.minibatches)
             megatron.finalize_model_grads_func = finalize_gradients
             megatron.grad_scale_func = optimizer.scale_loss
-        return Policy(chunks, ddp, optimizer, schedule, params)
+            reduce_in_last_micro_batch(megatron, ddp, config.engine)
+        return Policy(chunks, ddp, optimizer, schedule, params, ParamGather(ddp, config.engine.overlap_param_gather))
 
     def reference(self) -> list[GPTModel]:
         """Builds a frozen copy of the first weights, for objectives with a KL term against them."""
@@ -88,14 +92,14 @@ class PolicyBuilder:
     def _chunks(self) -> tuple[TransformerConfig, list[GPTModel]]:
         config = self.config
         megatron = transformer_config(self.spec, config.model, config.engine, self.platform, self.layers)
-        numbers = range(self.ranks.vpp)
-        return megatron, [build_model(self.spec, megatron, self.ranks, self.layers, number) for number in numbers]
+        head, numbers = config.engine.head, range(self.ranks.vpp)
+        return megatron, [build_model(self.spec, megatron, self.ranks, self.layers, number, head=head) for number in numbers]
 
     def _ddp_config(self) -> DistributedDataParallelConfig:
         return DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=self.config.optimizer.distributed,
-            overlap_grad_reduce=False,
+            **ddp_options(self.config.engine),
             **fp8.gather_options(self.config.engine.fp8),
         )
 

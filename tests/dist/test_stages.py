@@ -24,10 +24,9 @@ import torch
 from safetensors.torch import load_file
 
 from tepo_megatron.bridge.architecture import read_model_spec
-from tepo_megatron.bridge.layouts import MegatronParallel, megatron_ranks
+from tepo_megatron.bridge.layouts import MegatronParallel, megatron_ranks, pipeline_stages_of
 from tepo_megatron.config import ParallelConfig, RunConfig
 from tepo_megatron.engine.batch import pack
-from tepo_megatron.engine.stages import pipeline_stages_of
 from tepo_megatron.types import Batch, Rollout, WeightsVersion
 from tests.support.launch import run_dist
 from tests.support.model_worlds import save_random_model
