@@ -173,6 +173,14 @@ class ModelSpec:
                 "it sums the experts' gradients over the dense weights' ranks); raise ep, or unset etp"
             )
 
+    def check_length(self, tokens: int, field: str) -> None:
+        """Raises ValueError for sequences of more tokens than the model has positions; ``field`` names what allows them."""
+        if tokens > self.max_positions:
+            raise ValueError(
+                f"{field} = {tokens} tokens are more than the {self.max_positions} positions of {self.architecture} "
+                "(max_position_embeddings in its config.json); lower them"
+            )
+
 
 def read_model_spec(folder: Path) -> ModelSpec:
     """Reads ``folder/config.json``.

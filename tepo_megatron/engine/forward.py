@@ -65,6 +65,7 @@ class Forward:
             ranks=self.ranks.dp,
             max_tokens=self.micro_batch_tokens,
             attention_length=self.attention_length,
+            multiple=self.ranks.micro_batch_group,
         )
         return parts[self.ranks.dp_rank]
 
@@ -92,7 +93,7 @@ class Forward:
         with self.platform.megatron():
             return get_forward_backward_func()(
                 forward_step_func=lambda data, module: self._step(next(data), module, loss, train=train),
-                data_iterator=enumerate(padded),
+                data_iterator=[enumerate(padded) for _ in chunks],  # every chunk asks for each micro-batch
                 model=list(chunks),
                 num_microbatches=len(padded),
                 seq_length=sizes[0],  # a packed micro-batch is one sequence to Megatron; stages with `one_length` count on it

@@ -39,6 +39,7 @@ class Ranks:
     dp: int
     dp_rank: int
     tp_group: dist.ProcessGroup | None
+    vpp: int = 1
 
     @property
     def is_first_stage(self) -> bool:
@@ -47,6 +48,11 @@ class Ranks:
     @property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp - 1
+
+    @property
+    def micro_batch_group(self) -> int:
+        """The number of micro-batches must be a multiple of this (``ParallelConfig.micro_batch_group``)."""
+        return self.pp if self.vpp > 1 else 1
 
     @property
     def last_stage_root(self) -> int:
@@ -60,9 +66,8 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
     Every rank calls. ``timeout`` limits every collective. Raises ValueError if the world is not tp × pp × dp, and for sizes
     that this engine does not know yet.
     """
-    for name, size in (("vpp", config.vpp), ("cp", config.cp)):
-        if size > 1:
-            raise ValueError(f"engine.parallel.{name} = {size} can be planned with, but not trained with yet; set it to 1")
+    if config.cp > 1:
+        raise ValueError(f"engine.parallel.cp = {config.cp} can be planned with, but not trained with yet; set it to 1")
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world != config.world_size:
         raise ValueError(
@@ -79,7 +84,11 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
             store = dist.HashStore()  # type: ignore[attr-defined] # torch exports it without saying so
             dist.init_process_group(platform.backend, store=store, rank=0, world_size=1, timeout=timeout)
     parallel_state.initialize_model_parallel(
-        config.tp, config.pp, expert_model_parallel_size=config.ep, expert_tensor_parallel_size=config.etp
+        config.tp,
+        config.pp,
+        virtual_pipeline_model_parallel_size=config.vpp if config.vpp > 1 else None,
+        expert_model_parallel_size=config.ep,
+        expert_tensor_parallel_size=config.etp,
     )
     with platform.megatron():
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -93,6 +102,7 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
         dp=config.dp,
         dp_rank=parallel_state.get_data_parallel_rank(),
         tp_group=parallel_state.get_tensor_model_parallel_group() if config.tp > 1 else None,
+        vpp=config.vpp,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tepo_megatron.bridge.architecture import ModelSpec, read_model_spec
+from tepo_megatron.bridge.layouts import check_trainer_split
 from tepo_megatron.bridge.storage.convert import check_imported
 from tepo_megatron.bridge.storage.stored import open_weights
 from tepo_megatron.config import RunConfig
@@ -46,7 +47,9 @@ def check_model(config: RunConfig) -> Path:
     if resumes(config) and int(os.environ.get("RANK", 0)) == 0:  # the ranks agree on it when they have their groups
         find_checkpoint(config, model_dir)
     spec = read_model_spec(model_dir)
-    spec.check_parallel(tp=layout.tp, pp=layout.pp)
+    check_trainer_split(spec, layout)
+    if config.rollout.server.max_model_len is not None:
+        spec.check_length(config.rollout.server.max_model_len, "rollout.server.max_model_len")
     if config.rollout.replay is None:
         check_server_split(config.rollout.server, spec)
     if config.model.shards is not None:
