@@ -6,15 +6,15 @@ import math
 
 import pytest
 
-from tepo_megatron.bench.settings import StepSetting
-from tepo_megatron.bench.step import SIZES, run
+from tepo_megatron.bench.settings import RecipeSetting
+from tepo_megatron.bench.recipes import SIZES, run
 from tepo_megatron.bridge.architecture import model_spec
 from tepo_megatron.bridge.layouts import tensor_shapes
 
 
-def setting(**changes: object) -> StepSetting:
+def setting(**changes: object) -> RecipeSetting:
     values = {"size": "tiny", "steps": 3, "sequences": 8, "length": 20, "dtype": "float32", "micro_batch_tokens": 100}
-    return StepSetting(**{**values, **changes})  # type: ignore[arg-type]
+    return RecipeSetting(**{**values, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
