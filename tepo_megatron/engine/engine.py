@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor
 
 from tepo_megatron.bridge.architecture import read_model_spec
@@ -27,20 +26,18 @@ from tepo_megatron.engine import checkpoint, fp8, parallel
 from tepo_megatron.engine.batch import broadcast, pack
 from tepo_megatron.engine.collectives import broadcast_json
 from tepo_megatron.engine.forward import Forward
-from tepo_megatron.engine.fp8_weights import PlainWeights, load_weights
+from tepo_megatron.engine.fp8_weights import PlainWeights
 from tepo_megatron.engine.identity import describe_run
 from tepo_megatron.engine.layers import choose_layers
-from tepo_megatron.engine.model import build_model, transformer_config
 from tepo_megatron.engine.moe import check_parallel, gathers_tokens, one_length
 from tepo_megatron.engine.noise import measure_noise
 from tepo_megatron.engine.offload import Offloader
-from tepo_megatron.engine.optimizer import build_optimizer, build_schedule
-from tepo_megatron.engine.optimizer_state import set_master
 from tepo_megatron.engine.partition import attention_length
 from tepo_megatron.engine.platform import select_platform
+from tepo_megatron.engine.policy import PolicyBuilder, named_parameters
 from tepo_megatron.engine.root_signal import RootSignal
 from tepo_megatron.engine.score import score
-from tepo_megatron.engine.step import StepObjective, UpdateResult, finalize_gradients, update
+from tepo_megatron.engine.step import StepObjective, UpdateResult, update
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.objective import build_objective
 from tepo_megatron.types import Batch, Rollout, WeightsVersion
@@ -111,10 +108,11 @@ class Engine:
             entropy_slope=self.objective.needs_entropy_slope,
             moved=self.heartbeat.moved,
         )
-        with self.platform.megatron():
-            self._build()
-        self.reference = self._build_reference() if self.objective.needs_reference else None
-        self.reference_digest = None if self.reference is None else self._digest(dict(self.reference.named_parameters()))
+        weights, layout_here = config.model.shards or model_dir, self.layouts[self.ranks.rank]
+        builder = PolicyBuilder(config, self.spec, weights, self.platform, self.layers, self.ranks, layout_here)
+        self.policy = builder.policy()
+        self.reference = builder.reference() if self.objective.needs_reference else None
+        self.reference_digest = None if self.reference is None else self._digest(named_parameters(self.reference))
         self.identity = describe_run(config, model_dir) if self.ranks.rank == 0 else {}
         self.updates = 0
         """Optimizer steps that were made, by which learning rate and Adam count; skipped ones are not among them."""
@@ -125,36 +123,6 @@ class Engine:
         """The 99th percentile of the entropies' noise as last measured, in nats; 0 before."""
         self.host_group = parallel.host_group(self.platform, timeout)
         self.offloader = self._make_offloader() if shares_gpus else None
-
-    def _build(self) -> None:
-        config = self.config
-        megatron = transformer_config(self.spec, config.model, config.engine, self.platform, self.layers)
-        self.model = build_model(self.spec, megatron, self.ranks, self.layers)
-        self.params = dict(self.model.named_parameters())
-        unrounded = load_weights(self.config.model.shards or self.model_dir, self.layouts[self.ranks.rank], self.params)
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=config.optimizer.distributed,
-            overlap_grad_reduce=False,
-            **fp8.gather_options(config.engine.fp8),
-        )
-        self.ddp = DistributedDataParallel(megatron, ddp, self.model)
-        self.optimizer = build_optimizer(config.optimizer, config.model, config.engine.fp8, self.ddp)
-        for name, values in unrounded.items():
-            set_master(self.optimizer, self.params[name], values)
-        self.schedule = build_schedule(
-            config.optimizer, self.optimizer, total_steps=config.train.steps * config.train.minibatches
-        )
-        megatron.finalize_model_grads_func = finalize_gradients
-        megatron.grad_scale_func = self.optimizer.scale_loss
-
-    def _build_reference(self) -> torch.nn.Module:
-        """A second, frozen copy of the first weights, for objectives with a KL term against them."""
-        with self.platform.megatron():
-            megatron = transformer_config(self.spec, self.config.model, self.config.engine, self.platform, self.layers)
-            model = build_model(self.spec, megatron, self.ranks, self.layers)
-        load_weights(self.config.model.shards or self.model_dir, self.layouts[self.ranks.rank], dict(model.named_parameters()))
-        return model.requires_grad_(False)
 
     # -- the algorithm ---------------------------------------------------------------------------------------------------
 
@@ -171,7 +139,7 @@ class Engine:
         not finite all are NaN, and ``update`` will skip the mini-batch.
         """
         try:
-            scores = score(self.forward, self.model, batch)
+            scores = score(self.forward, self.policy.chunks, batch)
             batch = batch.with_(old_logprobs_T=scores.logprob, old_entropy_T=scores.entropy)
             if self.reference is not None:
                 batch = batch.with_(reference_logprobs_T=score(self.forward, self.reference, batch).logprob)
@@ -190,7 +158,7 @@ class Engine:
         ``batch`` is a step's, not yet divided. Every rank calls; all get the same.
         """
         try:
-            found = measure_noise(self.forward, self.model, batch, self.config.engine.noise_sequences)
+            found = measure_noise(self.forward, self.policy.chunks, batch, self.config.engine.noise_sequences)
         except NotFiniteError:  # the step's own scores meet it too, say so, and are skipped
             return {}
         self.entropy_noise = found["entropy/noise/p99"]
@@ -201,13 +169,11 @@ class Engine:
         rest = tuple(prompt[1:])
         rollout = Rollout("canary", 0, tuple(prompt[:1]), rest, (0.0,) * len(rest), "length", WeightsVersion(0))
         batch = pack([rollout] * self.ranks.dp).to(self.platform.device)  # each data-parallel rank needs a sequence
-        return score(replace(self.forward, temperature=1.0), self.model, batch).logprob[: len(rest)].tolist()
+        return score(replace(self.forward, temperature=1.0), self.policy.chunks, batch).logprob[: len(rest)].tolist()
 
     def update(self, batch: Batch) -> UpdateResult:
         """One optimizer step on a mini-batch that ``score`` has seen; skipped on every rank where a number is not finite."""
-        result = update(
-            self.forward, self.ddp, self.optimizer, self.schedule, self.objective, batch, entropy_noise=self.entropy_noise
-        )
+        result = update(self.forward, self.policy, self.objective, batch, entropy_noise=self.entropy_noise)
         if result.skipped:
             self.updates_skipped += 1
             if self._unscored and not result.not_finite and batch.old_logprobs_T.isnan().all():  # type: ignore[union-attr]
@@ -220,9 +186,7 @@ class Engine:
     # -- memory on GPUs that the servers use too -------------------------------------------------------------------------
 
     def _make_offloader(self) -> Offloader:
-        frozen = [] if self.reference is None else [self.reference]
-        barrier = partial(dist.barrier, self.host_group)
-        return Offloader(self.model, self.ddp, self.optimizer, self.platform.device, barrier, frozen)
+        return Offloader(self.policy, self.platform.device, partial(dist.barrier, self.host_group), self.reference or ())
 
     def onload(self) -> None:
         """Brings weights, optimizer states and gradients onto the GPU, for scores, updates and checkpoints.
@@ -258,7 +222,7 @@ class Engine:
 
     def weights_version(self, step: int) -> WeightsVersion:
         """The step, and the digest of the weights as they stand: the same on every rank. Every rank calls."""
-        return WeightsVersion(step, self._digest(self.params))
+        return WeightsVersion(step, self._digest(self.policy.params))
 
     def _digest(self, params: dict[str, torch.nn.Parameter]) -> str:
         own = fingerprint(shards_to_write(self.sources, self.ranks.rank), PlainWeights(params))
@@ -274,7 +238,7 @@ class Engine:
 
     def stream_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Full tensors under their Hugging Face names, on rank 0; None elsewhere. Every rank must exhaust it."""
-        return gather_to_root(self.sources, self.layouts[0].shapes, PlainWeights(self.params))
+        return gather_to_root(self.sources, self.layouts[0].shapes, PlainWeights(self.policy.params))
 
     def make_shard_sender(
         self, servers: VllmParallel, *, local: Mapping[int, int], dtype: torch.dtype, transport: TransportName, timeout_s: float
@@ -288,7 +252,7 @@ class Engine:
         """
         return ShardSender(
             reshard_plan(self.spec, self.split, servers, local),
-            PlainWeights(self.params),
+            PlainWeights(self.policy.params),
             rank=self.ranks.rank,
             dtype=dtype,
             broadcast_from_root=self.broadcast_from_root,
@@ -330,8 +294,8 @@ class Engine:
                 "identity": self.identity,
                 **state,
             },
-            optimizer=self.optimizer,
-            params=self.params,
+            optimizer=self.policy.optimizer,
+            params=self.policy.params,
             shards=shards_to_write(self.sources, self.ranks.rank),
             group=self.host_group,
         )
@@ -356,13 +320,13 @@ class Engine:
         self.entropy_noise = state.get("entropy_noise", 0.0)
         checkpoint.load(
             folder,
-            optimizer=self.optimizer,
-            params=self.params,
+            optimizer=self.policy.optimizer,
+            params=self.policy.params,
             layout=self.layouts[self.ranks.rank],
             updates=self.updates,
         )
-        self.schedule.num_steps = 0
-        self.schedule.step(increment=self.updates)
+        self.policy.schedule.num_steps = 0
+        self.policy.schedule.step(increment=self.updates)
         if not self.config.engine.fp8.params:  # these are rounded with scales that depend on how tensors are cut
             checkpoint.check_restored(folder, state, self.weights_version(state["step"]).digest)
         return state

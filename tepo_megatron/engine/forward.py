@@ -68,9 +68,15 @@ class Forward:
         return parts[self.ranks.dp_rank]
 
     def run(
-        self, model: torch.nn.Module, batch: Batch, micro_batches: Sequence[Sequence[int]], loss: LossFunction, *, train: bool
+        self,
+        chunks: Sequence[torch.nn.Module],
+        batch: Batch,
+        micro_batches: Sequence[Sequence[int]],
+        loss: LossFunction,
+        *,
+        train: bool,
     ) -> list[dict[str, Any]]:
-        """Runs forward, and backward if ``train``, over this rank's micro-batches.
+        """Runs forward, and backward if ``train``, over this rank's micro-batches. ``chunks``: this rank's part of a model.
 
         Every rank calls. Returns what ``loss`` kept of each micro-batch on the last pipeline stage, elsewhere an empty list.
         Where ``loss`` raised NotFiniteError the micro-batch's loss is NaN, and ``NOT_FINITE`` says why.
@@ -86,7 +92,7 @@ class Forward:
             return get_forward_backward_func()(
                 forward_step_func=lambda data, module: self._step(next(data), module, loss, train=train),
                 data_iterator=enumerate(padded),
-                model=[model],
+                model=list(chunks),
                 num_microbatches=len(padded),
                 seq_length=sizes[0],  # a packed micro-batch is one sequence to Megatron; stages with `one_length` count on it
                 micro_batch_size=1,

@@ -7,6 +7,8 @@ among another number of tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from tepo_megatron.types import Batch
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
-def measure_noise(forward: Forward, model: torch.nn.Module, batch: Batch, sequences: int) -> dict[str, float]:
+def measure_noise(forward: Forward, chunks: Sequence[torch.nn.Module], batch: Batch, sequences: int) -> dict[str, float]:
     """Quantiles of the noise of entropies (nats), token ratios and sequence ratios, over the response tokens (or sequences) of
     about ``sequences`` sequences of the batch, of all lengths. 0 where rounding does not depend on the place.
 
@@ -29,8 +31,8 @@ def measure_noise(forward: Forward, model: torch.nn.Module, batch: Batch, sequen
     shortest = int(alone.lengths_S.argmin())
     behind = alone.select([at for pair in ((shortest, own) for own in range(count)) for at in pair])
     mine = range(count)[ranks.dp_rank :: ranks.dp]
-    first = score_micro_batches(forward, model, alone, [[at] for at in mine])
-    second = score_micro_batches(forward, model, behind, [[2 * at, 2 * at + 1] for at in mine])
+    first = score_micro_batches(forward, chunks, alone, [[at] for at in mine])
+    second = score_micro_batches(forward, chunks, behind, [[2 * at, 2 * at + 1] for at in mine])
     at_T = behind.token_index([2 * at + 1 for at in range(count)])
     mask_T, index_T = alone.loss_mask_T, alone.sequence_index_T
     delta_T = torch.where(mask_T, second.logprob[at_T] - first.logprob, 0.0)

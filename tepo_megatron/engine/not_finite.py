@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 
 from tepo_megatron.engine.collectives import broadcast_json
 from tepo_megatron.engine.parallel import Ranks
+from tepo_megatron.engine.policy import Policy
 
 NOT_FINITE = "not_finite"
 """Key of a micro-batch's kept values under which ``Forward`` says why it has no loss."""
@@ -25,7 +25,7 @@ micro-batches whose loss is not finite), ``gradients`` (names of parameters) and
 
 
 def find_not_finite(
-    ranks: Ranks, ddp: DistributedDataParallel, kept: Sequence[Mapping[str, Any]], grad_norm: float, device: torch.device
+    ranks: Ranks, policy: Policy, kept: Sequence[Mapping[str, Any]], grad_norm: float, device: torch.device
 ) -> list[Found]:
     """What was not finite in an update before its optimizer step, by rank; empty where all was finite. Every rank calls, and
     gets the same.
@@ -34,10 +34,10 @@ def find_not_finite(
     of parameters on other tensor-parallel ranks, so that every rank looks at its own gradients too.
     """
     own = torch.zeros(ranks.world, dtype=torch.int32, device=device)
-    own[ranks.rank] = not (math.isfinite(grad_norm) and _losses_are_finite(kept) and _gradients_are_finite(ddp))
+    own[ranks.rank] = not (math.isfinite(grad_norm) and _losses_are_finite(kept) and _gradients_are_finite(policy))
     dist.all_reduce(own)
     bad = own.nonzero().flatten().tolist()[:_MOST_NAMES]
-    details = _details(ranks, ddp, kept) if ranks.rank in bad else None
+    details = _details(ranks, policy, kept) if ranks.rank in bad else None
     return [broadcast_json(details, source=rank, device=device) for rank in bad]
 
 
@@ -66,16 +66,16 @@ def _losses_are_finite(kept: Sequence[Mapping[str, Any]]) -> bool:
     return not kept or bool(torch.stack([torch.as_tensor(micro["loss"]) for micro in kept]).isfinite().all())
 
 
-def _gradients_are_finite(ddp: DistributedDataParallel) -> bool:
+def _gradients_are_finite(policy: Policy) -> bool:
     """One pass over the gradient buffers, without memory of their size: the largest magnitude carries a NaN along."""
-    buffers = [buffer.grad_data for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers) if buffer.grad_data.numel()]
+    held = [buffer for ddp in policy.ddp for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+    buffers = [buffer.grad_data for buffer in held if buffer.grad_data.numel()]
     return not buffers or bool(torch.stack([torch.linalg.vector_norm(b, math.inf) for b in buffers]).isfinite().all())
 
 
-def _details(ranks: Ranks, ddp: DistributedDataParallel, kept: Sequence[Mapping[str, Any]]) -> Found:
-    names = [
-        name for name, param in ddp.module.named_parameters() if param.requires_grad and not param.main_grad.isfinite().all()
-    ]
+def _details(ranks: Ranks, policy: Policy, kept: Sequence[Mapping[str, Any]]) -> Found:
+    trained = ((name, param) for name, param in policy.params.items() if param.requires_grad)
+    names = [name for name, param in trained if not param.main_grad.isfinite().all()]  # type: ignore[attr-defined]
     return {
         "rank": ranks.rank,
         "place": f"tp {ranks.tp_rank}, pp {ranks.pp_rank}, dp {ranks.dp_rank}",

@@ -11,9 +11,10 @@ from itertools import chain
 from typing import Literal
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch import Tensor
+
+from tepo_megatron.engine.policy import Policy
 
 OnDevice = Literal["everything", "weights", "nothing"]
 
@@ -79,21 +80,20 @@ class OffloadedStorages:
 class Offloader:
     """Which of weights, optimizer state and gradients is on the device. Every rank has one and calls it in step.
 
-    ``model`` is the one that is trained and sent. The optimizer's state is its fp32 masters and moments; masters that are the
-    model's parameters themselves count as weights, and ``frozen`` models, which are not sent, as optimizer state. Gradients are
-    not kept: they are zero between updates. ``barrier`` returns when all ranks have called it.
+    The policy is trained and sent. The optimizer's state is its fp32 masters and moments; masters that are the model's
+    parameters themselves count as weights, and ``frozen`` models, which are not sent, as optimizer state. Gradients are not
+    kept: they are zero between updates. ``barrier`` returns when all ranks have called it.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        ddp: DistributedDataParallel,
-        optimizer: MegatronOptimizer,
+        policy: Policy,
         device: torch.device,
         barrier: Callable[[], None],
         frozen: Iterable[torch.nn.Module] = (),
     ) -> None:
-        self._model, self._ddp, self._optimizer, self._device, self._barrier = model, ddp, optimizer, device, barrier
+        self._policy, self._device, self._barrier = policy, device, barrier
+        self._model = torch.nn.ModuleList(policy.chunks)
         self._frozen = torch.nn.ModuleList(frozen)
         self._weights, self._state = OffloadedStorages(device), OffloadedStorages(device)
         self._on_device = _PARTS["everything"]
@@ -109,10 +109,11 @@ class Offloader:
         coming, leaving = _PARTS[what] - self._on_device, self._on_device - _PARTS[what]
         self._on_device = _PARTS[what]
         if "gradients" in leaving:
-            self._ddp.offload_grad_buffers(synchronize=self._on_gpu, empty_cache=False)
+            for ddp in self._policy.ddp:
+                ddp.offload_grad_buffers(synchronize=self._on_gpu, empty_cache=False)
         if "optimizer" in leaving:
             weights = _storages(_parameters(self._model), self._device)
-            state = (tensor for tensor in _state(self._optimizer) if _identity(tensor) not in weights)
+            state = (tensor for tensor in _state(self._policy.optimizer) if _identity(tensor) not in weights)
             self._state.offload(chain(state, _parameters(self._frozen)))
             _drop_copies(self._frozen)
         if "weights" in leaving:
@@ -128,7 +129,8 @@ class Offloader:
         if "optimizer" in coming:
             self._state.onload()
         if "gradients" in coming:
-            self._ddp.restore_grad_buffers(synchronize=self._on_gpu)
+            for ddp in self._policy.ddp:
+                ddp.restore_grad_buffers(synchronize=self._on_gpu)
 
     @property
     def _on_gpu(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
@@ -14,10 +16,10 @@ from tepo_megatron.engine.fp8 import optimizer_options
 
 
 def build_optimizer(
-    config: OptimizerConfig, model: ModelConfig, fp8: Fp8Config, ddp: DistributedDataParallel
+    config: OptimizerConfig, model: ModelConfig, fp8: Fp8Config, ddp: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
     """Builds Adam over fp32 master weights (the parameters themselves if they are fp32). Every rank calls."""
-    with objects_as_json(next(ddp.parameters()).device):
+    with objects_as_json(next(ddp[0].parameters()).device):
         return get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -32,7 +34,7 @@ def build_optimizer(
                 use_distributed_optimizer=config.distributed,
                 **optimizer_options(fp8),
             ),
-            [ddp],
+            list(ddp),
         )
 
 

@@ -16,17 +16,17 @@ from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.types import Batch, TokenScores
 
 
-def score(forward: Forward, model: torch.nn.Module, batch: Batch) -> TokenScores:
+def score(forward: Forward, chunks: Sequence[torch.nn.Module], batch: Batch) -> TokenScores:
     """Scores the whole batch; detached, the same on every rank, 0 outside the loss mask. Every rank calls.
 
     They come out of the micro-batches that an update of the same batch is computed in. Raises NotFiniteError, on every rank,
     where a score is not finite.
     """
-    return score_micro_batches(forward, model, batch, forward.micro_batches(batch))
+    return score_micro_batches(forward, chunks, batch, forward.micro_batches(batch))
 
 
 def score_micro_batches(
-    forward: Forward, model: torch.nn.Module, batch: Batch, micro_batches: Sequence[Sequence[int]]
+    forward: Forward, chunks: Sequence[torch.nn.Module], batch: Batch, micro_batches: Sequence[Sequence[int]]
 ) -> TokenScores:
     """Scores as :func:`score` does, in the caller's micro-batches: those of this data-parallel rank, as sequence numbers.
 
@@ -37,7 +37,7 @@ def score_micro_batches(
         return scores.logprob.sum(), {"logprob": scores.logprob, "entropy": scores.entropy}
 
     with torch.no_grad():
-        kept = forward.run(model, batch, micro_batches, keep, train=False)
+        kept = forward.run(chunks, batch, micro_batches, keep, train=False)
     found = torch.zeros(2, batch.num_tokens, device=batch.tokens_T.device)
     failed = torch.zeros(forward.ranks.world, device=found.device)
     reasons = [scores[NOT_FINITE] for scores in kept if NOT_FINITE in scores]

@@ -3,8 +3,8 @@
 Megatron would divide the loss by the number of micro-batches and the gradient by the number of data-parallel ranks, which
 is a mean of means, the common error in this field. With ``calculate_per_token_loss`` (set in ``engine/model.py``) it does
 neither: it sums over micro-batches and ranks, and would divide by a token count at the very end, in
-``finalize_model_grads``. That last division is left out too (``finalize_gradients``), since the objective's numerator is
-divided here, once, by the denominator of the whole step.
+``finalize_model_grads``. That last division is left out too (``finalize_gradients`` in ``engine/policy.py``), since the
+objective's numerator is divided here, once, by the denominator of the whole step.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from tepo_megatron.engine.collectives import broadcast_json
 from tepo_megatron.engine.forward import Forward
 from tepo_megatron.engine.not_finite import find_not_finite, first_cause
+from tepo_megatron.engine.policy import Policy
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.types import Batch, ObjectiveOutput, TokenScores
 
@@ -60,27 +58,15 @@ class UpdateResult:
     not_finite: Sequence[Mapping[str, Any]] = ()
 
 
-def finalize_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
-    """Does Megatron's reductions over data-parallel, sequence-parallel and tied-embedding ranks, without its division."""
-    del num_tokens
-    finalize_model_grads(model, None, **kwargs)
-
-
 def update(
-    forward: Forward,
-    ddp: DistributedDataParallel,
-    optimizer: MegatronOptimizer,
-    schedule: OptimizerParamScheduler,
-    objective: StepObjective,
-    batch: Batch,
-    *,
-    entropy_noise: float = 0.0,
+    forward: Forward, policy: Policy, objective: StepObjective, batch: Batch, *, entropy_noise: float = 0.0
 ) -> UpdateResult:
     """Makes one optimizer step on the whole mini-batch, of which this rank computes its share. Every rank calls.
 
     ``batch`` carries advantages, old log-probs and old entropies; ``entropy_noise`` is what rounding alone may change an
     entropy by, in nats. If a loss, a gradient or the gradient norm of any rank is not finite, no rank makes the step.
     """
+    optimizer = policy.optimizer
     try:
         context = objective.prepare(batch, entropy_noise=entropy_noise)
     except NotFiniteError as error:  # every rank has the whole mini-batch, and ends up here alike
@@ -91,18 +77,19 @@ def update(
         value = output.numerator / output.denominator  # of the whole mini-batch, on every rank and micro-batch the same
         return value, {"loss": value.detach(), "metrics": output.metrics, "extrema": output.extrema}
 
-    ddp.zero_grad_buffer()
+    for ddp in policy.ddp:
+        ddp.zero_grad_buffer()
     optimizer.zero_grad()
-    kept = forward.run(ddp, batch, forward.micro_batches(batch), loss, train=True)
+    kept = forward.run(policy.ddp, batch, forward.micro_batches(batch), loss, train=True)
     with forward.platform.megatron():
         # The norm is computed before step(), which would scale by it: a NaN must not reach the weights.
         optimizer.prepare_grads()
         grad_norm = float(optimizer.get_grad_norm())
-        found = find_not_finite(forward.ranks, ddp, kept, grad_norm, forward.platform.device)
+        found = find_not_finite(forward.ranks, policy, kept, grad_norm, forward.platform.device)
         if found:  # neither optimizer nor schedule steps, as in Megatron's own loop after an overflow
             cause, lr = first_cause(found, grad_norm), optimizer.param_groups[0]["lr"]
             return UpdateResult(math.nan, grad_norm, lr, {}, {}, skipped=cause, not_finite=found)
-        schedule.step(increment=1)
+        policy.schedule.step(increment=1)
         optimizer.step()
     total, sums, extrema = _reduce(kept, forward)
     return UpdateResult(total, grad_norm, optimizer.param_groups[0]["lr"], sums, extrema)

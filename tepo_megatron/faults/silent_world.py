@@ -85,7 +85,7 @@ class World:
         self.clean: dict[str, float] = self._ask(Canary(tolerance(self.config)))["figures"]
 
     def _copy(self) -> dict[str, torch.Tensor]:
-        return {name: param.detach().clone() for name, param in self.engine.params.items()}
+        return {name: param.detach().clone() for name, param in self.engine.policy.params.items()}
 
     def _train(self) -> None:
         batch = self._sample()
@@ -95,7 +95,7 @@ class World:
     def _update(self, which: int) -> None:
         """The weights before (0) or after (1) the step, into trainer and server."""
         with torch.no_grad():
-            for name, param in self.engine.params.items():
+            for name, param in self.engine.policy.params.items():
                 param.copy_(self.weights[which][name])
         self.updates += 1
         self.fleet.update_weights_from_shards(self.engine.weights_version(self.updates), self.sender)

@@ -54,7 +54,7 @@ def round_inputs(engine: Any, ranks: int) -> None:
         rounded = (args[0] * scale).to(torch.float8_e4m3fn).to(args[0].dtype) / scale
         return (args[0] + (rounded - args[0]).detach(), *args[1:])
 
-    for name, module in engine.model.decoder.named_modules():
+    for name, module in engine.policy.chunks[0].decoder.named_modules():
         if name.rsplit(".", 1)[-1].startswith("linear_"):
             module.register_forward_pre_hook(quantise)
 
@@ -65,8 +65,8 @@ def run_padded(engine: Any, batch: Any, multiple: int) -> dict[str, Any]:
 
     forward = replace(engine.forward, token_multiple=multiple)
     sizes: list[int] = []
-    hook = engine.model.register_forward_pre_hook(lambda _, args: sizes.append(args[0].size(1)))
-    scores = score(forward, engine.model, batch)
+    hook = engine.policy.chunks[0].register_forward_pre_hook(lambda _, args: sizes.append(args[0].size(1)))
+    scores = score(forward, engine.policy.chunks, batch)
     scored = batch.with_(old_logprobs_T=scores.logprob, old_entropy_T=scores.entropy)
     context = engine.objective.prepare(scored)
 
@@ -75,15 +75,15 @@ def run_padded(engine: Any, batch: Any, multiple: int) -> dict[str, Any]:
         value = output.numerator / output.denominator + 0.01 * scores.entropy.sum()
         return value, {"loss": value.detach()}
 
-    engine.ddp.zero_grad_buffer()
-    kept = forward.run(engine.ddp, scored, forward.micro_batches(scored), loss, train=True)
+    engine.policy.ddp[0].zero_grad_buffer()
+    kept = forward.run(engine.policy.ddp, scored, forward.micro_batches(scored), loss, train=True)
     hook.remove()
     return {
         "sizes": sizes,
         "logprobs": scored.old_logprobs_T,
         "entropy": scored.old_entropy_T,
         "loss": sum(float(micro["loss"]) for micro in kept),
-        "gradients": {name: param.main_grad.clone() for name, param in engine.params.items()},
+        "gradients": {name: param.main_grad.clone() for name, param in engine.policy.params.items()},
     }
 
 
@@ -127,7 +127,7 @@ def upcast_work(world: int, model: Path, folder: Path) -> dict[str, Any]:
     round_inputs(engine, world)
     batch = engine.batch_from_root(draw_rollouts(LENGTHS))
     logits: list[torch.Tensor] = []
-    engine.model.output_layer.register_forward_hook(lambda _, __, output: logits.append(output[0].detach().clone()))
+    engine.policy.chunks[0].output_layer.register_forward_hook(lambda _, __, output: logits.append(output[0].detach().clone()))
     forward = replace(engine.forward, micro_batch_tokens=4096)
     seen: list[Any] = []
 
@@ -136,7 +136,7 @@ def upcast_work(world: int, model: Path, folder: Path) -> dict[str, Any]:
         return scores.logprob.sum(), {}
 
     with torch.no_grad():
-        forward.run(engine.model, batch, forward.micro_batches(batch), keep, train=False)
+        forward.run(engine.policy.chunks, batch, forward.micro_batches(batch), keep, train=False)
     engine.update(engine.score(batch))
     saved = engine.save(folder, step=1, state={})
     assert engine.load(saved)["step"] == 1
@@ -147,7 +147,7 @@ def upcast_work(world: int, model: Path, folder: Path) -> dict[str, Any]:
         "mask": micro.loss_mask_T,
         "logprob": scores.logprob,
         "entropy": scores.entropy,
-        "norms": {param.dtype for name, param in engine.params.items() if "norm" in name},
+        "norms": {param.dtype for name, param in engine.policy.params.items() if "norm" in name},
     }
 
 

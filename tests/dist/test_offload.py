@@ -43,12 +43,12 @@ def train(config: RunConfig, model_dir: Path, *, moves: bool) -> Outcome:
 
     def check(*, weights: bool, rest: bool) -> None:
         """What has memory. Masters that are parameters go with them."""
-        params = {_identity(param) for param in engine.params.values()}
-        assert {bool(param.untyped_storage().nbytes()) for param in engine.params.values()} == {weights}
-        assert {bool(buffer.grad_data.untyped_storage().nbytes()) for buffer in engine.ddp.buffers} == {rest}
+        params = {_identity(param) for param in engine.policy.params.values()}
+        assert {bool(param.untyped_storage().nbytes()) for param in engine.policy.params.values()} == {weights}
+        assert {bool(buffer.grad_data.untyped_storage().nbytes()) for buffer in engine.policy.ddp[0].buffers} == {rest}
         if engine.reference is not None:
-            assert {bool(param.untyped_storage().nbytes()) for param in engine.reference.parameters()} == {rest}
-        state = [tensor for tensor in _state(engine.optimizer) if _identity(tensor) not in params]
+            assert {bool(param.untyped_storage().nbytes()) for param in engine.reference[0].parameters()} == {rest}
+        state = [tensor for tensor in _state(engine.policy.optimizer) if _identity(tensor) not in params]
         assert {bool(tensor.untyped_storage().nbytes()) for tensor in state} <= {rest}
 
     def move(to: Callable[[], None], *, weights: bool, rest: bool) -> None:
@@ -71,8 +71,8 @@ def train(config: RunConfig, model_dir: Path, *, moves: bool) -> Outcome:
     if moves:
         assert engine.offloader is not None
         assert engine.offloader.most_offloaded > 0
-    state = {f"{name} {kind}": name_of(value) for name, kind, value in collect(engine.optimizer, engine.params)}
-    weights = {name: name_of(param.detach()) for name, param in engine.params.items()}
+    state = {f"{name} {kind}": name_of(value) for name, kind, value in collect(engine.policy.optimizer, engine.policy.params)}
+    weights = {name: name_of(param.detach()) for name, param in engine.policy.params.items()}
     parallel_state.destroy_model_parallel()
     return {**state, **weights}
 

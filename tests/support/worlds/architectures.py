@@ -32,7 +32,7 @@ def one_model(config: RunConfig, rollouts: Path, out: Path) -> Any:
     engine.export(out / "initial")
     batch = engine.batch_from_root(read_rollouts(rollouts, 0) if is_root else None)
     outputs: list[Tensor] = []  # of the model on this rank, for each micro-batch
-    hook = engine.model.register_forward_hook(lambda _model, _inputs, output: outputs.append(output.clone()))
+    hook = engine.policy.chunks[0].register_forward_hook(lambda _model, _inputs, output: outputs.append(output.clone()))
     batch = engine.score(batch)
     hook.remove()
     save_logits(engine, batch, outputs, out)

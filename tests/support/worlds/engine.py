@@ -29,7 +29,7 @@ def main() -> None:
 
     engine = Engine(config, Path(config.model.path))
     forwarded: list[int] = []
-    engine.model.register_forward_pre_hook(lambda _module, inputs: forwarded.append(inputs[0].numel()))
+    engine.policy.chunks[0].register_forward_pre_hook(lambda _module, inputs: forwarded.append(inputs[0].numel()))
     start = 0
     if case["resume"]:
         start = engine.load(Path(case["resume"]))["step"]

@@ -43,7 +43,7 @@ def one_model(config: RunConfig, rollouts: Path, out: Path, resume: str | None) 
 
     engine = Engine(config, Path(config.model.path), MeanSurprise())
     is_root = engine.ranks.rank == 0
-    built = {name: tuple(param.shape) for name, param in engine.params.items()}
+    built = {name: tuple(param.shape) for name, param in engine.policy.params.items()}
     assert built == dict(engine.layouts[engine.ranks.rank].params)
     engine.export(out / "initial")
     batch = engine.score(engine.batch_from_root(read_rollouts(rollouts, 0) if is_root else None))

@@ -38,12 +38,12 @@ def main() -> None:
         if plant["kind"] == "sampler":
             broken = [*rollouts[:3], replace(rollouts[3], sampler_logprobs=(float("nan"), *rollouts[3].sampler_logprobs[1:]))]
             batch = engine.batch_from_root([*broken, *rollouts[4:]] if rank == 0 else None)
-        before = digest(engine), engine.updates, engine.optimizer.param_groups[0]["lr"]
+        before = digest(engine), engine.updates, engine.policy.optimizer.param_groups[0]["lr"]
         with planted(engine, plant, phase="score"):
             batch = engine.score(batch)
         with planted(engine, plant, phase="update"):
             result = engine.update(batch)
-        after = digest(engine), engine.updates, engine.optimizer.param_groups[0]["lr"]
+        after = digest(engine), engine.updates, engine.policy.optimizer.param_groups[0]["lr"]
         seen = {"skipped": result.skipped, "unchanged": before == after, "found": list(result.not_finite)}
         report["plants"].append({**plant, **seen})
     report["skipped"] = engine.updates_skipped
@@ -70,9 +70,9 @@ def digest(engine: Any) -> str:
     from tepo_megatron.engine.optimizer_state import collect
 
     seen = hashlib.blake2b()
-    for name, state, tensor in collect(engine.optimizer, engine.params):
+    for name, state, tensor in collect(engine.policy.optimizer, engine.policy.params):
         seen.update(f"{name} {state}".encode() + tensor.numpy().tobytes())
-    for param in engine.params.values():
+    for param in engine.policy.params.values():
         seen.update(param.detach().float().numpy().tobytes())
     return seen.hexdigest()
 
@@ -84,7 +84,7 @@ def planted(engine: Any, plant: dict[str, Any], *, phase: str) -> Iterator[None]
     if plant["rank"] == engine.ranks.rank and plant.get("phase", "update") == phase:
         value = float(plant["value"])
         if plant["kind"] == "gradient":
-            param = next(param for name, param in engine.params.items() if plant["parameter"] in name)
+            param = next(param for name, param in engine.policy.params.items() if plant["parameter"] in name)
             handles.append(param.register_hook(lambda gradient: gradient * value))
         if plant["kind"] == "logits":
 
@@ -92,7 +92,7 @@ def planted(engine: Any, plant: dict[str, Any], *, phase: str) -> Iterator[None]
                 logits, bias = output
                 return logits * value, bias
 
-            handles.append(engine.model.output_layer.register_forward_hook(spoil))
+            handles.append(engine.policy.chunks[0].output_layer.register_forward_hook(spoil))
     try:
         yield
     finally:

@@ -36,7 +36,7 @@ def main() -> None:
         engine = Engine(config, model_dir)
         sender = make_shard_sender(config, engine)
         torch.manual_seed(0)
-        first = {name: param.detach().clone() for name, param in engine.params.items()}
+        first = {name: param.detach().clone() for name, param in engine.policy.params.items()}
         other = {name: values * (1 + 0.05 * torch.randn(values.shape)) for name, values in first.items()}
 
         def answer() -> list[float]:
@@ -44,7 +44,7 @@ def main() -> None:
             return logprobs
 
         def become(weights: dict[str, torch.Tensor]) -> None:
-            for name, param in engine.params.items():
+            for name, param in engine.policy.params.items():
                 param.data.copy_(weights[name])
 
         report = {"first_from_disk": answer()}

@@ -33,7 +33,7 @@ def main() -> None:
     engine.save(folder, step=1, state={})
     engine.entropy_noise = 0.5
     with torch.no_grad():
-        for param in engine.params.values():
+        for param in engine.policy.params.values():
             param.add_(1.0)
     if case["limited_rank"] == engine.ranks.rank:  # Python ignores the signal, so that the write itself fails
         resource.setrlimit(resource.RLIMIT_FSIZE, (case["limit"], resource.RLIM_INFINITY))

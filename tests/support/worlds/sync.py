@@ -58,7 +58,7 @@ def ask(canary: Canary, engine: Any, fleet: Fleet | None, step: int) -> float | 
 
 def ask_with_a_permuted_tensor(engine: Any, fleet: Fleet | None) -> float | str:
     """As it would be if one projection had come to the servers with its rows in another order."""
-    weight = engine.params["decoder.layers.0.self_attention.linear_proj.weight"].data
+    weight = engine.policy.params["decoder.layers.0.self_attention.linear_proj.weight"].data
     kept = weight.clone()
     weight.copy_(kept.roll(1, 0))
     said = ask(Canary(tolerance(engine.config)), engine, fleet, 2)

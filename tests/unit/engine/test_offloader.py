@@ -54,7 +54,8 @@ def test_copies_in_fp8_leave_with_the_weights() -> None:
     model._fp8_workspaces = {"weight": torch.zeros(9)}  # as Transformer Engine's modules have it
     optimizer: Any = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[], state={}))
     ddp: Any = SimpleNamespace(offload_grad_buffers=lambda **_: None, restore_grad_buffers=lambda **_: None)
-    offloader = offload.Offloader(model, ddp, optimizer, CPU, barrier=lambda: None)
+    policy: Any = SimpleNamespace(chunks=[model], ddp=[ddp], optimizer=optimizer)
+    offloader = offload.Offloader(policy, CPU, barrier=lambda: None)
     offloader.onload_only("weights")
     assert model._fp8_workspaces
     offloader.onload_only("nothing")

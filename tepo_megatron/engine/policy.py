@@ -1,0 +1,107 @@
+"""What is trained on this rank: the chunks of the model, and what makes steps on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from tepo_megatron.bridge.architecture import ModelSpec
+from tepo_megatron.bridge.geometry import ShardLayout
+from tepo_megatron.config import RunConfig
+from tepo_megatron.engine import fp8
+from tepo_megatron.engine.fp8_weights import load_weights
+from tepo_megatron.engine.layers import Layers
+from tepo_megatron.engine.model import build_model, transformer_config
+from tepo_megatron.engine.optimizer import build_optimizer, build_schedule
+from tepo_megatron.engine.optimizer_state import set_master
+from tepo_megatron.engine.parallel import Ranks
+from tepo_megatron.engine.platform import Platform
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The model that is trained, and its optimizer. A rank has one chunk of it, or several where stages are interleaved."""
+
+    chunks: Sequence[GPTModel]
+    ddp: Sequence[DistributedDataParallel]
+    """Megatron's wrapper of each chunk, which holds the gradients."""
+
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
+    params: dict[str, torch.nn.Parameter] = field(repr=False)
+    """By the names that the bridge's layouts have for them."""
+
+
+@dataclass(frozen=True)
+class PolicyBuilder:
+    """Builds models of this run on this rank, with the weights that it starts from. Every rank calls, in the same order."""
+
+    config: RunConfig
+    spec: ModelSpec
+    weights: Path
+    """The folder, or shards, that weights are read from (``bridge.storage.files.load_into``)."""
+
+    platform: Platform
+    layers: Layers
+    ranks: Ranks
+    layout: ShardLayout
+
+    def policy(self) -> Policy:
+        """Builds the model that is trained, with its optimizer. Raises ValueError for weights that are not this model's."""
+        with self.platform.megatron():
+            megatron, chunks = self._chunks()
+            params = named_parameters(chunks)
+            unrounded = load_weights(self.weights, self.layout, params)
+            options = self._ddp_config()
+            ddp = [DistributedDataParallel(megatron, options, chunk) for chunk in chunks]
+            config = self.config
+            optimizer = build_optimizer(config.optimizer, config.model, config.engine.fp8, ddp)
+            for name, values in unrounded.items():
+                set_master(optimizer, params[name], values)
+            schedule = build_schedule(config.optimizer, optimizer, total_steps=config.train.steps * config.train.minibatches)
+            megatron.finalize_model_grads_func = finalize_gradients
+            megatron.grad_scale_func = optimizer.scale_loss
+        return Policy(chunks, ddp, optimizer, schedule, params)
+
+    def reference(self) -> list[GPTModel]:
+        """Builds a frozen copy of the first weights, for objectives with a KL term against them."""
+        with self.platform.megatron():
+            _, chunks = self._chunks()
+        load_weights(self.weights, self.layout, named_parameters(chunks))
+        return [chunk.requires_grad_(False) for chunk in chunks]
+
+    def _chunks(self) -> tuple[TransformerConfig, list[GPTModel]]:
+        config = self.config
+        megatron = transformer_config(self.spec, config.model, config.engine, self.platform, self.layers)
+        return megatron, [build_model(self.spec, megatron, self.ranks, self.layers)]
+
+    def _ddp_config(self) -> DistributedDataParallelConfig:
+        return DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=self.config.optimizer.distributed,
+            overlap_grad_reduce=False,
+            **fp8.gather_options(self.config.engine.fp8),
+        )
+
+
+def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """Returns all parameters under the names of the bridge's layouts."""
+    (chunk,) = chunks
+    return dict(chunk.named_parameters())
+
+
+def finalize_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
+    """Does Megatron's reductions over data-parallel, sequence-parallel and tied-embedding ranks, without its division, as
+    ``engine/step.py`` explains."""
+    del num_tokens
+    finalize_model_grads(model, None, **kwargs)
