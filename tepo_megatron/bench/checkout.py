@@ -20,8 +20,9 @@ def own_root() -> Path:
 
 @contextmanager
 def source_of(state: str) -> Iterator[Path | None]:
-    """Within the block there is a folder with the package as it was in ``state``: a folder that has it, or a git revision of this
-    checkout, whose files are in a temporary folder; None for ``none``.
+    """Within the block there is a folder with the package as it was in ``state``; None for ``none``.
+
+    ``state`` is a folder that has it, or a git revision of this checkout, whose files are put into a temporary folder.
 
     Raises ValueError if there is no such folder or revision.
     """
@@ -43,7 +44,7 @@ def _archive(revision: str) -> bytes:
     try:
         found = subprocess.run(command, capture_output=True, check=False)
     except FileNotFoundError:
-        raise ValueError(f"--before {revision} is no folder, and git is not installed; give a folder, or --before none") from None
+        raise ValueError(f"--before {revision} is no folder, and there is no git here; give a folder, or none") from None
     if found.returncode:
         raise ValueError(
             f"--before {revision} is neither a folder nor a revision that git finds in {own_root()} "

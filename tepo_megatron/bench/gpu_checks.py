@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.bench.settings import ScoreMeasurement, RecipeMeasurement
+from tepo_megatron.bench.settings import RecipeMeasurement, ScoreMeasurement
 
 Figures = Callable[[Path, str], Mapping[str, Any]]
 """(folder of the part's results, what it printed) → figures of the report. Raises ValueError if they are missing."""

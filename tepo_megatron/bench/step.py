@@ -97,8 +97,8 @@ def _measure_ratio(setting: StepSetting, layout: str, ratio: float, worlds: dict
     for row in rows.values():
         if any(abs(loss - first) > AGREEMENT for loss in row.losses):
             raise RuntimeError(
-                f"{layout}, longest/mean {ratio:g}: {row.method} has the mean log-probs {row.losses}, {OURS} {first}; they do not "
-                "compute the same, and their times say nothing"
+                f"{layout}, longest/mean {ratio:g}: {row.method} has the mean log-probs {row.losses}, {OURS} {first}; they do "
+                "not compute the same, and their times say nothing"
             )
     return list(rows.values())
 
@@ -142,9 +142,7 @@ def _spread(theirs: Sequence[float], ours: Sequence[float]) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
 
 
-def write_results(
-    results: Sequence[StepMeasurement], folder: Path, setting: StepSetting, before: str
-) -> tuple[Path, Path]:
+def write_results(results: Sequence[StepMeasurement], folder: Path, setting: StepSetting, before: str) -> tuple[Path, Path]:
     """Writes ``step-<size>.json`` and ``.md`` with date, machine and versions; returns both paths."""
     record = {"setting": asdict(setting), "before": before, "results": [asdict(row) for row in results]}
     note = f"median of {setting.repeats}, least and greatest in brackets · before: {before[:9]}"

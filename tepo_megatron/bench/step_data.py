@@ -70,4 +70,5 @@ def rank_arguments(setting: StepSetting, layout: str) -> dict[str, Any]:
         # So small that the weights stay what they are: every repeat, and every method, computes on the same.
         "optimizer": {"lr": 1e-12, "warmup_steps": 0},
     }
-    return {"config": config, "lengths": {f"{ratio:g}": draw_lengths(setting, ratio) for ratio in setting.ratios}}
+    lengths = {f"{ratio:g}": draw_lengths(setting, ratio) for ratio in setting.ratios}
+    return {"config": config, "lengths": lengths, "group": GROUP, "prompt": PROMPT}

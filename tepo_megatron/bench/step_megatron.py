@@ -15,18 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tepo_megatron.engine.engine import Engine
-from tepo_megatron.engine.fp8_weights import load_weights
-from tepo_megatron.engine.model import build_model, transformer_config
-from tepo_megatron.engine.optimizer import build_optimizer, build_schedule
+from tepo_megatron.engine.policy import PolicyBuilder
 from tepo_megatron.types import Batch, Rollout
 
 
@@ -42,31 +42,38 @@ class MicroBatch:
     packed: PackedSeqParams | None
 
 
+class _PackedBuilder(PolicyBuilder):
+    """A mean loss over tokens, micro-batches and ranks, as pretrain_gpt has it, where ours is a sum (``engine/step.py``)."""
+
+    def _chunks(self) -> tuple[TransformerConfig, list[GPTModel]]:
+        megatron, chunks = super()._chunks()
+        megatron.calculate_per_token_loss = False
+        return megatron, chunks
+
+
+class _RowsBuilder(_PackedBuilder):
+    """Megatron's own attention, which has no parameters."""
+
+    def _chunks(self) -> tuple[TransformerConfig, list[GPTModel]]:
+        megatron, chunks = super()._chunks()
+        for chunk in chunks:
+            for layer in chunk.decoder.layers:
+                own = DotProductAttention(megatron, layer.layer_number, AttnMaskType.causal, "self")
+                layer.self_attention.core_attention = own
+        return megatron, chunks
+
+
 class MegatronStep:
     """A ``step_rank.Method``. The weights are the engine's, as they were loaded."""
 
     def __init__(self, engine: Engine, *, rows: bool) -> None:
         self.engine, self.rows = engine, rows
-        config = engine.config
-        with engine.platform.megatron():
-            self.megatron = transformer_config(engine.spec, config.model, config.engine, engine.platform, engine.layers)
-            self.megatron.calculate_per_token_loss = False  # a mean over micro-batches and ranks, as pretrain_gpt has it
-            model = build_model(engine.spec, self.megatron, engine.ranks, engine.layers)
-            if rows:
-                for layer in model.decoder.layers:
-                    attention = DotProductAttention(self.megatron, layer.layer_number, AttnMaskType.causal, "self")
-                    layer.self_attention.core_attention = attention
-            load_weights(engine.model_dir, engine.layouts[engine.ranks.rank], dict(model.named_parameters()))
-            options = DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=config.optimizer.distributed,
-                check_for_nan_in_grad=True,
-            )
-            self.ddp = DistributedDataParallel(self.megatron, options, model)
-            self.optimizer = build_optimizer(config.optimizer, config.model, config.engine.fp8, self.ddp)
-            self.schedule = build_schedule(config.optimizer, self.optimizer, total_steps=1)
-        self.megatron.finalize_model_grads_func = finalize_model_grads
-        self.megatron.grad_scale_func = self.optimizer.scale_loss
+        layout = engine.layouts[engine.ranks.rank]
+        parts = (engine.config, engine.spec, engine.model_dir, engine.platform, engine.layers, engine.ranks, layout)
+        self.policy = (_RowsBuilder if rows else _PackedBuilder)(*parts).policy()
+        for ddp in self.policy.ddp:
+            ddp.ddp_config.check_for_nan_in_grad = True  # pretrain_gpt's default
+            ddp.config.finalize_model_grads_func = finalize_model_grads
 
     def load(self, rollouts: list[Rollout]) -> list[MicroBatch]:
         batch = self.engine.batch_from_root(rollouts)
@@ -81,18 +88,19 @@ class MegatronStep:
 
     def update(self, scored: list[MicroBatch]) -> None:
         """The order of ``train_step`` in Megatron's own loop, with what that reduces over ranks for its log."""
-        self.ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        for ddp in self.policy.ddp:
+            ddp.zero_grad_buffer()
+        self.policy.optimizer.zero_grad()
         kept = self._run(scored, forward_only=False)
         with self.engine.platform.megatron():
-            successful, grad_norm, _ = self.optimizer.step()
+            successful, grad_norm, _ = self.policy.optimizer.step()
         group = parallel_state.get_model_parallel_group()
         flag, norm = torch.tensor([float(successful)]), torch.tensor([float(grad_norm)])
         dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
         dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
         if not flag.item():
             raise RuntimeError("Megatron's optimizer made no step")
-        self.schedule.step(increment=1)
+        self.policy.schedule.step(increment=1)
         self._mean_loss(kept)
 
     def _run(self, data: list[MicroBatch], *, forward_only: bool) -> list[dict[str, Tensor]]:
@@ -100,7 +108,7 @@ class MegatronStep:
             return get_forward_backward_func()(
                 forward_step_func=self._forward_step,
                 data_iterator=iter(data),
-                model=[self.ddp],
+                model=list(self.policy.ddp),
                 num_microbatches=len(data),
                 seq_length=data[0].tokens.size(1),
                 micro_batch_size=data[0].tokens.size(0),
@@ -109,9 +117,7 @@ class MegatronStep:
 
     def _forward_step(self, data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
         micro = next(data)
-        output = model(
-            micro.tokens, micro.positions, micro.attention_mask, labels=micro.labels, packed_seq_params=micro.packed
-        )
+        output = model(micro.tokens, micro.positions, micro.attention_mask, labels=micro.labels, packed_seq_params=micro.packed)
 
         def loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             """pretrain_gpt's ``loss_func``; it also keeps each token's loss, of which an RL step makes log-probs."""

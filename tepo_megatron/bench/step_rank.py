@@ -13,15 +13,17 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.engine.engine import Engine
 from tepo_megatron.types import Rollout, WeightsVersion
+
+if TYPE_CHECKING:
+    from tepo_megatron.engine.engine import Engine
 
 R = TypeVar("R")
 
@@ -57,19 +59,19 @@ class Ours:
             raise RuntimeError(f"the update was skipped: {result.skipped}")
 
 
-def make_rollouts(lengths: list[int], vocab_size: int) -> list[Rollout]:
-    """Returns responses of random tokens in groups of four, every second one rewarded; ``lengths`` include four of the prompt."""
+def make_rollouts(lengths: list[int], vocab_size: int, *, group: int, prompt: int) -> list[Rollout]:
+    """Returns random responses in groups, every second one rewarded; ``lengths`` include the ``prompt`` tokens."""
     generator = torch.Generator().manual_seed(1)
     rollouts = []
     for number, length in enumerate(lengths):
         ids = torch.randint(vocab_size, (length,), generator=generator).tolist()
         rollouts.append(
             Rollout(
-                problem_id=f"group {number // 4}",
-                group=number // 4,
-                prompt_ids=tuple(ids[:4]),
-                response_ids=tuple(ids[4:]),
-                sampler_logprobs=(0.0,) * (length - 4),
+                problem_id=f"group {number // group}",
+                group=number // group,
+                prompt_ids=tuple(ids[:prompt]),
+                response_ids=tuple(ids[prompt:]),
+                sampler_logprobs=(0.0,) * (length - prompt),
                 finish_reason="length",
                 weights_version=WeightsVersion(0),
                 reward=float(number % 2),
@@ -109,6 +111,8 @@ def make_method(name: str, engine: Engine) -> Method:
 def main(arguments: dict[str, Any], reply: int) -> None:
     """Makes the engine, then one step for each request: ``method``, ``ratio``, ``memory`` (whether that is asked, not time)."""
     warnings.simplefilter("ignore")  # Megatron's, about accelerators that are not measured here
+    from tepo_megatron.engine.engine import Engine
+
     os.environ["KINETO_LOG_LEVEL"] = "99"
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -124,7 +128,8 @@ def main(arguments: dict[str, Any], reply: int) -> None:
             if name not in methods:
                 methods[name] = make_method(name, engine)
             if (name, ratio) not in loaded:
-                rollouts = make_rollouts(arguments["lengths"][ratio], engine.spec.vocab_size)
+                sizes = {name: arguments[name] for name in ("group", "prompt")}
+                rollouts = make_rollouts(arguments["lengths"][ratio], engine.spec.vocab_size, **sizes)
                 loaded[name, ratio] = methods[name].load(rollouts)
             answers.write(json.dumps(_step(methods[name], loaded[name, ratio], memory=request["memory"])) + "\n")
             answers.flush()

@@ -1,4 +1,4 @@
-"""The parent's side of the ranks of ``tepo bench step``: a world of processes of one thread each, asked for one step at a time."""
+"""The parent's side of the ranks of ``tepo bench step``: processes of one thread each, asked for one step at a time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from tepo_megatron.bench import step_rank
 from tepo_megatron.bench.settings import StepSetting
 from tepo_megatron.bench.step_data import rank_arguments
 from tepo_megatron.config import RunConfig
+
+_SCRIPT = Path(__file__).with_name("step_rank.py")
 
 _END_S = 20.0
 """Seconds that ranks have to end by themselves."""
@@ -50,7 +51,7 @@ class World:
         try:
             # -P: the script's own folder is no place to import from, since the package may be another checkout's
             process = subprocess.Popen(
-                [sys.executable, "-P", step_rank.__file__, json.dumps(arguments), str(writing)],
+                [sys.executable, "-P", str(_SCRIPT), json.dumps(arguments), str(writing)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -116,7 +116,8 @@ def step_command(
     ] = "tp2,dp2,pp2",
     ratios: Annotated[str, typer.Option("--ratios", help="The longest sequence over the mean, with commas.")] = "1,3,10",
     before: Annotated[
-        str, typer.Option("--before", help="An older state to compare with: a git revision, another checkout's folder, or none.")
+        str,
+        typer.Option("--before", help="An older state beside it: a git revision, another checkout's folder, or none."),
     ] = step.BEFORE,
     size: Annotated[str, typer.Option("--size", help="tiny or small: a Llama with random weights.")] = "small",
     sequences: Annotated[int, typer.Option("--sequences", help="Responses of a step, in groups of 4.", min=4)] = 40,

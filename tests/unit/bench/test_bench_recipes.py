@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from tepo_megatron.bench.settings import RecipeSetting
 from tepo_megatron.bench.recipes import SIZES, run
+from tepo_megatron.bench.settings import RecipeSetting
 from tepo_megatron.bridge.architecture import model_spec
 from tepo_megatron.bridge.layouts import tensor_shapes
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from benchmarks.compare_masks import by_entropy, describe
-from tepo_megatron.bench.settings import RecipeSetting
-from tepo_megatron.bench.recipes import SIZES
 from tepo_megatron.bench.recipe_run import make_model, make_rollouts
+from tepo_megatron.bench.recipes import SIZES
+from tepo_megatron.bench.settings import RecipeSetting
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.rollout.record import write_rollouts
