@@ -1,25 +1,27 @@
 # The servers: vLLM, and this package for its plugin. Build in the checkout:
 #   docker build -f docker/rollout.Dockerfile -t tepo-rollout .
-# For a site without a network: --build-arg BASE=registry.inner/vllm-openai:v0.32.0, and PIP_INDEX_URL.
-ARG BASE=vllm/vllm-openai:v0.32.0
+# For a site without a network: --build-arg BASE=registry.inner/cuda:13.0.2-cudnn-devel-ubuntu24.04, and PIP_INDEX_URL.
+# Versions are those of docker/pins.txt, the trainer's too. vLLM's own image would bring another NCCL than the trainer's.
+ARG BASE=nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
 FROM ${BASE}
 
+RUN apt-get update && apt-get install -y --no-install-recommends python3-dev python3-venv && rm -rf /var/lib/apt/lists/* && \
+    python3 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
+
 ARG PIP_INDEX_URL
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore HF_HUB_OFFLINE=1
+COPY docker/pins.txt /etc/tepo-pins.txt
+ENV PIP_CONSTRAINT=/etc/tepo-pins.txt PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore \
+    HF_HUB_OFFLINE=1
+RUN pip install torch nvidia-nccl-cu13 vllm
 
-# --no-deps: vLLM's own pins stay. Beside them `tepo serve` imports only these; the trainer's needs are not installed.
+# --no-deps: vLLM's own needs stay. Beside them `tepo serve` imports only these; the trainer's are not installed.
 COPY . /opt/tepo-megatron
-RUN python3 -m pip install --no-deps /opt/tepo-megatron && \
-    python3 -m pip install omegaconf 'pydantic>=2.12' 'typer>=0.15' 'rich>=13' && \
-    ln -sf "$(command -v python3)" /usr/local/bin/python
+WORKDIR /opt/tepo-megatron
+RUN pip install --no-deps /opt/tepo-megatron && pip install omegaconf 'pydantic>=2.12' 'typer>=0.15' 'rich>=13'
 
-# The image's own entry point starts a server without our key: `tepo serve` does.
-ENTRYPOINT []
-
-# Checked where the image is made: vLLM's version, and that it finds the plugin.
-RUN python -c "\
+# Checked where the image is made: that it is what the pins say, and that vLLM finds the plugin.
+RUN python docker/check_pins.py torch nvidia-nccl-cu13 vllm && python -c "\
 import importlib.metadata as m; \
-v = m.version('vllm'); \
-assert v.startswith('0.32.'), f'vllm {v} is not 0.32'; \
 assert 'tepo_megatron' in [p.name for p in m.entry_points(group='vllm.general_plugins')]; \
 import tepo_megatron.rollout.serve, tepo_megatron.data.builtin, tepo_megatron.cli.main"

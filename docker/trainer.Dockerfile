@@ -1,37 +1,38 @@
 # The trainer on GPUs: Megatron-Core with Transformer Engine and NVIDIA's apex. Build in the checkout:
 #   docker build -f docker/trainer.Dockerfile -t tepo-trainer .
-# For a site without a network: --build-arg BASE=registry.inner/pytorch:25.11-py3 --build-arg APEX=https://git.inner/apex,
-# and PIP_INDEX_URL. The base brings CUDA's compiler, cuDNN and a torch that was built for them.
-ARG BASE=nvcr.io/nvidia/pytorch:25.11-py3
+# For a site without a network: --build-arg BASE=registry.inner/cuda:13.0.2-cudnn-devel-ubuntu24.04 --build-arg
+# APEX=https://git.inner/apex, and PIP_INDEX_URL. The base brings CUDA's compiler and cuDNN.
+# Versions are those of docker/pins.txt, the servers' too. NVIDIA's own PyTorch image would bring another NCCL than vLLM's.
+ARG BASE=nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
 FROM ${BASE}
 
+RUN apt-get update && apt-get install -y --no-install-recommends git g++ ninja-build python3-dev python3-venv && \
+    rm -rf /var/lib/apt/lists/* && python3 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
+
+ARG PIP_INDEX_URL
+COPY docker/pins.txt /etc/tepo-pins.txt
+ENV PIP_CONSTRAINT=/etc/tepo-pins.txt PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore \
+    HF_HUB_OFFLINE=1
+RUN pip install torch nvidia-nccl-cu13 setuptools wheel pybind11 ninja packaging
+
+# PyPI's "apex" is another project: NVIDIA's is built from source.
 ARG APEX=https://github.com/NVIDIA/apex
 ARG APEX_REF=25.09
-ARG PIP_INDEX_URL
-ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore HF_HUB_OFFLINE=1
+RUN git clone --depth 1 --branch "${APEX_REF}" "${APEX}" /tmp/apex && \
+    APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation /tmp/apex && rm -rf /tmp/apex
 
-# The base's torch stays; what else the base constrains would be in the way of our pins.
-RUN python -c "import torch; print(f'torch=={torch.__version__}')" >/etc/tepo-base.txt
-ENV PIP_CONSTRAINT=/etc/tepo-base.txt
-
-# PyPI's "apex" is another project: NVIDIA's is built from source, unless the base has it.
-RUN python -c "import amp_C" 2>/dev/null || ( \
-      git clone --depth 1 --branch "${APEX_REF}" "${APEX}" /tmp/apex && \
-      APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation /tmp/apex && \
-      rm -rf /tmp/apex )
-
-RUN pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9,<2.12'
+# Its torch part is built here, against the headers of NCCL that came with torch.
+RUN site=$(python -c 'import site; print(site.getsitepackages()[0])') && \
+    CPLUS_INCLUDE_PATH="${site}/nvidia/nccl/include" NVTE_FRAMEWORK=pytorch \
+    pip install --no-build-isolation transformer-engine transformer-engine-cu13 transformer-engine-torch
 
 COPY . /opt/tepo-megatron
-RUN pip install megatron-core==0.16.1 math-verify==0.9.0 'transformers>=5.16.1,<5.20' /opt/tepo-megatron
+WORKDIR /opt/tepo-megatron
+RUN pip install megatron-core math-verify transformers /opt/tepo-megatron
 
-# Checked where the image is made: versions by what doctor asks for, and that the compiled parts load. No GPU is needed for it.
-RUN python -c "\
-import importlib.metadata as m; \
-from packaging.specifiers import SpecifierSet as S; \
+# Checked where the image is made: that it is what the pins say, and that the compiled parts load. No GPU is needed for it.
+RUN python docker/check_pins.py torch nvidia-nccl-cu13 transformer-engine megatron-core && python -c "\
 import torch, megatron.core, tepo_megatron.cli.main; \
 assert torch.version.cuda, 'torch without CUDA'; \
-te = m.version('transformer-engine'); \
-assert S('>=2.9,<2.12').contains(te, prereleases=True), f'transformer-engine {te} is not >=2.9,<2.12'; \
-assert m.version('megatron-core') == '0.16.1'; \
 import amp_C"

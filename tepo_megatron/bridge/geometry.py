@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
@@ -42,6 +42,29 @@ class Box:
             tuple(a - o for a, o in zip(self.start, origin, strict=True)),
             tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
         )
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Cuts the elements ``start`` … ``stop`` of a tensor, counted in row-major order, into boxes, in that order.
+
+    Each is contiguous; there are at most 2 · dimensions − 1.
+    """
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield Box((start,), (stop,))
+        return
+    inner = math.prod(shape[1:])
+    first, last = start // inner, (stop - 1) // inner
+    if start == first * inner and stop == (last + 1) * inner:
+        yield Box((first,) + (0,) * (len(shape) - 1), (last + 1, *shape[1:]))
+    elif first == last:
+        for box in boxes_of_range(shape[1:], start - first * inner, stop - first * inner):
+            yield Box((first, *box.start), (first + 1, *box.stop))
+    else:
+        whole = -(-start // inner), stop // inner  # rows
+        for begin, end in ((start, whole[0] * inner), (whole[0] * inner, whole[1] * inner), (whole[1] * inner, stop)):
+            yield from boxes_of_range(shape, begin, end)
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,18 @@
     step_000100/shards/rank00003-00001.safetensors   "master|model.norm.weight|0" → the box of that tensor that starts there
     step_000100/manifest.json                 written last: the length and the digest of every file
 
-The ranks write in parallel, each box by one of those that hold it; a reader takes the intersections of what is stored with what
-it needs. On a cluster the folder must be on a file system that all ranks share. A folder that was not finished keeps the
+The ranks write in parallel, each the optimizer states that it holds; a reader takes the intersections of what is stored with
+what it needs. On a cluster the folder must be on a file system that all ranks share. A folder that was not finished keeps the
 suffix ``.partial``.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from tepo_megatron.bridge.geometry import Shard, ShardLayout
+from tepo_megatron.bridge.geometry import Box, Shard, ShardLayout, boxes_of_range
+from tepo_megatron.bridge.layouts import MegatronParallel
 from tepo_megatron.bridge.storage.boxes import WrittenBoxes, describe_os_error, write_boxes
 from tepo_megatron.bridge.storage.manifest import (
     FORMAT,
@@ -35,9 +38,11 @@ from tepo_megatron.bridge.storage.manifest import (
     write_manifest,
 )
 from tepo_megatron.bridge.storage.stored import SHARDS, box_key, open_boxes
+from tepo_megatron.bridge.transfer.gather import shards_to_write
 from tepo_megatron.engine import optimizer_state
 from tepo_megatron.engine.checkpoint_folder import checkpoint_folder, checkpoints, read_state, set_aside
 from tepo_megatron.engine.collectives import all_gather_json, broadcast_json
+from tepo_megatron.engine.policy import Policy
 
 _CPU = torch.device("cpu")
 
@@ -47,13 +52,12 @@ def save(
     *,
     step: int,
     state: dict[str, Any],
-    optimizer: MegatronOptimizer,
-    params: dict[str, torch.nn.Parameter],
+    policy: Policy,
     shards: Sequence[Shard],
     group: dist.ProcessGroup | None,
 ) -> Path:
-    """Writes ``folder/step_XXXXXX``; a checkpoint of that name is replaced. ``shards``: what this rank writes; over all ranks
-    they are the model once. ``group`` has all ranks and works on the host.
+    """Writes ``folder/step_XXXXXX``; a checkpoint of that name is replaced. ``shards`` are :func:`shards_to_save`; ``group``
+    has all ranks and works on the host.
 
     Every rank calls; returns when all have written. If any fails to, all raise the same RuntimeError, which says what failed
     and how much room there is, and the other checkpoints are as before.
@@ -63,12 +67,34 @@ def save(
     is_root = dist.get_rank() == 0
     attempt = _Attempt(out, group)
     attempt.together(lambda: _make_empty(partial) if is_root else None)
-    # Ranks that write nothing still take part in the collectives.
-    boxes = _boxes(optimizer, params, shards)
+    boxes = _boxes(policy.optimizer, policy.params, shards)
     own = write_boxes(partial, f"rank{dist.get_rank():05d}", boxes, metadata={"step": str(step)})
     files = attempt.all_wrote(own)
     attempt.together(lambda: _finish(partial, out, step, state, files) if is_root else None)
     return out
+
+
+def shards_to_save(
+    sources: Mapping[str, list[tuple[int, Shard]]], split: MegatronParallel, rank: int, policy: Policy
+) -> list[Shard]:
+    """Returns the shards of which a rank writes what it holds of their states. ``sources``: by ``gather_sources``.
+
+    With the distributed optimizer that is a range on each data-parallel rank of the one that ``sources`` names; otherwise all
+    of them hold everything, and the named one writes it. Over all ranks it is the model once.
+    """
+    if not optimizer_state.is_distributed(policy.optimizer):
+        return shards_to_write(sources, rank)
+    at = split.coordinates(rank)
+    found = []
+    for owner, shard in (pair for pairs in sources.values() for pair in pairs):
+        other, param = split.coordinates(owner), policy.params.get(shard.param)
+        if param is None or other.pp_rank != at.pp_rank:
+            continue
+        expert = optimizer_state.is_parallel_expert(param)
+        same = (other.etp_rank, other.ep_rank) == (at.etp_rank, at.ep_rank) if expert else other.tp_rank == at.tp_rank
+        if same:
+            found.append(shard)
+    return found
 
 
 class _Attempt:
@@ -147,10 +173,42 @@ def _boxes(
     optimizer: MegatronOptimizer, params: dict[str, torch.nn.Parameter], shards: Sequence[Shard]
 ) -> Iterator[tuple[str, Tensor]]:
     by_param = _by_param(shards)
-    for name, state, tensor in optimizer_state.collect(optimizer, params):
-        for shard in by_param.get(name, ()):
+    for name, state, values in optimizer_state.collect(optimizer, params):
+        for shard, part in _owned_parts(optimizer, params[name], by_param.get(name, ())):
             # a copy, so that a box that waits to be written does not keep the whole parameter in memory
-            yield box_key(state, shard.tensor, shard.box), tensor[shard.at.slices].clone()
+            yield box_key(state, shard.tensor, shard.box), part.of(values).clone()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A box of a parameter within one contiguous piece of its owned range; ``offset`` is where the piece starts there."""
+
+    piece: Box
+    offset: int
+    box: Box
+
+    def of(self, values: Tensor) -> Tensor:
+        """Returns the box's values, a view of those of the owned range."""
+        piece = values[self.offset : self.offset + math.prod(self.piece.shape)].view(self.piece.shape)
+        return piece[self.box.relative_to(self.piece.start).slices]
+
+
+def _owned_parts(
+    optimizer: MegatronOptimizer, param: torch.nn.Parameter, shards: Iterable[Shard]
+) -> Iterator[tuple[Shard, _Part]]:
+    """Yields the parts of shards whose states this rank holds, each as a shard of its own."""
+    owned = optimizer_state.owned_range(optimizer, param)
+    pieces = list(boxes_of_range(tuple(param.shape), owned.start, owned.stop))
+    for shard in shards:
+        offset = 0
+        for piece in pieces:
+            common = shard.at.intersection(piece)
+            if common is not None:
+                within = common.relative_to(shard.at.start)
+                start = tuple(a + b for a, b in zip(shard.box.start, within.start, strict=True))
+                stop = tuple(a + b for a, b in zip(shard.box.start, within.stop, strict=True))
+                yield Shard(shard.tensor, Box(start, stop), shard.param, common), _Part(piece, offset, common)
+            offset += math.prod(piece.shape)
 
 
 def _by_param(shards: Iterable[Shard]) -> dict[str, list[Shard]]:
@@ -193,24 +251,27 @@ def _check_share(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def load(
-    folder: Path, *, optimizer: MegatronOptimizer, params: dict[str, torch.nn.Parameter], layout: ShardLayout, updates: int
-) -> None:
+def load(folder: Path, *, policy: Policy, layout: ShardLayout, updates: int) -> int:
     """Restores weights and optimizer from a checkpoint written under any layout, which :func:`check` has found whole.
 
-    ``updates``: how many the optimizer has done. Every rank calls (no communication; each reads what it needs). Raises
-    ValueError if a tensor of this model is not in it.
+    A rank reads the states that it holds, and no other bytes; weights whose masters are elsewhere come from there. ``updates``:
+    how many the optimizer has done. Every rank calls. Returns how many bytes this rank has read. Raises ValueError if a tensor
+    of this model is not in it.
     """
     stored = {kind: open_boxes(folder, kind) for kind in optimizer_state.STATES}
     by_param = _by_param(layout.shards)
-    for name, param in params.items():
-        values = {}
-        for kind in optimizer_state.STATES:
-            full = torch.zeros(param.shape, dtype=torch.float32)
-            for shard in by_param[name]:
-                stored[kind].read(shard.tensor, shard.box, full[shard.at.slices])
-            values[kind] = full.to(param.device)
-        optimizer_state.restore(optimizer, param, values, updates=updates)
+    read = 0
+    for name, param in policy.params.items():
+        owned = optimizer_state.owned_range(policy.optimizer, param)
+        values = {kind: torch.zeros(owned.stop - owned.start) for kind in optimizer_state.STATES}
+        for shard, part in _owned_parts(policy.optimizer, param, by_param[name]):
+            for kind in optimizer_state.STATES:
+                stored[kind].read(shard.tensor, shard.box, into := part.of(values[kind]))
+                read += into.nbytes
+        on_device = {kind: value.to(param.device) for kind, value in values.items()}
+        optimizer_state.restore(policy.optimizer, param, on_device, updates=updates)
+    optimizer_state.spread(policy.optimizer, policy.ddp)
+    return read
 
 
 def check_restored(folder: Path, state: dict[str, Any], digest: str) -> None:

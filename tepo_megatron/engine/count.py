@@ -50,6 +50,7 @@ def _count_rank(spec: ModelSpec, engine: EngineConfig, platform: Platform, rank:
         parallel_state.initialize_model_parallel(
             parallel.tp,
             parallel.pp,
+            context_parallel_size=parallel.cp,
             expert_model_parallel_size=parallel.ep,
             expert_tensor_parallel_size=parallel.etp,
             create_gloo_process_groups=False,
@@ -61,9 +62,12 @@ def _count_rank(spec: ModelSpec, engine: EngineConfig, platform: Platform, rank:
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
             pp=parallel.pp,
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            dp=parallel.cp * parallel.dp,
+            dp=parallel.dp,
             dp_rank=0,
+            cp=parallel.cp,
+            cp_rank=0,
             tp_group=None,
+            cp_group=None,
         )
         megatron = transformer_config(spec, ModelConfig(dtype="bfloat16"), engine, platform, LOCAL)
         megatron = dataclasses.replace(megatron, perform_initialization=False)

@@ -89,8 +89,9 @@ class Engine:
         self.root_signal = RootSignal()
         self.heartbeat.start()
         self.heartbeat.phase("model")
+        copies = layout.cp * layout.dp  # of the weights
         self.split = MegatronParallel(
-            tp=layout.tp, pp=layout.pp, dp=layout.dp, fused_norms=self.layers.fused_norms, ep=layout.ep, etp=layout.etp
+            tp=layout.tp, pp=layout.pp, dp=copies, fused_norms=self.layers.fused_norms, ep=layout.ep, etp=layout.etp
         )
         self.layouts = megatron_ranks(self.spec, self.split)
         self.sources = gather_sources(self.layouts)
@@ -119,6 +120,8 @@ class Engine:
         self.updates_skipped = 0
         self._unscored: list[str] = []
         """Why mini-batches of this step have no scores."""
+        self.checkpoint_bytes_read = 0
+        """Bytes of optimizer states that this rank read from the checkpoint that it was restored from."""
         self.entropy_noise = 0.0
         """The 99th percentile of the entropies' noise as last measured, in nats; 0 before."""
         self.host_group = parallel.host_group(self.platform, timeout)
@@ -294,9 +297,8 @@ class Engine:
                 "identity": self.identity,
                 **state,
             },
-            optimizer=self.policy.optimizer,
-            params=self.policy.params,
-            shards=shards_to_write(self.sources, self.ranks.rank),
+            policy=self.policy,
+            shards=checkpoint.shards_to_save(self.sources, self.split, self.ranks.rank, self.policy),
             group=self.host_group,
         )
 
@@ -318,10 +320,9 @@ class Engine:
         self.updates = state["updates"]
         self.updates_skipped = state.get("updates_skipped", 0)  # checkpoints from before there were any
         self.entropy_noise = state.get("entropy_noise", 0.0)
-        checkpoint.load(
+        self.checkpoint_bytes_read = checkpoint.load(
             folder,
-            optimizer=self.policy.optimizer,
-            params=self.policy.params,
+            policy=self.policy,
             layout=self.layouts[self.ranks.rank],
             updates=self.updates,
         )

@@ -56,6 +56,8 @@ def check_parallel(spec: ModelSpec, parallel: ParallelConfig) -> None:
     tp, ep, etp = parallel.tp, parallel.ep, parallel.etp
     spec.check_parallel(tp=tp, pp=parallel.pp, ep=ep, etp=etp)
     spec.check_training(tp=tp, ep=ep, etp=etp, sequence_parallel=parallel.sequence_parallel)
+    if parallel.cp_comm_type == "a2a":
+        spec.check_all_to_all(tp=tp, cp=parallel.cp)
 
 
 def gathers_tokens(parallel: ParallelConfig, platform: Platform) -> bool:

@@ -1,16 +1,15 @@
-"""Reads and writes Adam's states in the shape of their parameters, whichever optimizer holds them.
+"""Reads and writes Adam's states as flat ranges of their parameters, whichever optimizer holds them.
 
-Megatron keeps states per parameter or, with the distributed optimizer, as flat ranges over the data-parallel ranks. Both become
-tensors of a parameter's local shape here, so that a checkpoint does not depend on the optimizer.
+Megatron keeps states per parameter or, with the distributed optimizer, as flat ranges over the data-parallel ranks. A rank
+reads and writes the range that it holds, so that nothing is communicated, and nothing is held twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
@@ -23,7 +22,7 @@ from torch import Tensor
 STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
-def _is_parallel_expert(param: torch.nn.Parameter) -> bool:
+def is_parallel_expert(param: torch.nn.Parameter) -> bool:
     """Whether the copies of the parameter are on the expert-data-parallel ranks, by Megatron's mark on it."""
     return not getattr(param, "allreduce", True)
 
@@ -31,7 +30,7 @@ def _is_parallel_expert(param: torch.nn.Parameter) -> bool:
 def _optimizer_of(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> MegatronOptimizer:
     """Returns the parameter's optimizer: Megatron chains one for dense weights and, under expert parallelism, another."""
     if isinstance(optimizer, ChainedOptimizer):
-        return optimizer.chained_optimizers[1 if _is_parallel_expert(param) else 0]
+        return optimizer.chained_optimizers[1 if is_parallel_expert(param) else 0]
     return optimizer
 
 
@@ -53,46 +52,60 @@ def _held(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> tuple[Tens
     return param, whole
 
 
-def collect(optimizer: MegatronOptimizer, params: dict[str, torch.nn.Parameter]) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields (parameter, state, fp32 tensor in the parameter's local shape), one at a time.
+def is_distributed(optimizer: MegatronOptimizer) -> bool:
+    """Whether the data-parallel ranks hold a part of the states each."""
+    inner = optimizer.chained_optimizers[0] if isinstance(optimizer, ChainedOptimizer) else optimizer
+    return isinstance(inner, DistributedOptimizer)
 
-    Every rank must exhaust it, in step: under the distributed optimizer each tensor is summed over the data-parallel ranks,
-    of which each holds one range.
-    """
-    dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    experts = parallel_state.get_expert_data_parallel_group()
+
+def owned_range(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> slice:
+    """Returns the range of the parameter's elements, in row-major order, whose states this rank holds; it may be empty."""
+    return _held(_optimizer_of(optimizer, param), param)[1]
+
+
+def collect(optimizer: MegatronOptimizer, params: dict[str, torch.nn.Parameter]) -> Iterator[tuple[str, str, Tensor]]:
+    """Yields (parameter, state, fp32 [elements of its owned range]), one at a time; nothing of a range that is empty."""
     for name, param in params.items():
         inner = _optimizer_of(optimizer, param)
         main, owned = _held(inner, param)
+        if owned.start == owned.stop:
+            continue
         adam = inner.optimizer.state.get(main, {})
         for state in STATES:
-            full = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
             value = main if state == "master" else adam.get(state)
-            if value is not None and owned.stop > owned.start:
-                full[owned] = value.detach().float().view(-1)
-            if isinstance(inner, DistributedOptimizer):
-                # The ranks' ranges do not overlap and the rest is 0, so that the sum is the whole tensor, exactly.
-                dist.all_reduce(full, group=experts if _is_parallel_expert(param) else dense)
-            yield name, state, full.view(param.shape)
+            if value is None:  # no update yet
+                value = torch.zeros_like(main, dtype=torch.float32)
+            yield name, state, value.detach().float().view(-1)
 
 
 def restore(optimizer: MegatronOptimizer, param: torch.nn.Parameter, values: dict[str, Tensor], *, updates: int) -> None:
-    """Writes the states (in the parameter's local shape) back, and the parameter itself. No communication."""
+    """Writes the states of the owned range back, each fp32 [elements]; :func:`spread` then brings them into the parameters."""
     inner = _optimizer_of(optimizer, param)
     counts_per_param = isinstance(inner.optimizer, (torch.optim.Adam, torch.optim.AdamW))
-    with torch.no_grad():
-        param.copy_(values["master"].to(param.dtype))
-        set_master(optimizer, param, values["master"])
-        main, owned = _held(inner, param)
-        if owned.stop == owned.start:
-            return
-        adam = {state: values[state].view(-1)[owned].view_as(main).clone() for state in STATES[1:]}
+    main, owned = _held(inner, param)
+    if owned.start != owned.stop:
+        with torch.no_grad():
+            main.copy_(values["master"].view_as(main))
+        adam = {state: values[state].view_as(main).clone() for state in STATES[1:]}
         if counts_per_param:
             adam["step"] = torch.tensor(float(updates))
         inner.optimizer.state[main] = adam
     if not counts_per_param:  # fused Adams count per group, and begin with 1 where there is no count
         for group in inner.optimizer.param_groups:
             group["step"] = updates
+
+
+def spread(optimizer: MegatronOptimizer, ddp: Sequence[DistributedDataParallel]) -> None:
+    """Brings the masters into the parameters, as a step does: each rank its range, then from the ranks that hold a part to the
+    others. Every rank calls.
+    """
+    inner_ones = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    for inner in inner_ones:
+        if not isinstance(inner, FP32Optimizer):  # its masters are the parameters
+            inner._copy_main_params_to_model_params()
+    if is_distributed(optimizer):
+        for chunk in ddp:
+            chunk.start_param_sync(force_sync=True)
 
 
 def set_master(optimizer: MegatronOptimizer, param: torch.nn.Parameter, value: Tensor) -> None:

@@ -46,6 +46,8 @@ def check_model(config: RunConfig) -> Path:
         find_checkpoint(config, model_dir)
     spec = read_model_spec(model_dir)
     spec.check_parallel(tp=layout.tp, pp=layout.pp)
+    if layout.cp_comm_type == "a2a":
+        spec.check_all_to_all(tp=layout.tp, cp=layout.cp)
     if config.rollout.replay is None:
         check_server_split(config.rollout.server, spec)
     if config.model.shards is not None:

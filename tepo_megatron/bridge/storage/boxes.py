@@ -46,7 +46,7 @@ def write_boxes(
     """Writes boxes as they come into ``folder/shards/STEM-00001.safetensors`` and so on, durably.
 
     Holds at most ``file_bytes``, or one box. ``metadata`` goes into the files' headers. After a failed write the boxes are
-    still drawn to the end, and counted: where ranks make them together, the others would wait for one that stopped.
+    still drawn to the end, and counted, so that an error can say how much room they need.
     """
     written = WrittenBoxes()
     held: dict[str, Tensor] = {}

@@ -91,8 +91,14 @@ class ShardSender:
             assert self._rendezvous is not None
             host, place = self._rendezvous
             store = self._store = self._store or connect(host, place, self._timeout_s)
-            address = own_address(host)
-            member = Member(self._rank, self.world_size, self._device, address, same_gpu_receivers=self._same_gpu_receivers())
+            member = Member(
+                self._rank,
+                self.world_size,
+                self._device,
+                own_address(host),
+                name=f"trainer rank {self._rank}",
+                same_gpu_receivers=self._same_gpu_receivers(),
+            )
             self._group = join(self._transport, store, member, self._timeout_s)
 
     def _same_gpu_receivers(self) -> dict[int, int]:

@@ -70,14 +70,16 @@ class Group(Transport, Protocol):
 class Member:
     """One member of a group: its rank, the device of its parameters, the address that it offers to the other members.
 
-    ``same_gpu_receivers`` maps each rank on the same GPU to which this member sends to the bytes of the largest message.
-    ``same_gpu_senders`` are the ranks on the same GPU from which it receives.
+    ``name`` says to a person who it is, as "trainer rank 0". ``same_gpu_receivers`` maps each rank on the same GPU to which
+    this member sends to the bytes of the largest message. ``same_gpu_senders`` are the ranks on the same GPU from which it
+    receives.
     """
 
     rank: int
     world_size: int
     device: torch.device
     address: str
+    name: str = ""
     same_gpu_receivers: Mapping[int, int] = field(default_factory=dict)
     same_gpu_senders: tuple[int, ...] = ()
 
@@ -101,7 +103,7 @@ def listen(host: str) -> tuple[Store, str]:
     At a loopback address all members are on this machine and of this user: the place is a file in a private folder, and no port
     is open. Elsewhere it is a free port of the address ``host`` only.
     """
-    if _is_loopback(host):
+    if is_loopback(host):
         # It is left where it is: who still asks whether a member has left would wait for a file that is gone.
         place = str(private_folder() / f"transfer-{uuid.uuid4()}")
         return FileStore(place), place
@@ -134,7 +136,8 @@ def own_address(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address, or a name, is this machine's own and no other's."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
@@ -152,12 +155,12 @@ class Rendezvous:
 
     Joining a group of gloo or NCCL cannot be interrupted: it blocks until the last member is there. So it begins only when all
     members are known to be there. A member that fails before or afterwards says so in the store, and nobody waits for it until
-    the time-out.
+    the time-out. ``stage`` names what they come for, where one store is met at more than once.
     """
 
-    def __init__(self, store: Store, world_size: int, timeout_s: float) -> None:
+    def __init__(self, store: Store, world_size: int, timeout_s: float, stage: str = _JOINED) -> None:
         self.store = store
-        self._world_size, self._timeout_s = world_size, timeout_s
+        self._world_size, self._timeout_s, self._stage = world_size, timeout_s, stage
 
     @contextmanager
     def forming_group(self) -> Iterator[None]:
@@ -175,7 +178,7 @@ class Rendezvous:
     def _wait_for_members(self) -> None:
         deadline = time.monotonic() + self._timeout_s
         # The store has no barrier that could be left early. Its counter is one: each member adds itself once, and polls.
-        present = self.store.add(_JOINED, 1)
+        present = self.store.add(self._stage, 1)
         while present < self._world_size:
             if self.member_left():
                 raise RuntimeError("a member of the weight-transfer group left before all had joined")
@@ -200,6 +203,6 @@ class Rendezvous:
 
     def _members_present(self) -> int:
         try:
-            return int(self.store.add(_JOINED, 0))
+            return int(self.store.add(self._stage, 0))
         except RuntimeError:
             raise RuntimeError("the trainer's rank 0 left before all members of the weight-transfer group had joined") from None

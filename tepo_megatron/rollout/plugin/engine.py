@@ -68,7 +68,9 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         if init_info.sharded:
             self._order = decode_order(store.get(order_key(rank)))
             self._loader = ShardLoader(self.model, self._order.incoming)
-            member = Member(rank, init_info.world_size, self.device, address, same_gpu_senders=self._order.takes)
+            name = f"worker {self.parallel_config.rank} of a rollout server (rank {rank} of the group)"
+            takes = self._order.takes
+            member = Member(rank, init_info.world_size, self.device, address, name, same_gpu_senders=takes)
             self._group = join(self._order.transport, store, member, init_info.timeout_s)
         else:
             self._group = GlooGroup(store, address, rank, init_info.world_size, init_info.timeout_s)

@@ -24,6 +24,7 @@ def main() -> None:
     out = Path(case["out"])
     config = RunConfig.model_validate(case["config"])
 
+    from tepo_megatron.engine.collectives import all_gather_json
     from tepo_megatron.engine.engine import Engine
     from tepo_megatron.train.minibatches import minibatches
 
@@ -61,6 +62,7 @@ def main() -> None:
             report["saved_logprobs"] = engine.prompt_logprobs(case["prompt"])
     report["drew_random_numbers"] = not torch.equal(torch.get_rng_state(), random_state)
     report["entropy_noise"] = engine.entropy_noise
+    report["bytes_read"] = all_gather_json(engine.checkpoint_bytes_read, device=torch.device("cpu"), group=engine.host_group)
     engine.export(out / "trained")
     if is_root:
         (out / "report.json").write_text(json.dumps(report))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections import defaultdict
@@ -11,8 +12,9 @@ from itertools import combinations
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tepo_megatron.bridge.geometry import Box, Region, ReshardPlan, Shard, ShardLayout
+from tepo_megatron.bridge.geometry import Box, Region, ReshardPlan, Shard, ShardLayout, boxes_of_range
 from tepo_megatron.bridge.layouts import (
     MegatronParallel,
     VllmParallel,
@@ -226,3 +228,15 @@ def test_a_rank_beyond_the_vocabulary_still_has_its_padding() -> None:
     layout = vllm_layout(small_spec(vocab_size=5), tp=2, tp_rank=1)
     assert layout.params["model.embed_tokens.weight"] == (32, 6)
     assert not [shard for shard in layout.shards if shard.param == "model.embed_tokens.weight"]
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple), st.data())
+def test_a_range_of_elements_is_cut_into_contiguous_boxes_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    start = data.draw(st.integers(0, numbers.numel()))
+    stop = data.draw(st.integers(start, numbers.numel()))
+    boxes = list(boxes_of_range(shape, start, stop))
+    parts = [numbers[box.slices] for box in boxes]
+    assert [value for part in parts for value in part.flatten().tolist()] == list(range(start, stop))
+    assert all(part.is_contiguous() for part in parts)
+    assert len(boxes) <= 2 * len(shape) - 1

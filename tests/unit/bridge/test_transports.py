@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tepo_megatron.bridge.transfer import transports
 from tepo_megatron.bridge.transfer.transport import Member, TransportSpec, connect, listen
@@ -38,7 +39,7 @@ def test_every_module_of_the_folder_declares_a_transport(name: str) -> None:
 def test_a_new_file_is_a_new_transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pigeon.py").write_text(MODULE)
     monkeypatch.setattr(transports, "__path__", [*transports.__path__, str(tmp_path)])
-    member, store = Member(0, 1, torch.device("cpu"), "127.0.0.1"), cast(Any, object())
+    member, store = Member(0, 1, torch.device("cpu"), "127.0.0.1"), dist.HashStore()  # type: ignore[attr-defined]
     try:
         assert "pigeon" in transport_names()
         given: Any = join("pigeon", store, member, 2.0)

@@ -11,7 +11,8 @@ from importlib import import_module
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from tepo_megatron.bridge.transfer.transport import Group, Member, TransportName, TransportSpec
+from tepo_megatron.bridge.transfer.roll_call import call_roll, introduce, introduction
+from tepo_megatron.bridge.transfer.transport import Group, Member, Rendezvous, TransportName, TransportSpec
 
 __all__ = ["Member", "find_transport", "join", "transport_names"]
 
@@ -32,8 +33,8 @@ def find_transport(name: TransportName) -> TransportSpec:
 def join(name: TransportName, store: Store, member: Member, timeout_s: float) -> Group:
     """Joins the group that meets at ``store``; returns when all members have.
 
-    Raises RuntimeError if they do not in ``timeout_s`` seconds, if one of them leaves, or if this member cannot use the
-    transport ``name``.
+    Raises RuntimeError if they do not in ``timeout_s`` seconds, if one of them leaves, if this member cannot use the transport
+    ``name``, and on all of them if they cannot form a group (``bridge.transfer.roll_call``).
     """
     transport = find_transport(name)
     if transport.requires_gpu and member.device.type != "cuda":
@@ -41,4 +42,7 @@ def join(name: TransportName, store: Store, member: Member, timeout_s: float) ->
             f"rank {member.rank} of the weight-transfer group runs on {member.device}, but rollout.server.transport = {name} "
             "needs CUDA on both sides; set it to gloo"
         )
+    introduce(store, member.rank, introduction(member.name or f"rank {member.rank}", member.address, member.device))
+    with Rendezvous(store, member.world_size, timeout_s, stage="introduced").forming_group():
+        call_roll(store, member.world_size, nccl=name == "nccl")
     return transport.join(store, member, timeout_s)

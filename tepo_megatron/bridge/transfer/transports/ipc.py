@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -20,10 +18,9 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tepo_megatron.bridge.transfer.messages import WINDOW
+from tepo_megatron.bridge.transfer.roll_call import host_name
 from tepo_megatron.bridge.transfer.transport import Member, TransportSpec, announce_departure
 from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Handles(Protocol):
@@ -48,7 +45,7 @@ class CudaHandles:
     _BYTES = ("handle", "counter", "event")
 
     def location(self, device: torch.device) -> dict[str, str]:
-        return {"host": _host(), "gpu": str(torch.cuda.get_device_properties(device).uuid)}
+        return {"host": host_name(), "gpu": str(torch.cuda.get_device_properties(device).uuid)}
 
     def export(self, slots: Tensor) -> dict[str, Any]:
         _, handle, size, offset, counter, counter_offset, event, must_sync = slots.untyped_storage()._share_cuda_()
@@ -63,11 +60,6 @@ class CudaHandles:
 
     def synchronize(self, device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
-
-
-def _host() -> str:
-    """Returns a unique name of this machine, the same in all its containers. It changes with every start of the machine."""
-    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
 
 
 @dataclass(frozen=True)

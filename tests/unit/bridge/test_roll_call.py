@@ -1,0 +1,72 @@
+"""Members that cannot form a group are told so before it forms: the same sentence on all of them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tepo_megatron.bridge.transfer import transports
+from tepo_megatron.bridge.transfer.roll_call import Introduction, call_roll, introduce, introduction
+from tepo_megatron.bridge.transfer.transport import Member, connect, listen
+from tests.support.programs import TIMEOUT_S
+
+HOST = "127.0.0.1"
+TRAINER = Introduction("trainer rank 0", "a", "10.0.0.1", "GPU-1", "2.29.7")
+WORKER = Introduction("worker 0 of a rollout server", "b", "10.0.0.2", "GPU-2", "2.29.7")
+
+PLANTED = {
+    "versions": (replace(WORKER, nccl="2.27.3"), r"trainer rank 0 \(10.0.0.1\) has NCCL 2.29.7, worker 0 .* has NCCL 2.27.3"),
+    "no NCCL": (replace(WORKER, nccl=""), "joins equal versions only"),
+    "one GPU": (replace(WORKER, host="a", gpu="GPU-1"), "are on the same GPU, GPU-1, .*transport = gloo"),
+    "interface": (
+        replace(WORKER, address="127.0.0.1"),
+        r"worker 0 .*\(127.0.0.1\) offers a loopback .* rollout.server.interface",
+    ),
+}
+
+
+def roll(*members: Introduction, nccl: bool = True) -> None:
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    for rank, member in enumerate(members):
+        introduce(store, rank, member)
+    call_roll(store, len(members), nccl=nccl)
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_what_cannot_be_joined_is_named_with_what_to_set(planted: str) -> None:
+    worker, message = PLANTED[planted]
+    with pytest.raises(RuntimeError, match=message):
+        roll(TRAINER, worker)
+
+
+def test_gpus_of_one_uuid_on_two_machines_are_two() -> None:
+    roll(TRAINER, WORKER)
+    roll(TRAINER, replace(WORKER, gpu="GPU-1"))
+    roll(TRAINER, replace(WORKER, host="a", address="127.0.0.1"), nccl=False)
+
+
+def test_members_without_nccl_need_no_version_and_share_a_gpu() -> None:
+    roll(TRAINER, replace(WORKER, host="a", gpu="GPU-1", nccl="2.27.3"), nccl=False)
+
+
+def test_all_members_hear_it_and_none_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a real store: a member of another machine that offers a loopback address."""
+
+    def planted(name: str, address: str, device: torch.device) -> Introduction:
+        return replace(introduction(name, address, device), host="here" if name == "trainer rank 0" else "elsewhere")
+
+    monkeypatch.setattr(transports, "introduction", planted)
+    store, place = listen(HOST)
+
+    def enter(rank: int) -> None:
+        name = "trainer rank 0" if rank == 0 else "worker 0"
+        own = store if rank == 0 else connect(HOST, place, TIMEOUT_S)
+        transports.join("gloo", own, Member(rank, 2, torch.device("cpu"), HOST, name), TIMEOUT_S)
+
+    with ThreadPoolExecutor(2) as pool:
+        for entering in [pool.submit(enter, rank) for rank in (0, 1)]:
+            with pytest.raises(RuntimeError, match=r"trainer rank 0 \(127.0.0.1\) offers a loopback address"):
+                entering.result(TIMEOUT_S)
