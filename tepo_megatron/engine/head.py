@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -47,9 +47,10 @@ def fuse_head(model: GPTModel) -> None:
 
 def fused_head(model: torch.nn.Module) -> HeadWeight | None:
     """Returns the fused head of a model, in Megatron's wrappers or without; None where it gives logits. For the last stage."""
-    gpt = unwrap_model(model)
+    gpt: Any = unwrap_model(model)
     head = gpt.output_layer
     if not isinstance(head, FusedHead):
         return None
     tied = gpt.share_embeddings_and_output_weights
-    return HeadWeight(gpt.shared_embedding_or_output_weight() if tied else head.weight, head.sequence_parallel)
+    weight: Any = gpt.shared_embedding_or_output_weight() if tied else head.weight
+    return HeadWeight(weight, head.sequence_parallel)

@@ -51,7 +51,7 @@ FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
 @dataclass(frozen=True)
 class Layout:
     """One engine of a world. ``moves``: its memory is offloaded and onloaded before each update. ``resumes``: the layout whose
-    checkpoint, written after the first update, it goes on from.
+    checkpoint, written after the first update, it loads, writes again, and goes on from.
     """
 
     tp: int = 1
@@ -115,7 +115,9 @@ def rollouts() -> list[Rollout]:
         ids = tuple(torch.randint(3, 61, (prompt + length,), generator=generator).tolist())
         logprobs = tuple((-4 * torch.rand(length, generator=generator)).tolist())
         reward = float(at % 3 == 0)
-        found.append(Rollout(f"p{at // 4}", at // 4, ids[:prompt], ids[prompt:], logprobs, "stop", WeightsVersion(0), reward))
+        found.append(
+            Rollout(f"p{at // 4}", at // 4, ids[:prompt], ids[prompt:], logprobs, "stop", WeightsVersion(0), reward=reward)
+        )
     return found
 
 
@@ -154,13 +156,13 @@ def train(layout: Layout, folder: Path) -> dict[str, Any]:
     for number, part in enumerate(parts):
         if layout.resumes is not None and number == 0:
             engine.load(folder / layout.resumes.name / "step_000001")
-            continue
-        if layout.moves:
-            engine.offload()
-            engine.onload()
-        result = engine.update(part)
-        assert not result.skipped
-        report["updates"].append({"loss": result.loss, "grad_norm": result.grad_norm})
+        else:
+            if layout.moves:
+                engine.offload()
+                engine.onload()
+            result = engine.update(part)
+            assert not result.skipped
+            report["updates"].append({"loss": result.loss, "grad_norm": result.grad_norm})
         if number == 0:
             engine.save(folder / layout.name, step=1, state={})
     report["trained"] = dict(engine.stream_weights())
@@ -223,7 +225,8 @@ class Worlds:
         """Log-probs and entropies of the rollouts, and log-probs of the prompt, by transformers in float64."""
         from transformers import AutoModelForCausalLM
 
-        made = AutoModelForCausalLM.from_pretrained(self.folder / model, dtype=torch.float64)
+        eager = {"experts_implementation": "eager"} if model == "experts" else {}  # grouped products know no float64
+        made = AutoModelForCausalLM.from_pretrained(self.folder / model, dtype=torch.float64, **eager)
         batch = pack(rollouts())
         with torch.no_grad():
             rows = [made(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())]

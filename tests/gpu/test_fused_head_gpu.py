@@ -1,5 +1,7 @@
 """The fused head on a GPU: its weight gradient in fp32 ``main_grad``, and the memory that it takes."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ def _head(tokens, vocab, hidden):
     """bf16 hidden states and head, labels, and an fp32 main_grad of zeros, as Megatron's DDP gives one."""
     torch.manual_seed(0)
     states = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    weight = torch.nn.Parameter((torch.randn(vocab, hidden, device="cuda") / hidden**0.5).bfloat16())
+    weight: Any = torch.nn.Parameter((torch.randn(vocab, hidden, device="cuda") / hidden**0.5).bfloat16())
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(vocab, hidden, device="cuda"), False
     return states, weight, torch.randint(0, vocab, (tokens,), device="cuda")
 

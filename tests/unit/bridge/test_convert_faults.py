@@ -235,6 +235,6 @@ def test_an_import_of_another_model_is_refused(model: Path, tmp_path: Path) -> N
         ({"tp": 1, "pp": 2, "first_layers": 4}, "4 layers do not split over 2 pipeline stages with 4 in the first"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_refused(model: Path, tmp_path: Path, split: dict[str, int], message: str) -> None:
+def test_a_layout_that_does_not_fit_is_refused(model: Path, tmp_path: Path, split: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         import_model(model, tmp_path / "out", **split)
