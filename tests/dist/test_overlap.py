@@ -16,12 +16,13 @@ BUCKET = 3000
 
 REDUCE = {"overlap_grad_reduce": True, "bucket_size": BUCKET}
 BOTH = {**REDUCE, "overlap_param_gather": True}
-EXPERTS = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def run(folder: Path, variants: list[dict[str, Any]], *, nan_at: int | None = None) -> list[list[dict[str, Any]]]:
     """What each rank saw of each variant of ``engine``; with the key ``experts`` the model is a mixture of experts."""
-    for name, changes in (("dense", {}), ("experts", EXPERTS)):
+    models: dict[str, dict[str, Any]] = {"dense": {}, "experts": EXPERTS}
+    for name, changes in models.items():
         (folder / name).mkdir()
         write_llama(folder / name, scale=0.1, num_hidden_layers=4, **changes)
     runs = []
