@@ -77,13 +77,22 @@ def train(case: Case, model: Path) -> dict[str, Any]:
     )
     engine = Engine(config, model)
     widths: set[int] = set()
+    in_place: set[bool] = set()
+
+    def watch(_module: object, _inputs: object, output: torch.Tensor) -> None:
+        widths.add(output.shape[-1])
+        if output.requires_grad:
+            place = output.data_ptr()
+            output.register_hook(lambda gradient: in_place.add(gradient.data_ptr() == place))
+
     for chunk in engine.policy.chunks:
-        chunk.register_forward_hook(lambda _module, _inputs, output: widths.add(output.shape[-1]))
+        chunk.register_forward_hook(watch)
     batch = engine.score(engine.batch_from_root(draw_rollouts(LENGTHS) if engine.ranks.rank == 0 else None))
     results = [engine.update(batch) for _ in range(UPDATES)]
     found = {
         "names": list(engine.policy.params),
         "widths": widths,
+        "in_place": in_place,
         "scores": [batch.old_logprobs_T, batch.old_entropy_T, batch.reference_logprobs_T],
         "updates": [{"loss": each.loss, "grad_norm": each.grad_norm, **each.extrema} for each in results],
         "sums": [dict(each.sums) for each in results],
@@ -141,6 +150,12 @@ def test_the_last_stage_gives_hidden_states_and_parameters_keep_their_names(
         assert rank["widths"] == {HIDDEN}
     assert ("output_layer.weight" in found[case][-1]["names"]) == (not case.tied or case.pp > 1)
     assert found[LOGITS[case.tied]][0]["widths"] == {VOCABULARY}
+
+
+def test_the_gradient_of_logits_takes_their_place(found: dict[Case, list[dict[str, Any]]]) -> None:
+    """So that they are held once, in the backward pass too."""
+    for case in LOGITS.values():
+        assert found[case][0]["in_place"] == {True}
 
 
 def test_in_bfloat16_it_differs_from_logits_by_rounding(found: dict[Case, list[dict[str, Any]]]) -> None:
