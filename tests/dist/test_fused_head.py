@@ -30,6 +30,8 @@ class Case:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
+    vpp: int = 1
     sp: bool = False
     tied: bool = False
     distributed: bool = False
@@ -39,7 +41,8 @@ class Case:
     @property
     def name(self) -> str:
         flags = [name for name, on in (("sp", self.sp), ("tied", self.tied), ("distopt", self.distributed)) if on]
-        return "-".join([f"tp{self.tp}pp{self.pp}dp{self.dp}", *flags, self.dtype])
+        split = f"tp{self.tp}pp{self.pp}dp{self.dp}cp{self.cp}vpp{self.vpp}"
+        return "-".join([split, *flags, self.dtype])
 
 
 LOGITS = {tied: Case("logits", tied=tied, micro_batch_tokens=4096) for tied in (False, True)}
@@ -51,6 +54,8 @@ TWO = [
     Case(pp=2),
     Case(pp=2, tied=True),
     Case(dp=2, distributed=True),
+    Case(cp=2),
+    Case(pp=2, vpp=2, tied=True),
 ]
 
 
@@ -60,7 +65,7 @@ def train(case: Case, model: Path) -> dict[str, Any]:
 
     from tepo_megatron.engine.engine import Engine
 
-    parallel = {"tp": case.tp, "pp": case.pp, "dp": case.dp, "sequence_parallel": case.sp}
+    parallel = {"tp": case.tp, "pp": case.pp, "dp": case.dp, "cp": case.cp, "vpp": case.vpp, "sequence_parallel": case.sp}
     config = RunConfig.model_validate(
         {
             "model": {"path": str(model), "dtype": case.dtype},
@@ -113,7 +118,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fused-head")
     for tied in (False, True):
         (folder / f"tied-{tied}").mkdir()
-        write_llama(folder / f"tied-{tied}", spike=1.0, hidden_size=HIDDEN, tie_word_embeddings=tied)
+        write_llama(folder / f"tied-{tied}", spike=1.0, num_hidden_layers=4, hidden_size=HIDDEN, tie_word_embeddings=tied)
     return folder
 
 

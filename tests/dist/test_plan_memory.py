@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from tepo_megatron.bridge.architecture import read_model_spec
-from tepo_megatron.config import ParallelConfig, RunConfig
-from tepo_megatron.engine import parallel
-from tepo_megatron.engine.platform import Platform
+from tepo_megatron.config import RunConfig
 from tepo_megatron.launch.plan.memory import rank_memory
 from tests.support.programs import run_program
 from tests.support.small_llama import write_llama
@@ -87,9 +85,3 @@ def predicted_and_measured(
 def start(world: int, case: Path) -> None:
     environment = {"GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     run_program("memory", case, ranks=world if world > 1 else None, environment=environment)
-
-
-def test_the_engine_refuses_what_can_only_be_planned() -> None:
-    platform = Platform("cpu", torch.device("cpu"), "gloo")
-    with pytest.raises(ValueError, match=r"engine\.parallel\.cp = 2 can be planned with, .* set it to 1"):
-        parallel.initialize(ParallelConfig(cp=2), platform, seed=0)
