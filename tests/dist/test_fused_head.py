@@ -153,7 +153,8 @@ def test_the_last_stage_gives_hidden_states_and_parameters_keep_their_names(
 ) -> None:
     for rank in found[case]:
         assert rank["widths"] == {HIDDEN}
-    assert ("output_layer.weight" in found[case][-1]["names"]) == (not case.tied or case.pp > 1)
+    chunk = f"model{case.vpp - 1}." if case.vpp > 1 else ""
+    assert (f"{chunk}output_layer.weight" in found[case][-1]["names"]) == (not case.tied or case.pp > 1)
     assert found[LOGITS[case.tied]][0]["widths"] == {VOCABULARY}
 
 
