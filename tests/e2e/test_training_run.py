@@ -258,7 +258,9 @@ def server_processes(process: subprocess.Popen[str], word: str) -> list[psutil.P
 
 
 def test_a_server_that_dies_and_one_that_hangs_are_replaced_and_the_run_is_the_same(trained: Path, tmp_path: Path) -> None:
-    """Killed first, then a worker of the next one stopped: it lives, its port is open, its health is fine."""
+    """Killed first, then the engine core of the next one stopped, which its only worker runs in: it lives, its port is open,
+    its health is fine.
+    """
     out, steps = tmp_path / "out", 4
     hangs = ["rollout.server.request_timeout_s=20", "rollout.server.transfer_timeout_s=20"]
     process = start(f"output={out}", *SMALL, f"train.steps={steps}", "evaluate.every=0", "log.progress=plain", *hangs)
@@ -269,8 +271,8 @@ def test_a_server_that_dies_and_one_that_hangs_are_replaced_and_the_run_is_the_s
         for server in servers:
             server.kill()
         wait_for_rows(process, out, 3)
-        (worker,) = server_processes(process, "VLLM::Worker")
-        worker.suspend()
+        (engine,) = server_processes(process, "VLLM::EngineCore")
+        engine.suspend()
         printed, err = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0, err
     finally:
