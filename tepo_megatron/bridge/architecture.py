@@ -158,6 +158,15 @@ class ModelSpec:
                 f"use a divisor of {self.num_layers}"
             )
 
+    def check_all_to_all(self, *, tp: int, cp: int) -> None:
+        """Raises ValueError where context-parallel ranks could not trade tokens for heads (``cp_comm_type = a2a``)."""
+        for name, heads in (("attention heads", self.num_heads), ("key/value heads", self.num_kv_heads)):
+            if heads // tp % cp:
+                raise ValueError(
+                    f"engine.parallel.cp = {cp} with cp_comm_type = a2a does not divide the {heads // tp} {name} that a rank "
+                    f"has with tp = {tp}; set cp_comm_type = p2p, or another cp"
+                )
+
     def check_training(self, *, tp: int, ep: int, etp: int | None, sequence_parallel: bool) -> None:
         """Raises ValueError where Megatron could hold this model split so, but would not train it, or would train it wrong."""
         if self.experts is None:

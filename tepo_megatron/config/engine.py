@@ -27,7 +27,8 @@ class EngineConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
 
     micro_batch_tokens: PositiveInt = 4096
-    """Upper bound on the tokens packed into one micro-batch; a longer sequence gets a micro-batch of its own."""
+    """Upper bound on the tokens packed into one micro-batch; a longer sequence gets a micro-batch of its own. It counts the
+    tokens of all context-parallel ranks: each holds 1/cp of them."""
 
     recompute: Literal["none", "selective", "full"] = "none"
     """Which activations are computed again in the backward pass rather than kept, as in Megatron-Core: ``selective`` those of
@@ -111,5 +112,22 @@ class EngineConfig(Section):
             raise ValueError(
                 f"fp8.recipe = {self.fp8.recipe} needs Transformer Engine's layers on a GPU, but {instead}; set fp8.recipe = "
                 "none, or layers = te on a GPU"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _context_parallelism_fits(self) -> "EngineConfig":
+        cp, exchange = self.parallel.cp, self.parallel.cp_comm_type
+        if exchange != "p2p" and (self.layers == "local" or self.platform == "cpu"):
+            instead = "layers = local" if self.layers == "local" else "platform = cpu"
+            raise ValueError(
+                f"parallel.cp_comm_type = {exchange} is of Transformer Engine's attention, and {instead} gathers keys and "
+                "values; leave it out"
+            )
+        if cp > 1 and self.fp8.recipe in ("delayed", "tensorwise"):
+            raise ValueError(
+                f"parallel.cp = {cp} with fp8.recipe = {self.fp8.recipe}: the recipe scales whole tensors by their largest "
+                "value, which may be that of a token that only pads a sequence to a multiple of 2 cp; set fp8.recipe = "
+                "blockwise (on Hopper) or mxfp8 (on Blackwell), or parallel.cp = 1"
             )
         return self

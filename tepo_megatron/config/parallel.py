@@ -1,5 +1,7 @@
 """``engine.parallel``: how the model is split over ranks."""
 
+from typing import Literal
+
 from pydantic import PositiveInt, model_validator
 
 from tepo_megatron.config.base import Section
@@ -28,11 +30,17 @@ class ParallelConfig(Section):
     """Layers of the last stage, which has the head and the logits too. Default: as many as every other stage."""
 
     cp: PositiveInt = 1
-    """Context-parallel size: sequences are split over so many ranks. ``tepo plan`` computes with it; the engine refuses more
-    than 1."""
+    """Context-parallel size: the tokens of every sequence are split over so many ranks, for responses whose activations one
+    rank cannot hold (docs/context.md). Each sequence is padded to a multiple of 2 cp."""
+
+    cp_comm_type: Literal["p2p", "a2a"] = "p2p"
+    """How Transformer Engine's attention exchanges what lies on other context-parallel ranks: ``p2p`` passes keys and values
+    round in a ring, behind the computation; ``a2a`` trades tokens for heads, so that cp must divide the key/value heads of a
+    tensor-parallel rank. Not run on a GPU yet. On a CPU keys and values are gathered."""
 
     ep: PositiveInt = 1
-    """Expert-parallel size: the experts of a mixture-of-experts model are split over so many ranks, taken out of tp × dp."""
+    """Expert-parallel size: the experts of a mixture-of-experts model are split over so many ranks, taken out of tp × cp ×
+    dp."""
 
     etp: PositiveInt | None = None
     """Expert-tensor-parallel size: each expert is split over so many ranks. Default: tp, as in Megatron-Core."""
@@ -53,6 +61,12 @@ class ParallelConfig(Section):
     def _sequence_parallel_needs_tp(self) -> "ParallelConfig":
         if self.sequence_parallel and self.tp == 1:
             raise ValueError("sequence_parallel = true needs tp > 1; set tp, or sequence_parallel = false")
+        return self
+
+    @model_validator(mode="after")
+    def _the_exchange_can_act(self) -> "ParallelConfig":
+        if self.cp == 1 and self.cp_comm_type != "p2p":
+            raise ValueError(f"cp_comm_type = {self.cp_comm_type} is for context parallelism, and cp = 1; set cp, or unset it")
         return self
 
     @model_validator(mode="after")

@@ -51,6 +51,7 @@ def _count_rank(spec: ModelSpec, engine: EngineConfig, platform: Platform, rank:
             parallel.tp,
             parallel.pp,
             virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+            context_parallel_size=parallel.cp,
             expert_model_parallel_size=parallel.ep,
             expert_tensor_parallel_size=parallel.etp,
             create_gloo_process_groups=False,
@@ -62,10 +63,13 @@ def _count_rank(spec: ModelSpec, engine: EngineConfig, platform: Platform, rank:
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
             pp=parallel.pp,
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            dp=parallel.cp * parallel.dp,
+            dp=parallel.dp,
             dp_rank=0,
+            cp=parallel.cp,
+            cp_rank=0,
             tp_group=None,
             vpp=parallel.vpp,
+            cp_group=None,
         )
         megatron = transformer_config(spec, ModelConfig(dtype="bfloat16"), engine, platform, LOCAL)
         megatron = dataclasses.replace(megatron, perform_initialization=False)

@@ -90,10 +90,11 @@ class Engine:
         self.root_signal = RootSignal()
         self.heartbeat.start()
         self.heartbeat.phase("model")
+        copies = layout.cp * layout.dp  # of the weights
         self.split = MegatronParallel(
             tp=layout.tp,
             pp=layout.pp,
-            dp=layout.dp,
+            dp=copies,
             stages=stages,
             fused_norms=self.layers.fused_norms,
             ep=layout.ep,

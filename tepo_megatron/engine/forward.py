@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from tepo_megatron.engine.batch import pad_to
+from tepo_megatron.engine.context_parallel import Share, cut, padded_tokens
 from tepo_megatron.engine.head import HeadWeight, fused_head
 from tepo_megatron.engine.moe import largest_in_group
 from tepo_megatron.engine.not_finite import NOT_FINITE
@@ -41,7 +40,8 @@ class Forward:
     micro_batch_tokens: int
     score_backend: BackendName
     token_multiple: int
-    """Micro-batches are padded to a multiple of this: sequence parallelism splits tokens evenly, FP8 needs 16 or more."""
+    """Micro-batches are padded to a multiple of this: sequence and context parallelism split tokens evenly, FP8 needs 16 or
+    more on each rank."""
 
     gathers_tokens: bool = False
     """Whether ranks that share experts gather their tokens, which needs micro-batches of one length (``engine/moe.py``)."""
@@ -84,19 +84,20 @@ class Forward:
         Where ``loss`` raised NotFiniteError the micro-batch's loss is NaN, and ``NOT_FINITE`` says why.
         """
         members = [batch.select(sequences) for sequences in micro_batches]
-        sizes = [self._padded(micro.num_tokens) for micro in members]
+        sizes = [self._padded(padded_tokens(micro.lengths_S.tolist(), self.ranks.cp)) for micro in members]
         if self.one_length:
             sizes = [max(sizes)] * len(sizes)
         if self.gathers_tokens:
             sizes = largest_in_group(sizes, self.platform.device)
-        padded = [pad_to(micro, size) for micro, size in zip(members, sizes, strict=True)]
+        shares = [cut(micro, size, self.ranks) for micro, size in zip(members, sizes, strict=True)]
         with self.platform.megatron():
             return get_forward_backward_func()(
                 forward_step_func=lambda data, module: self._step(next(data), module, loss, train=train),
-                data_iterator=[enumerate(padded) for _ in chunks],  # every chunk asks for each micro-batch
+                data_iterator=[enumerate(shares) for _ in chunks],  # every chunk asks for each micro-batch
                 model=list(chunks),
-                num_microbatches=len(padded),
-                seq_length=sizes[0],  # a packed micro-batch is one sequence to Megatron; stages with `one_length` count on it
+                num_microbatches=len(shares),
+                # a packed micro-batch is one sequence to Megatron, of all context-parallel ranks; `one_length` counts on it
+                seq_length=sizes[0],
                 micro_batch_size=1,
                 forward_only=not train,
             )
@@ -105,18 +106,16 @@ class Forward:
         return -(-tokens // self.token_multiple) * self.token_multiple
 
     def _step(
-        self, numbered: tuple[int, Batch], model: torch.nn.Module, loss: LossFunction, *, train: bool
+        self, numbered: tuple[int, Share], model: torch.nn.Module, loss: LossFunction, *, train: bool
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
-        number, micro = numbered
+        number, share = numbered
         self.moved()
-        longest = int(micro.lengths_S.max())
-        packed = PackedSeqParams("thd", micro.cu_seqlens, micro.cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
-        output = model(micro.tokens_T[None], micro.positions_T[None], None, packed_seq_params=packed)
+        output = model(share.tokens_t[None], share.positions_t[None], None, packed_seq_params=share.packed)
 
         def reduce(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             head = fused_head(model)
             try:
-                value, kept = loss(self._scores(output[0], head, micro, train=train), micro)
+                value, kept = loss(self._scores(output[0], head, share, train=train), share.micro)
             except NotFiniteError as error:
                 # Other ranks know nothing of it, and wait in the schedule's collectives: this one goes through them all with a
                 # loss of NaN, and the ranks agree afterwards (``engine/not_finite.py``).
@@ -130,22 +129,32 @@ class Forward:
 
         return output, reduce
 
-    def _scores(self, output_T: Tensor, head: HeadWeight | None, micro: Batch, *, train: bool) -> TokenScores:
-        """Scores the model's output: logits [T, V/tp], or with a fused head hidden states [T, H]."""
+    def _scores(self, output: Tensor, head: HeadWeight | None, share: Share, *, train: bool) -> TokenScores:
+        """The scores of the micro-batch, from those of this rank's tokens."""
+        try:
+            return share.gather(self._own_scores(output, head, share, train=train))
+        except NotFiniteError:
+            # the other context-parallel ranks wait for this one's scores: they get NaN, and find it
+            nothing_t = output.new_full(share.labels_t.shape, torch.nan, dtype=torch.float32)
+            share.gather(TokenScores(nothing_t, nothing_t, nothing_t if train and self.entropy_slope else None))
+            raise
+
+    def _own_scores(self, output: Tensor, head: HeadWeight | None, share: Share, *, train: bool) -> TokenScores:
+        """Scores the model's output: logits [t, V/tp], or with a fused head hidden states [t, H]."""
         options: dict[str, Any] = {
             "tp_group": self.ranks.tp_group,
             "temperature": self.temperature,
             "vocab_size": self.vocab_size,
-            "mask_T": micro.loss_mask_T,
+            "mask_T": share.mask_t,
             "entropy_slope": train and self.entropy_slope,
             "backend": self.score_backend,
         }
         if head is None:  # nothing reads the logits after the loss
-            return logprob_and_entropy(output_T, micro.labels_T, inplace_backward=True, **options)
+            return logprob_and_entropy(output, share.labels_t, inplace_backward=True, **options)
         return fused_linear_logprob_and_entropy(
-            output_T,
+            output,
             head.weight_VpH,
-            micro.labels_T,
+            share.labels_t,
             sequence_parallel=head.sequence_parallel,
             gradient_accumulation_fusion=True,
             **options,

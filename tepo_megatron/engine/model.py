@@ -44,6 +44,8 @@ def transformer_config(
         tensor_model_parallel_size=engine.parallel.tp,
         pipeline_model_parallel_size=engine.parallel.pp,
         **stage_options(engine.parallel),
+        context_parallel_size=engine.parallel.cp,
+        cp_comm_type=engine.parallel.cp_comm_type,
         sequence_parallel=engine.parallel.sequence_parallel,
         pipeline_dtype=dtype,
         variable_seq_lengths=engine.parallel.pp > 1 and not one_length(spec, engine.parallel, platform),

@@ -28,7 +28,12 @@ def collective_timeout(hang_timeout_s: float) -> timedelta:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The coordinates of this process, and the sizes of the groups. ``tp_group`` is None when tp is 1."""
+    """The coordinates of this process, and the sizes of the groups.
+
+    Ranks are numbered tp innermost, then cp, dp, and pp outermost, as Megatron does. ``dp`` counts the ranks that compute
+    different sequences; each of the ``cp`` ranks of one of them computes other tokens of the same sequences. ``tp_group`` and
+    ``cp_group`` are None when tp and cp are 1.
+    """
 
     rank: int
     world: int
@@ -38,7 +43,10 @@ class Ranks:
     pp_rank: int
     dp: int
     dp_rank: int
+    cp: int
+    cp_rank: int
     tp_group: dist.ProcessGroup | None
+    cp_group: dist.ProcessGroup | None
     vpp: int = 1
 
     @property
@@ -56,22 +64,21 @@ class Ranks:
 
     @property
     def last_stage_root(self) -> int:
-        """The global rank of the last stage's tensor- and data-parallel rank 0, which reports for the stage."""
-        return self.tp * self.dp * (self.pp - 1)  # Megatron numbers stages outermost
+        """The global rank of the last stage's tensor-, context- and data-parallel rank 0, which reports for the stage."""
+        return self.tp * self.cp * self.dp * (self.pp - 1)
 
 
 def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout: timedelta = TIMEOUT) -> Ranks:
     """Joins the world that the environment describes (torchrun's variables; one process without them) and splits it.
 
-    Every rank calls. ``timeout`` limits every collective. Raises ValueError if the world is not tp × pp × dp, and for sizes
-    that this engine does not know yet.
+    Every rank calls. ``timeout`` limits every collective. Raises ValueError if the world is not tp × pp × cp × dp, and for
+    sizes that this engine does not know yet.
     """
-    if config.cp > 1:
-        raise ValueError(f"engine.parallel.cp = {config.cp} can be planned with, but not trained with yet; set it to 1")
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world != config.world_size:
         raise ValueError(
-            f"engine.parallel asks for tp {config.tp} × pp {config.pp} × dp {config.dp} = {config.world_size} processes, "
+            f"engine.parallel asks for tp {config.tp} × pp {config.pp} × cp {config.cp} × dp {config.dp} = "
+            f"{config.world_size} processes, "
             f"but torchrun started {world}; start {config.world_size} or change engine.parallel"
         )
     if not dist.is_initialized():
@@ -87,6 +94,7 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
         config.tp,
         config.pp,
         virtual_pipeline_model_parallel_size=config.vpp if config.vpp > 1 else None,
+        context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep,
         expert_tensor_parallel_size=config.etp,
     )
@@ -101,7 +109,10 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp=config.dp,
         dp_rank=parallel_state.get_data_parallel_rank(),
+        cp=config.cp,
+        cp_rank=parallel_state.get_context_parallel_rank(),
         tp_group=parallel_state.get_tensor_model_parallel_group() if config.tp > 1 else None,
+        cp_group=parallel_state.get_context_parallel_group() if config.cp > 1 else None,
         vpp=config.vpp,
     )
 

@@ -1,4 +1,4 @@
-"""Every class of faults, in the order in which they are injected: what needs no server first."""
+"""Every class of faults, in the order in which they are injected: what needs no server first; and the two lanes."""
 
 from __future__ import annotations
 
@@ -22,3 +22,6 @@ CLASSES: tuple[type[FaultClass], ...] = (
     Strangers,
     Hangs,
 )
+
+LANES = {"kills": (Kills,), "others": tuple(kind for kind in CLASSES if kind is not Kills)}
+"""What is injected side by side, each lane into a live run of its own: a lane often waits for processes to start."""

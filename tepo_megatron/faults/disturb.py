@@ -31,6 +31,7 @@ def disturb(workshop: Workshop, role: str, phase: str, number: signal.Signals, r
     time.sleep(rng.uniform(0, WITHIN_S[phase]))
     roles, before = run.roles(), run.pids()
     if role not in roles:
+        workshop.drop_run()
         return Outcome(name, "lost", f"the run has no process that is its {role}, but only {', '.join(roles)}")
     victim = rng.choice(roles[role])
     step, start = tiny.last_step(run.out), time.monotonic()

@@ -21,7 +21,8 @@ EXPERTS = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num
 
 def run(folder: Path, variants: list[dict[str, Any]], *, nan_at: int | None = None) -> list[list[dict[str, Any]]]:
     """What each rank saw of each variant of ``engine``; with the key ``experts`` the model is a mixture of experts."""
-    for name, changes in (("dense", {}), ("experts", EXPERTS)):
+    models: dict[str, dict[str, Any]] = {"dense": {}, "experts": EXPERTS}
+    for name, changes in models.items():
         (folder / name).mkdir()
         write_llama(folder / name, scale=0.1, num_hidden_layers=4, **changes)
     runs = []

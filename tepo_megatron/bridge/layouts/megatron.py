@@ -36,9 +36,10 @@ Stages = Sequence[Sequence[range]]
 class MegatronParallel:
     """The trainer's split of the model. Global ranks are numbered tp innermost, then dp, pp outermost.
 
-    The same tp × dp ranks of a stage are numbered once more for the experts, as Megatron does: etp innermost, then ep, then the
-    copies. ``etp`` None means tp. ``stages`` None means even stages without interleaving. ``fused_norms`` means that the layers
-    are Transformer Engine's, experts included.
+    ``dp`` counts the ranks that hold the same dense weights, which are the context- times the data-parallel ones: weights do
+    not know which of a step's tokens a rank computes. The same tp × dp ranks of a stage are numbered once more for the experts,
+    as Megatron does: etp innermost, then ep, then the copies. ``etp`` None means tp. ``stages`` None means even stages without
+    interleaving. ``fused_norms`` means that the layers are Transformer Engine's, experts included.
     """
 
     tp: int = 1

@@ -19,6 +19,10 @@ class TrainerSizes(Protocol):
     @property
     def vpp(self) -> int: ...
     @property
+    def cp(self) -> int: ...
+    @property
+    def cp_comm_type(self) -> str: ...
+    @property
     def num_layers_in_first_pipeline_stage(self) -> int | None: ...
     @property
     def num_layers_in_last_pipeline_stage(self) -> int | None: ...
@@ -36,6 +40,8 @@ def check_trainer_split(spec: ModelSpec, parallel: TrainerSizes) -> tuple[tuple[
     spec.check_parallel(tp=parallel.tp, pp=1, ep=parallel.ep, etp=parallel.etp)  # stages may be uneven
     stages = pipeline_stages_of(spec, parallel)
     spec.check_training(tp=parallel.tp, ep=parallel.ep, etp=parallel.etp, sequence_parallel=parallel.sequence_parallel)
+    if parallel.cp_comm_type == "a2a":
+        spec.check_all_to_all(tp=parallel.tp, cp=parallel.cp)
     return stages
 
 

@@ -85,7 +85,7 @@ def assert_mended_as_it_says(path: str, broken: list[str]) -> list[list[str]]:
     """Makes every change that the one problem names, looks that the run then fits and needs what was said, and returns them."""
     (problem,) = plan(path, *broken).problems
     found = re.findall(r"with ([a-z][^()]+ = [^()]+) \(([\d.]+) GiB\)", problem)
-    changes = []
+    changes: list[list[str]] = []
     for text, needed in found:
         changes.append([])
         section = ""
