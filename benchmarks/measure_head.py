@@ -188,19 +188,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         head, model = case.pop("head"), Path(case.pop("model"))
         print(json.dumps(child(Setting(**case), head, model)))
         return
-    table, results = [], []
+    note, device = f"best of {given.repeats}, one thread, CPU seconds", "cpu"
+    if torch.cuda.is_available():
+        note, device = f"{torch.cuda.get_device_name()} · best of {given.repeats}", "cuda"
+    table, results, packages = [], [], ["torch", "megatron-core", "tepo-megatron"]
     for dtype in given.dtypes.split(","):
         setting = Setting(given.tokens, given.vocab, given.hidden, dtype)
         found = measure(setting, given.repeats)
         table += rows(setting, found)
         results.append({**asdict(setting), "logits_bytes": setting.logits, "results": found})
-    note, device = f"best of {given.repeats}, one thread, CPU seconds", "cpu"
-    if torch.cuda.is_available():
-        note, device = f"{torch.cuda.get_device_name()} · best of {given.repeats}", "cuda"
-    record = {"repeats": given.repeats, "results": results}
-    packages = ["torch", "megatron-core", "tepo-megatron"]
-    paths = write_report(given.output, f"head-{device}", record, markdown(COLUMNS, table), note=note, packages=packages)
-    print(markdown(COLUMNS, table) + f"wrote {' and '.join(str(path) for path in paths)}")
+        record, text = {"repeats": given.repeats, "results": results}, markdown(COLUMNS, table)
+        paths = write_report(given.output, f"head-{device}", record, text, note=note, packages=packages)  # after each dtype
+        print(f"{text}wrote {' and '.join(str(path) for path in paths)}")
 
 
 if __name__ == "__main__":
