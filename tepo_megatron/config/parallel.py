@@ -18,7 +18,16 @@ class ParallelConfig(Section):
     """Data-parallel size. The world is tp × pp × cp × dp processes."""
 
     vpp: PositiveInt = 1
-    """Virtual pipeline stages per rank (interleaved 1F1B). ``tepo plan`` computes with them; the engine refuses more than 1."""
+    """Virtual pipeline stages per rank: the layers of a stage are cut into so many chunks, which take turns (interleaved 1F1B).
+    The pipeline idles a vpp-th of the time, and activations travel vpp times as often. More than 1 needs pp > 1, and at least
+    dp × pp sequences in a mini-batch, since micro-batches pass the stages in groups of pp."""
+
+    num_layers_in_first_pipeline_stage: PositiveInt | None = None
+    """Layers of the first stage, which has the embedding too; those that it and the last stage leave are divided evenly among
+    the others. Named as in Megatron-Core. Default: as many as every other stage."""
+
+    num_layers_in_last_pipeline_stage: PositiveInt | None = None
+    """Layers of the last stage, which has the head and the logits too. Default: as many as every other stage."""
 
     cp: PositiveInt = 1
     """Context-parallel size: the tokens of every sequence are split over so many ranks, for responses whose activations one
@@ -42,6 +51,11 @@ class ParallelConfig(Section):
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def micro_batch_group(self) -> int:
+        """A rank's number of micro-batches is a multiple of this: interleaved stages pass them on in groups of pp."""
+        return self.pp if self.vpp > 1 else 1
 
     @model_validator(mode="after")
     def _sequence_parallel_needs_tp(self) -> "ParallelConfig":
@@ -69,4 +83,17 @@ class ParallelConfig(Section):
     def _virtual_stages_need_stages(self) -> "ParallelConfig":
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp = {self.vpp} divides pipeline stages further and needs pp > 1; set pp, or vpp = 1")
+        return self
+
+    @model_validator(mode="after")
+    def _uneven_stages_need_stages(self) -> "ParallelConfig":
+        for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+            layers = getattr(self, name)
+            if layers is not None and self.pp == 1:
+                raise ValueError(f"{name} = {layers} needs stages to differ from, and pp = 1; set pp, or leave {name} out")
+            if layers is not None and layers % self.vpp:
+                raise ValueError(
+                    f"vpp = {self.vpp} does not divide {name} = {layers} into equal chunks; use a multiple of {self.vpp}, or "
+                    "lower vpp"
+                )
         return self

@@ -47,6 +47,7 @@ class Ranks:
     cp_rank: int
     tp_group: dist.ProcessGroup | None
     cp_group: dist.ProcessGroup | None
+    vpp: int = 1
 
     @property
     def is_first_stage(self) -> bool:
@@ -55,6 +56,11 @@ class Ranks:
     @property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp - 1
+
+    @property
+    def micro_batch_group(self) -> int:
+        """The number of micro-batches must be a multiple of this (``ParallelConfig.micro_batch_group``)."""
+        return self.pp if self.vpp > 1 else 1
 
     @property
     def last_stage_root(self) -> int:
@@ -68,9 +74,6 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
     Every rank calls. ``timeout`` limits every collective. Raises ValueError if the world is not tp × pp × cp × dp, and for
     sizes that this engine does not know yet.
     """
-    for name, size in (("vpp", config.vpp),):
-        if size > 1:
-            raise ValueError(f"engine.parallel.{name} = {size} can be planned with, but not trained with yet; set it to 1")
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world != config.world_size:
         raise ValueError(
@@ -90,6 +93,7 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
     parallel_state.initialize_model_parallel(
         config.tp,
         config.pp,
+        virtual_pipeline_model_parallel_size=config.vpp if config.vpp > 1 else None,
         context_parallel_size=config.cp,
         expert_model_parallel_size=config.ep,
         expert_tensor_parallel_size=config.etp,
@@ -109,6 +113,7 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
         cp_rank=parallel_state.get_context_parallel_rank(),
         tp_group=parallel_state.get_tensor_model_parallel_group() if config.tp > 1 else None,
         cp_group=parallel_state.get_context_parallel_group() if config.cp > 1 else None,
+        vpp=config.vpp,
     )
 
 

@@ -24,6 +24,7 @@ from tepo_megatron.engine.layers import Layers
 from tepo_megatron.engine.model import build_model, transformer_config
 from tepo_megatron.engine.optimizer import build_optimizer, build_schedule
 from tepo_megatron.engine.optimizer_state import set_master
+from tepo_megatron.engine.overlap import ParamGather, ddp_options, reduce_in_last_micro_batch
 from tepo_megatron.engine.parallel import Ranks
 from tepo_megatron.engine.platform import Platform
 
@@ -39,7 +40,9 @@ class Policy:
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     params: dict[str, torch.nn.Parameter] = field(repr=False)
-    """By the names that the bridge's layouts have for them."""
+    """By the names that the bridge's layouts have for them. Whole on every rank once ``param_gather`` is finished."""
+
+    param_gather: ParamGather = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,12 @@ class PolicyBuilder:
             params = named_parameters(chunks)
             unrounded = load_weights(self.weights, self.layout, params)
             options = self._ddp_config()
-            ddp = [DistributedDataParallel(megatron, options, chunk) for chunk in chunks]
+            # As in Megatron's own loop: backward ends with the first chunk, so that its gradients alone gain by being reduced
+            # bucket by bucket.
+            ddp = [
+                DistributedDataParallel(megatron, options, chunk, disable_bucketing=number > 0)
+                for number, chunk in enumerate(chunks)
+            ]
             config = self.config
             optimizer = build_optimizer(config.optimizer, config.model, config.engine.fp8, ddp)
             for name, values in unrounded.items():
@@ -71,7 +79,8 @@ class PolicyBuilder:
             schedule = build_schedule(config.optimizer, optimizer, total_steps=config.train.steps * config.train.minibatches)
             megatron.finalize_model_grads_func = finalize_gradients
             megatron.grad_scale_func = optimizer.scale_loss
-        return Policy(chunks, ddp, optimizer, schedule, params)
+            reduce_in_last_micro_batch(megatron, ddp, config.engine)
+        return Policy(chunks, ddp, optimizer, schedule, params, ParamGather(ddp, config.engine.overlap_param_gather))
 
     def reference(self) -> list[GPTModel]:
         """Builds a frozen copy of the first weights, for objectives with a KL term against them."""
@@ -83,21 +92,24 @@ class PolicyBuilder:
     def _chunks(self) -> tuple[TransformerConfig, list[GPTModel]]:
         config = self.config
         megatron = transformer_config(self.spec, config.model, config.engine, self.platform, self.layers)
-        return megatron, [build_model(self.spec, megatron, self.ranks, self.layers)]
+        head, numbers = config.engine.head, range(self.ranks.vpp)
+        return megatron, [build_model(self.spec, megatron, self.ranks, self.layers, number, head=head) for number in numbers]
 
     def _ddp_config(self) -> DistributedDataParallelConfig:
         return DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=self.config.optimizer.distributed,
-            overlap_grad_reduce=False,
+            **ddp_options(self.config.engine),
             **fp8.gather_options(self.config.engine.fp8),
         )
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """Returns all parameters under the names of the bridge's layouts."""
-    (chunk,) = chunks
-    return dict(chunk.named_parameters())
+    """Returns all parameters under the names of the bridge's layouts, which say the chunk where there are several."""
+    prefixes = [f"model{number}." for number in range(len(chunks))] if len(chunks) > 1 else [""]
+    return {
+        prefix + name: param for prefix, chunk in zip(prefixes, chunks, strict=True) for name, param in chunk.named_parameters()
+    }
 
 
 def finalize_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:

@@ -94,7 +94,7 @@ def pipeline_stages(
         raise ValueError(f"a virtual pipeline size of {chunks} needs a pipeline; set pp, or leave one chunk")
     given = {stage: layers for stage, layers in ((0, first), (pp - 1, last)) if layers is not None}
     rest, others = num_layers - sum(given.values()), pp - len(given)
-    if rest < 0 or (rest % others if others else rest):
+    if rest < 0 or bool(rest) != bool(others) or (others and rest % others):
         raise ValueError(
             f"{num_layers} layers do not split over {pp} pipeline stages"
             + (f" with {first} in the first and {last} in the last" if given else "")

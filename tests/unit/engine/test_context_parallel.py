@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
 
+from tepo_megatron.bridge.layouts.trainer import check_trainer_split
 from tepo_megatron.config import EngineConfig
 from tepo_megatron.engine.batch import pack, pad_sequences
 from tepo_megatron.engine.context_parallel import cut, packed_order, padded_tokens, rank_order
 from tepo_megatron.engine.fp8 import token_multiple
-from tepo_megatron.engine.moe import check_parallel
 from tepo_megatron.engine.parallel import Ranks
 from tests.support.small_llama import draw_rollouts
 from tests.unit.engine.test_refusals_gpu import SPEC
@@ -109,5 +109,5 @@ def test_what_cannot_be_is_refused_with_the_configuration(engine: dict[str, Any]
 def test_heads_that_ranks_cannot_trade_are_refused(tp: int, cp: int, heads: str) -> None:
     parallel = EngineConfig(parallel={"tp": tp, "cp": cp, "cp_comm_type": "a2a"}).parallel
     with pytest.raises(ValueError, match=rf"cp = {cp} with cp_comm_type = a2a does not divide the {heads} heads"):
-        check_parallel(SPEC, parallel)
-    check_parallel(SPEC, parallel.model_copy(update={"cp_comm_type": "p2p"}))
+        check_trainer_split(SPEC, parallel)
+    check_trainer_split(SPEC, parallel.model_copy(update={"cp_comm_type": "p2p"}))

@@ -172,6 +172,19 @@ def test_servers_die_with_a_killed_trainer_even_if_a_fork_holds_the_pipe(tmp_pat
             os.killpg(trainer.pid, signal.SIGKILL)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
+def test_no_server_runs_on_without_its_supervisor(tmp_path: Path) -> None:
+    """SIGTERM comes to the server itself, which ends its own processes; whoever starts the next one kills what it leaves."""
+    supervisor = supervised(stand_in(tmp_path / "pids"))
+    try:
+        command = read_pids(tmp_path / "pids")[0]
+        supervisor.kill()
+        supervisor.wait()
+        assert eventually(lambda: gone(command))
+    finally:
+        os.killpg(supervisor.pid, signal.SIGKILL)
+
+
 def test_the_supervisor_refuses_to_run_in_anothers_group() -> None:
     command = [sys.executable, "-m", "tepo_megatron.rollout.supervise", "--", "true"]
     result = subprocess.run(command, stdin=subprocess.PIPE, capture_output=True, text=True, check=False)
@@ -264,6 +277,7 @@ def test_a_server_that_takes_too_long_is_stopped_and_reported(tmp_path: Path) ->
 def test_the_environment_carries_the_key_and_nothing_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "7")  # Megatron's wish for the trainer's ranks
     monkeypatch.setenv("UNRELATED", "kept")
     show = "import os; e = os.environ; print(sorted(k for k in e if e[k] == '7'), e['UNRELATED'], e['VLLM_API_KEY'])"
     one = server(tmp_path, [sys.executable, "-c", show])
