@@ -52,6 +52,7 @@ class Ours:
 
     def score(self, data: Any) -> tuple[Any, float | None]:
         scored = self.engine.score(data)
+        assert scored.old_logprobs_T is not None
         return scored, -float(scored.old_logprobs_T[scored.loss_mask_T].double().mean())
 
     def update(self, scored: Any) -> None:
