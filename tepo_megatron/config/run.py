@@ -95,6 +95,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _adapters_are_not_in_fp8(self) -> "RunConfig":
+        if self.model.lora is not None and self.engine.fp8.enabled:
+            raise ValueError(
+                f"model.lora with engine.fp8.recipe = {self.engine.fp8.recipe}: merged weights are made anew in each "
+                "layer's pass, and Transformer Engine would not quantise them again; set engine.fp8.recipe = none, or leave "
+                "model.lora out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _noise_is_measured_where_it_is_used(self) -> "RunConfig":
         mask = self.objective.kl_mask
         if mask is not None and mask.falling == "measured" and mask.tolerance == "auto" and not self.engine.noise_every:

@@ -67,7 +67,7 @@ def save(
     is_root = dist.get_rank() == 0
     attempt = _Attempt(out, group)
     attempt.together(lambda: _make_empty(partial) if is_root else None)
-    boxes = _boxes(policy.optimizer, policy.params, shards)
+    boxes = _boxes(policy.optimizer, policy.trained, shards)
     own = write_boxes(partial, f"rank{dist.get_rank():05d}", boxes, metadata={"step": str(step)})
     files = attempt.all_wrote(own)
     attempt.together(lambda: _finish(partial, out, step, state, files) if is_root else None)
@@ -87,7 +87,7 @@ def shards_to_save(
     at = split.coordinates(rank)
     found = []
     for owner, shard in (pair for pairs in sources.values() for pair in pairs):
-        other, param = split.coordinates(owner), policy.params.get(shard.param)
+        other, param = split.coordinates(owner), policy.trained.get(shard.param)
         if param is None or other.pp_rank != at.pp_rank:
             continue
         expert = optimizer_state.is_parallel_expert(param)
@@ -170,7 +170,7 @@ def _finish(partial: Path, out: Path, step: int, state: dict[str, Any], files: d
 
 
 def _boxes(
-    optimizer: MegatronOptimizer, params: dict[str, torch.nn.Parameter], shards: Sequence[Shard]
+    optimizer: MegatronOptimizer, params: Mapping[str, torch.nn.Parameter], shards: Sequence[Shard]
 ) -> Iterator[tuple[str, Tensor]]:
     by_param = _by_param(shards)
     for name, state, values in optimizer_state.collect(optimizer, params):
@@ -261,7 +261,7 @@ def load(folder: Path, *, policy: Policy, layout: ShardLayout, updates: int) -> 
     stored = {kind: open_boxes(folder, kind) for kind in optimizer_state.STATES}
     by_param = _by_param(layout.shards)
     read = 0
-    for name, param in policy.params.items():
+    for name, param in policy.trained.items():
         owned = optimizer_state.owned_range(policy.optimizer, param)
         values = {kind: torch.zeros(owned.stop - owned.start) for kind in optimizer_state.STATES}
         for shard, part in _owned_parts(policy.optimizer, param, by_param[name]):
