@@ -18,7 +18,7 @@ from tepo_megatron.bridge.geometry import Box
 from tepo_megatron.bridge.layouts import tensor_shapes
 from tepo_megatron.bridge.layouts.adapters import adapted_tensors, adapter_names, adapter_shapes
 from tepo_megatron.bridge.storage.files import write_model
-from tepo_megatron.bridge.storage.peft_folder import PREFIX, AdapterSettings, write_peft_folder
+from tepo_megatron.bridge.storage.peft_folder import PREFIX, AdapterSettings, check_peft_folder, write_peft_folder
 from tepo_megatron.bridge.storage.stored import open_boxes
 from tepo_megatron.config import LoraConfig
 from tepo_megatron.engine.batch import pack
@@ -214,3 +214,23 @@ def test_only_adapters_are_kept_and_exports_are_merged(worlds: Worlds, run: Run)
     for name, expected in worlds.merged(run.model, out / "adapter").items():
         if name in found:  # a tied head is the embedding
             torch.testing.assert_close(found[name].double(), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_peft_loads_the_folder_and_gives_the_same_logits(worlds: Worlds) -> None:
+    """Also the other way round: what PEFT saves is a folder to start from."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    out, tokens = worlds.run(TP_PP), worlds.batch.tokens_T[None, :40]
+    base = AutoModelForCausalLM.from_pretrained(worlds.folder / "Qwen2", dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, out / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(out / "trained", dtype=torch.float32)
+    with torch.no_grad():
+        found = adapted(tokens).logits
+        torch.testing.assert_close(found, merged(tokens).logits, atol=1e-5, rtol=0)
+        with adapted.disable_adapter():
+            assert (found - adapted(tokens).logits).abs().max() > 0.1
+    adapted.save_pretrained(out / "saved-by-peft")
+    shapes = tensor_shapes(read_model_spec(worlds.folder / "Qwen2"))
+    wanted = adapter_shapes(shapes, adapted_tensors(shapes, targets_of("Qwen2")), LORA.rank)
+    check_peft_folder(out / "saved-by-peft", wanted, rank=LORA.rank, alpha=LORA.alpha, rslora=False)
