@@ -165,8 +165,9 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
     needed = parallel.world_size
     if world_size != needed:
         raise ValueError(
-            f"engine.parallel needs tp × pp × dp = {parallel.tp} × {parallel.pp} × {parallel.dp} = {needed} ranks, but "
-            f"WORLD_SIZE is {world_size}; start torchrun with --nproc-per-node {needed}, or change engine.parallel"
+            f"engine.parallel needs tp × pp × cp × dp = {parallel.tp} × {parallel.pp} × {parallel.cp} × {parallel.dp} = "
+            f"{needed} ranks, but WORLD_SIZE is {world_size}; start torchrun with --nproc-per-node {needed}, or change "
+            "engine.parallel"
         )
 
 

@@ -76,6 +76,16 @@ FAMILIES: Mapping[str, Family] = {
 
 KNOWN_ARCHITECTURES = tuple(FAMILIES)
 
+PLAIN = {
+    "hidden_act": "silu",
+    # Logits are the head's product as it is. Other families scale, bound or shift them; vLLM reads the first for Llama too.
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "final_logit_softcapping": None,
+    "lm_head_bias": False,
+}
+"""Fields that every family knows, or that a family's relatives know, with the one value that is supported."""
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -148,6 +158,15 @@ class ModelSpec:
                 f"use a divisor of {self.num_layers}"
             )
 
+    def check_all_to_all(self, *, tp: int, cp: int) -> None:
+        """Raises ValueError where context-parallel ranks could not trade tokens for heads (``cp_comm_type = a2a``)."""
+        for name, heads in (("attention heads", self.num_heads), ("key/value heads", self.num_kv_heads)):
+            if heads // tp % cp:
+                raise ValueError(
+                    f"engine.parallel.cp = {cp} with cp_comm_type = a2a does not divide the {heads // tp} {name} that a rank "
+                    f"has with tp = {tp}; set cp_comm_type = p2p, or another cp"
+                )
+
     def check_training(self, *, tp: int, ep: int, etp: int | None, sequence_parallel: bool) -> None:
         """Raises ValueError where Megatron could hold this model split so, but would not train it, or would train it wrong."""
         if self.experts is None:
@@ -161,6 +180,14 @@ class ModelSpec:
             raise ValueError(
                 f"engine.parallel.etp = {etp} differs from tp = {tp}, which Megatron trains right only with ep > 1 (otherwise "
                 "it sums the experts' gradients over the dense weights' ranks); raise ep, or unset etp"
+            )
+
+    def check_length(self, tokens: int, field: str) -> None:
+        """Raises ValueError for sequences of more tokens than the model has positions; ``field`` names what allows them."""
+        if tokens > self.max_positions:
+            raise ValueError(
+                f"{field} = {tokens} tokens are more than the {self.max_positions} positions of {self.architecture} "
+                "(max_position_embeddings in its config.json); lower them"
             )
 
 
@@ -258,7 +285,7 @@ def _check_sizes(spec: ModelSpec, where: str) -> None:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], family: Family, where: str) -> None:
-    for key, value in {"hidden_act": "silu", **family.only}.items():
+    for key, value in {**PLAIN, **family.only}.items():
         if (raw.get(key, value) or None) != (value or None):  # null, false, 0 and an empty list all switch a feature off
             raise ValueError(f"{where}: {key} = {raw[key]!r} is not supported yet (only {value!r})")
     kinds = set(raw.get("layer_types") or ()) - {"full_attention"}

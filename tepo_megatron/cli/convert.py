@@ -24,6 +24,9 @@ def import_command(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make; give it to a run as model.shards.")],
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size of the run.")] = 1,
     pp: Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size of the run.")] = 1,
+    vpp: Annotated[int, typer.Option("--vpp", min=1, help="Virtual stages per rank of the run.")] = 1,
+    first_layers: Annotated[int | None, typer.Option(min=1, help="Layers of the first stage, if not as the others'.")] = None,
+    last_layers: Annotated[int | None, typer.Option(min=1, help="The same of the last stage.")] = None,
 ) -> None:
     """Cut a model's weights into files per rank, so that the ranks of a cluster do not all read the same big files.
 
@@ -36,7 +39,7 @@ def import_command(
     from tepo_megatron.bridge.storage.convert import import_model
 
     with user_errors(), _progress(f"import {source}") as report:
-        import_model(source, out, tp=tp, pp=pp, report=report)
+        import_model(source, out, tp=tp, pp=pp, vpp=vpp, first_layers=first_layers, last_layers=last_layers, report=report)
     typer.echo(f"wrote {out}")
 
 

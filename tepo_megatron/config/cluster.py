@@ -40,11 +40,15 @@ class ClusterConfig(Section):
     link_efficiency: Share = 0.7
     """The part of a link's peak rate that a plan assumes: an assumption, not measured."""
 
-    train_mfu: Share = 0.4
-    """Model FLOPs utilisation (FLOPs over peak) that a plan assumes in training, outside the pipeline's bubble."""
+    train_mfu: Share = 0.45
+    """Model FLOPs utilisation (FLOPs over peak) that a plan assumes of training while a GPU computes: the pipeline's bubble and
+    waiting for other ranks come on top."""
 
     score_mfu: Share = 0.45
     """The same for passes without a gradient: log-probs before the update, prompts in the servers."""
+
+    storage_gb_per_s: PositiveFloat = 7.0
+    """Rate at which all nodes together write a checkpoint to the disk that they share, in 10⁹ bytes/s: an assumption."""
 
     decode_bandwidth: Share = 0.5
     """The part of the memory bandwidth that a plan assumes in token-by-token generation."""

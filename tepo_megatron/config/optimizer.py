@@ -40,8 +40,8 @@ class OptimizerConfig(Section):
     """Largest norm of the gradient over all weights; a larger gradient is scaled down to it. 0: no clipping."""
 
     distributed: bool = False
-    """Shard the optimizer's states (fp32 weights and both means) over the data-parallel ranks: Megatron's distributed
-    optimizer. It saves memory where ``engine.parallel.dp`` is more than 1."""
+    """Shard the optimizer's states (fp32 weights and both means) over the data- and context-parallel ranks: Megatron's
+    distributed optimizer. It saves memory where ``engine.parallel.dp`` × ``cp`` is more than 1."""
 
     @model_validator(mode="after")
     def _the_schedule_falls(self) -> "OptimizerConfig":

@@ -46,6 +46,12 @@ class RunConfig(Section):
     log: LogConfig = LogConfig()
     cluster: ClusterConfig = ClusterConfig()
 
+    @property
+    def fewest_sequences(self) -> int:
+        """How many sequences a step's mini-batches need: a whole group of micro-batches for each data-parallel rank."""
+        parallel = self.engine.parallel
+        return self.train.minibatches * parallel.dp * parallel.micro_batch_group
+
     @field_validator("name")
     @classmethod
     def _name_can_be_shown(cls, name: str) -> str:
@@ -65,11 +71,12 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _minibatches_have_work(self) -> "RunConfig":
         sequences = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
-        needed = self.train.minibatches * self.engine.parallel.dp
-        if sequences < needed:
+        parallel = self.engine.parallel
+        if sequences < self.fewest_sequences:
+            each = f", {parallel.pp} for each, as engine.parallel.vpp = {parallel.vpp} needs" if parallel.vpp > 1 else ""
             raise ValueError(
                 f"{sequences} rollouts a step cannot fill train.minibatches = {self.train.minibatches} on "
-                f"engine.parallel.dp = {self.engine.parallel.dp} ranks; raise rollout.prompts_per_step or "
+                f"engine.parallel.dp = {parallel.dp} ranks{each}; raise rollout.prompts_per_step or "
                 "samples_per_prompt, or lower train.minibatches"
             )
         return self
@@ -101,6 +108,15 @@ class RunConfig(Section):
                 f"model.lora with engine.fp8.recipe = {self.engine.fp8.recipe}: merged weights are made anew in each "
                 "layer's pass, and Transformer Engine would not quantise them again; set engine.fp8.recipe = none, or leave "
                 "model.lora out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _there_are_weights_to_gather(self) -> "RunConfig":
+        if self.engine.overlap_param_gather and not self.optimizer.distributed:
+            raise ValueError(
+                "engine.overlap_param_gather = true gathers weights of which each data-parallel rank has updated a share, and "
+                "only optimizer.distributed = true shares them; set it, or engine.overlap_param_gather = false"
             )
         return self
 

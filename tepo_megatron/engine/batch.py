@@ -108,3 +108,26 @@ def pad_to(batch: Batch, num_tokens: int) -> Batch:
             changes[f.name] = torch.cat([value, value.new_zeros(extra)])
     ends = batch.num_tokens + torch.tensor(lengths).cumsum(0).to(batch.cu_seqlens)
     return batch.with_(cu_seqlens=torch.cat([batch.cu_seqlens, ends]), **changes)
+
+
+def pad_sequences(batch: Batch, multiple: int) -> Batch:
+    """Repeats the last token of each sequence, outside the loss mask, until all lengths are multiples of ``multiple``.
+
+    Causal attention shows no token what follows it, so that nothing changes for the others. But the added tokens see the whole
+    sequence, unlike those of :func:`pad_to`: their activations are their own, and could be the largest of a tensor.
+    """
+    lengths_S = batch.lengths_S
+    padded_S = (lengths_S + multiple - 1) // multiple * multiple
+    if torch.equal(padded_S, lengths_S):
+        return batch
+    cu_seqlens = torch.cat([batch.cu_seqlens[:1], padded_S.cumsum(0).to(batch.cu_seqlens)])
+    index_T = torch.repeat_interleave(torch.arange(batch.num_sequences, device=padded_S.device), padded_S)
+    position_T = torch.arange(index_T.numel(), device=padded_S.device) - cu_seqlens.long()[index_T]
+    added_T = position_T >= lengths_S[index_T]
+    source_T = batch.cu_seqlens.long()[index_T] + position_T.minimum(lengths_S[index_T] - 1)
+    changes = {"tokens_T": batch.tokens_T[source_T]}
+    for f in fields(batch):
+        value = getattr(batch, f.name)
+        if value is not None and f.name.endswith("_T") and f.name != "tokens_T":
+            changes[f.name] = value[source_T].masked_fill(added_T, 0)
+    return batch.with_(cu_seqlens=cu_seqlens, **changes)

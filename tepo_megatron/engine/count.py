@@ -50,6 +50,8 @@ def _count_rank(spec: ModelSpec, engine: EngineConfig, platform: Platform, rank:
         parallel_state.initialize_model_parallel(
             parallel.tp,
             parallel.pp,
+            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+            context_parallel_size=parallel.cp,
             expert_model_parallel_size=parallel.ep,
             expert_tensor_parallel_size=parallel.etp,
             create_gloo_process_groups=False,
@@ -61,17 +63,21 @@ def _count_rank(spec: ModelSpec, engine: EngineConfig, platform: Platform, rank:
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
             pp=parallel.pp,
             pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            dp=parallel.cp * parallel.dp,
+            dp=parallel.dp,
             dp_rank=0,
+            cp=parallel.cp,
+            cp_rank=0,
             tp_group=None,
+            vpp=parallel.vpp,
+            cp_group=None,
         )
         megatron = transformer_config(spec, ModelConfig(dtype="bfloat16"), engine, platform, LOCAL)
         megatron = dataclasses.replace(megatron, perform_initialization=False)
         with platform.megatron():
             tensor_parallel.model_parallel_cuda_manual_seed(0)
             with torch.device("meta"):
-                model = build_model(spec, megatron, ranks, LOCAL)
-        return sum(parameter.numel() for parameter in model.parameters())
+                chunks = [build_model(spec, megatron, ranks, LOCAL, number) for number in range(ranks.vpp)]
+        return sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.bridge.architecture import read_model_spec
-from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, megatron_ranks
+from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, check_recompute, check_trainer_split, megatron_ranks
 from tepo_megatron.bridge.reshard.plan import reshard_plan
 from tepo_megatron.bridge.storage.files import write_model
 from tepo_megatron.bridge.storage.peft_folder import write_peft_folder
@@ -30,7 +30,7 @@ from tepo_megatron.engine.forward import Forward
 from tepo_megatron.engine.fp8_weights import PlainWeights
 from tepo_megatron.engine.identity import describe_run
 from tepo_megatron.engine.layers import choose_layers
-from tepo_megatron.engine.moe import check_parallel, gathers_tokens, one_length
+from tepo_megatron.engine.moe import gathers_tokens, one_length
 from tepo_megatron.engine.noise import measure_noise
 from tepo_megatron.engine.offload import Offloader
 from tepo_megatron.engine.partition import attention_length
@@ -79,19 +79,27 @@ class Engine:
         self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.spec = read_model_spec(model_dir)
         layout = config.engine.parallel
-        check_parallel(self.spec, layout)
+        stages = check_trainer_split(self.spec, layout)
         self.objective: StepObjective = objective or build_objective(config.objective)
         self.platform = select_platform(config.engine)
         get_backend(config.engine.score_backend, self.platform.device)  # refuses what cannot be before anything is built
         self.layers = choose_layers(config.engine, self.platform)
+        check_recompute(self.spec, config.engine.recomputed, transformer_engine=self.layers.kind == "te")
         fp8.check_model(config.engine.fp8, self.spec, layout)
         timeout = parallel.collective_timeout(config.train.hang_timeout_s)
         self.ranks = parallel.initialize(layout, self.platform, seed=config.seed, timeout=timeout)
         self.root_signal = RootSignal()
         self.heartbeat.start()
         self.heartbeat.phase("model")
+        copies = layout.cp * layout.dp  # of the weights
         self.split = MegatronParallel(
-            tp=layout.tp, pp=layout.pp, dp=layout.dp, fused_norms=self.layers.fused_norms, ep=layout.ep, etp=layout.etp
+            tp=layout.tp,
+            pp=layout.pp,
+            dp=copies,
+            stages=stages,
+            fused_norms=self.layers.fused_norms,
+            ep=layout.ep,
+            etp=layout.etp,
         )
         self.layouts = megatron_ranks(self.spec, self.split)
         self.sources = gather_sources(self.layouts)
@@ -185,12 +193,19 @@ class Engine:
         """The natural-log probability of every token of ``prompt`` but the first, under temperature 1, on every rank."""
         rest = tuple(prompt[1:])
         rollout = Rollout("canary", 0, tuple(prompt[:1]), rest, (0.0,) * len(rest), "length", WeightsVersion(0))
-        batch = pack([rollout] * self.ranks.dp).to(self.platform.device)  # each data-parallel rank needs a sequence
+        copies = self.ranks.dp * self.ranks.micro_batch_group  # each data-parallel rank needs so many sequences
+        batch = pack([rollout] * copies).to(self.platform.device)
         return score(replace(self.forward, temperature=1.0), self.policy.chunks, batch).logprob[: len(rest)].tolist()
 
-    def update(self, batch: Batch) -> UpdateResult:
-        """One optimizer step on a mini-batch that ``score`` has seen; skipped on every rank where a number is not finite."""
+    def update(self, batch: Batch, *, last: bool = True) -> UpdateResult:
+        """One optimizer step on a mini-batch that ``score`` has seen; skipped on every rank where a number is not finite.
+
+        ``last``: whether weights are read before the next update. Otherwise, with ``engine.overlap_param_gather``, that update
+        gathers them as it goes.
+        """
         result = update(self.forward, self.policy, self.objective, batch, entropy_noise=self.entropy_noise)
+        if last:
+            self.policy.param_gather.finish()
         if result.skipped:
             self.updates_skipped += 1
             if self._unscored and not result.not_finite and batch.old_logprobs_T.isnan().all():  # type: ignore[union-attr]
@@ -237,9 +252,21 @@ class Engine:
 
     # -- weights ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def params(self) -> dict[str, torch.nn.Parameter]:
+        """This rank's weights, whole, by the names of the bridge's layouts. Every rank reads them."""
+        self.policy.param_gather.finish()
+        return self.policy.params
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """As ``params``, with the adapters merged, as plain tensors: for one reading of all. Every rank reads them."""
+        self.policy.param_gather.finish()
+        return self.policy.weights
+
     def weights_version(self, step: int) -> WeightsVersion:
         """The step, and the digest of the weights as they stand: the same on every rank. Every rank calls."""
-        return WeightsVersion(step, self._digest(self.policy.weights))
+        return WeightsVersion(step, self._digest(self.weights))
 
     def _digest(self, weights: Mapping[str, Tensor]) -> str:
         own = fingerprint(shards_to_write(self.sources, self.ranks.rank), weights)
@@ -255,7 +282,7 @@ class Engine:
 
     def stream_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Full tensors under their Hugging Face names, on rank 0; None elsewhere. Every rank must exhaust it."""
-        return gather_to_root(self.sources, self.layouts[0].shapes, self.policy.weights)
+        return gather_to_root(self.sources, self.layouts[0].shapes, self.weights)
 
     def make_shard_sender(
         self, servers: VllmParallel, *, local: Mapping[int, int], dtype: torch.dtype, transport: TransportName, timeout_s: float
@@ -267,7 +294,7 @@ class Engine:
 
         Raises ValueError where vLLM could not split the model over the workers of a server.
         """
-        params, lora = self.policy.params, self.policy.lora
+        params, lora = self.params, self.policy.lora
         return ShardSender(
             reshard_plan(self.spec, self.split, servers, local),
             PlainWeights(params) if lora is None else lora.merged(params, remember=False),
@@ -295,6 +322,7 @@ class Engine:
         if lora is None:
             return
         self.heartbeat.phase("export")
+        self.policy.param_gather.finish()
         tensors = {name: tensor for name, tensor in self._watched(lora.stream()) if tensor is not None}
         if self.ranks.rank == 0:
             write_peft_folder(out, tensors, lora.settings(), base_model=self.config.model.path)
@@ -345,6 +373,7 @@ class Engine:
         self.updates = state["updates"]
         self.updates_skipped = state.get("updates_skipped", 0)  # checkpoints from before there were any
         self.entropy_noise = state.get("entropy_noise", 0.0)
+        self.policy.param_gather.finish()
         self.checkpoint_bytes_read = checkpoint.load(
             folder,
             policy=self.policy,

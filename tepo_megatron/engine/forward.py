@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from tepo_megatron.engine.batch import pad_to
+from tepo_megatron.engine.context_parallel import Share, cut, padded_tokens
+from tepo_megatron.engine.head import HeadWeight, fused_head
 from tepo_megatron.engine.moe import largest_in_group
 from tepo_megatron.engine.not_finite import NOT_FINITE
 from tepo_megatron.engine.parallel import Ranks
@@ -20,7 +20,7 @@ from tepo_megatron.engine.partition import partition
 from tepo_megatron.engine.platform import Platform
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.types import Batch, TokenScores
-from tepo_megatron.vocab_parallel import logprob_and_entropy
+from tepo_megatron.vocab_parallel import fused_linear_logprob_and_entropy, logprob_and_entropy
 from tepo_megatron.vocab_parallel.backend import BackendName
 
 LossFunction = Callable[[TokenScores, Batch], tuple[Tensor, dict[str, Any]]]
@@ -40,7 +40,8 @@ class Forward:
     micro_batch_tokens: int
     score_backend: BackendName
     token_multiple: int
-    """Micro-batches are padded to a multiple of this: sequence parallelism splits tokens evenly, FP8 needs 16 or more."""
+    """Micro-batches are padded to a multiple of this: sequence and context parallelism split tokens evenly, FP8 needs 16 or
+    more on each rank."""
 
     gathers_tokens: bool = False
     """Whether ranks that share experts gather their tokens, which needs micro-batches of one length (``engine/moe.py``)."""
@@ -64,6 +65,7 @@ class Forward:
             ranks=self.ranks.dp,
             max_tokens=self.micro_batch_tokens,
             attention_length=self.attention_length,
+            multiple=self.ranks.micro_batch_group,
         )
         return parts[self.ranks.dp_rank]
 
@@ -82,19 +84,20 @@ class Forward:
         Where ``loss`` raised NotFiniteError the micro-batch's loss is NaN, and ``NOT_FINITE`` says why.
         """
         members = [batch.select(sequences) for sequences in micro_batches]
-        sizes = [self._padded(micro.num_tokens) for micro in members]
+        sizes = [self._padded(padded_tokens(micro.lengths_S.tolist(), self.ranks.cp)) for micro in members]
         if self.one_length:
             sizes = [max(sizes)] * len(sizes)
         if self.gathers_tokens:
             sizes = largest_in_group(sizes, self.platform.device)
-        padded = [pad_to(micro, size) for micro, size in zip(members, sizes, strict=True)]
+        shares = [cut(micro, size, self.ranks) for micro, size in zip(members, sizes, strict=True)]
         with self.platform.megatron():
             return get_forward_backward_func()(
                 forward_step_func=lambda data, module: self._step(next(data), module, loss, train=train),
-                data_iterator=enumerate(padded),
+                data_iterator=[enumerate(shares) for _ in chunks],  # every chunk asks for each micro-batch
                 model=list(chunks),
-                num_microbatches=len(padded),
-                seq_length=sizes[0],  # a packed micro-batch is one sequence to Megatron; stages with `one_length` count on it
+                num_microbatches=len(shares),
+                # a packed micro-batch is one sequence to Megatron, of all context-parallel ranks; `one_length` counts on it
+                seq_length=sizes[0],
                 micro_batch_size=1,
                 forward_only=not train,
             )
@@ -103,21 +106,22 @@ class Forward:
         return -(-tokens // self.token_multiple) * self.token_multiple
 
     def _step(
-        self, numbered: tuple[int, Batch], model: torch.nn.Module, loss: LossFunction, *, train: bool
+        self, numbered: tuple[int, Share], model: torch.nn.Module, loss: LossFunction, *, train: bool
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
-        number, micro = numbered
+        number, share = numbered
         self.moved()
-        longest = int(micro.lengths_S.max())
-        packed = PackedSeqParams("thd", micro.cu_seqlens, micro.cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
-        output = model(micro.tokens_T[None], micro.positions_T[None], None, packed_seq_params=packed)
+        output = model(share.tokens_t[None], share.positions_t[None], None, packed_seq_params=share.packed)
 
-        def reduce(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        def reduce(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            head = fused_head(model)
             try:
-                value, kept = loss(self._scores(logits[0], micro, train=train), micro)
+                value, kept = loss(self._scores(output[0], head, share, train=train), share.micro)
             except NotFiniteError as error:
                 # Other ranks know nothing of it, and wait in the schedule's collectives: this one goes through them all with a
                 # loss of NaN, and the ranks agree afterwards (``engine/not_finite.py``).
-                value, kept = logits.sum() * torch.nan, {NOT_FINITE: f"micro-batch {number}: {error}"}
+                parts = [output] if head is None else [output, head.weight_VpH]  # the weight too has a hook that must run
+                value = sum((part.sum() for part in parts), torch.zeros((), device=output.device)) * torch.nan
+                kept = {NOT_FINITE: f"micro-batch {number}: {error}"}
             except ValueError as error:
                 raise ValueError(f"micro-batch {number}: {error}") from error
             # Megatron expects (loss, number of tokens to divide by, values to keep); nothing is divided there (engine/step.py)
@@ -125,15 +129,33 @@ class Forward:
 
         return output, reduce
 
-    def _scores(self, logits_TVp: Tensor, micro: Batch, *, train: bool) -> TokenScores:
-        return logprob_and_entropy(
-            logits_TVp,
-            micro.labels_T,
-            tp_group=self.ranks.tp_group,
-            temperature=self.temperature,
-            vocab_size=self.vocab_size,
-            mask_T=micro.loss_mask_T,
-            inplace_backward=True,  # nothing reads the logits after the loss
-            entropy_slope=train and self.entropy_slope,
-            backend=self.score_backend,
+    def _scores(self, output: Tensor, head: HeadWeight | None, share: Share, *, train: bool) -> TokenScores:
+        """The scores of the micro-batch, from those of this rank's tokens."""
+        try:
+            return share.gather(self._own_scores(output, head, share, train=train))
+        except NotFiniteError:
+            # the other context-parallel ranks wait for this one's scores: they get NaN, and find it
+            nothing_t = output.new_full(share.labels_t.shape, torch.nan, dtype=torch.float32)
+            share.gather(TokenScores(nothing_t, nothing_t, nothing_t if train and self.entropy_slope else None))
+            raise
+
+    def _own_scores(self, output: Tensor, head: HeadWeight | None, share: Share, *, train: bool) -> TokenScores:
+        """Scores the model's output: logits [t, V/tp], or with a fused head hidden states [t, H]."""
+        options: dict[str, Any] = {
+            "tp_group": self.ranks.tp_group,
+            "temperature": self.temperature,
+            "vocab_size": self.vocab_size,
+            "mask_T": share.mask_t,
+            "entropy_slope": train and self.entropy_slope,
+            "backend": self.score_backend,
+        }
+        if head is None:  # nothing reads the logits after the loss
+            return logprob_and_entropy(output, share.labels_t, inplace_backward=True, **options)
+        return fused_linear_logprob_and_entropy(
+            output,
+            head.weight_VpH,
+            share.labels_t,
+            sequence_parallel=head.sequence_parallel,
+            gradient_accumulation_fusion=True,
+            **options,
         )

@@ -8,6 +8,7 @@ Everything here is decided in Python, from values that are passed in, so that a 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -110,9 +111,13 @@ def optimizer_options(fp8: Fp8Config) -> dict[str, Any]:
 
 
 def token_multiple(engine: EngineConfig) -> int:
-    """Returns the number whose multiples micro-batches are padded to, so that each rank's share of the tokens suits FP8."""
+    """Returns the number whose multiples micro-batches are padded to, so that each rank's share of the tokens suits FP8.
+
+    A context-parallel rank has two chunks of each sequence, and so an even number of tokens.
+    """
     ranks = engine.parallel.tp if engine.parallel.sequence_parallel else 1
-    return ranks * (NEEDS[engine.fp8.recipe].tokens if engine.fp8.enabled else 1)
+    share = ranks * (NEEDS[engine.fp8.recipe].tokens if engine.fp8.enabled else 1)
+    return engine.parallel.cp * math.lcm(2, share) if engine.parallel.cp > 1 else share
 
 
 def check_gpu(fp8: Fp8Config, *, capability: Capability, te: str, cuda: str) -> None:

@@ -117,8 +117,13 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def layer_spec(config: TransformerConfig, layers: Layers) -> ModuleSpec | TransformerBlockSubmodules:
-    """Returns the spec of Transformer Engine's layers, or of Megatron's local ones with our packed attention and norm."""
+def layer_spec(
+    config: TransformerConfig, layers: Layers, vp_stage: int | None = None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """Returns the spec of Transformer Engine's layers, or of Megatron's local ones with our packed attention and norm.
+
+    ``vp_stage``: the number of the model chunk on this rank, where stages are interleaved.
+    """
     if layers.kind == "te":
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
@@ -136,5 +141,5 @@ def layer_spec(config: TransformerConfig, layers: Layers) -> ModuleSpec | Transf
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     # The block spec, unlike the layer spec, names the final norm, which Megatron's local one would refuse under SP.
     return TransformerBlockSubmodules(
-        layer_specs=[layer] * transformer_block.get_num_layers_to_build(config), layer_norm=RMSNorm
+        layer_specs=[layer] * transformer_block.get_num_layers_to_build(config, vp_stage), layer_norm=RMSNorm
     )

@@ -67,11 +67,12 @@ class Adapter(torch.nn.Module):
         """``pairs``: A [rank, columns] and B [rows, rank] of each matrix in turn; ``blocks``: where its rows belong."""
         super().__init__()
         self.scale, self.blocks = scale, blocks
-        self.pairs = torch.nn.ParameterList(pairs)
+        for number, param in enumerate(pairs):  # its own, not a list's: Megatron gathers what a module has before its forward
+            self.register_parameter(f"matrix{number}", param)
 
     def forward(self, weight: Tensor) -> Tensor:
         """Returns the merged weight, in the weight's shape and dtype."""
-        merged: Tensor = _Merge.apply(weight, self.scale, self.blocks, *self.pairs)
+        merged: Tensor = _Merge.apply(weight, self.scale, self.blocks, *self._parameters.values())
         return merged
 
 

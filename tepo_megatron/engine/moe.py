@@ -51,13 +51,6 @@ def moe_options(spec: ModelSpec, parallel: ParallelConfig, platform: Platform, *
     }
 
 
-def check_parallel(spec: ModelSpec, parallel: ParallelConfig) -> None:
-    """Raises ValueError where Megatron could not train this model under this layout, naming the field to change."""
-    tp, ep, etp = parallel.tp, parallel.ep, parallel.etp
-    spec.check_parallel(tp=tp, pp=parallel.pp, ep=ep, etp=etp)
-    spec.check_training(tp=tp, ep=ep, etp=etp, sequence_parallel=parallel.sequence_parallel)
-
-
 def gathers_tokens(parallel: ParallelConfig, platform: Platform) -> bool:
     """Whether the ranks that share experts gather each other's tokens; each must then have equally many."""
     return parallel.ep > 1 and platform.kind == "cpu"

@@ -47,9 +47,9 @@ def measure_noise(forward: Forward, chunks: Sequence[torch.nn.Module], batch: Ba
 
 
 def _spread(batch: Batch, forward: Forward, sequences: int) -> list[int]:
-    """Sequences evenly spread over the sorted lengths, as many for each data-parallel rank."""
-    ranks = forward.ranks.dp
-    count = max(min(sequences, batch.num_sequences) // ranks, 1) * ranks
+    """Sequences evenly spread over the sorted lengths, as many for each data-parallel rank, whole groups of micro-batches."""
+    group = forward.ranks.dp * forward.ranks.micro_batch_group
+    count = max(min(sequences, batch.num_sequences) // group, 1) * group
     order = batch.lengths_S.argsort(stable=True).tolist()
     return [order[at * (len(order) - 1) // max(count - 1, 1)] for at in range(count)]
 

@@ -76,9 +76,12 @@ def _gradients_are_finite(policy: Policy) -> bool:
 def _details(ranks: Ranks, policy: Policy, kept: Sequence[Mapping[str, Any]]) -> Found:
     trained = policy.trained.items()
     names = [name for name, param in trained if not param.main_grad.isfinite().all()]  # type: ignore[attr-defined]
+    place = {"tp": ranks.tp_rank, "pp": ranks.pp_rank, "cp": ranks.cp_rank, "dp": ranks.dp_rank}
+    if ranks.cp == 1:
+        del place["cp"]
     return {
         "rank": ranks.rank,
-        "place": f"tp {ranks.tp_rank}, pp {ranks.pp_rank}, dp {ranks.dp_rank}",
+        "place": ", ".join(f"{name} {at}" for name, at in place.items()),
         "micro_batches": [micro[NOT_FINITE] for micro in kept if NOT_FINITE in micro],
         "losses": [at for at, micro in enumerate(kept) if NOT_FINITE not in micro and not math.isfinite(float(micro["loss"]))],
         "gradients": names[:_MOST_NAMES],

@@ -28,7 +28,12 @@ def collective_timeout(hang_timeout_s: float) -> timedelta:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The coordinates of this process, and the sizes of the groups. ``tp_group`` is None when tp is 1."""
+    """The coordinates of this process, and the sizes of the groups.
+
+    Ranks are numbered tp innermost, then cp, dp, and pp outermost, as Megatron does. ``dp`` counts the ranks that compute
+    different sequences; each of the ``cp`` ranks of one of them computes other tokens of the same sequences. ``tp_group`` and
+    ``cp_group`` are None when tp and cp are 1.
+    """
 
     rank: int
     world: int
@@ -38,7 +43,11 @@ class Ranks:
     pp_rank: int
     dp: int
     dp_rank: int
+    cp: int
+    cp_rank: int
     tp_group: dist.ProcessGroup | None
+    cp_group: dist.ProcessGroup | None
+    vpp: int = 1
 
     @property
     def is_first_stage(self) -> bool:
@@ -49,24 +58,27 @@ class Ranks:
         return self.pp_rank == self.pp - 1
 
     @property
+    def micro_batch_group(self) -> int:
+        """The number of micro-batches must be a multiple of this (``ParallelConfig.micro_batch_group``)."""
+        return self.pp if self.vpp > 1 else 1
+
+    @property
     def last_stage_root(self) -> int:
-        """The global rank of the last stage's tensor- and data-parallel rank 0, which reports for the stage."""
-        return self.tp * self.dp * (self.pp - 1)  # Megatron numbers stages outermost
+        """The global rank of the last stage's tensor-, context- and data-parallel rank 0, which reports for the stage."""
+        return self.tp * self.cp * self.dp * (self.pp - 1)
 
 
 def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout: timedelta = TIMEOUT) -> Ranks:
     """Joins the world that the environment describes (torchrun's variables; one process without them) and splits it.
 
-    Every rank calls. ``timeout`` limits every collective. Raises ValueError if the world is not tp × pp × dp, and for sizes
-    that this engine does not know yet.
+    Every rank calls. ``timeout`` limits every collective. Raises ValueError if the world is not tp × pp × cp × dp, and for
+    sizes that this engine does not know yet.
     """
-    for name, size in (("vpp", config.vpp), ("cp", config.cp)):
-        if size > 1:
-            raise ValueError(f"engine.parallel.{name} = {size} can be planned with, but not trained with yet; set it to 1")
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world != config.world_size:
         raise ValueError(
-            f"engine.parallel asks for tp {config.tp} × pp {config.pp} × dp {config.dp} = {config.world_size} processes, "
+            f"engine.parallel asks for tp {config.tp} × pp {config.pp} × cp {config.cp} × dp {config.dp} = "
+            f"{config.world_size} processes, "
             f"but torchrun started {world}; start {config.world_size} or change engine.parallel"
         )
     if not dist.is_initialized():
@@ -79,7 +91,12 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
             store = dist.HashStore()  # type: ignore[attr-defined] # torch exports it without saying so
             dist.init_process_group(platform.backend, store=store, rank=0, world_size=1, timeout=timeout)
     parallel_state.initialize_model_parallel(
-        config.tp, config.pp, expert_model_parallel_size=config.ep, expert_tensor_parallel_size=config.etp
+        config.tp,
+        config.pp,
+        virtual_pipeline_model_parallel_size=config.vpp if config.vpp > 1 else None,
+        context_parallel_size=config.cp,
+        expert_model_parallel_size=config.ep,
+        expert_tensor_parallel_size=config.etp,
     )
     with platform.megatron():
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -92,7 +109,11 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp=config.dp,
         dp_rank=parallel_state.get_data_parallel_rank(),
+        cp=config.cp,
+        cp_rank=parallel_state.get_context_parallel_rank(),
         tp_group=parallel_state.get_tensor_model_parallel_group() if config.tp > 1 else None,
+        cp_group=parallel_state.get_context_parallel_group() if config.cp > 1 else None,
+        vpp=config.vpp,
     )
 
 

@@ -11,7 +11,8 @@ from tepo_megatron.bridge.architecture import ModelSpec
 
 _EVEN = 1.05
 _MORE = 2
-"""So many micro-batches more are tried for a rank, where with the least number their costs are not even."""
+"""So many micro-batches more (or a whole ``multiple``) are tried for a rank, where with the least number their costs are not
+even."""
 
 MicroBatch = list[int]
 """Numbers of sequences."""
@@ -30,33 +31,35 @@ def attention_length(spec: ModelSpec) -> float:
 
 
 def partition(
-    lengths: Sequence[int], *, ranks: int, max_tokens: int, attention_length: float = math.inf
+    lengths: Sequence[int], *, ranks: int, max_tokens: int, attention_length: float = math.inf, multiple: int = 1
 ) -> list[list[MicroBatch]]:
     """Assigns sequences to micro-batches of the data-parallel ranks: ``result[rank][micro_batch]`` lists their numbers.
 
     A sequence of L tokens costs L + L² / ``attention_length``. Micro-batches have about equal costs, and so have the ranks; the
     k-th micro-batches of the ranks are about the k-th most expensive, for ranks that wait for one another in each.
 
-    Every rank gets the same number of micro-batches, as Megatron's schedules need, none of them empty. A micro-batch holds at
-    most ``max_tokens``, unless a single sequence is longer or there are too few sequences to give every rank one more.
-    Deterministic, so that every rank computes the same. Raises ValueError for fewer sequences than ranks.
+    Every rank gets the same number of micro-batches, as Megatron's schedules need, and a ``multiple`` of them, as interleaved
+    stages do; none is empty. A micro-batch holds at most ``max_tokens``, unless a single sequence is longer or there are too
+    few sequences to give every rank more of them. Deterministic, so that every rank computes the same. Raises ValueError for
+    fewer sequences than ranks × ``multiple``.
     """
-    if len(lengths) < ranks:
-        raise ValueError(f"{len(lengths)} sequences cannot be spread over {ranks} data-parallel ranks; use more rollouts")
+    if len(lengths) < ranks * multiple:
+        each = f", {multiple} for each, which interleaved pipeline stages (engine.parallel.vpp) need" if multiple > 1 else ""
+        raise ValueError(f"{len(lengths)} sequences cannot be spread over {ranks} data-parallel ranks{each}; use more rollouts")
     costs = [length + length * length / attention_length for length in lengths]
     order = sorted(range(len(lengths)), key=lambda at: (-lengths[at], at))
-    most = len(lengths) // ranks
+    most = len(lengths) // (ranks * multiple) * multiple
     tight = _fill_tightly(order, lengths, max_tokens)
-    least = min(most, -(-len(tight) // ranks))
+    least = min(most, -(-len(tight) // (ranks * multiple)) * multiple)
     candidates = []
-    for per_rank in range(least, min(most, least + _MORE) + 1):
+    for per_rank in range(least, min(most, least + max(_MORE, multiple)) + 1, multiple):
         bins = _fill_evenly(order, lengths, costs, count=ranks * per_rank, max_tokens=max_tokens)
         if all(len(members) == 1 or sum(lengths[at] for at in members) <= max_tokens for members in bins):
             candidates.append(bins)
             if _imbalance(bins, costs) <= _EVEN:
                 return _deal(bins, costs, ranks)
     # Where evening out broke the bound, cutting the tight ones keeps to it, if there are sequences to cut them into.
-    tight = _cut(tight, ranks * least) if least < most else bins
+    tight = _cut(tight, ranks * least) if len(tight) <= ranks * least else bins
     return _deal(candidates[0] if candidates else tight, costs, ranks)
 
 

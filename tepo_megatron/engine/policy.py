@@ -26,6 +26,7 @@ from tepo_megatron.engine.lora import Lora, build_lora
 from tepo_megatron.engine.model import build_model, transformer_config
 from tepo_megatron.engine.optimizer import build_optimizer, build_schedule
 from tepo_megatron.engine.optimizer_state import set_master
+from tepo_megatron.engine.overlap import ParamGather, ddp_options, reduce_in_last_micro_batch
 from tepo_megatron.engine.parallel import Ranks
 from tepo_megatron.engine.platform import Platform
 
@@ -41,7 +42,9 @@ class Policy:
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     params: dict[str, torch.nn.Parameter] = field(repr=False)
-    """By the names that the bridge's layouts have for them."""
+    """By the names that the bridge's layouts have for them. Whole on every rank once ``param_gather`` is finished."""
+
+    param_gather: ParamGather = field(repr=False)
 
     lora: Lora | None = None
     """The adapters that are trained while the parameters stay as they are; None: the parameters are trained."""
@@ -88,7 +91,12 @@ class PolicyBuilder:
             if config.model.lora is not None:
                 lora = build_lora(config.model.lora, chunks, params, self.layouts, rank=self.ranks.rank, seed=config.seed)
             options = self._ddp_config()
-            ddp = [DistributedDataParallel(megatron, options, chunk) for chunk in chunks]
+            # As in Megatron's own loop: backward ends with the first chunk, so that its gradients alone gain by being reduced
+            # bucket by bucket.
+            ddp = [
+                DistributedDataParallel(megatron, options, chunk, disable_bucketing=number > 0)
+                for number, chunk in enumerate(chunks)
+            ]
             optimizer = build_optimizer(config.optimizer, config.model, config.engine.fp8, ddp)
             for name, values in unrounded.items():
                 set_master(optimizer, params[name], values)
@@ -97,7 +105,9 @@ class PolicyBuilder:
                 finalize_gradients, afterwards=(lambda: None) if lora is None else lora.sum_gradients
             )
             megatron.grad_scale_func = optimizer.scale_loss
-        return Policy(chunks, ddp, optimizer, schedule, params, lora)
+            reduce_in_last_micro_batch(megatron, ddp, config.engine)
+        gather = ParamGather(ddp, config.engine.overlap_param_gather)
+        return Policy(chunks, ddp, optimizer, schedule, params, gather, lora)
 
     def reference(self) -> list[GPTModel]:
         """Builds a frozen copy of the first weights, for objectives with a KL term against them."""
@@ -112,21 +122,24 @@ class PolicyBuilder:
         if config.model.lora is not None:
             # It adds weight gradients to a buffer, and neither frozen nor merged weights have one.
             megatron.gradient_accumulation_fusion = False
-        return megatron, [build_model(self.spec, megatron, self.ranks, self.layers)]
+        head, numbers = config.engine.head, range(self.ranks.vpp)
+        return megatron, [build_model(self.spec, megatron, self.ranks, self.layers, number, head=head) for number in numbers]
 
     def _ddp_config(self) -> DistributedDataParallelConfig:
         return DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=self.config.optimizer.distributed,
-            overlap_grad_reduce=False,
+            **ddp_options(self.config.engine),
             **fp8.gather_options(self.config.engine.fp8),
         )
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """Returns all parameters under the names of the bridge's layouts."""
-    (chunk,) = chunks
-    return dict(chunk.named_parameters())
+    """Returns all parameters under the names of the bridge's layouts, which say the chunk where there are several."""
+    prefixes = [f"model{number}." for number in range(len(chunks))] if len(chunks) > 1 else [""]
+    return {
+        prefix + name: param for prefix, chunk in zip(prefixes, chunks, strict=True) for name, param in chunk.named_parameters()
+    }
 
 
 def finalize_gradients(

@@ -47,12 +47,12 @@ def score_micro_batches(
         first = int(failed.nonzero()[0])
         reason = broadcast_json(reasons[0] if reasons else None, source=first, device=found.device)
         raise NotFiniteError(f"rank {first}: {reason}")
-    if forward.ranks.tp_rank == 0:
-        # Only the last pipeline stage has scores; the list of the others is empty. What lies beyond ``at`` is padding.
+    if forward.ranks.tp_rank == 0 and forward.ranks.cp_rank == 0:
+        # Only the last pipeline stage has scores; the list of the others is empty.
         for sequences, scores in zip(micro_batches, kept, strict=False):
             at = batch.token_index(sequences)
-            found[0, at] = scores["logprob"][: at.numel()]
-            found[1, at] = scores["entropy"][: at.numel()]
+            found[0, at] = scores["logprob"]
+            found[1, at] = scores["entropy"]
     # Each token was scored by one data-parallel rank; adding zeros brings it to all, unchanged.
     dist.all_reduce(found)
     return TokenScores(logprob=found[0], entropy=found[1])

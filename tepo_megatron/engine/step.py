@@ -91,6 +91,7 @@ def update(
             return UpdateResult(math.nan, grad_norm, lr, {}, {}, skipped=cause, not_finite=found)
         policy.schedule.step(increment=1)
         optimizer.step()
+        policy.param_gather.after_step()
     total, sums, extrema = _reduce(kept, forward)
     return UpdateResult(total, grad_norm, optimizer.param_groups[0]["lr"], sums, extrema)
 

@@ -19,7 +19,6 @@ def token_weights(aggregation: Aggregation, mask_T: Tensor, lengths_S: Tensor, i
     """The weight of each token in the numerator, [T]: 0 outside the mask, else 1, or 1/T_i for a mean of sequence means."""
     if aggregation.kind != "sequence_mean":
         return mask_T.to(lengths_S.dtype)
-    # T_i counts the whole sequence, also where a context-parallel rank holds only a part of it
     return mask_T / lengths_S.clamp(min=1)[index_T]
 
 

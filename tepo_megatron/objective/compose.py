@@ -16,7 +16,7 @@ from tepo_megatron.objective.covariance import covariance_statistic
 from tepo_megatron.objective.mechanisms import choose_tokens
 from tepo_megatron.objective.metrics import measure
 from tepo_megatron.objective.mismatch import mismatch_weights
-from tepo_megatron.objective.ratio import Reduce, sequence_sum
+from tepo_megatron.objective.ratio import sequence_sum
 from tepo_megatron.objective.trust_region import bounded_ratio, surrogate
 from tepo_megatron.objective.values import TokenValues
 from tepo_megatron.types import Batch, ObjectiveOutput, TokenScores
@@ -81,16 +81,13 @@ class Objective:
         """Denominator and statistics of one optimizer step, from its whole mini-batch; see `prepare_step`."""
         return prepare_step(self.config, batch, entropy_noise=entropy_noise)
 
-    def __call__(
-        self, scores: TokenScores, batch: Batch, context: StepContext, *, reduce: Reduce | None = None
-    ) -> ObjectiveOutput:
+    def __call__(self, scores: TokenScores, batch: Batch, context: StepContext) -> ObjectiveOutput:
         """A micro-batch's share of the loss.
 
         Args:
             scores: [T], what the policy being trained gave; values outside the loss mask are not read.
-            batch: the micro-batch. Sequences without a response token change nothing.
+            batch: the micro-batch, of whole sequences. Those without a response token change nothing.
             context: what ``prepare`` gave for the optimizer step that the micro-batch belongs to.
-            reduce: sums per-sequence values over context-parallel ranks, see `sequence_sum`; all of them must call.
 
         Returns:
             numerator differentiable in ``scores``; metrics as (sum, number of response tokens).
@@ -99,14 +96,14 @@ class Objective:
             ValueError: shapes differ, or a score at a response token is not finite.
         """
         check_scores(scores, batch)
-        values = self.token_values(scores, batch, context, reduce)
+        values = self.token_values(scores, batch, context)
         ratio_T, held = bounded_ratio(self.config, values)
         choices = choose_tokens(context.mechanisms, values)
         gain = surrogate(self.config.trust_region, ratio_T, values, choices.detached_T, held)
         weight_T = None
         gain_T = gain.value_T
         if self.config.mismatch is not None:
-            weight_T = mismatch_weights(self.config.mismatch, values.mismatch_T, values.index_T, values.lengths_S, reduce)
+            weight_T = mismatch_weights(self.config.mismatch, values.mismatch_T, values.index_T, values.lengths_S)
             gain_T = weight_T * gain_T
         objective_T = gain_T - choices.penalty_T()
         if self.needs_entropy_gradient:
@@ -117,9 +114,7 @@ class Objective:
         metrics, extrema = measure(values, context, ratio_T, gain, weight_T, choices.chosen_T)
         return ObjectiveOutput(numerator, context.denominator, metrics, extrema)
 
-    def token_values(
-        self, scores: TokenScores, batch: Batch, context: StepContext, reduce: Reduce | None = None
-    ) -> TokenValues:
+    def token_values(self, scores: TokenScores, batch: Batch, context: StepContext) -> TokenValues:
         """What a micro-batch's share of the loss is computed from, and what mechanisms choose tokens by; see ``__call__``."""
         mask_T, index_T = batch.loss_mask_T, batch.sequence_index_T
         assert batch.advantages_S is not None
@@ -147,6 +142,5 @@ class Objective:
             entropy_slope_T=None if slope_T is None else torch.where(mask_T, slope_T.detach(), 0.0),
             mismatch_T=old_T - torch.where(mask_T, batch.sampler_logprobs_T, 0.0),
             covariance_T=covariance_statistic(old_T, advantage_T, context.logprob_mean, context.advantage_mean),
-            lengths_S=sequence_sum(mask_T.to(logprob_T.dtype), index_T, batch.num_sequences, reduce),
-            reduce=reduce,
+            lengths_S=sequence_sum(mask_T.to(logprob_T.dtype), index_T, batch.num_sequences),
         )

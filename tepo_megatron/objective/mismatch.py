@@ -7,22 +7,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tepo_megatron.objective.ratio import Reduce, over_sequence
+from tepo_megatron.objective.ratio import over_sequence
 
 if TYPE_CHECKING:
     from tepo_megatron.config.objective_terms import Level, Mismatch
 
 
-def mismatch_weights(
-    correction: Mismatch, difference_T: Tensor, index_T: Tensor, lengths_S: Tensor, reduce: Reduce | None = None
-) -> Tensor:
+def mismatch_weights(correction: Mismatch, difference_T: Tensor, index_T: Tensor, lengths_S: Tensor) -> Tensor:
     """π_old / π_sampler of each token, or of each sequence as the product or the geometric mean over its tokens: bounded above
     by ``cap`` (truncated importance sampling), or 0 outside [low, high] (masked importance sampling, IcePop).
 
     ``difference_T`` is log π_old − log π_sampler, 0 outside the loss mask; ``lengths_S`` counts response tokens. The weights
     multiply the surrogate, nothing else.
     """
-    weight_T = log_weights(correction.level, difference_T, index_T, lengths_S, reduce).exp()
+    weight_T = log_weights(correction.level, difference_T, index_T, lengths_S).exp()
     if correction.kind == "truncate":
         return weight_T.clamp(max=correction.cap)
     # 0 and not the nearer bound: a token whose two probabilities differ that much is taken for wrong, and counts nothing
@@ -30,10 +28,10 @@ def mismatch_weights(
     return torch.where(inside_T, weight_T, 0.0)
 
 
-def log_weights(level: Level, difference_T: Tensor, index_T: Tensor, lengths_S: Tensor, reduce: Reduce | None = None) -> Tensor:
+def log_weights(level: Level, difference_T: Tensor, index_T: Tensor, lengths_S: Tensor) -> Tensor:
     """log π_old − log π_sampler at each token: its own, or the sum or the mean over its sequence; detached."""
     difference_T = difference_T.detach()
-    return difference_T if level == "token" else over_sequence(difference_T, level, index_T, lengths_S, reduce)
+    return difference_T if level == "token" else over_sequence(difference_T, level, index_T, lengths_S)
 
 
 def effective_sample_share(difference_T: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ Formulas: docs/tepo.md, "Sequence likelihood". δ = log π_θ − log π_old at 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -14,19 +13,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tepo_megatron.config.objective_choices import Ratio
 
-Reduce = Callable[[Tensor], Tensor]
-"""Sums a [S] tensor over the ranks that hold other tokens of the same sequences, and sums its gradient over them likewise."""
 
-
-def sequence_sum(values_T: Tensor, sequence_index_T: Tensor, num_sequences: int, reduce: Reduce | None = None) -> Tensor:
-    """Sum of the token values of each sequence: [T] in, [S] out, differentiable.
-
-    Where a sequence's tokens are spread over context-parallel ranks, all of them call this with their own tokens, the same S,
-    and a ``reduce`` whose backward is an all-reduce too: each rank's loss holds only its own tokens, so the gradient of a
-    sequence's sum is the sum of what the ranks ask for.
-    """
-    sums_S = values_T.new_zeros(num_sequences).index_add(0, sequence_index_T, values_T)
-    return sums_S if reduce is None else reduce(sums_S)
+def sequence_sum(values_T: Tensor, sequence_index_T: Tensor, num_sequences: int) -> Tensor:
+    """Sum of the token values of each sequence: [T] in, [S] out, differentiable. Sequences are whole."""
+    return values_T.new_zeros(num_sequences).index_add(0, sequence_index_T, values_T)
 
 
 def over_sequence(
@@ -34,17 +24,14 @@ def over_sequence(
     level: Literal["sequence", "geometric"],
     index_T: Tensor,
     lengths_S: Tensor,
-    reduce: Reduce | None = None,
 ) -> Tensor:
     """The sum (``sequence``) or the mean (``geometric``: of logarithms) over the response tokens of each sequence, at each of
-    its tokens; [T]. ``values_T`` is 0 outside the mask, ``lengths_S`` counts response tokens; see `sequence_sum`."""
-    sums_S = sequence_sum(values_T, index_T, lengths_S.numel(), reduce)
+    its tokens; [T]. ``values_T`` is 0 outside the mask, ``lengths_S`` counts response tokens."""
+    sums_S = sequence_sum(values_T, index_T, lengths_S.numel())
     return (sums_S if level == "sequence" else sums_S / lengths_S.clamp(min=1))[index_T]
 
 
-def policy_log_ratio(
-    ratio: Ratio, delta_T: Tensor, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor, reduce: Reduce | None = None
-) -> Tensor:
+def policy_log_ratio(ratio: Ratio, delta_T: Tensor, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
     """The logarithm of the ratio at every token, [T], differentiable in ``delta_T``.
 
     - ``token``: δ_it.
@@ -58,28 +45,26 @@ def policy_log_ratio(
     if ratio.kind == "token":
         return delta_T
     if ratio.kind == "power_mean":
-        return log_power_mean(ratio.p, delta_T, mask_T, lengths_S, index_T, reduce)
+        return log_power_mean(ratio.p, delta_T, mask_T, lengths_S, index_T)
     level: Literal["sequence", "geometric"] = "geometric" if ratio.length_normalized else "sequence"
-    log_ratio_T = over_sequence(delta_T, level, index_T, lengths_S, reduce)
+    log_ratio_T = over_sequence(delta_T, level, index_T, lengths_S)
     if ratio.kind == "sequence_token":
         # the bracket is 0 in value and 1 in gradient: log s_i for the value, the token's own δ for the gradient
         log_ratio_T = log_ratio_T.detach() + (delta_T - delta_T.detach())
     return log_ratio_T
 
 
-def log_power_mean(
-    p: float, delta_T: Tensor, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor, reduce: Reduce | None = None
-) -> Tensor:
+def log_power_mean(p: float, delta_T: Tensor, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
     """log of the power mean of the token ratios of each sequence, at each of its tokens; [T], differentiable (HölderPO).
 
     The ratios are divided by their geometric mean before they are raised to the power: the mean of the powers is then at least
     1, whatever p and δ, and its logarithm exact also near p = 0, where it fades. In fp64, since exp(p δ) of |p| ≤ 10 leaves
     fp32 at |δ| = 9. The gradient at token t is r_t^p / Σ_u r_u^p.
     """
-    mean_T = over_sequence(delta_T, "geometric", index_T, lengths_S, reduce)
+    mean_T = over_sequence(delta_T, "geometric", index_T, lengths_S)
     if p == 0:
         return mean_T
     # differences outside the mask are made 0 beforehand, so that they add nothing: expm1(0) = 0
     apart_T = torch.where(mask_T, (delta_T - mean_T).double(), 0.0)
-    excess_T = over_sequence(torch.expm1(p * apart_T), "geometric", index_T, lengths_S.double(), reduce)
+    excess_T = over_sequence(torch.expm1(p * apart_T), "geometric", index_T, lengths_S.double())
     return mean_T + (torch.log1p(excess_T) / p).to(delta_T.dtype)

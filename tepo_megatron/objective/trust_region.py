@@ -111,7 +111,7 @@ def bounded_ratio(config: ObjectiveConfig, values: TokenValues) -> tuple[Tensor,
     held = Bounded(values.delta_T, never_T, never_T)
     if region.kind == "log_clip":
         held = clip_logs(values.delta_T, values.advantage_T, region.low, region.high)
-    log_ratio_T = policy_log_ratio(config.ratio, held.log_T, values.mask_T, values.lengths_S, values.index_T, values.reduce)
+    log_ratio_T = policy_log_ratio(config.ratio, held.log_T, values.mask_T, values.lengths_S, values.index_T)
     held = held._replace(log_T=log_ratio_T)
     if region.kind == "length_clip":
         # before exp: the product of many ratios overflows, and a bound on an infinite ratio has no finite gradient

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tepo_megatron.objective.ratio import Reduce
-
 
 @dataclass(frozen=True)
 class StepValues:
@@ -57,6 +55,4 @@ class TokenValues:
     covariance_T: Tensor
     """The covariance statistic, see ``covariance.py``; detached."""
     lengths_S: Tensor
-    """The response tokens of each whole sequence, floating point."""
-    reduce: Reduce | None
-    """Sums over the context-parallel ranks that hold other tokens of the same sequences."""
+    """The response tokens of each sequence, floating point."""

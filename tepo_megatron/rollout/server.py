@@ -39,8 +39,18 @@ the length of a step, waits four times as long: a connection that one side close
 
 LOG_LINES = 20
 
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", FOLDER_VARIABLE)
+_TORCHRUN = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    FOLDER_VARIABLE,
+)
 _TORCHRUN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+_OF_RANKS = (*_TORCHRUN, "CUDA_DEVICE_MAX_CONNECTIONS")
+"""What the trainer's ranks have for torchrun's and for Megatron's sake (``engine/connections.py``)."""
 
 
 class Server:
@@ -253,7 +263,7 @@ def for_all_at_once(servers: Sequence[T], action: Callable[[T], None]) -> None:
 
 def _without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     """vLLM's own process groups must not meet at the trainer's address."""
-    return {k: v for k, v in environment.items() if k not in _TORCHRUN and not k.startswith(_TORCHRUN_PREFIXES)}
+    return {k: v for k, v in environment.items() if k not in _OF_RANKS and not k.startswith(_TORCHRUN_PREFIXES)}
 
 
 def has_gpu() -> bool:

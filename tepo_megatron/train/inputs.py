@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tepo_megatron.bridge.architecture import ModelSpec, read_model_spec
-from tepo_megatron.bridge.layouts import tensor_shapes
+from tepo_megatron.bridge.layouts import check_trainer_split, tensor_shapes
 from tepo_megatron.bridge.layouts.adapters import adapted_tensors, adapter_shapes
 from tepo_megatron.bridge.storage.convert import check_imported
 from tepo_megatron.bridge.storage.peft_folder import check_peft_folder
+from tepo_megatron.bridge.storage.stored import open_weights
 from tepo_megatron.config import LoraConfig, RunConfig
 from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.data.problems import load_problems
@@ -48,14 +49,32 @@ def check_model(config: RunConfig) -> Path:
     if resumes(config) and int(os.environ.get("RANK", 0)) == 0:  # the ranks agree on it when they have their groups
         find_checkpoint(config, model_dir)
     spec = read_model_spec(model_dir)
-    spec.check_parallel(tp=layout.tp, pp=layout.pp)
+    check_trainer_split(spec, layout)
+    if config.rollout.server.max_model_len is not None:
+        spec.check_length(config.rollout.server.max_model_len, "rollout.server.max_model_len")
     if config.rollout.replay is None:
         check_server_split(config.rollout.server, spec)
     if config.model.shards is not None:
         check_imported(config.model.shards, model_dir)
     if config.model.lora is not None:
         check_adapters(config.model.lora, spec)
+    if config.engine.head == "fused" and not spec.tied_embeddings:
+        _check_head(config.model.shards or model_dir)
     return model_dir
+
+
+def _check_head(folder: Path) -> None:
+    """Refuses a folder without the one matrix that a fused head multiplies with."""
+    held = open_weights(folder).boxes
+    if "lm_head.weight" not in held:
+        raise ValueError(
+            f"engine.head = fused, but {folder} has no lm_head.weight to fuse, and config.json does not tie the head to the "
+            "embedding; give a model with a head (a reward or embedding model has none)"
+        )
+    if "lm_head.bias" in held:
+        raise ValueError(
+            f"engine.head = fused has no place for a bias, and {folder} has lm_head.bias; give a model whose head has none"
+        )
 
 
 def check_adapters(lora: LoraConfig, spec: ModelSpec) -> None:

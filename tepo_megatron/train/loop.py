@@ -89,7 +89,7 @@ class Loop:
             driver.check_rollouts(self.step, scored)
         self.from_root(lambda: None, unless=self.leaving.update_fits)  # a step whose updates are too long is dropped
         with driver.phase("update"), self.leaving.timed("update"):
-            updates = [engine.update(part) for part in scored]
+            updates = [engine.update(part, last=at == len(scored)) for at, part in enumerate(scored, start=1)]
             self.skipped.check(
                 self.step, updates, lambda: describe(updates, batch.num_sequences, seed=self.config.seed, step=self.step)
             )

@@ -66,11 +66,13 @@ class StepRewards:
         kept = _trained_on(rollouts)
         self.failed = max(self.failed, sum(rollout.reward is None for rollout in rollouts))
         self._dropped = len({rollout.group for rollout in rollouts} - {rollout.group for rollout in kept})
-        minibatches, dp = self._config.train.minibatches, self._config.engine.parallel.dp
-        if len(kept) < minibatches * dp and len(kept) < len(rollouts):
+        minibatches, parallel = self._config.train.minibatches, self._config.engine.parallel
+        if len(kept) < self._config.fewest_sequences and len(kept) < len(rollouts):
+            stages = f" with engine.parallel.vpp = {parallel.vpp}" if parallel.vpp > 1 else ""
             raise RuntimeError(
                 f"{self.failed} of {len(rollouts)} rewards failed, and the {len(kept)} responses in groups of two or more that "
-                f"are left are too few for train.minibatches = {minibatches} on engine.parallel.dp = {dp} ranks{self._cause}"
+                f"are left are too few for train.minibatches = {minibatches} on engine.parallel.dp = {parallel.dp} "
+                f"ranks{stages}{self._cause}"
             )
         return kept
 

@@ -28,6 +28,7 @@ from tests.support.float64 import Oracle, oracle_of
 from tests.support.launch import run_world
 from tests.support.model_worlds import save_random_model
 
+SIZES = ("tp", "pp", "dp", "cp", "vpp", "ep")
 LORA = LoraConfig(rank=3, alpha=5)
 
 
@@ -39,35 +40,41 @@ class Run:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
+    vpp: int = 1
     ep: int = 1
     etp: int | None = None
     sp: bool = False
-    recompute: str = "none"
+    engine: tuple[tuple[str, Any], ...] = ()
+    """Other settings of the engine."""
     distributed: bool = False
     resumes: Run | None = None
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def name(self) -> str:
-        sizes = "".join(f"{name}{getattr(self, name)}" for name in ("tp", "pp", "dp", "ep"))
+        sizes = "".join(f"{name}{getattr(self, name)}" for name in SIZES if getattr(self, name) != 1) or "single"
         expert_tp = "" if self.etp is None else f"etp{self.etp}"
         return f"{self.model}-{sizes}{expert_tp}" + "-resumed" * bool(self.resumes)
 
     @property
     def config(self) -> dict[str, Any]:
-        sizes = {name: getattr(self, name) for name in ("tp", "pp", "dp", "ep", "etp")}
+        sizes = {name: getattr(self, name) for name in (*SIZES, "etp")}
         return sizes | {"sequence_parallel": self.sp}
 
 
 DENSE, MOE = Run("Qwen2"), Run("Mixtral")
 SINGLES = {"Qwen2": DENSE, "Mixtral": MOE}
-TP_PP = Run("Qwen2", tp=2, pp=2, sp=True, recompute="full")
+RECOMPUTED = (("recompute", "full"), ("head", "fused"))
+OVERLAPPED = (("overlap_grad_reduce", True), ("overlap_param_gather", True))
+TP_PP = Run("Qwen2", tp=2, pp=2, vpp=2, sp=True, engine=RECOMPUTED)
 OTHERS = [
     TP_PP,
-    Run("Qwen2", tp=2, dp=2, distributed=True),
+    Run("Qwen2", tp=2, dp=2, distributed=True, engine=OVERLAPPED),
+    Run("Qwen2", cp=2),
     Run("Mixtral", tp=2, dp=2, ep=2, sp=True, distributed=True),
     Run("Mixtral", tp=2, ep=2, etp=1, sp=True),
     Run("Qwen2", dp=2, distributed=True, resumes=TP_PP),
@@ -121,7 +128,7 @@ class Worlds:
         adapters = {"target_modules": targets_of(run.model), "path": self.folder / f"{run.model}-adapters"}
         return {
             "model": {"path": str(self.folder / run.model), "lora": LORA.model_copy(update=adapters).model_dump(mode="json")},
-            "engine": {"parallel": run.config, "micro_batch_tokens": 70, "recompute": run.recompute},
+            "engine": {"parallel": run.config, "micro_batch_tokens": 70, **dict(run.engine)},
             "optimizer": {"lr": 1e-3, "clip_grad": 0.0, "distributed": run.distributed},
             "rollout": {"sampling": {"temperature": 1.0}},
         }
@@ -140,7 +147,7 @@ WEIGHTS = "adapter_model.safetensors"
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     folder = tmp_path_factory.mktemp("lora")
-    sizes = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6}
+    sizes = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 6}
     sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": True}
     save_random_model("Qwen2", sizes, folder / "Qwen2", seed=5)
     make_model("Mixtral", folder / "Mixtral")

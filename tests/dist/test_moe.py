@@ -16,12 +16,11 @@ from safetensors.torch import load_file
 
 from tepo_megatron.bridge.architecture import read_model_spec
 from tepo_megatron.bridge.geometry import Box
-from tepo_megatron.bridge.layouts import tensor_shapes
+from tepo_megatron.bridge.layouts import check_trainer_split, tensor_shapes
 from tepo_megatron.bridge.storage.convert import export_model, import_model
 from tepo_megatron.bridge.storage.stored import open_boxes
 from tepo_megatron.config import EngineConfig, ParallelConfig
 from tepo_megatron.engine.batch import pack
-from tepo_megatron.engine.moe import check_parallel
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
 from tepo_megatron.types import Rollout, WeightsVersion
 from tests.support.float64 import Oracle, oracle_of
@@ -235,7 +234,7 @@ def test_the_second_step_is_that_of_one_rank(worlds: Worlds, split: Split, model
 )
 def test_a_split_that_megatron_would_train_wrongly_is_refused(worlds: Worlds, parallel: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_parallel(read_model_spec(worlds.folder / "Mixtral"), ParallelConfig(**parallel))
+        check_trainer_split(read_model_spec(worlds.folder / "Mixtral"), ParallelConfig(**parallel))
 
 
 def test_experts_that_do_not_fit_the_ranks_of_a_stage_are_refused() -> None:

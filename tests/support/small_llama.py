@@ -19,9 +19,9 @@ def llama_config(**changes: Any) -> dict[str, Any]:
     return {"architectures": ["LlamaForCausalLM"], **sizes, **heads, **other, **changes}
 
 
-def write_llama(folder: Path, *, scale: float = 0.2, **changes: Any) -> Path:
-    """Weights from a normal distribution of this scale; the embedding of token 0 is a single spike, with larger activations
-    than those of any other token.
+def write_llama(folder: Path, *, scale: float = 0.2, spike: float = 500.0, **changes: Any) -> Path:
+    """Weights from a normal distribution of this scale; the embedding of token 0 is a single ``spike``, with larger
+    activations than those of any other token.
     """
     from safetensors.torch import save_file
 
@@ -33,7 +33,7 @@ def write_llama(folder: Path, *, scale: float = 0.2, **changes: Any) -> Path:
         name: torch.ones(shape) if len(shape) == 1 else scale * torch.randn(shape, generator=generator)
         for name, shape in tensor_shapes(model_spec(config, "test")).items()
     }
-    tensors["model.embed_tokens.weight"][0] = torch.eye(1, config["hidden_size"])[0] * 500
+    tensors["model.embed_tokens.weight"][0] = torch.eye(1, config["hidden_size"])[0] * spike
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -36,9 +36,10 @@ Stages = Sequence[Sequence[range]]
 class MegatronParallel:
     """The trainer's split of the model. Global ranks are numbered tp innermost, then dp, pp outermost.
 
-    The same tp × dp ranks of a stage are numbered once more for the experts, as Megatron does: etp innermost, then ep, then the
-    copies. ``etp`` None means tp. ``stages`` None means even stages without interleaving. ``fused_norms`` means that the layers
-    are Transformer Engine's, experts included.
+    ``dp`` counts the ranks that hold the same dense weights, which are the context- times the data-parallel ones: weights do
+    not know which of a step's tokens a rank computes. The same tp × dp ranks of a stage are numbered once more for the experts,
+    as Megatron does: etp innermost, then ep, then the copies. ``etp`` None means tp. ``stages`` None means even stages without
+    interleaving. ``fused_norms`` means that the layers are Transformer Engine's, experts included.
     """
 
     tp: int = 1
@@ -93,7 +94,7 @@ def pipeline_stages(
         raise ValueError(f"a virtual pipeline size of {chunks} needs a pipeline; set pp, or leave one chunk")
     given = {stage: layers for stage, layers in ((0, first), (pp - 1, last)) if layers is not None}
     rest, others = num_layers - sum(given.values()), pp - len(given)
-    if rest < 0 or (rest % others if others else rest):
+    if rest < 0 or bool(rest) != bool(others) or (others and rest % others):
         raise ValueError(
             f"{num_layers} layers do not split over {pp} pipeline stages"
             + (f" with {first} in the first and {last} in the last" if given else "")

@@ -17,7 +17,7 @@ import torch
 
 from tepo_megatron.bridge.architecture import ModelSpec, read_model_spec
 from tepo_megatron.bridge.geometry import Box
-from tepo_megatron.bridge.layouts import MegatronParallel, megatron_layout, tensor_shapes
+from tepo_megatron.bridge.layouts import MegatronParallel, megatron_layout, pipeline_stages, tensor_shapes
 from tepo_megatron.bridge.storage.files import SHARD_BYTES, copy_description, model_file_name, write_index
 from tepo_megatron.bridge.storage.manifest import check_whole, has_manifest
 from tepo_megatron.bridge.storage.planned_files import BUCKET_BYTES, FileEntry, PlannedFile, group_entries
@@ -70,19 +70,25 @@ def import_model(
     *,
     tp: int,
     pp: int,
+    vpp: int = 1,
+    first_layers: int | None = None,
+    last_layers: int | None = None,
     shard_bytes: int = SHARD_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
     report: Report = lambda done, total: None,
 ) -> None:
     """Writes a Hugging Face folder's weights, in their dtypes, as files for each rank of a ``tp`` × ``pp`` layout.
 
-    They are for ``model.shards``. Any layout can read them; under this one each rank reads little but its own files. Raises as
-    :func:`export_model`, and ValueError for a layout that does not fit the model.
+    They are for ``model.shards``. Any layout can read them; under this one each rank reads little but its own files. ``vpp`` is
+    the number of chunks of a stage, ``first_layers`` and ``last_layers`` are the layers of the first and the last stage, where
+    they differ from the others. Raises as :func:`export_model`, and ValueError for a layout that does not fit the model.
     """
     spec, weights = read_model_spec(source), open_weights(source)
-    spec.check_parallel(tp=tp, pp=pp)
+    spec.check_parallel(tp=tp, pp=pp if first_layers is None and last_layers is None else 1)
+    stages = pipeline_stages(spec.num_layers, pp, chunks=vpp, first=first_layers, last=last_layers)
     weights.check(tensor_shapes(spec))
-    files = [file for rank in range(tp * pp) for file in _rank_files(spec, weights, tp, pp, rank, shard_bytes)]
+    parallel = MegatronParallel(tp=tp, pp=pp, stages=stages)
+    files = [file for rank in range(tp * pp) for file in _rank_files(spec, weights, parallel, rank, shard_bytes)]
     _write_folder(out, weights, files, lambda partial: copy_description(source, partial, None), report, bucket_bytes)
 
 
@@ -110,9 +116,11 @@ def check_imported(shards: Path, model: Path) -> None:
         )
 
 
-def _rank_files(spec: ModelSpec, weights: StoredWeights, tp: int, pp: int, rank: int, shard_bytes: int) -> list[PlannedFile]:
+def _rank_files(
+    spec: ModelSpec, weights: StoredWeights, parallel: MegatronParallel, rank: int, shard_bytes: int
+) -> list[PlannedFile]:
     """Plans the files of one rank of an import."""
-    layout = megatron_layout(spec, MegatronParallel(tp=tp, pp=pp), rank)
+    layout = megatron_layout(spec, parallel, rank)
     entries = []
     for shard in layout.shards:
         dtype = weights.boxes[shard.tensor][0].dtype

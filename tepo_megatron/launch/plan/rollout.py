@@ -6,10 +6,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 from tepo_megatron.bridge.architecture import ModelSpec
-from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, pipeline_stages
+from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, pipeline_stages_of
 from tepo_megatron.bridge.reshard.plan import reshard_plan
 from tepo_megatron.config import RunConfig
-from tepo_megatron.launch.plan.memory import ELEMENT_BYTES, GIB, layers_of, platform_of
+from tepo_megatron.launch.plan.activations import ELEMENT_BYTES, layers_of, platform_of
+from tepo_megatron.launch.plan.memory import GIB
 from tepo_megatron.launch.plan.shapes import model_parameters
 
 VLLM_WORKSPACE = 3 * GIB
@@ -95,7 +96,7 @@ def check_server(config: RunConfig, memory: ServerMemory, longest: int) -> str |
 def weight_sync(spec: ModelSpec, config: RunConfig) -> Sync:
     """Plans the weight sync of a run with servers; takes seconds for a 70B model. Raises ValueError if vLLM cannot split it."""
     cluster, parallel, server = config.cluster, config.engine.parallel, config.rollout.server
-    stages = pipeline_stages(spec.num_layers, parallel.pp, chunks=parallel.vpp)
+    stages = pipeline_stages_of(spec, parallel)
     replicas, is_te = parallel.dp * parallel.cp, layers_of(config) == "te"
     trainer = MegatronParallel(parallel.tp, parallel.pp, replicas, stages, is_te, parallel.ep, parallel.etp)
     plan = reshard_plan(spec, trainer, VllmParallel(tp=server.tp, replicas=server.count))

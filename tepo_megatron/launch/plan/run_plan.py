@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from tepo_megatron.bridge.architecture import ModelSpec
-from tepo_megatron.config import ParallelConfig, RunConfig
-from tepo_megatron.launch.plan.memory import GIB, USABLE, RankMemory, micro_batch_tokens, platform_of, rank_memory
+from tepo_megatron.bridge.layouts import check_recompute, check_trainer_split
+from tepo_megatron.config import RunConfig
+from tepo_megatron.launch.plan.activations import layers_of, platform_of
+from tepo_megatron.launch.plan.memory import GIB, USABLE, RankMemory, micro_batch_tokens, rank_memory
 from tepo_megatron.launch.plan.nodes import check_placement
 from tepo_megatron.launch.plan.rollout import ServerMemory, Sync, check_server, server_memory, weight_sync
+from tepo_megatron.launch.plan.search import smallest_changes
 from tepo_megatron.launch.plan.shapes import model_parameters, resolve_spec, stage_parameters
-from tepo_megatron.launch.plan.time import Lengths, StepTime, step_time
+from tepo_megatron.launch.plan.time import Lengths, StepTime, checkpoint_bytes, step_time
 
 DEFAULT_PROMPT_TOKENS = 512
 """The longest prompt where ``data.max_prompt_tokens`` does not bound it."""
@@ -50,13 +52,9 @@ def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response
     check_placement(config)
     spec, substitute = resolve_spec(config.model.path)
     parallel = config.engine.parallel
-    _check_model(spec, parallel)
-    if spec.num_layers % (parallel.pp * parallel.vpp):
-        raise ValueError(
-            f"engine.parallel.pp × vpp = {parallel.pp} × {parallel.vpp} does not divide the model's {spec.num_layers} layers; "
-            "change vpp"
-        )
+    _check_engine(spec, config)
     lengths = _lengths(config, prompt_tokens, response_tokens)
+    spec.check_length(lengths.longest, "data.max_prompt_tokens and rollout.sampling.max_new_tokens together")
     stages = _stages(spec, config, lengths)
     sync = weight_sync(spec, config) if config.rollout.replay is None else None
     server = server_memory(spec, config, longest=lengths.longest, mean=lengths.mean)
@@ -75,10 +73,10 @@ def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response
     )
 
 
-def _check_model(spec: ModelSpec, parallel: ParallelConfig) -> None:
-    tp, ep, etp = parallel.tp, parallel.ep, parallel.etp
-    spec.check_parallel(tp=tp, pp=parallel.pp, ep=ep, etp=etp)
-    spec.check_training(tp=tp, ep=ep, etp=etp, sequence_parallel=parallel.sequence_parallel)
+def _check_engine(spec: ModelSpec, config: RunConfig) -> None:
+    """Raises ValueError where the engine would refuse the model under this configuration, by the functions that it asks."""
+    check_trainer_split(spec, config.engine.parallel)
+    check_recompute(spec, config.engine.recomputed, transformer_engine=layers_of(config) == "te")
 
 
 def check_plan(plan: Plan) -> None:
@@ -129,52 +127,20 @@ def _problems(
 
 
 def _suggest(spec: ModelSpec, config: RunConfig, lengths: Lengths, usable: float) -> str:
-    """A sentence with every single change, on the same GPUs, after which the run fits, and the memory that it then needs."""
-    fitting = []
-    for text, changed in _changes(spec, config, lengths):
+    """A sentence with the smallest changes after which the run fits, and the memory that it then needs."""
+
+    def measure(changed: RunConfig) -> tuple[float, float]:
+        check_placement(changed)
+        _check_engine(spec, changed)
         needed = max(memory.total for memory in _stages(spec, changed, lengths))
-        if needed <= usable:
-            fitting.append(f"{text} ({needed / GIB:.1f} GiB)")
-    if fitting:
-        return f"It fits with {' or with '.join(fitting)}"
-    return "No single change on these GPUs makes it fit; use more nodes with a larger engine.parallel.pp, or larger GPUs"
+        server = server_memory(spec, changed, longest=lengths.longest, mean=lengths.mean)
+        time = step_time(spec, changed, lengths, server, None)
+        return needed, time.score + time.train + time.exchange
 
-
-def _changes(spec: ModelSpec, config: RunConfig, lengths: Lengths) -> Iterator[tuple[str, RunConfig]]:
-    parallel = config.engine.parallel
-    if not config.optimizer.distributed and parallel.dp * parallel.cp > 1:
-        yield "optimizer.distributed = true", _with(config, "optimizer", distributed=True)
-    if parallel.tp > 1 and not parallel.sequence_parallel:
-        yield "engine.parallel.sequence_parallel = true", _with_parallel(config, sequence_parallel=True)
-    smaller = max(config.engine.micro_batch_tokens // 2, lengths.longest)
-    if smaller < config.engine.micro_batch_tokens:
-        yield f"engine.micro_batch_tokens = {smaller}", _with(config, "engine", micro_batch_tokens=smaller)
-    if config.engine.recompute != "full":
-        yield "engine.recompute = full", _with(config, "engine", recompute="full")
-    if parallel.dp % 2:
-        return
-    for name, size in (("tp", parallel.tp), ("pp", parallel.pp)):
-        changed = _with_parallel(config, **{name: 2 * size, "dp": parallel.dp // 2})
-        if _can_be_laid_out(spec, changed):
-            yield f"engine.parallel.{name} = {2 * size} and dp = {parallel.dp // 2}", changed
-
-
-def _can_be_laid_out(spec: ModelSpec, config: RunConfig) -> bool:
-    parallel = config.engine.parallel
-    try:
-        check_placement(config)
-        _check_model(spec, ParallelConfig.model_validate(parallel.model_dump()))
-    except ValueError:
-        return False
-    return spec.num_layers % (parallel.pp * parallel.vpp) == 0
-
-
-def _with(config: RunConfig, section: str, **values: Any) -> RunConfig:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
-
-
-def _with_parallel(config: RunConfig, **values: Any) -> RunConfig:
-    return _with(config, "engine", parallel=config.engine.parallel.model_copy(update=values))
+    found = smallest_changes(config, spec, lengths.longest, usable, measure)
+    if found:
+        return f"It fits with {' or with '.join(f'{change} ({change.needed / GIB:.1f} GiB)' for change in found)}"
+    return "No change of one or two fields makes it fit, not on four times the nodes either; use larger GPUs or a smaller model"
 
 
 def _assumptions(spec: ModelSpec, config: RunConfig, lengths: Lengths, substitute: str | None) -> Iterator[str]:
@@ -188,9 +154,15 @@ def _assumptions(spec: ModelSpec, config: RunConfig, lengths: Lengths, substitut
     if spec.experts:
         yield "every expert gets as many tokens as any other; handing tokens to experts and back takes no time"
     yield f"GPU: {cluster.gpu_tflops:g} TFLOP/s, {cluster.gpu_memory_gib:g} GiB at {cluster.gpu_memory_gb_per_s:g} GB/s"
-    yield f"MFU {cluster.train_mfu:.0%} in training outside the pipeline's bubble, {cluster.score_mfu:.0%} without gradient"
+    yield (
+        f"MFU {cluster.train_mfu:.0%} in training and {cluster.score_mfu:.0%} without gradient while a GPU computes; it also "
+        "waits for tensor-parallel ranks and the next stage"
+    )
     yield f"decoding reads memory at {cluster.decode_bandwidth:.0%} of its peak; one sequence of every wave is the longest"
     yield (
         f"links at {cluster.link_efficiency:.0%} of {cluster.network_gb_per_s:g} GB/s between nodes and "
-        f"{cluster.nvlink_gb_per_s:g} GB/s within; rewards, data and start-up take no time"
+        f"{cluster.nvlink_gb_per_s:g} GB/s within; rewards, evaluations and start-up take no time"
     )
+    if config.train.save_every:
+        size = checkpoint_bytes(spec) / 1e9
+        yield f"a checkpoint of {size:,.0f} GB every {config.train.save_every} steps, at {cluster.storage_gb_per_s:g} GB/s"

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tepo_megatron.bridge.architecture import ModelSpec, model_spec, read_model_spec
+from tepo_megatron.bridge.layouts import pipeline_stages_of
 from tepo_megatron.config import ParallelConfig
 
 _QWEN = {
@@ -157,9 +158,14 @@ def vocabulary_parameters(spec: ModelSpec, tp: int) -> int:
     return spec.padded_vocab_size(tp) // tp * spec.hidden_size
 
 
+def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, ...]:
+    """The number of layers of each pipeline stage, over all of its chunks. Raises ValueError where they do not fit."""
+    return tuple(sum(map(len, chunks)) for chunks in pipeline_stages_of(spec, parallel))
+
+
 def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
-    """Counts the parameters of a rank of pipeline stage ``stage`` (from 0); all stages have equally many layers."""
-    count = spec.num_layers // parallel.pp * layer_parameters(spec, parallel)
+    """Counts the parameters of a rank of pipeline stage ``stage`` (from 0)."""
+    count = stage_layers(spec, parallel)[stage] * layer_parameters(spec, parallel)
     first, last = stage == 0, stage == parallel.pp - 1
     if first:
         count += vocabulary_parameters(spec, parallel.tp)

@@ -12,7 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from tepo_megatron.launch.plan.memory import GIB, USABLE, platform_of
+from tepo_megatron.launch.plan.activations import platform_of
+from tepo_megatron.launch.plan.memory import GIB, USABLE
 from tepo_megatron.launch.plan.rollout import ServerMemory, Sync
 from tepo_megatron.launch.plan.run_plan import Plan
 from tepo_megatron.launch.plan.time import Lengths
@@ -131,14 +132,20 @@ def _time(plan: Plan) -> Table:
         ("generation", step.flops_generation, step.generation, "generation"),
         ("log-probs", step.flops_score, step.score, "log-probs"),
         ("training", step.flops_train, step.train, "training"),
+        ("of the two, waiting for other ranks", None, step.exposed, ""),
         ("gradients and weights between replicas", None, step.exchange, ""),
         ("weight sync", None, step.sync, "weight sync"),
+        ("packing on rank 0", None, step.root, ""),
+        ("a step's share of a checkpoint", None, step.save, ""),
         ("step", None, step.seconds, "step"),
     )
     for name, flops, seconds, published in rows:
         work = "" if flops is None else f"{flops / 1e15:,.0f}"
         table.add_row(name, work, f"{seconds:,.1f}", *([str(PUBLISHED.get(published, ""))] if comparable else []))
-    table.caption = f"The pipeline's bubble adds {step.bubble:.0%} to training. Estimates: nobody has measured this run."
+    table.caption = (
+        f"The pipeline's bubble adds {step.bubble:.0%} to training, and its busiest stage has {step.imbalance:.0%} more to do "
+        "than the mean.\nEstimates: nobody has measured this run."
+    )
     if comparable:
         table.caption += (
             "\n* Llama-3.1-70B, GRPO, 64 H100 that sample and train in turn, NeMo-RL, up to 4096 tokens; its batch is not\n"

@@ -1,4 +1,4 @@
-"""Estimates FLOPs and seconds of one step: sample, score, update, sync. Every assumption is printed with them."""
+"""Estimates FLOPs and seconds of one step: sample, score, update, sync, save. Every assumption is printed with them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,22 @@ from dataclasses import dataclass
 
 from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.config import RunConfig
-from tepo_megatron.launch.plan.memory import ELEMENT_BYTES
+from tepo_megatron.launch.plan.activations import ELEMENT_BYTES
 from tepo_megatron.launch.plan.rollout import ServerMemory, Sync
 from tepo_megatron.launch.plan.shapes import (
     active_parameters,
     expert_copies,
     expert_parameters,
+    model_parameters,
+    stage_layers,
     stage_parameters,
 )
+
+PACK_SECONDS_PER_TOKEN = 0.8e-6
+"""Seconds in which rank 0 packs a sampled token, measured on one CPU core; all ranks wait for it."""
+
+DECODE_SECONDS_PER_TOKEN = 3e-6
+"""Seconds in which rank 0 reads a sampled token and its log-prob out of an answer, measured so; the servers go on meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +51,28 @@ class StepTime:
     bubble: float
     """Idle time of the pipeline in an update, relative to the time it works."""
 
+    imbalance: float
+    """By how much the busiest stage has more to compute than the mean, which all others wait for."""
+
     generation: float
     score: float
     train: float
+    exposed: float
+    """Seconds of ``score`` and ``train`` in which ranks wait for tensor-parallel ranks and for neighbouring stages."""
+
     exchange: float
-    """Seconds for gradients and new weights between data-parallel ranks."""
+    """Seconds for gradients and new weights between data-parallel ranks, as far as nothing hides them."""
 
     sync: float
+    root: float
+    """Seconds in which rank 0 packs the step's rollouts, and all others wait."""
+
+    save: float
+    """A checkpoint's seconds, divided by the steps between two."""
 
     @property
     def seconds(self) -> float:
-        return self.generation + self.score + self.train + self.exchange + self.sync
+        return self.generation + self.score + self.train + self.exchange + self.sync + self.root + self.save
 
 
 def forward_flops(spec: ModelSpec, mean_length: float) -> float:
@@ -66,33 +85,89 @@ def forward_flops(spec: ModelSpec, mean_length: float) -> float:
     return 2 * matrices + 2 * spec.num_layers * spec.num_heads * spec.head_dim * mean_length
 
 
+def recomputed_flops(spec: ModelSpec, config: RunConfig, mean_length: float) -> float:
+    """FLOPs of one token that the backward pass computes again."""
+    again, head = set(config.engine.recomputed), 2 * spec.vocab_size * spec.hidden_size
+    fused_head = head if config.engine.head == "fused" else 0
+    if config.engine.recompute == "full":
+        return forward_flops(spec, mean_length) - head + fused_head
+    chosen = spec.experts.per_token if spec.experts else 1
+    attention = 2 * spec.num_layers * spec.num_heads * spec.head_dim * mean_length if "core_attn" in again else 0
+    mlp = 2 * spec.num_layers * chosen * 3 * spec.hidden_size * spec.ffn_size if again & {"mlp", "moe"} else 0
+    return attention + mlp + fused_head
+
+
 def step_time(spec: ModelSpec, config: RunConfig, lengths: Lengths, server: ServerMemory, sync: Sync | None) -> StepTime:
-    """Estimates a step. A token costs 3 forward passes in training (4 with full recomputation), 1 in scoring (2 with a
+    """Estimates a step. A token costs 3 forward passes in training and what is computed again, 1 in scoring (2 with a
     reference model), 1 in generation.
     """
     cluster, parallel, rollout = config.cluster, config.engine.parallel, config.rollout
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     tokens, responses = sequences * lengths.mean, sequences * lengths.response
     token = forward_flops(spec, lengths.mean)
-    passes = 4 if config.engine.recompute == "full" else 3
+    training = 3 * token + recomputed_flops(spec, config, lengths.mean)
     scores = 2 if config.objective.needs_reference else 1
     peak = cluster.gpu_tflops * 1e12 * parallel.world_size
-    bubble = _bubble(config, tokens / config.train.minibatches)
+    imbalance = stage_imbalance(spec, config)
+    bubble, score_bubble = _bubble(config, tokens / config.train.minibatches), _bubble(config, tokens)
+    waits_train, waits_score = exposed_seconds(spec, config, tokens)
+    waits_score *= scores
     prefill = rollout.prompts_per_step * lengths.prompt * token
+    score = scores * token * tokens / (peak * cluster.score_mfu) * (1 + imbalance) + waits_score
+    train = training * tokens / (peak * cluster.train_mfu) * (1 + imbalance) + waits_train
     return StepTime(
         sequences=sequences,
         tokens=tokens,
         response_tokens=responses,
         flops_generation=prefill + responses * token,
         flops_score=scores * token * tokens,
-        flops_train=passes * token * tokens,
+        flops_train=training * tokens,
         bubble=bubble,
+        imbalance=imbalance,
         generation=_generation(config, lengths, server, prefill, responses * token),
-        score=scores * token * tokens / (peak * cluster.score_mfu) * (1 + _bubble(config, tokens)),
-        train=passes * token * tokens / (peak * cluster.train_mfu) * (1 + bubble),
-        exchange=config.train.minibatches * _exchange(spec, config),
+        score=score * (1 + score_bubble),
+        train=train * (1 + bubble),
+        exposed=waits_score * (1 + score_bubble) + waits_train * (1 + bubble),
+        exchange=_exchange(spec, config, train / config.train.minibatches / _micro_batches(config, tokens)),
         sync=sync.seconds if sync else 0.0,
+        root=responses * PACK_SECONDS_PER_TOKEN,
+        save=_save(spec, config),
     )
+
+
+def stage_imbalance(spec: ModelSpec, config: RunConfig) -> float:
+    """By how much the busiest pipeline stage has more weights to multiply with than the mean stage; 0 if all have the same."""
+    layers = stage_layers(spec, config.engine.parallel)
+    head = spec.vocab_size * spec.hidden_size
+    layer = (active_parameters(spec) - head * (1 if spec.tied_embeddings else 2)) / spec.num_layers
+    work = [count * layer for count in layers]
+    work[-1] += head
+    return max(work) * len(work) / sum(work) - 1
+
+
+def exposed_seconds(spec: ModelSpec, config: RunConfig, tokens: float) -> tuple[float, float]:
+    """Seconds of a rank in which it waits for activations, while ``tokens`` are trained on, and while they are scored.
+
+    Each layer gathers or scatters the micro-batch's activations over the tensor-parallel ranks: 4 times forward and 6 times
+    backward, of which 2 hide behind gradients of weights. An all-reduce without sequence parallelism is a gather and a scatter.
+    A stage hands them on once each way; interleaved stages do it behind computation, and so do context-parallel ranks.
+    """
+    parallel, cluster = config.engine.parallel, config.cluster
+    share = tokens / (parallel.dp * parallel.cp)  # that a rank sees
+    activations = ELEMENT_BYTES[config.model.dtype] * spec.hidden_size * share
+    within = cluster.nvlink_gb_per_s * 1e9 * cluster.link_efficiency
+    across = (cluster.network_gb_per_s if cluster.train_nodes > 1 else cluster.nvlink_gb_per_s) * 1e9 * cluster.link_efficiency
+    once = activations * (1 - 1 / parallel.tp) / within * max(stage_layers(spec, parallel))
+    handed_on = 0.0
+    if parallel.pp > 1 and parallel.vpp == 1:
+        handed_on = activations / (parallel.tp if parallel.sequence_parallel else 1) / across
+    return 8 * once + 2 * handed_on, 4 * once + handed_on
+
+
+def _micro_batches(config: RunConfig, tokens: float) -> float:
+    """How many micro-batches a data-parallel rank makes of a mini-batch, if a step has ``tokens``."""
+    per_rank = tokens / config.train.minibatches / config.engine.parallel.dp
+    return max(1.0, per_rank / config.engine.micro_batch_tokens)
 
 
 def _bubble(config: RunConfig, tokens: float) -> float:
@@ -102,11 +177,22 @@ def _bubble(config: RunConfig, tokens: float) -> float:
     return (parallel.pp - 1) / (micro_batches * parallel.vpp)
 
 
+def _save(spec: ModelSpec, config: RunConfig) -> float:
+    """Seconds of a step's share of a checkpoint: fp32 weights and both of Adam's means, written while nothing else happens."""
+    every = config.train.save_every
+    return checkpoint_bytes(spec) / (config.cluster.storage_gb_per_s * 1e9) / every if every else 0.0
+
+
+def checkpoint_bytes(spec: ModelSpec) -> int:
+    """Bytes of a checkpoint on disk."""
+    return 12 * model_parameters(spec)
+
+
 def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefill: float, decode: float) -> float:
     """Seconds of sampling: prompts at ``score_mfu``, then decoding, which is bound by memory bandwidth or by FLOPs.
 
     A wave is the sequences that run at once. It reads the weights once for every position of its longest response, and every
-    sequence's keys and values once per token.
+    sequence's keys and values once per token. Rank 0 reads the answers of all servers, which may take longer.
     """
     cluster, rollout = config.cluster, config.rollout
     if rollout.replay is not None:
@@ -120,17 +206,27 @@ def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefi
     read = waves * lengths.longest_response * server.weights
     read += per_server * lengths.response * (lengths.prompt + lengths.response / 2) * server.kv_bytes_per_token
     bandwidth = cluster.gpu_memory_gb_per_s * 1e9 * cluster.decode_bandwidth
-    return prefill / rate + max(read / bandwidth, decode / rate)
+    answers = rollout.prompts_per_step * rollout.samples_per_prompt * lengths.response * DECODE_SECONDS_PER_TOKEN
+    return max(prefill / rate + max(read / bandwidth, decode / rate), answers)
 
 
-def _exchange(spec: ModelSpec, config: RunConfig) -> float:
-    """Seconds per optimizer step for reducing fp32 gradients and, with the distributed optimizer, gathering new weights."""
-    parallel, cluster = config.engine.parallel, config.cluster
-    copies = parallel.dp * parallel.cp
-    # distributed optimizer: reduce-scatter of fp32 gradients, all-gather of weights; otherwise an all-reduce, which is both
-    bytes_each = (4 + ELEMENT_BYTES[config.model.dtype]) if config.optimizer.distributed else 8
-    experts = spec.num_layers // parallel.pp * expert_parameters(spec, parallel)
+def _exchange(spec: ModelSpec, config: RunConfig, micro_batch: float) -> float:
+    """Seconds of a step for reducing fp32 gradients and, with the distributed optimizer, gathering new weights, as far as they
+    are exposed. ``micro_batch``: seconds of a micro-batch, forward and backward.
+
+    Overlapped, gradients hide behind the backward pass of a mini-batch's last micro-batch, and weights behind the forward pass
+    of the next mini-batch's first; a step's last mini-batch has no next.
+    """
+    parallel, cluster, engine = config.engine.parallel, config.cluster, config.engine
+    copies, minibatches = parallel.dp * parallel.cp, config.train.minibatches
+    experts = max(stage_layers(spec, parallel)) * expert_parameters(spec, parallel)
     dense = max(stage_parameters(spec, parallel, stage) for stage in range(parallel.pp)) - experts
     sent = dense * (1 - 1 / copies) + experts * (1 - 1 / expert_copies(parallel))
-    link = cluster.network_gb_per_s if cluster.train_nodes > 1 else cluster.nvlink_gb_per_s
-    return bytes_each * sent / (link * 1e9 * cluster.link_efficiency)
+    link = (cluster.network_gb_per_s if cluster.train_nodes > 1 else cluster.nvlink_gb_per_s) * 1e9 * cluster.link_efficiency
+    # distributed optimizer: reduce-scatter of fp32 gradients, all-gather of weights; otherwise an all-reduce, which is both
+    distributed = config.optimizer.distributed
+    reduce = (4 if distributed else 8) * sent / link
+    gather = (ELEMENT_BYTES[config.model.dtype] if distributed else 0) * sent / link
+    exposed = minibatches * max(0.0, reduce - 2 / 3 * micro_batch if engine.overlap_grad_reduce else reduce)
+    between = max(0.0, gather - 1 / 3 * micro_batch if engine.overlap_param_gather else gather)
+    return exposed + (minibatches - 1) * between + gather

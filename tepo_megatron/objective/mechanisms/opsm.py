@@ -31,7 +31,7 @@ class OffPolicySequences:
     def choose(self, values: TokenValues) -> Tensor:
         """All tokens of those responses."""
         delta_T = values.delta_T.detach()
-        left_T = -over_sequence(delta_T, "geometric", values.index_T, values.lengths_S, values.reduce)
+        left_T = -over_sequence(delta_T, "geometric", values.index_T, values.lengths_S)
         return values.mask_T & (values.advantage_T < 0) & (left_T > self.term.delta)
 
     def penalty(self, values: TokenValues) -> None:

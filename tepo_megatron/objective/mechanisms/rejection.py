@@ -32,7 +32,7 @@ class RejectionMask:
 
     def choose(self, values: TokenValues) -> Tensor:
         """Those outside the range. Compared as logarithms, since a product over many tokens overflows."""
-        log_T = log_weights(self.term.level, values.mismatch_T, values.index_T, values.lengths_S, values.reduce)
+        log_T = log_weights(self.term.level, values.mismatch_T, values.index_T, values.lengths_S)
         lowest = math.log(self.term.low) if self.term.low > 0 else -math.inf
         return values.mask_T & ((log_T < lowest) | (log_T > math.log(self.term.high)))
 

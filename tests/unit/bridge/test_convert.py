@@ -35,26 +35,28 @@ def checkpoint(model: Path, tmp_path: Path) -> Path:
 
 @given(
     tp=st.sampled_from([1, 2]),
-    pp=st.sampled_from([1, 2, 4]),
+    stages=st.sampled_from([{"pp": 1}, {"pp": 2}, {"pp": 4}, {"pp": 2, "vpp": 2}, {"pp": 3, "first_layers": 2}]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     tied=st.booleans(),
     limits=st.tuples(st.integers(300, 9000), st.integers(1, 900)),
 )
 @settings(max_examples=15)
 def test_import_and_export_give_back_the_same_bytes(
-    tp: int, pp: int, dtype: torch.dtype, tied: bool, limits: tuple[int, int]
+    tp: int, stages: dict[str, Any], dtype: torch.dtype, tied: bool, limits: tuple[int, int]
 ) -> None:
     shard_bytes, bucket_bytes = limits
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_model(folder / "model", dtype=dtype, tie_word_embeddings=tied)
         sizes: dict[str, Any] = {"shard_bytes": shard_bytes, "bucket_bytes": bucket_bytes}
-        import_model(model, folder / "cut", tp=tp, pp=pp, **sizes)
+        import_model(model, folder / "cut", tp=tp, **stages, **sizes)
         check_imported(folder / "cut", model)
         export_model(folder / "cut", folder / "whole", **sizes)
         assert_same(folder / "whole", model)
         # bfloat16 weights are exact in the checkpoint's fp32, so they come back too
-        export_model(make_checkpoint(model, folder / "step_000001", tp=tp, pp=pp), folder / "trained", **sizes)
+        export_model(
+            make_checkpoint(model, folder / "step_000001", tp=tp, pp=min(stages["pp"], 2)), folder / "trained", **sizes
+        )
         assert_same(folder / "trained", model)
 
 
@@ -77,11 +79,22 @@ def test_export_rounds_to_the_dtype_that_is_asked_for_and_says_so(model: Path, c
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_each_rank_finds_its_own_boxes_in_its_own_files(model: Path, tmp_path: Path) -> None:
-    import_model(model, tmp_path / "cut", tp=2, pp=2, shard_bytes=1500)
+@pytest.mark.parametrize(
+    ("given", "stages"),
+    [
+        ({}, ((range(2),), (range(2, 4),))),
+        ({"vpp": 2}, ((range(1), range(2, 3)), (range(1, 2), range(3, 4)))),
+        ({"last_layers": 3}, ((range(1),), (range(1, 4),))),
+    ],
+    ids=["even", "interleaved", "uneven"],
+)
+def test_each_rank_finds_its_own_boxes_in_its_own_files(
+    model: Path, tmp_path: Path, given: dict[str, Any], stages: tuple[tuple[range, ...], ...]
+) -> None:
+    import_model(model, tmp_path / "cut", tp=2, pp=2, shard_bytes=1500, **given)
     spec = read_model_spec(model)
     for rank in range(4):
-        layout = megatron_layout(spec, MegatronParallel(tp=2, pp=2), rank)
+        layout = megatron_layout(spec, MegatronParallel(tp=2, pp=2, stages=stages), rank)
         found = set()
         for path in (tmp_path / "cut" / "shards").glob(f"rank{rank:05d}-*.safetensors"):
             with safe_open(path, "pt") as handle:

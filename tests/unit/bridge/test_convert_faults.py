@@ -226,7 +226,15 @@ def test_an_import_of_another_model_is_refused(model: Path, tmp_path: Path) -> N
         check_imported(tmp_path / "cut", model)
 
 
-@pytest.mark.parametrize(("tp", "pp", "message"), [(4, 1, "2 key/value heads"), (1, 3, "4 layers")])
-def test_a_layout_that_does_not_fit_is_refused(model: Path, tmp_path: Path, tp: int, pp: int, message: str) -> None:
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ({"tp": 4, "pp": 1}, "2 key/value heads"),
+        ({"tp": 1, "pp": 3}, "4 layers"),
+        ({"tp": 1, "pp": 2, "vpp": 3}, "3 chunks do not divide a pipeline stage of 2 layers"),
+        ({"tp": 1, "pp": 2, "first_layers": 4}, "4 layers do not split over 2 pipeline stages with 4 in the first"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(model: Path, tmp_path: Path, split: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        import_model(model, tmp_path / "out", tp=tp, pp=pp)
+        import_model(model, tmp_path / "out", **split)

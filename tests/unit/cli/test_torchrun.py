@@ -222,7 +222,7 @@ def test_the_agent_of_a_node_watches_its_ranks_too(start, tmp_path: Path) -> Non
 def test_another_world_than_the_run_needs_is_told_with_both_numbers(start) -> None:
     _, err = (parent := start("ok", "engine.parallel.tp=4")).communicate(timeout=TIMEOUT_S)
     assert parent.returncode == 1
-    assert "tp × pp × dp = 4 × 1 × 1 = 4 ranks, but WORLD_SIZE is 2; start torchrun with --nproc-per-node 4" in err
+    assert "tp × pp × cp × dp = 4 × 1 × 1 × 1 = 4 ranks, but WORLD_SIZE is 2; start torchrun with --nproc-per-node 4" in err
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import random
 import re
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from tepo_megatron.bridge.architecture import read_model_spec
@@ -30,25 +30,33 @@ def lognormal(count: int, *, mean: float, longest: int, seed: int) -> list[int]:
 lengths = st.lists(st.integers(1, 100), min_size=4, max_size=60)
 
 
-@given(lengths, st.sampled_from([1, 2, 4]), st.integers(20, 300), st.sampled_from([10.0, 1e3, float("inf")]))
+attentions = st.sampled_from([10.0, 1e3, float("inf")])
+
+
+@given(lengths, st.sampled_from([1, 2, 4]), st.integers(20, 300), attentions, st.integers(1, 8))
 def test_each_sequence_is_in_one_micro_batch_and_each_rank_has_as_many(
-    lengths: list[int], ranks: int, max_tokens: int, attention: float
+    lengths: list[int], ranks: int, max_tokens: int, attention: float, multiple: int
 ) -> None:
-    parts = partition(lengths, ranks=ranks, max_tokens=max_tokens, attention_length=attention)
+    """Also a multiple of the pipeline's stages, where these are interleaved."""
+    assume(ranks * multiple <= len(lengths))
+    parts = partition(lengths, ranks=ranks, max_tokens=max_tokens, attention_length=attention, multiple=multiple)
     assert sorted(at for rank in parts for micro in rank for at in micro) == list(range(len(lengths)))
     assert len({len(rank) for rank in parts}) == 1
+    assert len(parts[0]) % multiple == 0
     assert all(micro for rank in parts for micro in rank)
 
 
-@given(lengths, st.sampled_from([1, 2, 4]), st.integers(20, 300), st.sampled_from([10.0, 1e3, float("inf")]))
-@example([51] * 40, 2, 100, 1e3)
-@example([60, 60, 41, 41, 41, 20, 20, 20, 20], 1, 101, 10.0)
+@given(lengths, st.sampled_from([1, 2, 4]), st.integers(20, 300), attentions, st.integers(1, 8))
+@example([51] * 40, 2, 100, 1e3, 1)
+@example([60, 60, 41, 41, 41, 20, 20, 20, 20], 1, 101, 10.0, 1)
+@example([60, 60, 41, 41, 41, 20, 20, 20, 20], 1, 101, 10.0, 4)
 def test_the_bound_holds_while_there_are_sequences_to_divide(
-    lengths: list[int], ranks: int, max_tokens: int, attention: float
+    lengths: list[int], ranks: int, max_tokens: int, attention: float, multiple: int
 ) -> None:
-    parts = partition(lengths, ranks=ranks, max_tokens=max_tokens, attention_length=attention)
+    assume(ranks * multiple <= len(lengths))
+    parts = partition(lengths, ranks=ranks, max_tokens=max_tokens, attention_length=attention, multiple=multiple)
     over = [micro for rank in parts for micro in rank if sum(lengths[at] for at in micro) > max_tokens and len(micro) > 1]
-    assert not over or len(parts[0]) == len(lengths) // ranks
+    assert not over or len(parts[0]) == len(lengths) // (ranks * multiple) * multiple
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
@@ -82,3 +90,11 @@ def test_the_cost_of_attention_is_that_of_the_model() -> None:
 def test_too_few_sequences_for_the_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("1 sequences cannot be spread over 2 data-parallel ranks")):
         partition([3], ranks=2, max_tokens=10)
+
+
+def test_too_few_sequences_for_interleaved_stages_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"7 sequences cannot be spread over 2 data-parallel ranks, 4 for each, which interleaved"
+    ):
+        partition([3] * 7, ranks=2, max_tokens=10, multiple=4)
+    assert [len(rank) for rank in partition([3] * 9, ranks=2, max_tokens=100, multiple=4)] == [4, 4]

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from tepo_megatron.bridge.layouts import check_trainer_split
 from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
@@ -25,7 +26,12 @@ from tepo_megatron.launch.plan.time import forward_flops
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 LLAMA, QWEN = str(EXAMPLES / "llama3.3-70b/run.yaml"), str(EXAMPLES / "qwen2.5-7b/run.yaml")
-RECIPES = ("llama3.3-70b", "qwen2.5-72b", "qwen2.5-7b")
+LONG = str(EXAMPLES / "llama3.3-70b-32k/run.yaml")
+REPLAY = "rollout.replay=recorded"
+"""Without servers, whose weight sync takes a second to plan."""
+
+WITHOUT_CP = ["engine.parallel.cp=1", "engine.parallel.dp=4"]
+RECIPES = ("llama3.3-70b", "llama3.3-70b-32k", "qwen2.5-72b", "qwen2.5-7b")
 GIB = 2**30
 
 
@@ -71,15 +77,51 @@ def test_the_table_of_the_docs_is_what_the_plans_say() -> None:
 
 
 def test_a_recipe_that_does_not_fit_is_mended_by_each_change_that_it_names() -> None:
-    broken = ["engine.micro_batch_tokens=16384", "rollout.replay=recorded"]
-    (problem,) = plan(LLAMA, *broken).problems
-    changes = re.findall(r"with ((?:engine|optimizer)\S+ = \S+)(?: and dp = (\d+))? \(([\d.]+) GiB\)", problem)
-    assert len(changes) >= 2
-    for change, dp, needed in changes:
-        given_dp = [f"engine.parallel.dp={dp}"] if dp else []
-        mended = plan(LLAMA, *broken, change.replace(" ", ""), *given_dp)
-        assert mended.problems == ()
+    broken = ["engine.micro_batch_tokens=16384", REPLAY]
+    assert len(assert_mended_as_it_says(LLAMA, broken)) >= 2
+
+
+def assert_mended_as_it_says(path: str, broken: list[str]) -> list[list[str]]:
+    """Makes every change that the one problem names, looks that the run then fits and needs what was said, and returns them."""
+    (problem,) = plan(path, *broken).problems
+    found = re.findall(r"with ([a-z][^()]+ = [^()]+) \(([\d.]+) GiB\)", problem)
+    changes: list[list[str]] = []
+    for text, needed in found:
+        changes.append([])
+        section = ""
+        for part in re.split(r", (?=[\w.]+ = )| and ", text):
+            name, value = part.split(" = ")
+            section = name.rpartition(".")[0] or section
+            changes[-1].append(f"{section}.{name.rpartition('.')[2]}={value.replace(' ', '')}")
+        mended = plan(path, *broken, *changes[-1])
+        assert mended.problems == (), text
         assert f"{mended.worst.total / GIB:.1f}" == needed
+    return changes
+
+
+def test_32k_responses_fit_with_context_parallelism_and_without_it_the_plan_says_so() -> None:
+    """Among all changes of a field or two, context parallelism on the same GPUs is the fastest that mends it."""
+    assert plan(LONG).problems == ()
+    assert assert_mended_as_it_says(LONG, [*WITHOUT_CP, REPLAY])[0] == ["engine.parallel.cp=4", "engine.parallel.dp=1"]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        ["engine.parallel.sequence_parallel=false", "optimizer.distributed=false", *WITHOUT_CP],
+        ["engine.parallel.pp=1", "engine.parallel.cp=1", "engine.parallel.dp=8"],
+        ["cluster.gpu_memory_gib=40"],
+    ],
+)
+def test_where_one_change_is_not_enough_two_are_found_or_more_nodes(broken: list[str]) -> None:
+    overlap = ["engine.overlap_grad_reduce=false", "engine.overlap_param_gather=false", REPLAY]
+    changes = assert_mended_as_it_says(LONG, [*broken, *overlap])
+    assert all(len({each.partition("=")[0] for each in change}) > 1 for change in changes)
+
+
+def test_what_nothing_mends_is_said_to_be_too_large() -> None:
+    (problem,) = plan(LONG, "cluster.gpu_memory_gib=6", REPLAY).problems
+    assert "No change of one or two fields makes it fit" in problem
 
 
 def test_a_server_without_room_says_how_much_is_missing() -> None:
@@ -106,13 +148,22 @@ def test_a_sync_moves_every_server_s_shards_once() -> None:
 
 def test_seconds_of_a_step_by_hand() -> None:
     time = plan(LLAMA).time
-    token = 2 * (70_553_706_496 - 128_256 * 8192) + 2 * 80 * 8192 * 2560
-    assert time.train == pytest.approx(3 * token * 1024 * 2560 / (64 * 989e12 * 0.4) * (1 + 3 / (1024 * 2560 / 4 / 2 / 8192)))
+    matrices = 70_553_706_496 - 128_256 * 8192
+    token, bubble = 2 * matrices + 2 * 80 * 8192 * 2560, 3 / (1024 * 2560 / 4 / 2 / 8192)
+    layers = matrices - 128_256 * 8192
+    imbalance = (layers / 4 + 128_256 * 8192) * 4 / matrices  # the last stage's, which has the head
+    computing = 3 * token * 1024 * 2560 / (64 * 989e12 * 0.45) * imbalance
+    activations = 2 * 8192 * 1024 * 2560 / 2  # bytes between two layers, on one of two replicas
+    waiting = 8 * 20 * activations * 7 / 8 / (0.7 * 450e9) + 2 * activations / 8 / (0.7 * 50e9)
+    assert time.train == pytest.approx((computing + waiting) * (1 + bubble))
+    assert time.root == pytest.approx(1024 * 2048 * 0.8e-6)
+    assert time.save == pytest.approx(12 * 70_553_706_496 / 7e9 / 20)
     weights, cache = 4096 * 70_553_706_496 * 2 / 4, 128 * 2048 * (512 + 1024) * 81_920  # one wave of 128 sequences
     decoding, prompts = (weights + cache) / (3350e9 * 0.5), 128 * 512 * token / (32 * 989e12 * 0.45)
     assert time.generation == pytest.approx(decoding + prompts)
-    assert time.seconds == pytest.approx(time.generation + time.score + time.train + time.exchange + time.sync)
-    replayed = plan(LLAMA, "rollout.replay=recorded")
+    parts = (time.generation, time.score, time.train, time.exchange, time.sync, time.root, time.save)
+    assert time.seconds == pytest.approx(sum(parts))
+    replayed = plan(LLAMA, REPLAY)
     assert (replayed.time.generation, replayed.time.sync, replayed.sync) == (0, 0, None)
 
 
@@ -159,6 +210,63 @@ def test_layers_decide_what_is_kept() -> None:
     assert fp8["weights"] - base["weights"] == pytest.approx(2 * weights, rel=1e-3)
     assert {**fp8, "weights": 0} == {**base, "weights": 0}
     assert memory("engine.fp8.recipe=tensorwise", "engine.fp8.params=true") == base
+
+
+def test_recomputed_modules_keep_their_inputs_and_cost_flops() -> None:
+    """Of the MLP its input alone is kept: neither the norm's output, nor gate and up, nor their product; one layer has them."""
+    base, mlp = plan(LONG, REPLAY), plan(LONG, REPLAY, "engine.recompute=selective", "engine.recompute_modules=[mlp]")
+    tokens = 33792 // 4
+    dropped = 2 * tokens * (8192 / 8 + 3 * 28672 / 8)
+    assert base.stages[0].activations - mlp.stages[0].activations == pytest.approx((80 - 1) * dropped)
+    again = mlp.time.flops_train - base.time.flops_train
+    assert again == pytest.approx(2 * 80 * 3 * 8192 * 28672 * mlp.time.tokens)
+    full = plan(LONG, REPLAY, "engine.recompute=full")
+    head = 2 * 128256 * 8192 * base.time.tokens  # is no layer
+    assert full.time.flops_train == pytest.approx(4 / 3 * base.time.flops_train - head)
+    assert full.stages[0].activations < mlp.stages[0].activations < base.stages[0].activations
+
+
+def test_overlap_hides_what_fits_behind_a_micro_batch() -> None:
+    overlap = ["engine.overlap_grad_reduce=true", "engine.overlap_param_gather=true"]
+    both, reduced = plan(LLAMA, REPLAY, *overlap), plan(LLAMA, REPLAY)
+    assert both.time.exchange < reduced.time.exchange
+    # the last mini-batch's weights: bfloat16, half of them sent
+    last = 2 * max(both.stage_parameters) / 2 / (0.7 * 50e9)
+    assert both.time.exchange == pytest.approx(last)
+    assert reduced.time.exchange == pytest.approx(4 * 3 * last)
+    assert both.stages == reduced.stages
+
+
+def test_uneven_stages_are_counted_layer_by_layer_and_even_out_the_work() -> None:
+    first, last = (f"engine.parallel.num_layers_in_{which}_pipeline_stage={n}" for which, n in (("first", 21), ("last", 19)))
+    even, uneven = plan(LLAMA, REPLAY), plan(LLAMA, REPLAY, first, last)
+    layer = even.stage_parameters[1] // 20
+    assert uneven.stage_parameters == tuple(
+        count + extra * layer for count, extra in zip(even.stage_parameters, (1, 0, 0, -1), strict=True)
+    )
+    assert uneven.time.imbalance < even.time.imbalance
+    assert plan(LLAMA, REPLAY, "engine.parallel.vpp=2").time.bubble == even.time.bubble / 2
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("engine.parallel.vpp=3", r"3 chunks do not divide a pipeline stage of 20 layers"),
+        ("engine.parallel.num_layers_in_last_pipeline_stage=18", r"80 layers do not split over 4 pipeline stages"),
+        ("engine.parallel.etp=8", r"engine.parallel.etp = 8 is for models with experts"),
+    ],
+)
+def test_plan_and_engine_refuse_a_layout_in_the_same_words(override: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence) as refused:
+        plan(LLAMA, override)
+    with pytest.raises(ValueError, match=sentence) as by_the_engine:
+        check_trainer_split(resolve_spec("Llama-3.3-70B-Instruct")[0], load_run(Path(LLAMA), [override]).engine.parallel)
+    assert str(refused.value) == str(by_the_engine.value)
+
+
+def test_more_tokens_than_the_model_has_positions_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"together = 132096 tokens are more than the 131072 positions of LlamaForCausalLM"):
+        plan(LONG, "rollout.sampling.max_new_tokens=131072", "rollout.server.max_model_len=132096")
 
 
 def test_flops_of_a_token_are_those_that_torch_counts() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tepo_megatron.config.load import load_run
 from tepo_megatron.launch.plan import make_plan
-from tepo_megatron.launch.plan.memory import layer_activations
+from tepo_megatron.launch.plan.activations import layer_activations
 from tepo_megatron.launch.plan.run_plan import Plan
 from tepo_megatron.launch.plan.time import forward_flops
 

@@ -264,6 +264,7 @@ def test_a_server_that_takes_too_long_is_stopped_and_reported(tmp_path: Path) ->
 def test_the_environment_carries_the_key_and_nothing_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "7")  # Megatron's wish for the trainer's ranks
     monkeypatch.setenv("UNRELATED", "kept")
     show = "import os; e = os.environ; print(sorted(k for k in e if e[k] == '7'), e['UNRELATED'], e['VLLM_API_KEY'])"
     one = server(tmp_path, [sys.executable, "-c", show])

@@ -1,17 +1,21 @@
-"""What a replayed run reads is looked at before anything starts."""
+"""What a run reads is looked at before anything starts: the rollouts that it replays, the head that it fuses."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.rollout.record import read_rollouts, record_path, write_rollouts
-from tepo_megatron.train.inputs import read_inputs, read_replay
+from tepo_megatron.train.inputs import check_model, read_inputs, read_replay
 from tepo_megatron.types import Rollout, WeightsVersion
+from tests.support.small_llama import write_llama
 
 STEPS = 3
 
@@ -77,3 +81,42 @@ def test_a_later_step_is_refused_when_it_is_read(config: RunConfig) -> None:
     write_rollouts(config.rollout.replay, 1, [replace(damaged[0], response_ids=(4, vocab_size)), *damaged[1:]])
     with pytest.raises(ValueError, match=rf"step_0000001\.jsonl, line 2: token {vocab_size} is not one of the model's"):
         read_replay(config, vocab_size, 1)
+
+
+# -- a fused head
+
+
+@pytest.mark.parametrize(
+    ("changes", "tied", "message"),
+    [
+        (
+            {"lm_head.weight": None},
+            False,
+            r"engine.head = fused, but \S+ has no lm_head.weight to fuse.*a reward or embedding model",
+        ),
+        ({"lm_head.bias": (61,)}, False, r"engine.head = fused has no place for a bias, and \S+ has lm_head.bias"),
+        ({}, False, None),
+        ({}, True, None),
+    ],
+    ids=["none", "with a bias", "its own", "tied"],
+)
+def test_a_head_that_cannot_be_fused_is_refused_before_servers_start(
+    changes: dict[str, tuple[int, ...] | None], tied: bool, message: str | None, tmp_path: Path
+) -> None:
+    write_llama(tmp_path, tie_word_embeddings=tied)
+    shutil.copy(resolve_model_path("builtin:tiny") / "tokenizer.model", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, shape in changes.items():
+        if shape is None:
+            del tensors[name]
+        else:
+            tensors[name] = torch.zeros(shape)
+    save_file(tensors, tmp_path / "model.safetensors")
+    document = {"model": {"path": str(tmp_path)}, "output": str(tmp_path / "out")}
+    check_model(RunConfig.model_validate({**document, "engine": {"head": "logits"}}))
+    config = RunConfig.model_validate({**document, "engine": {"head": "fused"}})
+    if message is None:
+        assert check_model(config) == tmp_path
+    else:
+        with pytest.raises(ValueError, match=message):
+            check_model(config)

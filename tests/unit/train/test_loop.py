@@ -150,7 +150,7 @@ class Recorder:
         assert len(prompt) == 32
         return [-1.0] * 31
 
-    def update(self, batch: Batch) -> UpdateResult:
+    def update(self, batch: Batch, *, last: bool = True) -> UpdateResult:
         self.calls.append(f"update {batch.num_sequences}")
         self.updates += 1
         if self.updates in self.skips:

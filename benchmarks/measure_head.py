@@ -1,0 +1,206 @@
+"""Memory and time of `engine.head = fused` beside `logits`: scores and gradients of one micro-batch, on one rank.
+
+    python benchmarks/measure_head.py                                   # a CPU: 8 192 tokens, vocabulary 128 256, both dtypes
+    python benchmarks/measure_head.py --hidden 4096 --dtypes bfloat16   # on a GPU where there is one
+
+A random Llama of one layer is scored and differentiated by the engine as in a run, all tokens in one micro-batch. Every head
+is measured in a process of its own, in turn, and the best of the repeats counts. Peaks are what a pass adds to what is held
+before it: of the resident set on a CPU (malloc returns freed memory at once), of the allocator on a GPU. Writes Markdown and
+JSON to --output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.bench.results import markdown, write_report
+from tepo_megatron.bridge.architecture import model_spec
+from tepo_megatron.bridge.layouts.table import tensor_shapes
+from tepo_megatron.bridge.storage.files import write_model
+from tepo_megatron.config import RunConfig
+from tepo_megatron.types import Batch, Rollout, TokenScores, WeightsVersion
+
+HEADS = ("logits", "fused")
+PASSES = ("score", "forward and backward")
+SEQUENCES = 16
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    tokens: int
+    vocab: int
+    hidden: int
+    dtype: str
+
+    @property
+    def logits(self) -> int:
+        """Bytes of the micro-batch's logits."""
+        return self.tokens * self.vocab * (4 if self.dtype == "float32" else 2)
+
+
+def write_random_model(folder: Path, setting: Setting) -> None:
+    """A Llama of one layer, without tokenizer."""
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": setting.vocab, "hidden_size": setting.hidden}
+    config |= {"intermediate_size": 2 * setting.hidden, "num_hidden_layers": 1, "tie_word_embeddings": False}
+    config |= {"num_attention_heads": setting.hidden // 64, "num_key_value_heads": 1, "max_position_embeddings": setting.tokens}
+    source = folder / "described"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    shapes, generator = tensor_shapes(model_spec(config, "config")), torch.Generator().manual_seed(0)
+    dtype = getattr(torch, setting.dtype)
+    tensors = ((name, torch.randn(shape, generator=generator) / shape[-1] ** 0.5) for name, shape in shapes.items())
+    write_model(folder / "model", tensors, source=source, dtype=dtype)
+
+
+def rollouts(setting: Setting) -> list[Rollout]:
+    generator, length = torch.Generator().manual_seed(0), setting.tokens // SEQUENCES
+    made = []
+    for number in range(SEQUENCES):
+        ids = tuple(torch.randint(0, setting.vocab, (length,), generator=generator).tolist())
+        rest, version = (-9.0,) * (length - 1), WeightsVersion(0)
+        made.append(Rollout(str(number), number // 4, ids[:1], ids[1:], rest, "stop", version, reward=float(number % 2)))
+    return made
+
+
+class Meter:
+    """Takes time and peak of a pass."""
+
+    def __init__(self) -> None:
+        self.on_gpu = torch.cuda.is_available()
+
+    def measure(self, work: Callable[[], object]) -> dict[str, float]:
+        """Returns seconds, and the most bytes that were held beyond those before."""
+        gc.collect()
+        before = self._reset()
+        start = time.perf_counter()
+        work()
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "peak": (torch.cuda.max_memory_allocated() if self.on_gpu else _resident("VmHWM")) - before}
+
+    def _reset(self) -> int:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            return torch.cuda.memory_allocated()
+        Path("/proc/self/clear_refs").write_text("5")
+        return _resident("VmRSS")
+
+
+def _resident(kind: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind))
+    return int(line.split()[1]) * 1024
+
+
+def child(setting: Setting, head: str, model: Path) -> dict[str, dict[str, float]]:
+    """Measures both passes once each after one that loads libraries; in this process."""
+    from tepo_megatron.engine.engine import Engine
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    engine_section = {"head": head, "micro_batch_tokens": setting.tokens}
+    given = {"model": {"path": str(model), "dtype": setting.dtype}, "engine": engine_section}
+    engine = Engine(RunConfig.model_validate(given), model)
+    batch = engine.batch_from_root(rollouts(setting))
+    meter, forward, policy = Meter(), engine.forward, engine.policy
+
+    def loss(scores: TokenScores, micro: Batch) -> tuple[Tensor, dict[str, Any]]:
+        return (scores.logprob.sum() - 0.1 * scores.entropy.sum()) / micro.num_tokens, {}
+
+    def train() -> None:
+        for chunk in policy.ddp:
+            chunk.zero_grad_buffer()
+        forward.run(policy.ddp, batch, forward.micro_batches(batch), loss, train=True)
+
+    small = engine.batch_from_root(rollouts(Setting(SEQUENCES * 16, setting.vocab, setting.hidden, setting.dtype)))
+    engine.score(small)
+    forward.run(policy.ddp, small, forward.micro_batches(small), loss, train=True)
+    found = {PASSES[0]: meter.measure(lambda: engine.score(batch)), PASSES[1]: meter.measure(train)}
+    engine.close()
+    return found
+
+
+def measure(setting: Setting, repeats: int) -> dict[str, dict[str, dict[str, float]]]:
+    """head → pass → the least seconds and the least peak of the repeats."""
+    found: dict[str, list[dict[str, dict[str, float]]]] = {head: [] for head in HEADS}
+    with tempfile.TemporaryDirectory() as folder:
+        write_random_model(Path(folder), setting)
+        for _ in range(repeats):
+            for head in HEADS:
+                case = json.dumps({**asdict(setting), "head": head, "model": f"{folder}/model"})
+                command = [sys.executable, __file__, "--child", case]
+                done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, text=True, check=True)
+                found[head].append(json.loads(done.stdout.splitlines()[-1]))
+    return {
+        head: {name: {kind: min(run[name][kind] for run in runs) for kind in ("seconds", "peak")} for name in PASSES}
+        for head, runs in found.items()
+    }
+
+
+def rows(setting: Setting, found: dict[str, dict[str, dict[str, float]]]) -> list[tuple[str, ...]]:
+    cells = []
+    for name in PASSES:
+        plain, fused = (found[head][name] for head in HEADS)
+        less = plain["peak"] - fused["peak"]
+        shape = f"T {setting.tokens}, V {setting.vocab}, H {setting.hidden}, {setting.dtype}" if name is PASSES[0] else ""
+        peaks = (f"{value / 2**20:.0f}" for value in (setting.logits, plain["peak"], fused["peak"], less))
+        seconds = (f"{value:.2f}" for value in (plain["seconds"], fused["seconds"], fused["seconds"] / plain["seconds"]))
+        cells.append((shape, name, *peaks, f"{less / setting.logits:.2f}", *seconds))
+    return cells
+
+
+COLUMNS = (
+    *("shape", "pass", "logits, MiB", "peak with logits, MiB", "peak fused, MiB", "less, MiB", "in logits"),
+    *("with logits, s", "fused, s", "ratio"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--hidden", type=int, default=128, help="a multiple of 64 (default 128)")
+    parser.add_argument("--dtypes", default="bfloat16,float32", help="separated by commas")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder for the results")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.child:
+        case = json.loads(given.child)
+        head, model = case.pop("head"), Path(case.pop("model"))
+        print(json.dumps(child(Setting(**case), head, model)))
+        return
+    table, results = [], []
+    for dtype in given.dtypes.split(","):
+        setting = Setting(given.tokens, given.vocab, given.hidden, dtype)
+        found = measure(setting, given.repeats)
+        table += rows(setting, found)
+        results.append({**asdict(setting), "logits_bytes": setting.logits, "results": found})
+    note, device = f"best of {given.repeats}, one thread", "cpu"
+    if torch.cuda.is_available():
+        note, device = f"{torch.cuda.get_device_name()} · best of {given.repeats}", "cuda"
+    record = {"repeats": given.repeats, "results": results}
+    packages = ["torch", "megatron-core", "tepo-megatron"]
+    paths = write_report(given.output, f"head-{device}", record, markdown(COLUMNS, table), note=note, packages=packages)
+    print(markdown(COLUMNS, table) + f"wrote {' and '.join(str(path) for path in paths)}")
+
+
+if __name__ == "__main__":
+    main()
