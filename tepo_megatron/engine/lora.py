@@ -257,10 +257,13 @@ def _with_merged_weights(lora: Lora, module: torch.nn.Module, adapters: Mapping[
 
 @dataclass(frozen=True)
 class _Forgotten:
-    """A merged weight that the backward pass needs, to be made again."""
+    """A merged weight, or a view of it, that the backward pass needs: what to make it again from."""
 
     adapter: Adapter
     weight: Tensor
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
 
 def _forgets(
@@ -268,8 +271,9 @@ def _forgets(
 ) -> Callable[[Tensor], Tensor | _Forgotten]:
     def pack(tensor: Tensor) -> Tensor | _Forgotten:
         for attribute, value in merged.items():
-            if tensor.data_ptr() == value.data_ptr() and tensor.shape == value.shape:
-                return _Forgotten(adapters[attribute], frozen[attribute])
+            if tensor.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+                view = tensor.size(), tensor.stride(), tensor.storage_offset()
+                return _Forgotten(adapters[attribute], frozen[attribute], *view)
         return tensor
 
     return pack
@@ -280,7 +284,7 @@ def _recall(packed: Tensor | _Forgotten) -> Tensor:
         return packed
     with torch.no_grad():
         merged: Tensor = packed.adapter(packed.weight)
-    return merged
+    return merged.as_strided(packed.size, packed.stride, packed.offset)
 
 
 class _Merged(Mapping[str, Tensor]):
