@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.engine.checkpoint_folder import checkpoints
 from tepo_megatron.preemption import StopRequested
 from tepo_megatron.rollout.canary import due_prompt
 from tepo_megatron.train.driver import Driver
 from tepo_megatron.train.leaving import Leaving
 from tepo_megatron.train.minibatches import minibatches
 from tepo_megatron.train.placement import takes_turns
+from tepo_megatron.train.resume import newest_whole
 from tepo_megatron.train.rollback import Rollback
 from tepo_megatron.train.skipped import SkippedUpdates, describe
 from tepo_megatron.train.summary import summarize
@@ -107,20 +106,19 @@ class Loop:
         driver.log(self.step, row)
 
     def go_back(self, reason: str) -> bool:
-        """Trainer and servers get the weights of the newest checkpoint again, and the run goes on from its step with other
-        prompts; not where there is no checkpoint yet. Raises RuntimeError where that was done too often.
+        """Trainer and servers get the weights of the newest whole checkpoint again, and the run goes on from its step with
+        other prompts; not where there is no checkpoint yet. Raises RuntimeError where none is whole, or it was done too often.
         """
-        newest = "".join(map(str, checkpoints(self.config.output / "checkpoints")[-1:]))
-        newest = self.engine.broadcast_from_root(newest)  # on a shared disk the ranks need not see the same at once
-        if not newest:
+        found = newest_whole(self.config, self.engine, reason)
+        if found is None:
             self.driver.message(
                 f"step {self.step + 1}: {reason}, but there is no checkpoint yet to go back to; the run goes on"
             )
             return False
         self.rollback.count(reason)
         undone = self.step + 1
-        self.step = self.leaving.saved_step = self.engine.load(Path(newest))["step"]
-        self.driver.go_back(self.step, f"step {undone}: {reason}; back to {newest}, with other prompts")
+        self.step = self.leaving.saved_step = self.engine.load(found.folder, checked=dict(found.state))["step"]
+        self.driver.go_back(found, f"step {undone}: {reason}; back to {found.folder}, with other prompts")
         self.update_weights()
         return True
 
