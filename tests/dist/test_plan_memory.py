@@ -51,6 +51,15 @@ def test_the_predicted_peak_is_within_a_tenth_of_the_measured(split: dict[str, i
 
 
 @needs_linux
+def test_the_predicted_peak_with_lora_is_within_a_tenth_of_the_measured_and_a_third_of_full_training(
+    model: Path, tmp_path: Path
+) -> None:
+    lora = {"rank": 8, "alpha": 16}
+    predicted, measured = predicted_and_measured(model, {}, SEQUENCES, TOKENS, tmp_path, lora=lora)
+    assert predicted == pytest.approx(max(measured), rel=0.1), (predicted / 2**20, [each / 2**20 for each in measured])
+
+
+@needs_linux
 def test_the_predicted_peak_without_logits_is_within_a_tenth_of_the_measured(tmp_path: Path) -> None:
     """With logits it would be half as much again."""
     model, sequences, tokens = tmp_path / "model", 8, 128
@@ -61,12 +70,12 @@ def test_the_predicted_peak_without_logits_is_within_a_tenth_of_the_measured(tmp
 
 
 def predicted_and_measured(
-    model: Path, engine: dict[str, Any], sequences: int, tokens: int, folder: Path
+    model: Path, engine: dict[str, Any], sequences: int, tokens: int, folder: Path, lora: dict[str, Any] | None = None
 ) -> tuple[float, list[float]]:
     """Bytes of a rank's peak as planned, and as each rank measured them, with all sequences in one micro-batch."""
     config = RunConfig.model_validate(
         {
-            "model": {"path": str(model)},
+            "model": {"path": str(model), "lora": lora},
             "engine": {"platform": "cpu", "micro_batch_tokens": sequences * tokens, **engine},
             "train": {"minibatches": 1, "steps": 1},
         }
