@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.bench.settings import ScoreMeasurement, StepMeasurement
+from tepo_megatron.bench.settings import RecipeMeasurement, ScoreMeasurement
 
 Figures = Callable[[Path, str], Mapping[str, Any]]
 """(folder of the part's results, what it printed) → figures of the report. Raises ValueError if they are missing."""
@@ -60,7 +60,7 @@ def score_figures(folder: Path, _: str) -> Mapping[str, Any]:
 
 def step_figures(folder: Path, _: str) -> Mapping[str, Any]:
     """Reads, for each recipe, time, memory, and the largest difference of the mean log-prob from the first recipe's."""
-    results = [StepMeasurement(**row) for row in _read(folder, "step-*-cuda.json")["results"]]
+    results = [RecipeMeasurement(**row) for row in _read(folder, "recipes-*-cuda.json")["results"]]
     return {
         row.recipe: {
             "s / step": round(row.seconds, 4),
@@ -80,7 +80,7 @@ def run_figures(folder: Path, _: str) -> Mapping[str, Any]:
 
 
 def _steps(size: str, recipes: str, memory_gib: float) -> Part:
-    command = ("tepo_megatron", "bench", "step", "--size", size, "--recipes", recipes, "--steps", "50", "--output", "{out}")
+    command = ("tepo_megatron", "bench", "recipes", "--size", size, "--recipes", recipes, "--steps", "50", "--output", "{out}")
     what = f"50 optimizer steps of a {size.upper()} Llama, bf16 beside FP8"
     return Part(f"step {size}", what, command, step_figures, ("transformer_engine",), memory_gib, limit_s=900)
 

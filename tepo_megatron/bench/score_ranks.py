@@ -18,6 +18,7 @@ from torch import Tensor
 from tepo_megatron.bench.score_methods import methods
 from tepo_megatron.bench.score_peers import Method, Outputs
 from tepo_megatron.bench.settings import DENSE
+from tepo_megatron.bench.step_rank import peak_bytes
 from tepo_megatron.bridge.transfer.transport import connect
 
 R = TypeVar("R")
@@ -153,16 +154,7 @@ def _peak_extra(method: Method, logits: Tensor, labels: Tensor, gradients: Tenso
         torch.cuda.reset_peak_memory_stats()
         _run(method, logits, labels, gradients)
         return torch.cuda.max_memory_allocated() - before - copy
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        _run(method, logits, labels, gradients)
-    held, peak = 0, 0
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak - copy
+    return peak_bytes(lambda: _run(method, logits, labels, gradients)) - copy
 
 
 def _count_collectives(method: Method, logits: Tensor, labels: Tensor, gradients: Tensor) -> tuple[int, int]:

@@ -87,7 +87,7 @@ WARM_UP = 3
 
 
 @dataclass(frozen=True)
-class StepSetting:
+class RecipeSetting:
     """The model and the data of a measurement: ``sequences`` responses of ``length`` tokens."""
 
     size: str
@@ -107,7 +107,7 @@ class StepSetting:
 
 
 @dataclass(frozen=True)
-class StepMeasurement:
+class RecipeMeasurement:
     """The figures of one recipe, in lists with an entry for each step. ``logprobs``: mean over response tokens, before it."""
 
     recipe: str
@@ -124,6 +124,49 @@ class StepMeasurement:
         steps = [a + b for a, b in zip(self.score_s, self.update_s, strict=True)]
         return statistics.median(steps[WARM_UP:] or steps)
 
-    def drift(self, other: StepMeasurement) -> float:
+    def drift(self, other: RecipeMeasurement) -> float:
         """The largest difference between the mean log-probs of the two, in nats per token, over all steps."""
         return max(abs(a - b) for a, b in zip(self.logprobs, other.logprobs, strict=True))
+
+
+OURS = "tepo_megatron"
+OLDER = "tepo_megatron before"
+PACKED = "Megatron-Core, packed, our attention"
+ROWS = "Megatron-Core, padded rows"
+
+
+@dataclass(frozen=True)
+class StepSetting:
+    """What ``tepo bench step`` measures: ``layouts`` such as tp2, ``ratios`` of the longest sequence over the mean."""
+
+    layouts: tuple[str, ...]
+    ratios: tuple[float, ...]
+    size: str
+    sequences: int
+    mean_length: int
+    """Mean tokens of a sequence, prompt included."""
+    micro_batch_tokens: int
+    repeats: int
+
+
+@dataclass(frozen=True)
+class StepMeasurement:
+    """The figures of one method in one layout on one ratio; lists have an entry for each repeat, each the slowest rank's."""
+
+    layout: str
+    ratio: float
+    """The longest sequence over the mean, as it came out."""
+    method: str
+    tokens: int
+    score_s: list[float]
+    """Seconds of the log-probs of the old policy, and with ours its entropies: a forward pass of all micro-batches."""
+    update_s: list[float]
+    """Seconds of forward, backward and optimizer step."""
+    losses: list[float]
+    """The mean negative log-prob of the response tokens as the score pass found it."""
+    peak_bytes: int
+    """The most bytes that one rank held beyond what it holds between steps (weights, gradients, optimizer states)."""
+
+    @property
+    def both_s(self) -> list[float]:
+        return [score + update for score, update in zip(self.score_s, self.update_s, strict=True)]

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from tepo_megatron.bench import gpu, reshard, scores, step
-from tepo_megatron.bench.settings import ReshardSetting, ScoreMeasurement, StepSetting
+from tepo_megatron.bench import gpu, recipes, reshard, scores, step
+from tepo_megatron.bench.settings import RecipeSetting, ReshardSetting, ScoreMeasurement, StepSetting
 from tepo_megatron.cli.console import show_table
 from tepo_megatron.cli.errors import user_errors
 
@@ -79,11 +79,11 @@ def reshard_command(
     typer.echo(f"wrote {' and '.join(str(path) for path in paths)}")
 
 
-@app.command("step")
+@app.command("recipes")
 @user_errors()
-def step_command(
+def recipes_command(
     size: Annotated[str, typer.Option("--size", help="tiny, 1b or 8b: a Llama with random weights.")] = "1b",
-    recipes: Annotated[
+    chosen: Annotated[
         str, typer.Option("--recipes", help="Values of engine.fp8.recipe, separated by commas; the first is what others meet.")
     ] = "none,tensorwise,blockwise",
     steps: Annotated[int, typer.Option("--steps", help="Optimizer steps, all on the same rollouts.", min=1)] = 50,
@@ -97,14 +97,57 @@ def step_command(
 
     Runs where engine.platform says (a GPU if there is one), on one rank.
 
-    [dim]tepo bench step --size 1b --recipes none,blockwise[/]
+    [dim]tepo bench recipes --size 1b --recipes none,blockwise[/]
 
-    [dim]tepo bench step --size tiny --recipes none --dtype float32 --steps 5[/]
+    [dim]tepo bench recipes --size tiny --recipes none --dtype float32 --steps 5[/]
     """
-    setting = StepSetting(size, steps, sequences, length, dtype, micro_batch_tokens)
-    results = step.run(setting, recipes.split(","))
-    show_table(step.COLUMNS, [step.cells(row, results[0], setting) for row in results])
-    paths = step.write_results(results, output, setting)
+    setting = RecipeSetting(size, steps, sequences, length, dtype, micro_batch_tokens)
+    results = recipes.run(setting, chosen.split(","))
+    show_table(recipes.COLUMNS, [recipes.cells(row, results[0], setting) for row in results])
+    paths = recipes.write_results(results, output, setting)
+    typer.echo(f"wrote {' and '.join(str(path) for path in paths)}")
+
+
+@app.command("step")
+@user_errors()
+def step_command(
+    layouts: Annotated[
+        str, typer.Option("--layouts", help="How the ranks divide the work, with commas; tp2pp2 are four ranks.")
+    ] = "tp2,dp2,pp2",
+    ratios: Annotated[str, typer.Option("--ratios", help="The longest sequence over the mean, with commas.")] = "1,3,10",
+    before: Annotated[
+        str,
+        typer.Option("--before", help="An older state beside it: a git revision, another checkout's folder, or none."),
+    ] = step.BEFORE,
+    size: Annotated[str, typer.Option("--size", help="tiny or small: a Llama with random weights.")] = "small",
+    sequences: Annotated[int, typer.Option("--sequences", help="Responses of a step, in groups of 4.", min=4)] = 40,
+    mean_length: Annotated[int, typer.Option("--mean-length", help="Mean tokens of a sequence.", min=8)] = 128,
+    micro_batch_tokens: Annotated[int, typer.Option("--micro-batch-tokens", help="As engine.micro_batch_tokens.")] = 1280,
+    repeats: Annotated[int, typer.Option("--repeats", help="Steps of each, in turn; the median counts.", min=1)] = 5,
+    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("benchmarks/results"),
+) -> None:
+    """Tokens/s and memory of a training step on ranks of this machine's CPU, beside Megatron-Core's own and an older state.
+
+    Scores of the old policy, and an update with the default objective. Megatron-Core's step is its GPTModel with its own
+    loss, schedule, gradient buffers and optimizer, as pretrain_gpt makes it, on the same weights, tokens and micro-batches:
+    packed, with this project's attention, and as padded rows with Megatron's. All take turns, step by step.
+
+    [dim]tepo bench step[/]
+
+    [dim]tepo bench step --layouts tp2 --ratios 10 --before none --repeats 3[/]
+    """
+    setting = StepSetting(
+        layouts=tuple(layouts.split(",")),
+        ratios=tuple(float(ratio) for ratio in ratios.split(",")),
+        size=size,
+        sequences=sequences,
+        mean_length=mean_length,
+        micro_batch_tokens=micro_batch_tokens,
+        repeats=repeats,
+    )
+    results = step.run(setting, before, say=lambda line: typer.echo(line, err=True))
+    show_table(step.COLUMNS, step.table(results))
+    paths = step.write_results(results, output, setting, before)
     typer.echo(f"wrote {' and '.join(str(path) for path in paths)}")
 
 

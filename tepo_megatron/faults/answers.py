@@ -13,7 +13,8 @@ from tepo_megatron.faults.processes import command_line, descendants
 from tepo_megatron.reward.pool import RewardPool
 from tepo_megatron.types import Problem
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 2.0
+"""A third of the answers costs it."""
 LARGEST_GIB = 2.0
 
 
@@ -22,7 +23,7 @@ class HostileAnswers(FaultClass):
 
     name = "answers"
     title = "hostile answers to the math verifier"
-    whole, quick = 60, 8
+    whole, quick = 60, 6
     _pool: RewardPool | None = None
 
     def inject(self, number: int, rng: random.Random) -> Outcome:

@@ -1,4 +1,4 @@
-"""Every class of faults, in the order in which they are injected: what needs no server first."""
+"""Every class of faults, in the order in which they are injected: what needs no server first; and the two lanes."""
 
 from __future__ import annotations
 
@@ -22,3 +22,13 @@ CLASSES: tuple[type[FaultClass], ...] = (
     Strangers,
     Hangs,
 )
+
+_LIVE = (Kills, Strangers, Hangs)
+
+
+def lanes(*, quick: bool) -> dict[str, tuple[type[FaultClass], ...]]:
+    """What is injected side by side, since either lane often waits for processes to start. Each has a live run of its own,
+    but for ``quick``, where a second one would cost more time than it spares.
+    """
+    first = _LIVE if quick else (Kills,)
+    return {"first": first, "second": tuple(kind for kind in CLASSES if kind not in first)}

@@ -12,9 +12,8 @@ from typing import Any
 
 from tepo_megatron.faults import replayed_run, tiny
 from tepo_megatron.faults.outcome import FaultClass, Outcome
-from tepo_megatron.faults.replayed_run import Ended
+from tepo_megatron.faults.replayed_run import SAVED, STEPS, Ended
 
-SAVED, STEPS = 3, 4
 Damage = Callable[[Path, random.Random], None]
 
 
@@ -109,27 +108,11 @@ DAMAGES: dict[str, Damage] = {
 class CheckpointDamage(FaultClass):
     name = "damage"
     title = "damage to the newest checkpoint, then --resume"
-    whole, quick = len(DAMAGES), 3
-    _rollouts: Path | None = None
-
-    def _base(self) -> Path:
-        """Rollouts, a run saved at step 3, and one that went on to step 4, all undisturbed."""
-        base = self.folder / "base"
-        if not (base / "done").exists():
-            shutil.rmtree(base, ignore_errors=True)
-            rollouts = replayed_run.make_rollouts(base / "rollouts", STEPS)
-            for name, resume in (("saved", False), ("whole", True)):
-                if resume:
-                    shutil.copytree(base / "saved", base / "whole")
-                ended = replayed_run.train(base / name, rollouts, SAVED if name == "saved" else STEPS, resume=resume)
-                if ended.code:
-                    raise RuntimeError(f"the run that is not disturbed ended with {ended.said}")
-            (base / "done").touch()
-        return base
+    whole, quick = len(DAMAGES), 2
 
     def inject(self, number: int, rng: random.Random) -> Outcome:
         name, damage = list(DAMAGES.items())[number % len(DAMAGES)]
-        base, folder = self._base(), self.folder / f"{number:02d}"
+        base, folder = replayed_run.undisturbed(self.workshop.folder / "replayed"), self.folder / f"{number:02d}"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(base / "saved", folder)
         damage(folder / "out/checkpoints" / f"step_{SAVED:06d}", rng)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tepo_megatron.faults import replayed_run, tiny
 from tepo_megatron.faults.outcome import FaultClass, Outcome
+from tepo_megatron.faults.replayed_run import SAVED
 
-STEPS = 3
 FULL = Path("/dev/full")
 PLACES = ("save", "record", "export", "log")
 SIZES_KIB = {"save": 17_000, "export": 22_400}
@@ -50,26 +50,26 @@ class FullDisks(FaultClass):
         place = PLACES[number % len(PLACES)]
         if place == "record":
             return self._record(rng)
-        base, folder = self._base(), self.folder / f"{number:02d}"
+        base, folder = replayed_run.undisturbed(self.workshop.folder / "replayed"), self.folder / f"{number:02d}"
         shutil.rmtree(folder, ignore_errors=True)
         start = time.monotonic()
         if place == "log":
             # TensorBoard's files; a link in place of metrics.jsonl would be taken for a run that is there
             with small_disk(folder / "out/tensorboard", 4):
                 (folder / "out/tensorboard/filler").write_bytes(bytes(4096))
-                ended = replayed_run.train(folder, base / "rollouts", STEPS, "log.tensorboard=true")
+                ended = replayed_run.train(folder, base / "rollouts", SAVED, "log.tensorboard=true")
         else:
             with small_disk(folder / "out", SIZES_KIB[place]):
-                ended = replayed_run.train(folder, base / "rollouts", STEPS)
+                ended = replayed_run.train(folder, base / "rollouts", SAVED)
         name = f"full at {place}"
         if ended.has_traceback:
             return Outcome(name, "lost", f"a traceback: {ended.said}")
         said = ended.said if ended.code else ""
         if ended.code:
-            ended = replayed_run.train(folder, base / "rollouts", STEPS, resume=True)
+            ended = replayed_run.train(folder, base / "rollouts", SAVED, resume=True)
             if ended.code:
                 return Outcome(name, "lost", f"it ended ({said}) and with room again it could not be resumed: {ended.said}")
-        if wrong := tiny.differences(folder / "out", base / "whole/out"):
+        if wrong := tiny.differences(folder / "out", base / "saved/out"):
             return Outcome(name, "lost", wrong)
         return Outcome(name, "survived", said and f"ended, and resumed with room: {said}", time.monotonic() - start)
 
@@ -98,14 +98,3 @@ class FullDisks(FaultClass):
             self.workshop.drop_run()
             return Outcome(name, "lost", wrong)
         return Outcome(name, "survived", said and f"ended, and resumed with room: {said}", time.monotonic() - start)
-
-    def _base(self) -> Path:
-        base = self.folder / "base"
-        if not (base / "done").exists():
-            shutil.rmtree(base, ignore_errors=True)
-            rollouts = replayed_run.make_rollouts(base / "rollouts", STEPS)
-            ended = replayed_run.train(base / "whole", rollouts, STEPS)
-            if ended.code:
-                raise RuntimeError(f"the run that is not disturbed ended with {ended.said}")
-            (base / "done").touch()
-        return base

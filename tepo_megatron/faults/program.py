@@ -14,13 +14,14 @@ from functools import partial
 from pathlib import Path
 
 from tepo_megatron import torchrun
+from tepo_megatron.rank import under_torchrun
 
 MODULE = "tepo_megatron.faults.program"
 FOLDER = "TEPO_FAULTS_FOLDER"
 
 
 def main() -> None:
-    if torchrun.under_torchrun():
+    if under_torchrun():
         _announce_phases(Path(os.environ[FOLDER]))
     else:  # the ranks are to run this, too
         torchrun.launch = partial(torchrun.launch, module=MODULE)

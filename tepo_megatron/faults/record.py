@@ -22,6 +22,7 @@ class Record:
         folder.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             self._read()
+            self._end_line()
         else:
             self._append(self._head)
 
@@ -36,6 +37,12 @@ class Record:
         for line in whole[1:]:
             entry = json.loads(line)
             self._done[entry["class"], entry["number"]] = entry
+
+    def _end_line(self) -> None:
+        """What was cut off stays a line of its own, which is passed over."""
+        if not self.path.read_bytes().endswith(b"\n"):
+            with self.path.open("ab") as file:
+                file.write(b"\n")
 
     def has(self, name: str, number: int) -> bool:
         return (name, number) in self._done

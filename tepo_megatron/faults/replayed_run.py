@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from tepo_megatron.rollout.record import write_rollouts
 from tepo_megatron.types import Rollout, WeightsVersion
 
 PROMPTS, SAMPLES = 4, 4
+SAVED, STEPS = 3, 4
+"""Steps of the two undisturbed runs, of which the second goes on from the first."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,23 @@ def train(
     return tepo(
         "train", str(tiny.write_run(folder)), *tiny.REPLAYED, *given, *(["--resume"] if resume else []), environment=environment
     )
+
+
+def undisturbed(folder: Path) -> Path:
+    """The folder, with ``rollouts``, a run in ``saved`` that has done 3 steps, and one in ``whole`` that went on to the fourth;
+    made where they are not there yet. RuntimeError where that fails.
+    """
+    if not (folder / "done").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        rollouts = make_rollouts(folder / "rollouts", STEPS)
+        for name, steps in (("saved", SAVED), ("whole", STEPS)):
+            if name == "whole":
+                shutil.copytree(folder / "saved", folder / "whole")
+            ended = train(folder / name, rollouts, steps, resume=name == "whole")
+            if ended.code:
+                raise RuntimeError(f"the run that is not disturbed ended with {ended.said}")
+        (folder / "done").touch()
+    return folder
 
 
 def tepo(*arguments: str, environment: Mapping[str, str] | None = None) -> Ended:

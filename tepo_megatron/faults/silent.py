@@ -92,6 +92,8 @@ def judge(fault: SilentFault, found: Sequence[dict[str, Any]]) -> Outcome:
     smallest = {check: min((each["size"] for each in found if check in each["caught"]), default=None) for check in CHECKS}
     details = {"smallest": smallest, "found": found}
     caught = whole["caught"]
+    if "transfer" in caught:  # these faults come behind it
+        return Outcome(fault.name, "lost", f"the weight update itself failed: {caught['transfer']}", details=details)
     if fault.kind == "none":
         if caught:
             return Outcome(fault.name, "lost", f"a false alarm: {'; '.join(caught.values())}", details=details)

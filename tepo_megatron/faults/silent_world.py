@@ -138,6 +138,7 @@ class World:
             try:
                 self._update(1)
             except RuntimeError as error:
+                self.fleet.revive()  # its servers were ended: the next fault needs them
                 return {"size": size, "caught": {"transfer": str(error)}}
         found = {"size": size, "clean": self.clean, **self._ask(canary)}
         self.fault("none")
@@ -154,14 +155,16 @@ class World:
         for client in clients:
             client.__dict__.pop("_post", None)
 
-    def _post_with_fault(self, kind: str, post: Callable[..., Any], path: str, body: dict[str, Any] | None = None) -> Any:
+    def _post_with_fault(
+        self, kind: str, post: Callable[..., Any], path: str, body: dict[str, Any] | None = None, timeout: Any = None
+    ) -> Any:
         if kind == "stale cache":  # both a pause and the sync's own request empty it
             if path == "/reset_prefix_cache":
                 return {}
             path = path.replace("/pause?", "/pause?clear_cache=false&")
         if kind == "no label" and path == "/finish_weight_update":
             body = {"weight_version": f"{self.updates - 1}:old"}
-        return post(path, body)
+        return post(path, body, timeout)
 
     def _ask(self, canary: Canary) -> dict[str, Any]:
         """The figure of each check, and the sentence of each that would stop the run."""

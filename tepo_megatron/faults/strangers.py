@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import encodings.idna  # noqa: F401  # sockets need it, and a stranger may not be able to read this Python
 import http.client
 import json
 import multiprocessing

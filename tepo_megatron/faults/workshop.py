@@ -1,7 +1,8 @@
-"""What classes of faults share: the folder, the undisturbed run, and a live one that faults are injected into."""
+"""What classes of faults share: the folder, undisturbed runs, and a live one that faults are injected into."""
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,20 +11,25 @@ from tepo_megatron.faults.live_run import LiveRun
 
 
 class Workshop:
-    """Made once for a command; ``say`` gets a line about what takes long."""
+    """Made once for a lane of a command; ``say`` gets a line about what takes long."""
 
-    def __init__(self, folder: Path, *, quick: bool, say: Callable[[str], None]) -> None:
-        self.folder, self.is_quick, self.say = folder, quick, say
-        self.steps = 8 if quick else 24
+    def __init__(self, folder: Path, *, lane: str, quick: bool, say: Callable[[str], None]) -> None:
+        self.folder, self.lane, self.is_quick, self.say = folder, lane, quick, say
+        self.steps = 14 if quick else 32
+        """More take longer once, and spare the starts of runs that take the place of those that have come to their end."""
+        self._overrides = () if quick else tiny.SHORT_TIMEOUTS
         self._reference: Path | None = None
         self._run: LiveRun | None = None
         self._runs = 0
 
     def reference(self) -> Path:
-        """The output of the run that nothing disturbs."""
+        """The output of the run that nothing disturbs. The lane that comes first makes it, and the other waits."""
         if self._reference is None:
             self.say("the undisturbed run …")
-            self._reference = live_run.reference(self.folder / "reference", self.steps)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / "reference.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._reference = live_run.reference(self.folder / "reference", self.steps, self._overrides)
         return self._reference
 
     def live_run(self) -> LiveRun:
@@ -36,7 +42,7 @@ class Workshop:
             raise RuntimeError(f"the run before, which survived its faults, ended with a difference: {wrong}")
         if self._run is None:
             self._runs += 1
-            self._run = LiveRun(self.folder / f"run-{self._runs:02d}", self.steps)
+            self._run = LiveRun(self.folder / f"{self.lane}-run-{self._runs:02d}", self.steps, self._overrides)
         if not self._run.running:
             self._run.start()
             self._run.wait_for_row(0)

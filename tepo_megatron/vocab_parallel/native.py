@@ -137,7 +137,8 @@ def _library() -> ctypes.CDLL:
     """Loads the compiled sweeps, compiling them first if there is no library for this source, compiler and processor.
 
     Raises:
-        RuntimeError: there is no compiler, or it refuses, or the cache folder does not take the library or give it to run.
+        RuntimeError: there is no compiler, or it refuses; the cache folder does not take the library or give it to run, or
+            others than this user may write there.
     """
     source = Path(__file__).with_name("sweep.cpp")
     compiler = os.environ.get("CXX", "c++")
@@ -146,8 +147,11 @@ def _library() -> ctypes.CDLL:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tepo_megatron"
     library = cache / f"sweep-{digest}.so"
     try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_others(cache)
         if not library.exists():
             _build([compiler, *_FLAGS, str(source)], library)
+        _refuse_others(library)
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise RuntimeError(
@@ -156,9 +160,18 @@ def _library() -> ctypes.CDLL:
         ) from error
 
 
+def _refuse_others(path: Path) -> None:
+    """``RuntimeError`` where another user owns the folder or the library in it, or may write to it."""
+    found = path.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise RuntimeError(
+            f"backend = 'cpp' would load code from {path}, which belongs to another user or which others may write to; "
+            "remove it, or set XDG_CACHE_HOME to a folder of yours, or use backend = 'torch'"
+        )
+
+
 def _build(command: list[str], library: Path) -> None:
     """Compile it, or wait for another process that does. Whoever is interrupted leaves no half of a library."""
-    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (library.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library.exists():
@@ -166,6 +179,7 @@ def _build(command: list[str], library: Path) -> None:
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             built = Path(scratch) / library.name
             _run([*command, "-o", str(built)])
+            built.chmod(0o700)
             built.replace(library)  # in one move: whoever does not lock sees all of it or nothing
 
 

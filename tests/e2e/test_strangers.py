@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -22,12 +19,10 @@ from tepo_megatron.rendezvous import FOLDER_VARIABLE
 from tests.support import stranger
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S
+from tests.support.server_routes import assert_routes_need_the_key
 from tests.support.sockets import Listener, family, listeners, unix_sockets
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-
-OPEN = {"/health": "says only whether the engine works; the trainer asks it before it has a reason to send the key"}
-"""Paths that answer without the key, with reasons."""
 
 SMALL = [
     *("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.sampling.max_new_tokens=4"),
@@ -73,7 +68,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         process = subprocess.Popen(command, stdout=printed, stderr=printed, text=True, start_new_session=True)
     try:
         wait_for_steps(process, out, 3)  # the weights have travelled, and do again
-        (server,) = [each for each in family(process.pid) if "vllm.entrypoints.openai.api_server" in each.cmdline()[:3]]
+        (server,) = [each for each in family(process.pid) if "vllm.entrypoints.openai.api_server" in each.cmdline()[:4]]
         environment, arguments = server.environ(), server.cmdline()
         url = f"http://{arguments[arguments.index('--host') + 1]}:{arguments[arguments.index('--port') + 1]}"
         rank = next(each for each in family(process.pid) if "RANK" in each.environ())
@@ -94,23 +89,6 @@ def ports(run: Run) -> set[Listener]:
     return found
 
 
-def routes() -> list[tuple[str, str]]:
-    """Every route that the source of vLLM's servers names, whether or not this server has it, and some that it has not."""
-    spec = find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    stated = re.compile(r"""\.(get|post|put|delete|patch|head|options|websocket|mount)\(\s*["'](/[^"']*)["']""")
-    found = {
-        ({"mount": "get"}.get(method, method).upper(), re.sub(r"\{[^}]*\}", "1", path))
-        for source in (Path(spec.origin).parent / "entrypoints").rglob("*.py")
-        for method, path in stated.findall(source.read_text())
-    }
-    found |= {
-        ("GET", path) for path in ("/", "/metrics", "/openapi.json", "/docs", "/nowhere", "/health/", "//health", "/health/1")
-    }
-    return sorted(found)
-
-
 def test_every_port_is_on_the_loopback_address(run: Run) -> None:
     assert {each.address for each in ports(run)} == {"127.0.0.1"}
 
@@ -121,14 +99,7 @@ def test_no_port_is_a_store(run: Run, tmp_path: Path) -> None:
 
 
 def test_every_route_of_the_server_asks_for_the_key(run: Run) -> None:
-    asked = routes()
-    assert {("POST", "/update_weights"), ("POST", "/collective_rpc"), ("POST", "/inference/v1/generate")} < set(asked)
-    assert len(asked) > 40
-    for method, path, header, status in stranger.ask("ask_routes", run.url, json.dumps(asked)):
-        if path in OPEN:
-            assert status in (200, 405), (method, path, header)
-        else:
-            assert status == (403 if method == "WEBSOCKET" else 401), (method, path, header)
+    assert_routes_need_the_key(run.url)
     assert httpx.get(run.url + "/v1/models", headers={"Authorization": f"Bearer {run.key}"}).status_code == 200
     run.wait_for_steps(1)
 

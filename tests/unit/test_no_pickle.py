@@ -44,7 +44,7 @@ ALLOWED = {
     ("tepo_megatron/engine/collectives.py", "all_gather_object"): "is exchanged for one that sends JSON, for Megatron",
     ("tepo_megatron/bench/reshard.py", "torch.multiprocessing"): _PIPES,
     ("tepo_megatron/bench/scores.py", "torch.multiprocessing"): _PIPES,
-    ("tepo_megatron/bench/step.py", "torch.multiprocessing"): _PIPES,
+    ("tepo_megatron/bench/recipes.py", "torch.multiprocessing"): _PIPES,
     ("tepo_megatron/faults/configs.py", "multiprocessing"): _PIPES,
     ("tepo_megatron/faults/strangers.py", "multiprocessing"): _PIPES,
 }

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -53,7 +54,8 @@ def write_model(
     """Writes a Hugging Face folder from a stream of full tensors, with config and tokenizer copied from ``source``.
 
     One process calls. At most ``shard_bytes`` are held at a time. The folder is written beside its place and moved there
-    whole, so that a folder at ``out`` is always complete; one that was there before is replaced.
+    whole, so that a folder at ``out`` is always complete; one that was there before is replaced. RuntimeError where a file
+    cannot be written.
     """
     with atomic_folder(out) as partial:
         copy_description(source, partial, dtype)
@@ -86,7 +88,13 @@ def write_stream(
     def flush() -> None:
         if held:
             path = folder / f"{stem}-{len(written) + 1:05d}.safetensors"
-            save_file(held, path, metadata={"format": "pt"})
+            try:
+                save_file(held, path, metadata={"format": "pt"})
+            except (OSError, SafetensorError) as error:  # of its own kind, also for what the system says
+                raise RuntimeError(
+                    f"{path} could not be written: {error}; {shutil.disk_usage(folder).free:,} bytes are free. Nothing was "
+                    "replaced. Make room, and do it again (a run goes on with --resume)"
+                ) from error
             path.chmod(0o644)
             written.append((path, {name: tensor.nbytes for name, tensor in held.items()}))
             held.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import socket
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import httpx
 
 from tepo_megatron.bridge.architecture import read_model_spec
 from tepo_megatron.cli.doctor.check import Check
-from tepo_megatron.config import RunConfig
+from tepo_megatron.config import RunConfig, TrainConfig
 from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.registry import registered
@@ -54,12 +55,21 @@ def _output_disk(config: RunConfig) -> Check:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     weights = sum(path.stat().st_size for path in Path(config.model.path).glob("*.safetensors"))
-    needed = max(_GIB // 2, weights * _BYTES_PER_CHECKPOINT_BYTE * config.train.keep_checkpoints)
+    kept = _kept_checkpoints(config.train)
+    needed = max(_GIB // 2, weights * _BYTES_PER_CHECKPOINT_BYTE * kept)
     detail = f"{free / _GIB:.1f} GiB free for {config.output}"
     if free < needed:
-        advice = f"its checkpoints may take {needed / _GIB:.1f} GiB: free as much, or set output to another disk"
+        takes = f"the {kept} checkpoints that it keeps may take {needed / _GIB:.1f} GiB"
+        advice = f"{takes}: free as much, or set output to another disk"
         return Check("output", "fail", detail, advice, needed=True)
     return Check("output", "ok", detail, needed=True)
+
+
+def _kept_checkpoints(train: TrainConfig) -> int:
+    """The most checkpoints that a run has in the end: the newest, those of every so many steps, and the best."""
+    # Those that only the clock has written fall on such a step by chance.
+    for_good = train.steps // math.lcm(train.keep_every, train.save_every) if train.keep_every and train.save_every else 0
+    return min(train.steps, train.keep_checkpoints + for_good + (train.keep_best is not None))
 
 
 def _quantization(config: RunConfig) -> Check:

@@ -1,45 +1,109 @@
-"""The benchmark of training steps, on the CPU: what it measures is what the engine does."""
+"""The benchmark of training steps: all methods compute the same on the same tokens, and what cannot be measured is refused."""
 
 from __future__ import annotations
 
-import math
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tepo_megatron.bench.settings import StepSetting
-from tepo_megatron.bench.step import SIZES, run
-from tepo_megatron.bridge.architecture import model_spec
-from tepo_megatron.bridge.layouts import tensor_shapes
+from tepo_megatron.bench.checkout import own_root, source_of
+from tepo_megatron.bench.settings import OLDER, OURS, PACKED, ROWS, StepMeasurement, StepSetting
+from tepo_megatron.bench.step import COLUMNS, _measure_ratio, run, table
+from tepo_megatron.bench.step_data import draw_lengths
+from tepo_megatron.bench.step_world import World
 
 
 def setting(**changes: object) -> StepSetting:
-    values = {"size": "tiny", "steps": 3, "sequences": 8, "length": 20, "dtype": "float32", "micro_batch_tokens": 100}
-    return StepSetting(**{**values, **changes})  # type: ignore[arg-type]
+    values = {"layouts": ("tp2",), "ratios": (3.0,), "size": "tiny", "sequences": 8, "mean_length": 16}
+    return StepSetting(**{**values, "micro_batch_tokens": 64, "repeats": 1, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
-def test_a_recipe_repeated_gives_the_same_policy() -> None:
-    first, second = run(setting(), ["none", "none"])
-    assert first.drift(second) == 0
-    assert first.grad_norms == second.grad_norms
-    # small random weights: every token is about as likely as any other
-    assert first.logprobs[0] == pytest.approx(-math.log(SIZES["tiny"]["vocab_size"]), abs=0.05)
-    assert len(set(first.logprobs)) == 3
-    assert all(norm > 0 for norm in first.grad_norms)
+def test_ours_megatrons_and_an_older_state_compute_the_same() -> None:
+    results = run(setting(), str(own_root()))
+    assert [row.method for row in results] == [OURS, PACKED, ROWS, OLDER]
+    ours, packed, rows, older = results
+    assert older.losses == ours.losses
+    assert older.peak_bytes == ours.peak_bytes
+    assert packed.losses == pytest.approx(ours.losses, abs=1e-5)
+    assert rows.losses == pytest.approx(ours.losses, abs=1e-5)
+    assert all(len(figures) == 1 for row in results for figures in (row.score_s, row.update_s))
+    assert {row.tokens for row in results} == {sum(draw_lengths(setting(), 3.0))}
+    assert all(row.peak_bytes > 0 for row in results)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"size": "2b"}, "--size 2b is unknown; known: tiny, 1b, 8b"),
-        ({"sequences": 6}, "--sequences 6 must be a multiple of 4"),
-    ],
-)
-def test_bad_input(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(setting(**changes), ["none"])
+class FakeWorld:
+    """Answers with figures that it was given, in turn."""
+
+    def __init__(self, losses: Iterator[float]) -> None:
+        self.losses = losses
+
+    def step(self, method: str, ratio: float, *, memory: bool) -> dict[str, float]:
+        return {"peak_bytes": 2.0**20} if memory else {"score_s": 1.0, "update_s": 3.0, "loss": next(self.losses)}
 
 
-@pytest.mark.parametrize(("size", "parameters"), [("1b", 1_235_814_400), ("8b", 8_030_261_248)])
-def test_the_models_are_as_large_as_published(size: str, parameters: int) -> None:
-    assert sum(math.prod(shape) for shape in tensor_shapes(model_spec(SIZES[size], size)).values()) == parameters
+def test_methods_that_do_not_compute_the_same_are_not_compared() -> None:
+    same, other = FakeWorld(iter([4.0, 4.0])), FakeWorld(iter([4.0, 4.002]))
+    with pytest.raises(RuntimeError, match=r"tp2, longest/mean 3: .* they do not compute the same"):
+        _measure_ratio(setting(repeats=2), "tp2", 3.0, {OURS: same, PACKED: other})
+
+
+def test_ratios_are_medians_of_the_pairs_of_each_repeat() -> None:
+    ours = StepMeasurement("tp2", 3.0, OURS, 100, [1.0, 1.0, 2.0], [1.0, 2.0, 2.0], [4.0] * 3, 2**20)
+    other = StepMeasurement("tp2", 3.0, PACKED, 100, [1.0, 1.0, 1.0], [2.0, 2.0, 1.0], [4.0] * 3, 2**21)
+    first, second = table([ours, other])
+    assert len(first) == len(second) == len(COLUMNS)
+    assert first == ("tp2", "3", OURS, "50", "33", "", "", "0.50 (0.50–0.67)", "1.0")
+    assert second == ("", "", PACKED, "50", "33", *("1.00 (0.50–2.00)", "1.00 (0.50–1.50)", "0.67 (0.25–1.00)"), "2.0")
+
+
+@given(st.integers(2, 60).map(lambda groups: 4 * groups), st.floats(1, 7), st.integers(64, 512))
+def test_lengths_have_the_ratio_that_was_asked_for(sequences: int, ratio: float, mean: int) -> None:
+    lengths = draw_lengths(setting(sequences=sequences, mean_length=mean), ratio)
+    assert len(lengths) == sequences
+    assert min(lengths) > 4  # the prompt
+    assert max(lengths) == pytest.approx(ratio * mean, abs=1)
+    assert sum(lengths) / sequences >= mean - 1  # short ones are longer than drawn: a response has a token
+
+
+def refused(state: str) -> None:
+    with source_of(state):
+        raise AssertionError("it was found")
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--size 2b is unknown; known: tiny, small"):
+        run(setting(size="2b"), "none")
+    with pytest.raises(ValueError, match="--layouts tq2 is not made of sizes such as tp2"):
+        run(setting(layouts=("tq2",)), "none")
+    with pytest.raises(ValueError, match="--ratios 8 is no longest length over the mean of 8 sequences"):
+        run(setting(ratios=(8.0,)), "none")
+    with pytest.raises(ValueError, match="--sequences 6 must be a multiple of 4"):
+        run(setting(sequences=6), "none")
+    with pytest.raises(ValueError, match=r"--before .* has no package tepo_megatron"):
+        refused(str(tmp_path))
+    with pytest.raises(ValueError, match="--before no-such-state is neither a folder nor a revision that git finds"):
+        refused("no-such-state")
+
+
+def test_a_revision_is_found_as_it_was_committed() -> None:
+    if subprocess.run(["git", "-C", str(own_root()), "rev-parse", "HEAD"], capture_output=True, check=False).returncode:
+        pytest.skip("not a checkout")
+    with source_of("HEAD") as folder:
+        assert folder is not None
+        assert (folder / "tepo_megatron" / "__init__.py").is_file()
+    assert not folder.exists()
+
+
+def test_what_a_rank_ended_of_is_said(tmp_path: Path) -> None:
+    (tmp_path / "tepo_megatron").mkdir()
+    (tmp_path / "tepo_megatron" / "__init__.py").write_text("raise RuntimeError('an old state that does not start')")
+    with (
+        pytest.raises(RuntimeError, match="tp1: rank 0 ended with exit code 1: RuntimeError: an old state that does not start"),
+        World(tmp_path, tmp_path, setting(), "tp1") as world,
+    ):
+        world.step(OURS, 3.0, memory=False)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from benchmarks.compare_masks import by_entropy, describe
-from tepo_megatron.bench.settings import StepSetting
-from tepo_megatron.bench.step import SIZES
-from tepo_megatron.bench.step_run import make_model, make_rollouts
+from tepo_megatron.bench.recipe_run import make_model, make_rollouts
+from tepo_megatron.bench.recipes import SIZES
+from tepo_megatron.bench.settings import RecipeSetting
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.rollout.record import write_rollouts
@@ -42,7 +42,7 @@ def test_parts_by_entropy():
 @pytest.mark.slow
 def test_a_recorded_run(tmp_path):
     """Half of the responses have a positive advantage; in a first update nothing has been measured yet, and the others act."""
-    run, setting = tmp_path / "run", StepSetting("tiny", 2, 8, 20, "float32", 100)
+    run, setting = tmp_path / "run", RecipeSetting("tiny", 2, 8, 20, "float32", 100)
     make_model(tmp_path / "model", SIZES["tiny"])
     (tmp_path / "model" / "tokenizer.json").touch()  # a model folder without a tokenizer is refused; nothing reads this one
     for step in range(2):

@@ -77,7 +77,7 @@ def test_a_part_that_fails_is_failed_and_says_how() -> None:
 def test_a_part_without_results_is_failed() -> None:
     outcome = run(part("base64", "-t", figures=step_figures))
     assert outcome.state == "failed"
-    assert "wrote no step-*-cuda.json" in outcome.reason
+    assert "wrote no recipes-*-cuda.json" in outcome.reason
 
 
 def test_a_part_that_hangs_is_failed_and_its_children_end(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tepo_megatron.bridge.architecture import ModelSpec, read_model_spec
 from tepo_megatron.bridge.layouts import MegatronParallel, megatron_layout, tensor_shapes
 from tepo_megatron.bridge.storage.files import load_into, write_model
+from tests.support.disks import files_of_at_most
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -117,6 +118,14 @@ def test_written_models_load_back_however_they_are_divided(folder: Path, tmp_pat
         assert torch.equal(value, tensors[name]), name
     for name, param in load(tmp_path / "out").items():
         assert torch.equal(param, load(folder)[name]), name
+
+
+def test_a_full_disk_is_told_in_a_sentence(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    with files_of_at_most(1000), pytest.raises(RuntimeError, match=r"part-00001.safetensors could not be written: .*Make room"):
+        write_model(tmp_path / "out", tensors.items(), source=folder, dtype=torch.float32)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_an_export_that_fails_leaves_what_was_there_and_nothing_half_written(folder: Path, tmp_path: Path) -> None:

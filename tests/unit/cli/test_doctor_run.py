@@ -78,6 +78,30 @@ def test_a_full_disk_is_named_with_what_the_checkpoints_take(tmp_path: Path, mon
     assert is_fit(diagnose(run_checks(config)))
 
 
+@pytest.mark.parametrize(
+    ("train", "kept"),
+    [
+        (["save_every=10"], 2),
+        (["save_every=10", "keep_every=100"], 2 + 10),
+        (["save_every=40", "keep_every=100"], 2 + 5),  # steps of which both are divisors
+        (["keep_every=100"], 2),  # by the clock alone none is sure to fall on such a step
+        (["save_every=10", "keep_best={metric: reward/mean}"], 2 + 1),
+        (["save_every=1", "keep_every=1", "keep_checkpoints=5"], 1000),  # there are no more than steps
+    ],
+)
+def test_checkpoints_that_are_kept_for_good_take_their_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: list[str], kept: int
+) -> None:
+    (tmp_path / "model").mkdir()
+    with (tmp_path / "model" / "model.safetensors").open("wb") as file:
+        file.truncate(2**30)
+    given = [f"model.path={tmp_path}/model", f"output={tmp_path}/not/yet", "train.steps=1000"]
+    config = load_run(None, [*given, *(f"train.{each}" for each in train)])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**30))
+    (check,) = diagnose(run_checks(config))
+    assert f"the {kept} checkpoints that it keeps may take {8 * kept:.1f} GiB" in check.advice
+
+
 def test_a_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -1,5 +1,6 @@
 """The C++ sweep: who gets it, and how it is compiled by many processes at once."""
 
+import ctypes
 import logging
 import os
 import shutil
@@ -58,6 +59,23 @@ def test_a_cache_that_takes_no_files_is_named(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(RuntimeError, match="set XDG_CACHE_HOME to a folder that takes files"):
+        logprob_and_entropy(torch.zeros(1, 2), torch.tensor([0]), backend="cpp")
+    assert get_backend("auto", CPU) is get_backend("torch", CPU)
+
+
+@needs_compiler
+@pytest.mark.parametrize("shared", ["tepo_megatron", "tepo_megatron/library"])
+def test_a_library_that_others_could_have_put_there_is_not_loaded(monkeypatch, tmp_path, shared):
+    """The folder, or the file in it, may be written by others."""
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: pytest.fail(f"{path} was loaded"))
+    monkeypatch.setattr(native, "_build", lambda command, library: library.write_text("another's code"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "tepo_megatron").mkdir(mode=0o700)
+    if shared == "tepo_megatron":
+        (tmp_path / shared).chmod(0o777)
+    else:
+        monkeypatch.setattr(native, "_build", lambda command, library: (library.touch(), library.chmod(0o666)))
+    with pytest.raises(RuntimeError, match="belongs to another user or which others may write to; remove it"):
         logprob_and_entropy(torch.zeros(1, 2), torch.tensor([0]), backend="cpp")
     assert get_backend("auto", CPU) is get_backend("torch", CPU)
 

@@ -1,4 +1,4 @@
-"""One process of ``tepo bench step``: optimizer steps of a random model on random rollouts."""
+"""One process of ``tepo bench recipes``: optimizer steps of a random model on random rollouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tepo_megatron.bench.settings import StepMeasurement, StepSetting
+from tepo_megatron.bench.settings import RecipeMeasurement, RecipeSetting
 from tepo_megatron.bridge.architecture import ModelSpec, model_spec
 from tepo_megatron.bridge.layouts import tensor_shapes
 from tepo_megatron.bridge.storage.files import write_model
@@ -43,7 +43,7 @@ def _random_weights(spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.fill_(1) if len(shape) == 1 else tensor.normal_(std=STD, generator=generator)
 
 
-def make_rollouts(setting: StepSetting, vocab_size: int) -> list[Rollout]:
+def make_rollouts(setting: RecipeSetting, vocab_size: int) -> list[Rollout]:
     """Returns random responses, every second one rewarded, so that training makes half of them likelier."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocab_size, (setting.sequences, PROMPT + setting.length), generator=generator).tolist()
@@ -62,12 +62,12 @@ def make_rollouts(setting: StepSetting, vocab_size: int) -> list[Rollout]:
     ]
 
 
-def worker(_: int, setting: StepSetting, recipe: str, folder: Path, out: Path) -> None:
-    """Writes the JSON of a :class:`StepMeasurement` to ``out``."""
+def worker(_: int, setting: RecipeSetting, recipe: str, folder: Path, out: Path) -> None:
+    """Writes the JSON of a :class:`RecipeMeasurement` to ``out``."""
     out.write_text(json.dumps(asdict(measure(setting, recipe, folder))))
 
 
-def measure(setting: StepSetting, recipe: str, folder: Path) -> StepMeasurement:
+def measure(setting: RecipeSetting, recipe: str, folder: Path) -> RecipeMeasurement:
     """Scores and updates on the same rollouts ``setting.steps`` times, in this process alone; returns the figures."""
     from tepo_megatron.engine.engine import Engine
 
@@ -84,7 +84,7 @@ def measure(setting: StepSetting, recipe: str, folder: Path) -> StepMeasurement:
         update_s.append(seconds)
     platform = engine.platform.kind
     engine.close()
-    return StepMeasurement(recipe, platform, logprobs, grad_norms, score_s, update_s, _peak_bytes(platform))
+    return RecipeMeasurement(recipe, platform, logprobs, grad_norms, score_s, update_s, _peak_bytes(platform))
 
 
 def _timed(work: Any) -> tuple[Any, float]:
