@@ -68,9 +68,10 @@ class MegatronStep:
 
     def __init__(self, engine: Engine, *, rows: bool) -> None:
         self.engine, self.rows = engine, rows
-        layout = engine.layouts[engine.ranks.rank]
-        parts = (engine.config, engine.spec, engine.model_dir, engine.platform, engine.layers, engine.ranks, layout)
-        self.policy = (_RowsBuilder if rows else _PackedBuilder)(*parts).policy()
+        builder = _RowsBuilder if rows else _PackedBuilder
+        self.policy = builder(
+            engine.config, engine.spec, engine.model_dir, engine.platform, engine.layers, engine.ranks, engine.layouts
+        ).policy()
         for ddp in self.policy.ddp:
             ddp.ddp_config.check_for_nan_in_grad = True  # pretrain_gpt's default
             ddp.config.finalize_model_grads_func = finalize_model_grads
@@ -107,7 +108,7 @@ class MegatronStep:
         with self.engine.platform.megatron():
             return get_forward_backward_func()(
                 forward_step_func=self._forward_step,
-                data_iterator=iter(data),
+                data_iterator=[iter(data) for _ in self.policy.ddp],
                 model=list(self.policy.ddp),
                 num_microbatches=len(data),
                 seq_length=data[0].tokens.size(1),
