@@ -18,6 +18,7 @@ from typing import TypeVar
 from tepo_megatron.bridge.transfer.transport import BACKEND
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rendezvous import FOLDER_VARIABLE
+from tepo_megatron.rollout.plugin.forks import FORK_VARIABLE
 from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.resources import reserve_port, visible_gpus
 from tepo_megatron.rollout.scratch import group_members, sweep
@@ -211,7 +212,18 @@ class Server:
             # vLLM rewinds a seeded request's generator between the chunks of its prompt, which a CPU generator cannot do
             flags += ["--enforce-eager", "--no-enable-chunked-prefill"]
         pairs = [str(part) for pair in options.items() for part in pair]
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *pairs, *flags, *config.extra_args]
+        start = []
+        if self._forks(on_gpu):
+            start = ["tepo_megatron.rollout.plugin.start"]
+            flags += ["--worker-cls", "tepo_megatron.rollout.plugin.bound_worker.BoundWorker"]
+            if config.tp == 1:  # the engine core's process is the worker's; by its short name vLLM would take "mp" for it
+                flags += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
+        return [sys.executable, "-m", *start, "vllm.entrypoints.openai.api_server", *pairs, *flags, *config.extra_args]
+
+    def _forks(self, on_gpu: bool) -> bool:
+        """Whether the processes are forks of the first one: on CPUs, where each worker has one core (``plugin.forks``)."""
+        cores = self._cores.split("|")
+        return not on_gpu and sys.platform == "linux" and len(cores) == self.config.tp and all(map(str.isdigit, cores))
 
     def _environment(self, on_gpu: bool) -> dict[str, str]:
         environment = _without_torchrun(os.environ)
@@ -235,6 +247,8 @@ class Server:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = self._cores
             environment["OMP_NUM_THREADS"] = "1"  # of the processes around the workers
             environment["TORCHDYNAMO_DISABLE"] = "1"  # a few small functions, for whose compilation the first requests wait
+        if self._forks(on_gpu):
+            environment[FORK_VARIABLE] = "1"
         return environment
 
 

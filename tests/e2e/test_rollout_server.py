@@ -20,6 +20,7 @@ from torch import Tensor
 from tepo_megatron.config.rollout import ServerConfig
 from tepo_megatron.rollout.client import GENERATE, PROGRESS
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
+from tepo_megatron.rollout.resources import worker_cores
 from tepo_megatron.rollout.scratch import SHM, group_members, temporary_folder
 from tepo_megatron.rollout.server import Server
 from tepo_megatron.types import Response, WeightsVersion
@@ -53,12 +54,24 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """One server, whose only worker runs in the process of its engine core."""
     config = ServerConfig(max_model_len=128, max_num_seqs=64, max_restarts=5)
     logs = tmp_path_factory.mktemp("logs")
     with Fleet(config, model_dir=model_dir, dtype="float32", stop_token_ids=[EOS], log_dir=logs) as running:
         assert processes_naming(model_dir)
         yield running
     assert_none_names(model_dir)
+
+
+@pytest.fixture(scope="module")
+def split_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """One server of the same weights, with two workers, which are processes and share memory."""
+    folder = tmp_path_factory.mktemp("split")
+    random_model(0).save_pretrained(folder / "model")
+    config = ServerConfig(tp=2, max_model_len=128, max_num_seqs=64, max_restarts=5)
+    with Fleet(config, model_dir=folder / "model", dtype="float32", stop_token_ids=[EOS], log_dir=folder) as running:
+        yield running
+    assert_none_names(folder)
 
 
 @pytest.fixture
@@ -275,12 +288,29 @@ def test_a_connection_that_idled_for_a_step_is_still_there(fleet: Fleet, first_w
 
 
 def stop_one(fleet: Fleet, title: str) -> psutil.Process:
-    """SIGSTOP to the process of the server that calls itself so; returns it."""
-    process = only_server(fleet)._process
-    assert process is not None
-    (found,) = (each for each in psutil.Process(process.pid).children(recursive=True) if title in " ".join(each.cmdline()))
+    """SIGSTOP to a process of the server that calls itself so; returns it."""
+    found = next(each for each in processes(fleet) if title in " ".join(each.cmdline()))
     found.suspend()
     return found
+
+
+def processes(fleet: Fleet) -> list[psutil.Process]:
+    """Those of its server, without the supervisor."""
+    supervisor = only_server(fleet)._process
+    assert supervisor is not None
+    return psutil.Process(supervisor.pid).children(recursive=True)
+
+
+def test_the_engine_is_a_fork_of_the_server_and_runs_on_its_core(fleet: Fleet) -> None:
+    """And nothing else runs; the fork has let go of the server's port."""
+    server, engine = processes(fleet)
+    assert "vllm.entrypoints.openai.api_server" in server.cmdline()
+    assert engine.cmdline()[0].startswith("VLLM::EngineCore")
+    assert engine.exe() == server.exe()
+    assert engine.cpu_affinity() == [int(worker_cores(fleet._config, 1)[0])]
+    port = only_server(fleet).port
+    assert port in {each.laddr.port for each in server.net_connections()}
+    assert port not in {each.laddr.port for each in engine.net_connections()}
 
 
 def test_tokens_are_progress_where_no_answer_is_there_yet(
@@ -309,15 +339,18 @@ def test_tokens_are_progress_where_no_answer_is_there_yet(
 
 @pytest.mark.parametrize("title", ["EngineCore", "VLLM::Worker"])
 def test_a_server_that_hangs_while_it_samples_or_is_updated_is_killed_and_replaced(
-    fleet: Fleet, first_weights: torch.nn.Module, title: str, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, title: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped: it lives, its port is open, and its health is fine. The draws are those of a server that never hung."""
-    before = sample(fleet, seed=9)
     update = title == "VLLM::Worker"
+    fleet: Fleet = request.getfixturevalue("split_fleet" if update else "fleet")
+    first_weights = random_model(0)
+    sync(fleet, first_weights, WeightsVersion(0))
+    before = sample(fleet, seed=9)
     server = only_server(fleet)
     group = server._process.pid
     names = shared_memory(fleet)
-    assert names
+    assert names or not update
     config = fleet._config.model_copy(update={"request_timeout_s": 4.0, "transfer_timeout_s": 4.0})
     monkeypatch.setattr(fleet, "_config", config)
     if update:
@@ -338,19 +371,21 @@ def test_a_server_that_hangs_while_it_samples_or_is_updated_is_killed_and_replac
 
 
 def shared_memory(fleet: Fleet) -> list[str]:
-    """The names in /dev/shm that the server's supervisor has recorded, and its folder, which has them, is there."""
+    """The names in /dev/shm that the server's supervisor has recorded. Its folder is there."""
     process = only_server(fleet)._process
     assert process is not None
     (folder,) = temporary_folder().glob(f"tepo-*-{process.pid}-*")
-    return [json.loads(line)[0] for line in (folder / "shm").read_text().splitlines()]
+    record = folder / "shm"
+    return [json.loads(line)[0] for line in record.read_text().splitlines()] if record.exists() else []
 
 
-def test_a_killed_server_is_reported_revived_and_synced(fleet: Fleet, first_weights: torch.nn.Module) -> None:
-    other = random_model(2)
+def test_a_killed_server_is_reported_revived_and_synced(split_fleet: Fleet) -> None:
+    fleet, other = split_fleet, random_model(2)
     sync(fleet, other, WeightsVersion(3))
     process = only_server(fleet)._process
     assert process is not None
     names = shared_memory(fleet)
+    assert names
     os.killpg(process.pid, signal.SIGKILL)
     with pytest.raises(ServerDied, match=fleet._servers[0].url):
         greedy(fleet)

@@ -68,7 +68,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         process = subprocess.Popen(command, stdout=printed, stderr=printed, text=True, start_new_session=True)
     try:
         wait_for_steps(process, out, 3)  # the weights have travelled, and do again
-        (server,) = [each for each in family(process.pid) if "vllm.entrypoints.openai.api_server" in each.cmdline()[:3]]
+        (server,) = [each for each in family(process.pid) if "vllm.entrypoints.openai.api_server" in each.cmdline()[:4]]
         environment, arguments = server.environ(), server.cmdline()
         url = f"http://{arguments[arguments.index('--host') + 1]}:{arguments[arguments.index('--port') + 1]}"
         rank = next(each for each in family(process.pid) if "RANK" in each.environ())

@@ -155,39 +155,42 @@ def test_recorded_rollouts_carry_the_version_that_sampled_them(trained: Path) ->
         assert (row["weights_version/min"], row["weights_version/max"]) == (step, step)
 
 
-def test_replayed_rollouts_reproduce_the_run_to_the_last_bit(trained: Path, tmp_path: Path) -> None:
-    """The same rollouts give the metrics and weights of the first run, and of another replay (by hand, under torchrun).
+@pytest.fixture(scope="module")
+def replayed(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on the same rollouts."""
+    out = tmp_path_factory.mktemp("replayed") / "out"
+    train(f"output={out}", *SMALL, f"rollout.replay={trained / 'rollouts'}")
+    return out
 
-    What only servers can answer, accuracies and the canary, is missing.
+
+def without_answers(folder: Path) -> list[dict[str, Any]]:
+    """The rows without what only servers can answer, accuracies and the canary."""
+    asked = EVALUATION_KEYS | {CANARY, CACHE_CANARY}
+    return [{k: v for k, v in row.items() if k not in asked} for row in without_times(folder)]
+
+
+WEIGHTS = "model/model.safetensors"
+
+
+def test_replayed_rollouts_reproduce_the_run_to_the_last_bit(trained: Path, replayed: Path) -> None:
+    """The same rollouts give the metrics and weights of the first run."""
+    assert without_times(replayed) == without_answers(trained)
+    assert (replayed / WEIGHTS).read_bytes() == (trained / WEIGHTS).read_bytes()
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(trained: Path, replayed: Path, tmp_path: Path) -> None:
+    """Also one that had written a checkpoint, and not yet the row of that step, which the checkpoint has too; and, as another
+    replay, under torchrun by hand.
     """
     replay = f"rollout.replay={trained / 'rollouts'}"
-    train(f"output={tmp_path / 'first'}", *SMALL, replay)
-    train(f"output={tmp_path / 'second'}", *SMALL, replay, runner=TORCHRUN)
-    assert without_times(tmp_path / "first") == without_times(tmp_path / "second")
-    sampled = [
-        {k: v for k, v in row.items() if k not in EVALUATION_KEYS | {CANARY, CACHE_CANARY}} for row in without_times(trained)
-    ]
-    assert without_times(tmp_path / "first") == sampled
-    weights = "model/model.safetensors"
-    assert (tmp_path / "first" / weights).read_bytes() == (tmp_path / "second" / weights).read_bytes()
-    assert (tmp_path / "first" / weights).read_bytes() == (trained / weights).read_bytes()
-
-
-def test_a_resumed_run_ends_where_an_uninterrupted_one_does(trained: Path, tmp_path: Path) -> None:
-    """Also one that had written a checkpoint, and not yet the row of that step, which the checkpoint has too."""
-    replay = f"rollout.replay={trained / 'rollouts'}"
     out = tmp_path / "resumed"
-    train(f"output={out}", *SMALL, replay, "train.steps=4")
+    train(f"output={out}", *SMALL, replay, "train.steps=4", runner=TORCHRUN)
     metrics = out / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
-    train(f"output={out}", *SMALL, replay, "train.resume=true")
+    train(f"output={out}", *SMALL, replay, "train.resume=true", runner=TORCHRUN)
     assert [row["step"] for row in rows(out)] == list(range(STEPS + 1))
-    sampled = [
-        {k: v for k, v in row.items() if k not in EVALUATION_KEYS | {CANARY, CACHE_CANARY}} for row in without_times(trained)
-    ]
-    assert without_times(out) == sampled
-    weights = "model/model.safetensors"
-    assert (out / weights).read_bytes() == (trained / weights).read_bytes()
+    assert without_times(out) == without_times(replayed) == without_answers(trained)
+    assert (out / WEIGHTS).read_bytes() == (replayed / WEIGHTS).read_bytes() == (trained / WEIGHTS).read_bytes()
 
 
 def test_a_run_that_is_killed_and_resumed_is_the_same_run(trained: Path, tmp_path: Path) -> None:
@@ -258,7 +261,9 @@ def server_processes(process: subprocess.Popen[str], word: str) -> list[psutil.P
 
 
 def test_a_server_that_dies_and_one_that_hangs_are_replaced_and_the_run_is_the_same(trained: Path, tmp_path: Path) -> None:
-    """Killed first, then a worker of the next one stopped: it lives, its port is open, its health is fine."""
+    """Killed first, then the engine core of the next one stopped, which its only worker runs in: it lives, its port is open,
+    its health is fine.
+    """
     out, steps = tmp_path / "out", 4
     hangs = ["rollout.server.request_timeout_s=20", "rollout.server.transfer_timeout_s=20"]
     process = start(f"output={out}", *SMALL, f"train.steps={steps}", "evaluate.every=0", "log.progress=plain", *hangs)
@@ -269,8 +274,8 @@ def test_a_server_that_dies_and_one_that_hangs_are_replaced_and_the_run_is_the_s
         for server in servers:
             server.kill()
         wait_for_rows(process, out, 3)
-        (worker,) = server_processes(process, "VLLM::Worker")
-        worker.suspend()
+        (engine,) = server_processes(process, "VLLM::EngineCore")
+        engine.suspend()
         printed, err = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0, err
     finally:

@@ -104,28 +104,11 @@ def test_two_nodes_train_together_and_leave_what_the_docs_say(cluster: Any, tepo
     assert not any(key.read_bytes() in text for text in texts)
 
 
-def test_a_cancelled_job_goes_on_with_resume(cluster: Any, tepo: str, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    job = submitted(cluster, tepo, out, "train.steps=1000", "train.save_every=1")
-    wait_for(cluster, job, out, lambda now: len(list(out.glob("checkpoints/step_*/state.json"))) >= 2 or now in ENDED)
-    done = cluster.run(tepo, "launch", "cancel", str(out / "resolved.yaml"))
-    assert done.returncode == 0, done.stderr
-    wait_for(cluster, job, out, lambda now: now in ENDED)
-    assert state(cluster, job) == "CANCELLED", evidence(out)
-    wait_until_gone(cluster, job)
-    reached = max(int(path.parent.name.removeprefix("step_")) for path in out.glob("checkpoints/step_*/state.json"))
-
-    job = submitted(cluster, tepo, out, "--resume", f"train.steps={reached + 2}", "train.save_every=1")
-    wait_for(cluster, job, out, lambda now: now in ENDED)
-    assert state(cluster, job) == "COMPLETED", evidence(out)
-    assert steps(out) == list(range(reached + 3))
-    logs = [log.read_text(errors="replace") for log in out.glob("logs/*") if log.is_file()]
-    assert any(f"resumed from {out}/checkpoints/step_{reached:06d}" in text for text in logs), evidence(out)
-
-
-def test_a_job_that_is_warned_or_preempted_saves_and_resumes_without_a_person(cluster: Any, tepo: str, tmp_path: Path) -> None:
-    """Slurm's warning before the time limit, then a requeue by an administrator. Each start waits for the test, which lets the
-    last one end.
+def test_a_job_that_is_warned_or_preempted_resumes_without_a_person_and_a_cancelled_one_with(
+    cluster: Any, tepo: str, tmp_path: Path
+) -> None:
+    """Slurm's warning before the time limit, then a requeue by an administrator, then the user's end. Each start waits for the
+    test.
     """
     out, go = tmp_path / "out", tmp_path / "go"
     gate = f"printenv SLURM_RESTART_COUNT && while ! test -e {go}.$SLURM_RESTART_COUNT; do sleep 0.2; done || true"
@@ -149,14 +132,28 @@ def test_a_job_that_is_warned_or_preempted_saves_and_resumes_without_a_person(cl
     assert f"resumed from {out}/checkpoints/step_{saved:06d}" in log
     assert f"SIGTERM: saved step_{again:06d}; continue with --resume" in log
     assert again > saved
-    run = out / "launch" / "run.yaml"
-    run.write_text(run.read_text().replace("steps: 1000", f"steps: {again + 2}"))
+
     Path(f"{go}.2").touch()
+    wait_for(cluster, job, out, lambda now: len(steps(out)) > again + 2 or now in ENDED)
+    assert f"resumed from {out}/checkpoints/step_{again:06d}" in (out / "logs" / f"train-{job}.2-node0.log").read_text()
+    done = cluster.run(tepo, "launch", "cancel", str(out / "resolved.yaml"))
+    assert done.returncode == 0, done.stderr
+    wait_for(cluster, job, out, lambda now: now in ENDED)
+    assert state(cluster, job) == "CANCELLED", evidence(out)
+    wait_until_gone(cluster, job)
+    reached = newest_checkpoint(out)
+
+    job = submitted(cluster, tepo, out, "--resume", f"train.steps={reached + 2}", "train.save_every=1")
     wait_for(cluster, job, out, lambda now: now in ENDED)
     assert state(cluster, job) == "COMPLETED", evidence(out)
     assert shown(cluster, job, "ExitCode") == "0:0"
-    assert steps(out) == list(range(again + 3))
+    assert steps(out) == list(range(reached + 3))
     assert all("reward/mean" in json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()[1:])
+    assert f"resumed from {out}/checkpoints/step_{reached:06d}" in (out / "logs" / f"train-{job}.0-node0.log").read_text()
+
+
+def newest_checkpoint(out: Path) -> int:
+    return max(int(path.parent.name.removeprefix("step_")) for path in out.glob("checkpoints/step_*/state.json"))
 
 
 def wait_for_restart(cluster: Any, job: str, out: Path, number: int) -> int:
@@ -164,7 +161,7 @@ def wait_for_restart(cluster: Any, job: str, out: Path, number: int) -> int:
     back = ("PENDING", "CONFIGURING", "RUNNING")  # not COMPLETING: it is still saving
     wait_for(cluster, job, out, lambda now: (now in back and int(shown(cluster, job, "Restarts")) == number) or now in ENDED)
     assert state(cluster, job) not in ENDED, evidence(out)
-    return max(int(path.parent.name.removeprefix("step_")) for path in out.glob("checkpoints/step_*/state.json"))
+    return newest_checkpoint(out)
 
 
 def test_what_slurm_refuses_is_one_sentence(cluster: Any, tepo: str, tmp_path: Path) -> None:

@@ -1,21 +1,28 @@
-"""What runs inside vLLM, loaded through its entry point ``vllm.general_plugins``: receiver of weights, checks of the key."""
+"""What runs inside vLLM, loaded through its entry point ``vllm.general_plugins``: receiver of weights, checks of the key; and
+on CPUs how its processes start.
+"""
 
 import os
 from functools import cache
 
 from tepo_megatron.bridge.transfer.transport import BACKEND
 from tepo_megatron.rollout.plugin.auth import KEY_VARIABLE
+from tepo_megatron.rollout.plugin.forks import FORK_VARIABLE, fork_processes, resume_collector
 from tepo_megatron.rollout.plugin.signed import sign_objects
 
 
 @cache
 def register() -> None:
-    """Announce the weight-transfer engine to vLLM, and have workers sign what they exchange, where the run has a key.
+    """Announce the weight-transfer engine to vLLM, have workers sign what they exchange, where the run has a key, and have
+    processes fork, where the server is to do so.
 
     Called by vLLM in each of its processes, once or more.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(BACKEND, "tepo_megatron.rollout.plugin.engine", "TransferEngine")
+    if os.environ.get(FORK_VARIABLE):
+        fork_processes()
+        resume_collector()
     if key := os.environ.get(KEY_VARIABLE):
         sign_objects(key)

@@ -54,7 +54,7 @@ class Host:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN)}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.worlds.offline_host"],
+                [sys.executable, "-m", "tepo_megatron.rollout.plugin.start", "tests.support.worlds.offline_host"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -7,7 +7,6 @@ is a fork of this process, so that one more takes two seconds. When the input en
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -20,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm import LLM, SamplingParams
-from vllm.v1.executor import multiproc_executor
 
 from tepo_megatron.bridge.transfer.transport import BACKEND
 from tepo_megatron.rollout.client import GENERATE
+from tepo_megatron.rollout.plugin.forks import FORK_VARIABLE
 from tepo_megatron.rollout.resources import bind_cores
 
 HOST = "127.0.0.1"
@@ -32,9 +31,8 @@ Route = Callable[[dict[str, Any]], dict[str, Any] | None]
 
 
 def build(model: str, tp: int) -> LLM:
-    """The engine as ``rollout.server`` would have it."""
-    # On a CPU vLLM spawns workers, each of which would import it anew; here are no threads that a fork could lose.
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    """The engine as ``rollout.server`` would have it, its workers forks of this process as there."""
+    os.environ[FORK_VARIABLE] = "1"
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = bind_cores(1, tp)[0]
     return LLM(
         model,

@@ -1,0 +1,108 @@
+"""Servers whose processes are forks, on CPUs: what a fork lets go of, which servers have them, and that vLLM by itself still
+does otherwise. Real ones are the subject of ``tests/e2e``.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing import util
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.rollout.plugin.forks import FORK_VARIABLE, leave_parent
+from tepo_megatron.rollout.server import Server
+
+
+def look(answer: Connection, internet: int, local: int) -> None:
+    nothing = os.stat(os.devnull)
+    answer.send([os.fstat(each).st_ino == nothing.st_ino for each in (internet, local)])
+    answer.send(signal.set_wakeup_fd(-1))
+
+
+@pytest.fixture
+def wakeup() -> Iterator[int]:
+    """The descriptor to which this process' signals are told, as an event loop has it."""
+    here, there = socket.socketpair()
+    there.setblocking(False)
+    before = signal.set_wakeup_fd(there.fileno())
+    yield there.fileno()
+    signal.set_wakeup_fd(before)
+    here.close()
+    there.close()
+
+
+def test_a_fork_keeps_neither_the_port_nor_the_signals_of_its_parent(wakeup: int) -> None:
+    context = multiprocessing.get_context("fork")
+    asked, answer = context.Pipe(duplex=False)
+    with socket.create_server(("127.0.0.1", 0)) as port, socket.socket(socket.AF_UNIX) as local:
+        util.register_after_fork(local, lambda _: leave_parent())  # as long as ``local`` lives
+        child = context.Process(target=look, args=(answer, port.fileno(), local.fileno()))
+        child.start()
+        assert asked.recv() == [True, False]
+        assert asked.recv() == -1
+        child.join()
+        assert port.getsockname()[1] > 0  # the parent's own is open
+    assert signal.set_wakeup_fd(wakeup) == wakeup
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere servers start as vLLM has them")
+@pytest.mark.parametrize(
+    ("cores", "tp", "on_gpu", "forks"),
+    [
+        ("3", 1, False, True),
+        ("0|1", 2, False, True),
+        ("0-3", 1, False, False),
+        ("0,1", 1, False, False),
+        ("nobind", 1, False, False),
+        ("0|1", 1, False, False),  # two engines of one worker
+        ("0", 1, True, False),
+    ],
+)
+def test_processes_are_forks_where_each_worker_has_one_core(cores: str, tp: int, on_gpu: bool, forks: bool) -> None:
+    server = Server(ServerConfig(tp=tp), model_dir=Path("model"), dtype="float32", cores=cores, key="key", log=Path("log"))
+    command, environment = server._command(on_gpu), server._environment(on_gpu)
+    assert (FORK_VARIABLE in environment) == forks
+    assert ("tepo_megatron.rollout.plugin.bound_worker.BoundWorker" in command) == forks
+    assert ("--distributed-executor-backend" in command) == (forks and tp == 1)
+    assert command[1:3] == ["-m", "tepo_megatron.rollout.plugin.start" if forks else "vllm.entrypoints.openai.api_server"]
+
+
+VLLM = """
+import inspect, json
+from vllm.config import ParallelConfig, VllmConfig
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+from vllm.utils.system_utils import get_mp_context
+from tepo_megatron.rollout.plugin.forks import fork_processes
+
+def look(executor):
+    config = VllmConfig(parallel_config=ParallelConfig(distributed_executor_backend=executor)).parallel_config
+    spin = inspect.signature(SpinCondition).parameters["busy_loop_s"].default
+    return [config.distributed_executor_backend, get_mp_context().get_start_method(), spin]
+
+name = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+own = look("uni")
+fork_processes()
+print(json.dumps([own, look(name)]))
+"""
+
+
+@pytest.mark.slow
+def test_vllm_by_itself_spawns_and_spins_on_a_cpu() -> None:
+    """Where it no longer does, decision 020 and what follows from it can go: ``forks``, ``bound_worker``, and the name of the
+    executor in ``server``.
+    """
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    printed = subprocess.run([sys.executable, "-c", VLLM], env=environment, capture_output=True, text=True, check=True).stdout
+    own, ours = json.loads(printed.splitlines()[-1])
+    assert own == ["mp", "spawn", 1]
+    assert ours == ["vllm.v1.executor.uniproc_executor.UniProcExecutor", "fork", 0]
