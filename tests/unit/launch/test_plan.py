@@ -158,6 +158,7 @@ def test_seconds_of_a_step_by_hand() -> None:
     assert time.train == pytest.approx((computing + waiting) * (1 + bubble))
     assert time.root == pytest.approx(1024 * 2048 * 0.8e-6)
     assert time.save == pytest.approx(12 * 70_553_706_496 / 7e9 / 20)
+    assert plan(LLAMA, REPLAY, "train.async_save=true").time.save == 0
     weights, cache = 4096 * 70_553_706_496 * 2 / 4, 128 * 2048 * (512 + 1024) * 81_920  # one wave of 128 sequences
     decoding, prompts = (weights + cache) / (3350e9 * 0.5), 128 * 512 * token / (32 * 989e12 * 0.45)
     assert time.generation == pytest.approx(decoding + prompts)
