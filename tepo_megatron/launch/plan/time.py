@@ -178,7 +178,7 @@ def _bubble(config: RunConfig, tokens: float) -> float:
 
 
 def _save(spec: ModelSpec, config: RunConfig) -> float:
-    """Seconds of a step's share of a checkpoint, fp32 weights and both of Adam's means; none if it is written beside training."""
+    """Seconds of a step's share of a checkpoint, fp32 weights and Adam's means; none if it is written beside training."""
     every = config.train.save_every
     if not every or config.train.async_save:
         return 0.0
