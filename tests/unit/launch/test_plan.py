@@ -268,6 +268,7 @@ def test_plan_and_engine_refuse_a_layout_in_the_same_words(override: str, senten
 def test_more_tokens_than_the_model_has_positions_are_refused() -> None:
     with pytest.raises(ValueError, match=r"together = 132096 tokens are more than the 131072 positions of LlamaForCausalLM"):
         plan(LONG, "rollout.sampling.max_new_tokens=131072", "rollout.server.max_model_len=132096")
+    assert plan(str(EXAMPLES / "tiny/run.yaml"), REPLAY).lengths.longest == 256  # where nothing bounds prompts, the model does
 
 
 def test_flops_of_a_token_are_those_that_torch_counts() -> None:
