@@ -50,6 +50,21 @@ def resume_collector() -> None:
         gc.enable()
 
 
+def take_core(cores: str, worker: int) -> None:
+    """Has the calling thread, and those that it starts from now on, run on worker ``worker``'s core of ``cores`` (``0|1``).
+
+    Raises ValueError where this process may not run there.
+    """
+    core = int(cores.split("|")[worker])
+    try:
+        os.sched_setaffinity(0, {core})
+    except OSError as error:
+        raise ValueError(
+            f"worker {worker} of this server cannot run on core {core}: there is none, or it is kept from this job; set "
+            "rollout.server.cpu_threads to cores that it has, or to auto"
+        ) from error
+
+
 def leave_parent() -> None:
     """In a fork: its signals are no longer those of the server's event loop, and the server's port is not kept open by it."""
     signal.set_wakeup_fd(-1)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.config.rollout import ServerConfig
-from tepo_megatron.rollout.plugin.forks import FORK_VARIABLE, leave_parent
+from tepo_megatron.rollout.plugin.forks import FORK_VARIABLE, leave_parent, take_core
 from tepo_megatron.rollout.server import Server
 
 
@@ -75,6 +75,14 @@ def test_processes_are_forks_where_each_worker_has_one_core(cores: str, tp: int,
     assert ("tepo_megatron.rollout.plugin.bound_worker.BoundWorker" in command) == forks
     assert ("--distributed-executor-backend" in command) == (forks and tp == 1)
     assert command[1:3] == ["-m", "tepo_megatron.rollout.plugin.start" if forks else "vllm.entrypoints.openai.api_server"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere servers start as vLLM has them")
+def test_a_core_that_the_machine_has_not_is_a_sentence() -> None:
+    before = os.sched_getaffinity(0)
+    with pytest.raises(ValueError, match=r"worker 1 of this server cannot run on core 4095: .* set rollout.server.cpu_threads"):
+        take_core("0|4095", 1)
+    assert os.sched_getaffinity(0) == before
 
 
 VLLM = """
