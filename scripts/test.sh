@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every test that this machine can run, but for the long ones of `pytest -m faults`. The first call sets up .venv.
+# Every test that this machine can run, but for the long ones of `pytest -m "faults and not quick"`. The first call sets up .venv.
 #
 #   bash scripts/test.sh                         all, on every core; tests/support/schedule.py says what runs beside what
 #   bash scripts/test.sh --fast                  tests/unit without what is marked slow, with fewer random examples: 90 s on two cores
@@ -24,4 +24,4 @@ fi
 if [[ $# -gt 0 ]]; then
   exec .venv/bin/python -m pytest "$@"
 fi
-exec .venv/bin/python -m pytest -n "$workers" -m "not faults" --durations=25
+exec .venv/bin/python -m pytest -n "$workers" -m "not faults or quick" --durations=25

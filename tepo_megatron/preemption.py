@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from tepo_megatron.temporary import PROC, started
+
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells give it."""
 
@@ -29,6 +31,9 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 _RANKS_FOLDER = "TEPO_RANKS_FOLDER"
 """Environment: where each rank of this machine writes its process id once it handles signals; set by ``forward_signals``."""
+
+_LOOK_S = 1.0
+"""How often a rank that was asked to stop looks whether there still is a rank 0."""
 
 _OTHERS_S = 5.0
 """How much longer than rank 0 the other ranks wait at the end of the grace time, so that rank 0 says why."""
@@ -52,7 +57,7 @@ def exit_code(number: int) -> int:
 
 
 class StopSignals:
-    """What signals ask of this process; made and installed by ``torchrun.run_rank``, and found by :func:`stop_signals`.
+    """What signals ask of this process; made and installed by ``rank.run_rank``, and found by :func:`stop_signals`.
 
     Until :meth:`defer` the first of them raises ``StopRequested`` in the main thread at once; from then on only within
     :meth:`interruptible`, and elsewhere :attr:`requested` is set, for whoever comes to a safe point. A thread hears the signals
@@ -135,9 +140,15 @@ class StopSignals:
         """Runs in a thread of its own. The kernel tells of a signal here whatever the main thread does."""
         told: signal.Signals | None = None
         while True:
-            left = None if self._deadline == math.inf else max(0.0, self.seconds_left() + _patience())
-            if not select.select([hears], [], [], left)[0]:
-                self._end(self._too_late())
+            left = max(0.0, self.seconds_left() + _patience())
+            # Who waits for rank 0, for as long as it takes, does not see that it is gone.
+            wait = min(left, _LOOK_S) if told is not None and _root_process() else left
+            if not select.select([hears], [], [], None if wait == math.inf else wait)[0]:
+                if wait == left:
+                    self._end(self._too_late())
+                if not started(_root_process()):
+                    os._exit(1)
+                continue
             for number in hears.recv(64):
                 if number not in self._numbers:
                     continue
@@ -217,6 +228,16 @@ def forward_signals(folder: Path, ranks: int) -> Iterator[Callable[[], int | Non
 
 AGENT_ENVIRONMENT = {"PET_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT"}
 """For torchrun's agent: it would end the ranks 30 s after a signal, with SIGKILL."""
+
+
+def _root_process() -> int:
+    """Rank 0's process for another rank of its machine; 0 where that is not known."""
+    folder = os.environ.get(_RANKS_FOLDER)
+    if folder is None or os.environ.get("RANK", "0") == "0" or not PROC.exists():
+        return 0
+    with suppress(OSError, ValueError):  # rank 0 is on another machine, or has not begun
+        return int((Path(folder) / "rank-0.pid").read_text())
+    return 0
 
 
 def _patience() -> float:

@@ -23,6 +23,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from tepo_megatron.temporary import folder_name
+
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -63,7 +65,7 @@ def run_agent(arguments: Sequence[str], folder: Path | None = None) -> None:
     if int(parsed.nnodes) > 1:
         torchrun.run(parsed)
         return
-    with nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="tepo-") as place:  # mode 0700
+    with nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as place:  # mode 0700
         os.environ[FOLDER_VARIABLE] = str(place)
         try:
             torchrun.run(parsed)
@@ -86,7 +88,8 @@ def rank_store(world_size: int, timeout: timedelta) -> Store | None:
         raise RuntimeError(
             f"the ranks should meet in {folder} ({FOLDER_VARIABLE}), but other users may enter it; set it to 0700"
         )
-    atexit.register(_remove_if_orphaned, folder, os.getppid())
+    if os.environ["RANK"] == "0":  # who leaves last: in a store whose file is gone it would wait for minutes
+        atexit.register(_remove_if_orphaned, folder, os.getppid())
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store: Store = FileStore(str(folder / f"attempt-{attempt}"), world_size)
     store.set_timeout(timeout)
@@ -94,7 +97,7 @@ def rank_store(world_size: int, timeout: timedelta) -> Store | None:
 
 
 def _remove_if_orphaned(folder: Path, agent: int) -> None:
-    """The agent removes the folder, unless it was killed."""
+    """The agent removes the folder, unless it was killed. Where rank 0 was killed too, the next server's start does."""
     if os.getppid() != agent:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -106,9 +109,11 @@ def private_folder() -> Path:
     In a rank of one machine it lies in the ranks' own, which the agent removes when they are gone, however they ended; where
     that path is too long for the names of sockets, in /tmp.
     """
-    parent = os.environ.get(FOLDER_VARIABLE, tempfile.gettempdir())
-    short = parent if len(os.fsencode(parent)) + len("/tepo-12345678") <= LONGEST_FOLDER else "/tmp"  # noqa: S108
-    folder = tempfile.mkdtemp(prefix="tepo-", dir=short)  # mode 0700
+    ranks = os.environ.get(FOLDER_VARIABLE)
+    parent, name = (ranks, "tepo-") if ranks else (tempfile.gettempdir(), f"{folder_name()}-")
+    if len(os.fsencode(f"{parent}/{name}12345678")) > LONGEST_FOLDER:
+        parent, name = "/tmp", f"{folder_name()}-"  # noqa: S108
+    folder = tempfile.mkdtemp(prefix=name, dir=parent)  # mode 0700
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 

@@ -1,74 +1,34 @@
 """The ranks of a run on one machine: started and ended together, with one sentence about what went wrong.
 
-``launch`` is the parent's side: it runs the agent that the ``torchrun`` command runs. ``run_rank`` is what each rank does,
-started by ``launch`` or by ``torchrun`` by hand. ``python -m tepo_megatron.torchrun`` is the ``torchrun`` command for a node of
-a cluster, with this package's signals and exit codes.
+``launch`` runs the agent that the ``torchrun`` command runs; ``rank.run_rank`` is what each rank does. ``python -m
+tepo_megatron.torchrun`` is the ``torchrun`` command for a node of a cluster, with this package's signals and exit codes.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
 import sys
 import tempfile
-import threading
-import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
-from tepo_megatron.errors import describe, is_ours, wants_traceback
-from tepo_megatron.preemption import (
-    AGENT_ENVIRONMENT,
-    INTERRUPTED,
-    PREEMPTED,
-    STOP_SIGNALS,
-    StopRequested,
-    exit_code,
-    forward_signals,
-    install_stop_signals,
-    stop_signals,
-)
-from tepo_megatron.rendezvous import refuse_dynamic_rendezvous, refuse_pickles, run_agent
+from tepo_megatron.errors import wants_traceback
+from tepo_megatron.preemption import AGENT_ENVIRONMENT, INTERRUPTED, PREEMPTED, StopRequested, exit_code, forward_signals
+from tepo_megatron.rank import FAILURE_FILE, print_error
+from tepo_megatron.rendezvous import run_agent
+from tepo_megatron.temporary import folder_name
 from tepo_megatron.watch.watcher import watching
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from tepo_megatron.config import RunConfig
-
-_LEAVE_S = 2.0
-"""How long a rank that was asked to stop waits at the end for its threads, which may wait for servers that go on without it."""
-
 _AGENT_LOG = "torch.distributed.elastic.multiprocessing.api"
-
-_REPORTED = "_tepo_reported"
-"""Attribute of an error that was said already."""
-
-_FAILURE_FILE = "TEPO_FAILURE_FILE"
-"""Environment: where the first rank that fails writes its sentence; set by ``launch``."""
-
-
-def under_torchrun() -> bool:
-    """Whether this process is a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def speaks_first() -> bool:
-    """Whether this process is the one that says what all would say: the parent, or rank 0 of a ``torchrun`` by hand."""
-    return not under_torchrun() or (os.environ["RANK"] == "0" and _FAILURE_FILE not in os.environ)
-
-
-def is_restart() -> bool:
-    """Whether torchrun has started this rank again, after a failure (its ``--max-restarts``)."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def launch(arguments: Sequence[str], world_size: int, module: str = "tepo_megatron", *, status: Path | None = None) -> int:
@@ -81,7 +41,7 @@ def launch(arguments: Sequence[str], world_size: int, module: str = "tepo_megatr
     interface.
     """
     hangs: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="tepo-") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder:
         failure = Path(folder) / "failure.txt"
         try:
             with (
@@ -115,68 +75,6 @@ def _first_cause(hangs: Sequence[str], end: _End, said: str) -> str:
     return said or end.sentence
 
 
-def run_rank(config: RunConfig, work: Callable[[RunConfig], None]) -> int:
-    """Runs ``work(config)`` as one rank of a world that must have the size that ``config`` says; returns the exit code.
-
-    SIGINT, SIGTERM and SIGUSR1 raise ``StopRequested`` as ``StopSignals`` says. After one rank 0 ends with 130 or 75, the
-    others with 0: the agent would end rank 0 with the first that says something else.
-    """
-    signals = install_stop_signals(grace_s=config.train.grace_s, warning_s=config.train.warning_s)
-    _end_with_parent()
-    try:
-        check_world_size(config, int(os.environ["WORLD_SIZE"]))
-        refuse_dynamic_rendezvous()
-        refuse_pickles()
-        work(config)
-    except StopRequested as stop:
-        return _leave(stop.exit_code if os.environ["RANK"] == "0" else 0)
-    except Exception as error:
-        if signals.requested is not None and not signals.at_risk():
-            return _leave(exit_code(signals.requested))  # what failed was on its way out
-        _report(error)
-        return 1
-    return 0
-
-
-def report_before_leaving(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-    """For an ``ExitStack``, pushed last: says what this rank fails of while its peers are still there.
-
-    Once it has let go of them they fail too, of a closed connection, and would be the first to say so.
-    """
-    del kind, trace
-    signals = stop_signals()
-    if isinstance(error, Exception) and (signals.requested is None or signals.at_risk()):
-        _report(error)
-
-
-def run_until_interrupted(config: RunConfig, work: Callable[[RunConfig], None]) -> int:
-    """Runs ``work(config)`` in this process, which Ctrl-C and SIGTERM end in an orderly way; returns the exit code."""
-    install_stop_signals(numbers=(signal.SIGINT, signal.SIGTERM))
-    try:
-        work(config)
-    except StopRequested:
-        return INTERRUPTED
-    return 0
-
-
-def check_world_size(config: RunConfig, world_size: int) -> None:
-    """``ValueError`` unless as many ranks were started as ``engine.parallel`` needs."""
-    parallel = config.engine.parallel
-    needed = parallel.world_size
-    if world_size != needed:
-        raise ValueError(
-            f"engine.parallel needs tp × pp × cp × dp = {parallel.tp} × {parallel.pp} × {parallel.cp} × {parallel.dp} = "
-            f"{needed} ranks, but WORLD_SIZE is {world_size}; start torchrun with --nproc-per-node {needed}, or change "
-            "engine.parallel"
-        )
-
-
-def print_error(text: str) -> None:
-    """One sentence on standard error."""
-    sys.stderr.write(f"error: {text}\n")
-    sys.stderr.flush()
-
-
 def run_node(arguments: Sequence[str]) -> int:
     """The ``torchrun`` command with these arguments, for the ranks of one node of several; returns the exit code.
 
@@ -192,7 +90,7 @@ def run_node(arguments: Sequence[str]) -> int:
         status, arguments = Path(arguments[1]), arguments[2:]
     os.environ.update(AGENT_ENVIRONMENT)
     parsed = torchrun.parse_args(list(arguments))
-    with tempfile.TemporaryDirectory(prefix="tepo-") as folder, watching(status, print_error):
+    with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder, watching(status, print_error):
         try:
             with forward_signals(Path(folder), int(parsed.nproc_per_node)) as asked:
                 # The agent would log a rank that did as it was asked as a failure.
@@ -247,7 +145,7 @@ def _describe_end(error: ChildFailedError) -> tuple[int, _End]:
 def _environment(failure: Path) -> Iterator[None]:
     """What the ranks inherit, and an agent that keeps its log lines to itself; as before afterwards."""
     before, level = dict(os.environ), logging.root.manager.disable
-    os.environ[_FAILURE_FILE] = str(failure)
+    os.environ[FAILURE_FILE] = str(failure)
     os.environ.update(AGENT_ENVIRONMENT)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if sys.platform == "linux":
@@ -267,53 +165,6 @@ def _show_cursor() -> None:
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")
         sys.stdout.flush()
-
-
-def _report(error: Exception) -> None:
-    """Says what this rank failed of: to ``launch`` if it listens and no rank was first, else to standard error."""
-    if getattr(error, _REPORTED, False):
-        return
-    setattr(error, _REPORTED, True)
-    sentence = describe(error) if is_ours(error) else f"rank {os.environ['RANK']}: {describe(error)}"
-    first = _claim(sentence)
-    if wants_traceback() or (first and not is_ours(error)):
-        traceback.print_exception(error)
-    if _FAILURE_FILE not in os.environ:
-        print_error(sentence)
-
-
-def _claim(sentence: str) -> bool:
-    """Writes the sentence for ``launch``; whether this rank was the first, or nobody listens."""
-    if _FAILURE_FILE not in os.environ:
-        return True
-    try:
-        with open(os.environ[_FAILURE_FILE], "x", encoding="utf-8") as file:
-            file.write(sentence)
-    except FileExistsError:
-        return False
-    return True
-
-
-def _leave(code: int) -> int:
-    """Returns the exit code once no thread keeps the interpreter, or ends the process with it."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # one more would end an interpreter that is closing with another code
-    end = time.monotonic() + _LEAVE_S
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join(max(0.0, end - time.monotonic()))
-            if thread.is_alive():
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-    return code
-
-
-def _end_with_parent() -> None:
-    """On Linux, has the kernel send SIGTERM to this rank if the agent that ``launch`` runs dies without a word."""
-    if sys.platform == "linux" and _FAILURE_FILE in os.environ:
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 if __name__ == "__main__":

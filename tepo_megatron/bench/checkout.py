@@ -10,12 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import tepo_megatron
-
 
 def own_root() -> Path:
     """The folder that this package is imported from."""
-    return Path(tepo_megatron.__file__).parents[1]
+    return Path(__file__).parents[2]
 
 
 @contextmanager

@@ -107,7 +107,7 @@ class MegatronStep:
         with self.engine.platform.megatron():
             return get_forward_backward_func()(
                 forward_step_func=self._forward_step,
-                data_iterator=iter(data),
+                data_iterator=[iter(data) for _ in self.policy.ddp],
                 model=list(self.policy.ddp),
                 num_microbatches=len(data),
                 seq_length=data[0].tokens.size(1),

@@ -7,6 +7,7 @@ standard input, and answers each with a line into the file descriptor that its s
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -51,12 +52,13 @@ class Ours:
 
     def score(self, data: Any) -> tuple[Any, float | None]:
         scored = self.engine.score(data)
+        assert scored.old_logprobs_T is not None
         return scored, -float(scored.old_logprobs_T[scored.loss_mask_T].double().mean())
 
     def update(self, scored: Any) -> None:
         result = self.engine.update(scored)
-        if result.skipped:
-            raise RuntimeError(f"the update was skipped: {result.skipped}")
+        if not math.isfinite(result.grad_norm):
+            raise RuntimeError(f"the gradient norm is {result.grad_norm}")
 
 
 def make_rollouts(lengths: list[int], vocab_size: int, *, group: int, prompt: int) -> list[Rollout]:

@@ -88,8 +88,9 @@ class World:
         return {name: max(answer[name] for answer in answers if name in answer) for name in names}
 
     def _failure(self, rank: int) -> RuntimeError:
+        code = self.ranks[rank].wait()
         said = self._log(rank).read_text().strip().splitlines() or ["it wrote nothing"]
-        return RuntimeError(f"{self.layout}: rank {rank} ended: {said[-1]}")
+        return RuntimeError(f"{self.layout}: rank {rank} ended with exit code {code}: {said[-1]}")
 
     def close(self) -> None:
         """Ends the ranks, which end when nothing more can be asked of them."""

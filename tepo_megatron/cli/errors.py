@@ -9,7 +9,7 @@ import typer
 
 from tepo_megatron.errors import is_ours, wants_traceback
 from tepo_megatron.preemption import INTERRUPTED
-from tepo_megatron.torchrun import print_error
+from tepo_megatron.rank import print_error
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tepo_megatron.torchrun import speaks_first
+from tepo_megatron.rank import speaks_first
 
 if TYPE_CHECKING:
     from tepo_megatron.config import RunConfig

@@ -8,7 +8,7 @@ import typer
 
 from tepo_megatron.cli.errors import user_errors
 from tepo_megatron.cli.options import Overrides, RunFile, load_config
-from tepo_megatron.torchrun import run_until_interrupted
+from tepo_megatron.rank import run_until_interrupted
 
 
 def serve(

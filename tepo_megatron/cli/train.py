@@ -9,7 +9,8 @@ import typer
 
 from tepo_megatron.cli.errors import user_errors
 from tepo_megatron.cli.options import Overrides, RunFile, load_config
-from tepo_megatron.torchrun import is_restart, launch, run_rank, speaks_first, under_torchrun
+from tepo_megatron.rank import is_restart, run_rank, speaks_first, under_torchrun
+from tepo_megatron.torchrun import launch
 
 
 def train(

@@ -55,12 +55,18 @@ class TrainConfig(Section):
 
     hang_timeout_s: Annotated[float, Field(ge=60, allow_inf_nan=False)] = 1800.0
     """Seconds without any movement of a trainer rank after which the job counts as hanging: a report is written to
-    ``<output>/logs/hang-….txt`` and the job ended. A new phase, a micro-batch or an answered prompt is a movement; while a rank
-    waits for servers or verifiers, their own time-outs are added. It must be longer than a micro-batch, the writing of a
-    checkpoint, or the start of a rank takes. A rank that a signal has stopped counts as hanging after 30 seconds."""
+    ``<output>/logs/hang-….txt`` and the job ended. A new phase, a micro-batch, an answered prompt or new tokens of a server are
+    movements; while a rank waits for servers or verifiers, their own time-outs are added. It must be longer than a micro-batch,
+    the writing of a checkpoint, or the start of a rank takes. A rank that a signal has stopped counts as hanging after 30
+    seconds."""
 
     save_every: NonNegativeInt = 0
     """Steps between checkpoints; one is always written at the end, and when a signal ends the run. 0: no others by count."""
+
+    async_save: bool = False
+    """Train on while a checkpoint is written: each rank copies the states that it holds to host memory (12 bytes a parameter),
+    and a thread writes them. A checkpoint counts when all of it is written, so that a kill meanwhile loses it, and falls
+    back to the one before. For models whose checkpoints take long; the host must have the memory."""
 
     save_minutes: float = Field(default=30.0, ge=0, allow_inf_nan=False)
     """Minutes after which a step is followed by a checkpoint, whatever ``save_every`` says: what a machine that fails without a

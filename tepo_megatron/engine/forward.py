@@ -114,8 +114,8 @@ class Forward:
 
         def reduce(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             head = fused_head(model)
-            try:
-                value, kept = loss(self._scores(output[0], head, share, train=train), share.micro)
+            try:  # squeezed, not indexed: the gradient of an index is a second tensor of the logits' size
+                value, kept = loss(self._scores(output.squeeze(0), head, share, train=train), share.micro)
             except NotFiniteError as error:
                 # Other ranks know nothing of it, and wait in the schedule's collectives: this one goes through them all with a
                 # loss of NaN, and the ranks agree afterwards (``engine/not_finite.py``).

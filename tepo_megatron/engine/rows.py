@@ -33,7 +33,7 @@ class Rows:
 
     def spread(self, packed: Tensor) -> list[Tensor]:
         """Packed [t, heads, …] → for each block [sequences, heads, longest, …]. What padding holds is any token's."""
-        spread_R = _Spread.apply(packed, self.source_R, self.place_t)  # type: ignore[no-untyped-call]
+        spread_R = _Spread.apply(packed, self.source_R, self.place_t)
         # one block is taken as it is: splitting and joining would copy it backward and forward
         parts = spread_R.split([count * longest for count, longest in self.blocks]) if len(self.blocks) > 1 else (spread_R,)
         return [part.unflatten(0, block).transpose(1, 2) for part, block in zip(parts, self.blocks, strict=True)]
@@ -42,7 +42,7 @@ class Rows:
         """The inverse of :meth:`spread`. Padding gets gradient 0."""
         parts = [block.transpose(1, 2).flatten(0, 1) for block in blocks]
         parts_R = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return _Collect.apply(parts_R, self.source_R, self.place_t, self.padding_R)  # type: ignore[no-untyped-call, no-any-return]
+        return _Collect.apply(parts_R, self.source_R, self.place_t, self.padding_R)
 
 
 def arrange(lengths: Sequence[int], order: Sequence[Sequence[int]], device: torch.device) -> Rows:

@@ -23,7 +23,7 @@ class HostileAnswers(FaultClass):
 
     name = "answers"
     title = "hostile answers to the math verifier"
-    whole, quick = 60, 8
+    whole, quick = 60, 6
     _pool: RewardPool | None = None
 
     def inject(self, number: int, rng: random.Random) -> Outcome:

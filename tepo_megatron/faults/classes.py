@@ -23,5 +23,12 @@ CLASSES: tuple[type[FaultClass], ...] = (
     Hangs,
 )
 
-LANES = {"kills": (Kills,), "others": tuple(kind for kind in CLASSES if kind is not Kills)}
-"""What is injected side by side, each lane into a live run of its own: a lane often waits for processes to start."""
+_LIVE = (Kills, Strangers, Hangs)
+
+
+def lanes(*, quick: bool) -> dict[str, tuple[type[FaultClass], ...]]:
+    """What is injected side by side, since either lane often waits for processes to start. Each has a live run of its own,
+    but for ``quick``, where a second one would cost more time than it spares.
+    """
+    first = _LIVE if quick else (Kills,)
+    return {"first": first, "second": tuple(kind for kind in CLASSES if kind not in first)}

@@ -28,7 +28,7 @@ class MalformedConfigs(FaultClass):
 
     name = "configs"
     title = "malformed configurations"
-    whole, quick = 200, 40
+    whole, quick = 200, 30
 
     def inject(self, number: int, rng: random.Random) -> Outcome:
         *_, given = malformed_configs(number + 1, rng.randrange(2**31))  # its kinds take turns

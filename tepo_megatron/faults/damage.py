@@ -108,7 +108,7 @@ DAMAGES: dict[str, Damage] = {
 class CheckpointDamage(FaultClass):
     name = "damage"
     title = "damage to the newest checkpoint, then --resume"
-    whole, quick = len(DAMAGES), 3
+    whole, quick = len(DAMAGES), 2
 
     def inject(self, number: int, rng: random.Random) -> Outcome:
         name, damage = list(DAMAGES.items())[number % len(DAMAGES)]

@@ -17,8 +17,8 @@ from tepo_megatron.faults.workshop import Workshop
 WITHIN_S = {"rollout": 0.3, "reward": 0.05, "score": 0.15, "update": 0.2, "save": 0.03, "sync": 0.3, "eval": 0.2}
 """How long after a run entered a phase a fault may come; about as long as the phase takes."""
 
-GONE_S = 40.0
-"""What the processes of a run that ended have to be gone; supervisors take seconds."""
+GONE_S = 240.0
+"""What the processes of a run that ended have to be gone; they take seconds, and ten times as long on a busy machine."""
 
 
 def disturb(workshop: Workshop, role: str, phase: str, number: signal.Signals, rng: random.Random, limit_s: float) -> Outcome:

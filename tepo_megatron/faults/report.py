@@ -27,10 +27,11 @@ LONGEST = 64
 INTRODUCTION = """# Faults, injected
 
 The command `tepo faults` injects faults into tiny runs: the model of this package, two trainer ranks and a server with two
-workers on a CPU, or one rank that replays rollouts. It wrote this page. *survived*: the run went on, or was resumed, and
-its metrics, rollouts and weights are those of a run that nothing disturbed, to the last bit. *refused*: it stopped, or did
-not begin, with a sentence, and nothing is damaged. *lost*: anything else, also a traceback, or a process that is left. What
-a user sees of each fault, and what to do, is in [operations](operations.md).
+workers on a CPU, or one rank that replays rollouts; in two lanes side by side, of which one has the kills. It wrote this
+page. *survived*: the run went on, or was resumed, and its metrics, rollouts and weights are those of a run that nothing
+disturbed, to the last bit. *refused*: it stopped, or did not begin, with a sentence, and nothing is damaged. *lost*: anything
+else, also a traceback, or a process that is left. What a user sees of each fault, and what to do, is in
+[operations](operations.md).
 """
 SILENT_INTRODUCTION = """## Silent faults
 

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tepo_megatron.faults.classes import CLASSES, LANES
+from tepo_megatron.faults.classes import CLASSES, lanes
 from tepo_megatron.faults.outcome import FaultClass, Outcome, fault_rng
 from tepo_megatron.faults.processes import end_tree, wait_until
 from tepo_megatron.faults.record import Record
@@ -38,22 +38,22 @@ def run(classes: Sequence[type[FaultClass]], folder: Path, *, seed: int, quick: 
     where a lane ended before it was through.
     """
     record = Record(folder, seed=seed, quick=quick)
-    lanes = {name: [kind for kind in classes if kind in members] for name, members in LANES.items()}
-    wanted = {name: kinds for name, kinds in lanes.items() if kinds}
+    chosen = {name: [kind for kind in classes if kind in members] for name, members in lanes(quick=quick).items()}
+    wanted = {name: kinds for name, kinds in chosen.items() if kinds}
     if len(wanted) < 2:
-        run_lane(next(iter(wanted), "others"), classes, record, folder, seed=seed, quick=quick, say=say)
+        run_lane(next(iter(wanted), "first"), classes, record, folder, seed=seed, quick=quick, say=say)
         return record
     _side_by_side(wanted, folder, seed=seed, quick=quick)
     return Record(folder, seed=seed, quick=quick)
 
 
-def _side_by_side(lanes: dict[str, list[type[FaultClass]]], folder: Path, *, seed: int, quick: bool) -> None:
+def _side_by_side(wanted: dict[str, list[type[FaultClass]]], folder: Path, *, seed: int, quick: bool) -> None:
     """Each lane in a process of its own, which ends what it started when it is asked to."""
     given = {
         name: json.dumps(
             {"lane": name, "only": [each.name for each in kinds], "folder": str(folder), "seed": seed, "quick": quick}
         )
-        for name, kinds in lanes.items()
+        for name, kinds in wanted.items()
     }
     running: dict[str, subprocess.Popen[bytes]] = {}
     try:
@@ -80,7 +80,7 @@ def run_lane(
             if missing:
                 say(f"{kind.name}: {len(missing)} of {kind.count(quick=quick)} to inject: {kind.title}")
                 _inject(kind(workshop), missing, record, seed, say)
-        _end_live_run(workshop, record, list(LANES).index(lane), say)
+        _end_live_run(workshop, record, int(lane != "first"), say)
     finally:
         workshop.close()
 

@@ -17,8 +17,8 @@ LIVE = (
     "rollout.server.tp=2",
     "rollout.server.max_restarts=1000",
     "rollout.server.start_timeout_s=1800",  # limits for a machine that is busy with other things
-    "rollout.server.request_timeout_s=20",  # a server that is only slow is started again, and the run is the same
-    "rollout.server.transfer_timeout_s=20",
+    "rollout.server.request_timeout_s=600",
+    "rollout.server.transfer_timeout_s=600",
     "rollout.record=true",
     "engine.parallel.tp=2",
     "engine.parallel.sequence_parallel=true",
@@ -29,11 +29,15 @@ LIVE = (
     "evaluate.samples=0",
     "train.minibatches=2",
     "train.save_every=1",
+    "train.grace_s=3600",  # what does not end by itself is to be seen
     "optimizer.lr=5.0e-5",
     "log.tensorboard=false",
     "log.progress=plain",
 )
 """Live sampling, on two ranks and a server with two workers, so that every kind of process is there."""
+
+SHORT_TIMEOUTS = ("rollout.server.request_timeout_s=20", "rollout.server.transfer_timeout_s=20")
+"""For servers that are stopped. One that is only slow, on a busy machine, would be started again and again."""
 
 REPLAYED = (
     "rollout.sampling.max_new_tokens=24",

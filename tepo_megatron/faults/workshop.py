@@ -17,6 +17,7 @@ class Workshop:
         self.folder, self.lane, self.is_quick, self.say = folder, lane, quick, say
         self.steps = 14 if quick else 32
         """More take longer once, and spare the starts of runs that take the place of those that have come to their end."""
+        self._overrides = () if quick else tiny.SHORT_TIMEOUTS
         self._reference: Path | None = None
         self._run: LiveRun | None = None
         self._runs = 0
@@ -28,7 +29,7 @@ class Workshop:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / "reference.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                self._reference = live_run.reference(self.folder / "reference", self.steps)
+                self._reference = live_run.reference(self.folder / "reference", self.steps, self._overrides)
         return self._reference
 
     def live_run(self) -> LiveRun:
@@ -41,7 +42,7 @@ class Workshop:
             raise RuntimeError(f"the run before, which survived its faults, ended with a difference: {wrong}")
         if self._run is None:
             self._runs += 1
-            self._run = LiveRun(self.folder / f"{self.lane}-run-{self._runs:02d}", self.steps)
+            self._run = LiveRun(self.folder / f"{self.lane}-run-{self._runs:02d}", self.steps, self._overrides)
         if not self._run.running:
             self._run.start()
             self._run.wait_for_row(0)

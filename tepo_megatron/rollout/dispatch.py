@@ -55,6 +55,7 @@ class Dispatcher(Generic[R, A]):
     A request that fails is asked again, of another server where there is one, at most ``max_retries`` times; so may a server
     fail in a row. Beyond that, when it is gone, or silent for ``timeout_s``, the server is lost: ``lose(lane, cause)`` is
     called, which ends it and may raise to end everything, and its requests go to the others. The last one's loss is raised.
+    ``on_move`` is called when a server was seen to make tokens.
     """
 
     lanes: Sequence[Lane]
@@ -62,6 +63,7 @@ class Dispatcher(Generic[R, A]):
     lose: Callable[[Lane, ServerFault], None]
     timeout_s: float
     max_retries: int
+    on_move: Callable[[], None] = lambda: None
     retried: int = 0
     """Requests that were asked again, each as often as it was."""
     _pending: dict[Future[A], _Try[R]] = field(default_factory=dict)
@@ -69,9 +71,9 @@ class Dispatcher(Generic[R, A]):
 
     def run(self, requests: Sequence[R]) -> Iterator[tuple[R, A]]:
         """Each request with its answer, as they come. Raises what ``ask`` raises for a request that is at fault itself."""
-        watches = {
-            lane.index: ProgressWatch(lane.client.progress, self.timeout_s) for lane in self.lanes
-        }  # each of this call only: what was seen before means nothing
+        watches = {  # each of this call only: what was seen before means nothing
+            lane.index: ProgressWatch(lane.client.progress, self.timeout_s, on_move=self.on_move) for lane in self.lanes
+        }
         try:
             for number, request in enumerate(requests):
                 self._submit(_Try(request, self.lanes[number % len(self.lanes)]))

@@ -99,13 +99,14 @@ class Fleet(Roster):
         max_new_tokens: int,
         seed: int,
         on_progress: Callable[[int, int], None] | None = None,
+        on_move: Callable[[], None] = lambda: None,
     ) -> list[list[Response]]:
         """Draw ``n`` responses to each prompt (token ids, at least one); the groups are in the order of the prompts.
 
         ``temperature`` 0 decodes greedily, and needs n = 1. Samples, of one prompt or of several, are independent draws; the
-        same ``seed`` gives the same draws from the same weights, up to the numerics of batching. ``on_progress`` is called in
-        this thread with (prompts done, all prompts). Raises ServerDied when a server is gone, ValueError for an empty prompt,
-        RuntimeError for whatever else a server answers.
+        same ``seed`` gives the same draws from the same weights, up to the numerics of batching. In this thread ``on_progress``
+        is called with (prompts done, all prompts), and ``on_move`` when a server was seen to make tokens. Raises ServerDied
+        when a server is gone, ValueError for an empty prompt, RuntimeError for whatever else a server answers.
         """
         if not self._pools or self._version is None:
             raise RuntimeError(
@@ -131,7 +132,7 @@ class Fleet(Roster):
 
         groups: list[list[Response | None]] = [[None] * n for _ in prompts]
         done = 0
-        dispatcher = self._dispatcher(ask)
+        dispatcher = self._dispatcher(ask, on_move)
         try:
             for wanted, responses in dispatcher.run(split_groups(len(prompts), n, self._config.max_num_seqs)):
                 group = groups[wanted.prompt]
@@ -147,14 +148,16 @@ class Fleet(Roster):
             self._counts["requests/retried"] += dispatcher.retried
         return [[response for response in group if response is not None] for group in groups]
 
-    def _dispatcher(self, ask: Callable[[Client, Request], list[Response]]) -> Dispatcher[Request, list[Response]]:
+    def _dispatcher(
+        self, ask: Callable[[Client, Request], list[Response]], on_move: Callable[[], None]
+    ) -> Dispatcher[Request, list[Response]]:
         lanes = [
             Lane(index, client, pool, server.healthy)
             for index, (server, client, pool) in enumerate(zip(self._servers, self._clients, self._pools, strict=True))
             if index not in self._lost
         ]
         config = self._config
-        return Dispatcher(lanes, ask, self._lose, config.request_timeout_s, config.max_retries)
+        return Dispatcher(lanes, ask, self._lose, config.request_timeout_s, config.max_retries, on_move)
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> dict[str, list[float]]:
         """Address → log-probs of the tokens of a prompt but the first, under temperature 1. Raises as :meth:`generate`."""
@@ -263,7 +266,8 @@ class Fleet(Roster):
             update(self._sync)
             self._version = version
         except (RuntimeError, ValueError) as error:
-            died = isinstance(error, ServerSilent) or any(not server.healthy() for server in self._servers)
+            # Also a server's fault outside the transfer: an engine whose worker is gone refuses a pause, and only then dies.
+            died = isinstance(error, ServerFault) or any(not server.healthy() for server in self._servers)
             if died:
                 self._blame(error)
             message = f"weights {version.step} did not reach the rollout servers: {error}"

@@ -24,11 +24,17 @@ class ProgressWatch:
 
     Only time in which this process ran is counted: after a suspended machine or a stopped trainer nobody is to blame. ``probe``
     runs in a thread of its own, raises ServerSilent when nobody answers, and ServerGone when the server is known to be dead.
-    Used by one thread.
+    ``on_move`` is called within :meth:`look` when its answer has changed. Used by one thread.
     """
 
-    def __init__(self, probe: Callable[[], object], timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._probe, self._timeout_s, self._clock = probe, timeout_s, clock
+    def __init__(
+        self,
+        probe: Callable[[], object],
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        on_move: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._probe, self._timeout_s, self._clock, self._on_move = probe, timeout_s, clock, on_move
         self._between = interval_s(timeout_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="progress")
         self._asked: Future[object] | None = None
@@ -68,6 +74,7 @@ class ProgressWatch:
         if seen is not None and seen != self._seen:
             self._seen = seen
             self.moved()
+            self._on_move()
         return ""
 
     def close(self) -> None:

@@ -18,13 +18,12 @@ import stat
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from hashlib import blake2b
 from pathlib import Path
 from uuid import uuid4
 
-PREFIX = "tepo"
+from tepo_megatron.temporary import PREFIX, PROC, folder_name, place, started
+
 SHM = Path("/dev/shm")  # noqa: S108
-_PROC = Path("/proc")
 _LONGEST_BASE = 107 - len("/tepo-01abcd-1234567-1234567890") - len(f"/{uuid4()}")
 _RECORD = "shm"
 _LOOKS = 3
@@ -41,8 +40,7 @@ class Scratch:
     def __init__(self, base: Path | None = None) -> None:
         """Raises OSError where no folder can be made in ``base``, by default the system's temporary folder."""
         base = base or temporary_folder()
-        pid = os.getpid()
-        self.folder = base / f"{PREFIX}-{_place()}-{pid}-{_started(pid)}"
+        self.folder = base / folder_name()
         self.folder.mkdir(mode=0o700)
         self._looks = dict.fromkeys(_names(), _LOOKS)
         self._recorded: dict[str, int] = {}
@@ -86,15 +84,15 @@ def temporary_folder() -> Path:
 
 
 def sweep(base: Path | None = None) -> list[Path]:
-    """Remove what killed servers of this user have left on this machine, and return their folders.
+    """Remove what killed servers and trainers of this user have left on this machine, and return their folders.
 
-    A server's folder is in use as long as its supervisor or another process of its group lives.
+    A folder is in use as long as the process that made it, another one of its group, or one whose environment names it lives.
     """
-    if not _PROC.exists():
+    if not PROC.exists():
         return []
     base = base or temporary_folder()
     removed = []
-    for folder in base.glob(f"{PREFIX}-{_place()}-*"):
+    for folder in base.glob(f"{PREFIX}-{place()}-*"):
         with suppress(FileNotFoundError):  # another sweeps too
             if _is_own_folder(folder) and not _in_use(folder):
                 _remove(folder, _read_record(folder / _RECORD))
@@ -105,7 +103,7 @@ def sweep(base: Path | None = None) -> list[Path]:
 def group_members(group: int) -> list[int]:
     """The processes of a process group that still run, where the system tells."""
     found = []
-    for entry in _PROC.glob("[0-9]*/stat"):
+    for entry in PROC.glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
             state, _, number = entry.read_text(errors="replace").rpartition(")")[2].split()[:3]
             if int(number) == group and state not in "ZX":
@@ -158,10 +156,10 @@ def _used_inodes(processes: Iterable[int]) -> set[int]:
     used: set[int] = set()
     for process in processes:
         with suppress(OSError):
-            maps = (_PROC / str(process) / "maps").read_text(errors="replace")
+            maps = (PROC / str(process) / "maps").read_text(errors="replace")
             used |= {int(line.split()[4]) for line in maps.splitlines() if f" {SHM}/" in line}
         with suppress(OSError):
-            for descriptor in os.scandir(_PROC / str(process) / "fd"):
+            for descriptor in os.scandir(PROC / str(process) / "fd"):
                 with suppress(OSError):
                     if os.readlink(descriptor.path).startswith(f"{SHM}/"):
                         used.add(os.stat(descriptor.path).st_ino)
@@ -170,7 +168,7 @@ def _used_inodes(processes: Iterable[int]) -> set[int]:
 
 def _own_processes() -> list[int]:
     found = []
-    for entry in _PROC.glob("[0-9]*"):
+    for entry in PROC.glob("[0-9]*"):
         with suppress(OSError):
             if entry.stat().st_uid == os.getuid():
                 found.append(int(entry.name))
@@ -183,30 +181,22 @@ def _is_own_folder(folder: Path) -> bool:
 
 
 def _in_use(folder: Path) -> bool:
-    """Whether the supervisor that made the folder, or a process of its group, lives."""
+    """Whether the process that made the folder lives, one of its group, or one that was told of the folder: a rank."""
     try:
-        pid, started = map(int, folder.name.split("-")[2:4])
+        pid, began = map(int, folder.name.split("-")[2:4])
     except ValueError:
         return True  # no folder of ours, whatever its name
-    now = _started(pid)
+    now = started(pid)
     if now:  # a number is given again only when its process and its group are gone
-        return now == started
-    return bool(group_members(pid))
+        return now == began
+    return bool(group_members(pid)) or _is_named(folder)
 
 
-def _started(pid: int) -> int:
-    """When a process started, in the kernel's ticks since boot; 0 if there is none, or the system does not tell."""
-    with suppress(OSError):
-        fields = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        return int(fields[19]) if fields[0] not in "ZX" else 0
-    return 0
-
-
-def _place() -> str:
-    """Names the boot and the numbering of processes (container) in which a process' number means something."""
-    parts = [os.uname().nodename]
-    with suppress(OSError):
-        parts.append((_PROC / "sys/kernel/random/boot_id").read_text().strip())
-    with suppress(OSError):
-        parts.append(os.readlink(_PROC / "self/ns/pid"))
-    return blake2b("/".join(parts).encode(), digest_size=3).hexdigest()
+def _is_named(folder: Path) -> bool:
+    """Whether the environment of a process names the folder."""
+    name = os.fsencode(folder)
+    for process in _own_processes():
+        with suppress(OSError):
+            if name in (PROC / str(process) / "environ").read_bytes():
+                return True
+    return False

@@ -2,18 +2,21 @@
 
 Standard input is a pipe whose other end the starter holds. When it closes (the starter is done, or was killed), or on SIGTERM,
 the whole process group ends: SIGTERM, a short wait, SIGKILL. When the command ends by itself, what it left in the group is
-killed. Then the command's temporary folder and shared memory are removed (``scratch``). The supervisor must lead its process
-group (``start_new_session=True``).
+killed. Then the command's temporary folder and shared memory are removed (``scratch``). Where the supervisor itself is killed,
+the kernel (Linux's) sends the command SIGTERM, so that no server runs that nobody would end. The supervisor must lead its
+process group (``start_new_session=True``).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from tepo_megatron.rollout.scratch import Scratch, group_members, sweep
@@ -42,7 +45,12 @@ def main(arguments: list[str]) -> int:
     starter = os.getppid()
     sweep()
     scratch = Scratch()
-    child = subprocess.Popen(arguments[1:], stdin=subprocess.DEVNULL, env={**os.environ, **scratch.environment()})
+    child = subprocess.Popen(
+        arguments[1:],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **scratch.environment()},
+        preexec_fn=_end_with_supervisor(),  # this process has one thread
+    )
     # A forked relative of the starter may hold the pipe open after the starter's death: its parent id tells that too.
     while child.poll() is None and not asked_to_stop and os.getppid() == starter and not _closed(sys.stdin.fileno()):
         scratch.record()
@@ -60,6 +68,20 @@ def main(arguments: list[str]) -> int:
     os.killpg(0, signal.SIGKILL)  # this process as well, and all others where there is no /proc
     time.sleep(1)
     return 1
+
+
+def _end_with_supervisor() -> Callable[[], None] | None:
+    """What the command's process does before it becomes the command; None where the kernel cannot tell it of our death."""
+    if sys.platform != "linux":
+        return None
+    kernel, pr_set_pdeathsig, supervisor = ctypes.CDLL(None), 1, os.getpid()
+
+    def ask_the_kernel() -> None:
+        kernel.prctl(pr_set_pdeathsig, signal.SIGTERM)
+        if os.getppid() != supervisor:  # it was killed just before
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return ask_the_kernel
 
 
 def _others() -> list[int]:

@@ -11,6 +11,7 @@ from tepo_megatron.types import Batch, Rollout, WeightsVersion
 from tepo_megatron.watch.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
+    from tepo_megatron.train.resume import Resumed
     from tepo_megatron.train.weights import WeightPublisher
 
 T = TypeVar("T")
@@ -51,8 +52,10 @@ class Driver(Protocol):
     def keep_skipped(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> Path | None:
         """Saves the rollouts that :meth:`collect` gave last, some of whose mini-batches were ``skipped``; returns the file."""
 
-    def go_back(self, step: int, sentence: str) -> None:
-        """Forgets the rows beyond ``step``, from which the run goes on with other problems than those that it drew since."""
+    def go_back(self, found: Resumed, sentence: str) -> None:
+        """Forgets the rows beyond the checkpoint's step, from which the run goes on with other problems than those that it
+        drew since, and sets damaged checkpoints aside.
+        """
 
     def evaluate(self, step: int) -> None: ...
     def has_logged(self, step: int) -> bool:
@@ -110,7 +113,7 @@ class NonRootDriver:
     def keep_skipped(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> None:
         return None
 
-    def go_back(self, step: int, sentence: str) -> None:
+    def go_back(self, found: Resumed, sentence: str) -> None:
         return None
 
     def evaluate(self, step: int) -> None:

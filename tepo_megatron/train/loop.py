@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.engine.checkpoint_folder import checkpoints
 from tepo_megatron.preemption import StopRequested
 from tepo_megatron.rollout.canary import due_prompt
 from tepo_megatron.train.driver import Driver
 from tepo_megatron.train.leaving import Leaving
 from tepo_megatron.train.minibatches import minibatches
 from tepo_megatron.train.placement import takes_turns
+from tepo_megatron.train.resume import newest_whole
 from tepo_megatron.train.rollback import Rollback
 from tepo_megatron.train.skipped import SkippedUpdates, describe
 from tepo_megatron.train.summary import summarize
@@ -72,6 +71,7 @@ class Loop:
             driver.log(self.step, {})
         while self.step < self.config.train.steps:
             self.train_step()
+        self.finish_save()
         self.onload_trainer()
 
     def train_step(self) -> None:
@@ -88,12 +88,13 @@ class Loop:
             scored = [engine.score(part) for part in parts]
             driver.check_rollouts(self.step, scored)
         self.from_root(lambda: None, unless=self.leaving.update_fits)  # a step whose updates are too long is dropped
-        with driver.phase("update"), self.leaving.timed("update"):
+        with driver.phase("update"), self.leaving.timed_update():
             updates = [engine.update(part, last=at == len(scored)) for at, part in enumerate(scored, start=1)]
             self.skipped.check(
                 self.step, updates, lambda: describe(updates, batch.num_sequences, seed=self.config.seed, step=self.step)
             )
-        row = {**summarize(batch, updates), **noise}
+        self.finish_save(wait=False)
+        row = {**summarize(batch, updates), **noise, **self.leaving.take_save_times()}
         reason = self.rollback.reason(row)
         if reason and self.go_back(reason):
             return
@@ -107,20 +108,20 @@ class Loop:
         driver.log(self.step, row)
 
     def go_back(self, reason: str) -> bool:
-        """Trainer and servers get the weights of the newest checkpoint again, and the run goes on from its step with other
-        prompts; not where there is no checkpoint yet. Raises RuntimeError where that was done too often.
+        """Trainer and servers get the weights of the newest whole checkpoint again, and the run goes on from its step with
+        other prompts; not where there is no checkpoint yet. Raises RuntimeError where none is whole, or it was done too often.
         """
-        newest = "".join(map(str, checkpoints(self.config.output / "checkpoints")[-1:]))
-        newest = self.engine.broadcast_from_root(newest)  # on a shared disk the ranks need not see the same at once
-        if not newest:
+        self.finish_save()
+        found = newest_whole(self.config, self.engine, reason)
+        if found is None:
             self.driver.message(
                 f"step {self.step + 1}: {reason}, but there is no checkpoint yet to go back to; the run goes on"
             )
             return False
         self.rollback.count(reason)
         undone = self.step + 1
-        self.step = self.leaving.saved_step = self.engine.load(Path(newest))["step"]
-        self.driver.go_back(self.step, f"step {undone}: {reason}; back to {newest}, with other prompts")
+        self.step = self.leaving.saved_step = self.engine.load(found.folder, checked=dict(found.state))["step"]
+        self.driver.go_back(found, f"step {undone}: {reason}; back to {found.folder}, with other prompts")
         self.update_weights()
         return True
 
@@ -181,12 +182,24 @@ class Loop:
             self.save()
 
     def save(self) -> None:
-        with self.leaving.timed("save"):
-            self.engine.save(self.config.output / "checkpoints", step=self.step, state=self.driver.state())
-        self.leaving.saved(self.step)
+        """Training goes on beside it with ``train.async_save``; until ``finish_save`` it counts as not saved."""
+        self.finish_save()
+        folder, background = self.config.output / "checkpoints", self.config.train.async_save
+        self.engine.begin_save(folder, step=self.step, state=self.driver.state(), background=background)
+        if not background:
+            self.finish_save()
+
+    def finish_save(self, *, wait: bool = True) -> None:
+        """Gives a checkpoint that was begun its name. Nothing where there is none, or ``wait`` is false and it is still being
+        written.
+        """
+        saved = self.engine.finish_save(wait=wait)
+        if saved is not None:
+            self.leaving.saved(saved.step, stage_s=saved.stage_s, write_s=saved.write_s, waited_s=saved.waited_s)
 
     def save_before_leaving(self, stop: StopRequested) -> None:
         """Saves what was trained since the last checkpoint. A step that was begun is dropped: its problems are drawn again."""
+        self.finish_save()
         driver, engine, found = self.driver, self.engine, self.leaving.saved_step
         driver.drop_step(self.step)
         if self.step > found:
@@ -195,6 +208,7 @@ class Loop:
                 engine.broadcast_from_root(None)  # the others wait for that
             engine.onload()
             self.save()
+            self.finish_save()
         driver.message(self.leaving.describe(stop, saved=self.step > found))
 
     def with_servers(self, work: Callable[[], T | None]) -> T | None:

@@ -62,19 +62,43 @@ def resume(config: RunConfig, engine: Engine) -> Resumed:
     """Restores the engine from the first checkpoint that is whole to the last byte; others that it finds damaged are passed
     over. Every rank calls; all take the same one, or raise the same ValueError as :func:`find_checkpoint`.
     """
-    names = engine.broadcast_from_root([str(folder) for folder in _candidates(config)])
+    whole, damaged = first_whole(engine, _candidates(config))
+    if whole is None:
+        raise ValueError(_none_whole(config, damaged))
+    folder, state = whole
+    found = judge(config, engine.model_dir, folder, state, damaged)
+    _check_reference(config, engine, found)
+    engine.load(folder, checked=state)
+    return found
+
+
+def first_whole(engine: Engine, folders: Sequence[Path]) -> tuple[tuple[Path, dict[str, Any]] | None, list[DamagedCheckpoint]]:
+    """The first of these checkpoints that is whole to the last byte, with its state; and what was found damaged before it.
+
+    Every rank calls, and gets the same; only rank 0's ``folders`` are read.
+    """
     damaged: list[DamagedCheckpoint] = []
-    for folder in map(Path, names):
+    # On a shared disk the ranks need not see the same at once.
+    for folder in map(Path, engine.broadcast_from_root([str(folder) for folder in folders])):
         try:
-            state = engine.check_checkpoint(folder)
+            return (folder, engine.check_checkpoint(folder)), damaged
         except DamagedCheckpoint as error:
             damaged.append(error)
-            continue
-        found = judge(config, engine.model_dir, folder, state, damaged)
-        _check_reference(config, engine, found)
-        engine.load(folder, checked=state)
-        return found
-    raise ValueError(_none_whole(config, damaged))
+    return None, damaged
+
+
+def newest_whole(config: RunConfig, engine: Engine, reason: str) -> Resumed | None:
+    """The newest checkpoint of the output folder that is whole to the last byte, for a run that has to go back, for
+    ``reason``; None where there is no checkpoint yet. Every rank calls; nothing is restored.
+
+    Raises RuntimeError where none is whole.
+    """
+    whole, damaged = first_whole(engine, list(reversed(checkpoints(config.output / "checkpoints"))))
+    if whole is not None:
+        return Resumed(*whole, damaged=damaged)
+    if damaged:
+        raise RuntimeError(f"{reason}, and the run cannot go back: {_none_whole(config, damaged)}")
+    return None
 
 
 def judge(
@@ -117,6 +141,15 @@ def accept(config: RunConfig, found: Resumed) -> list[str]:
 
     Returns what could not be renamed, as sentences: that is no reason to stop.
     """
+    failed = set_aside_others(config, found)
+    write_resolved(config)
+    return failed
+
+
+def set_aside_others(config: RunConfig, found: Resumed) -> list[str]:
+    """Renames checkpoints that are damaged, or of later steps than the run goes on from. Rank 0 calls; returns as
+    :func:`accept`.
+    """
     failed = []
     broken = {error.folder.resolve() for error in found.damaged}
     for folder in checkpoints(config.output / "checkpoints"):
@@ -126,7 +159,6 @@ def accept(config: RunConfig, found: Resumed) -> list[str]:
                 set_aside(folder, "damaged" if is_damaged else "abandoned")
             except OSError as error:
                 failed.append(f"{folder} could not be renamed ({error.strerror}); remove it by hand")
-    write_resolved(config)
     return failed
 
 

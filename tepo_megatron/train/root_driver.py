@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -12,15 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.data.prompts import encode_prompt
-from tepo_megatron.data.sampler import ProblemSampler
 from tepo_megatron.evaluate.evaluation import evaluate
 from tepo_megatron.preemption import stop_signals
 from tepo_megatron.reward.pool import RewardPool
-from tepo_megatron.rollout.canary import CACHED_TOKENS, Canary, cached_prompt, rollouts_tolerance, tolerance
 from tepo_megatron.rollout.fleet import NO_SERVERS, Fleet, ServerDied
-from tepo_megatron.train.agreement import check_agreement
-from tepo_megatron.train.inputs import Inputs, read_replay
+from tepo_megatron.train.canaries import Canaries
+from tepo_megatron.train.collect import RolloutCollector
+from tepo_megatron.train.inputs import Inputs
 from tepo_megatron.train.journal import Journal
 from tepo_megatron.train.lost_time import LostTime
 from tepo_megatron.train.metrics import Stopwatch
@@ -28,11 +24,11 @@ from tepo_megatron.train.minibatches import derive_seed
 from tepo_megatron.train.noise_floor import below_the_noise
 from tepo_megatron.train.output import Output
 from tepo_megatron.train.placement import first_server_gpu, this_machine
-from tepo_megatron.train.resume import restore_data
+from tepo_megatron.train.resume import Resumed, set_aside_others
 from tepo_megatron.train.retention import Retention
 from tepo_megatron.train.skipped import write_skipped
 from tepo_megatron.train.step_rewards import StepRewards
-from tepo_megatron.types import Batch, Problem, Rollout, WeightsVersion
+from tepo_megatron.types import Batch, Rollout, WeightsVersion
 from tepo_megatron.watch.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
@@ -61,7 +57,6 @@ class RootDriver:
         self.output = output
         self.heartbeat = heartbeat
         self.watch = Stopwatch()
-        self.sampler = ProblemSampler(inputs.train, config.seed)
         self._retention = Retention(config, output.message)
         self.pool = pool
         self.rewards = StepRewards(config, self.pool, output.message)
@@ -81,18 +76,17 @@ class RootDriver:
             if config.rollout.server.placement != "colocated":
                 # Servers take tens of seconds to start; the model is built meanwhile.
                 self._starting = ThreadPoolExecutor(1, "fleet").submit(self.fleet.start)
-        self.journal = Journal(config, output.message, output.write_failed)
-        self._drawn: tuple[int, list[Problem]] = (-1, [])
-        self._before_draw = self.sampler.state()
+        self.rollouts = RolloutCollector(
+            config,
+            inputs,
+            self.rewards,
+            Journal(config, output.message, output.write_failed),
+            phase=self.phase,
+            heartbeat=heartbeat,
+        )
         self._signals = stop_signals()
-        self._collected: list[Rollout] = []
-        self._canary = Canary(tolerance(config))
-        limit = config.rollout.server.max_model_len or inputs.spec.max_positions
-        self._cached_prompt = cached_prompt(inputs.spec.vocab_size, limit)
-        self._figures: dict[str, float] = {}
-        """Of the canaries, for the next row."""
+        self._canaries = Canaries(config, inputs.spec)
         self._evaluation: dict[str, float] = {}
-        self._versions: dict[str, float] = {}
         self._returns = 0
         self._row: dict[str, float] = {}
         """Figures of the step that is not logged yet."""
@@ -151,66 +145,12 @@ class RootDriver:
     def collect(self, step: int) -> list[Rollout]:
         """G samples of each of the step's prompts, without those that have no reward; the same again if called again for the
         same step."""
-        rollouts = self.rewards.leave_out(self._collect(step))
-        self._collected = rollouts
-        steps = [rollout.weights_version.step for rollout in rollouts]
-        self._versions = {"weights_version/min": float(min(steps)), "weights_version/max": float(max(steps))}
-        return rollouts
-
-    def _collect(self, step: int) -> list[Rollout]:
-        if self.config.rollout.replay is not None:
-            with self.phase("rollout"):
-                return read_replay(self.config, self.inputs.spec.vocab_size, step)
-        # A step that a server's death repeats asks again, and must get the same problems.
-        if self._drawn[0] != step:
-            self._before_draw = self.sampler.state()
-            self._drawn = (step, self.sampler.next(self.config.rollout.prompts_per_step))
-        problems = self._drawn[1]
-        template = self.config.data.chat_template
-        prompts = [encode_prompt(self.tokenizer, problem, chat_template=template) for problem in problems]
-        with self.phase("journal"):
-            drawn_by = self.journal.identity(problems, prompts, self._fleet().weights_version)
-            found = self.journal.find(step, drawn_by)
-        if found is not None:
-            self.rewards.failed = found.failed_rewards
-            return found.rollouts
-        rollouts = self._sample(problems, prompts, step)
-        with self.phase("reward"), self._signals.interruptible():
-            rollouts = self.rewards.score(rollouts, problems, step)
-        with self.phase("journal"):
-            self.journal.write(step, rollouts, drawn_by, self.rewards.failed)
-        return rollouts
-
-    def _sample(self, problems: Sequence[Problem], prompts: Sequence[tuple[int, ...]], step: int) -> list[Rollout]:
-        config = self.config.rollout
-        with self.phase("rollout"), self._signals.interruptible():
-            groups = self._fleet().generate(
-                prompts,
-                n=config.samples_per_prompt,
-                temperature=config.sampling.temperature,
-                max_new_tokens=config.sampling.max_new_tokens,
-                seed=derive_seed(self.config.seed, step, "rollout"),
-                on_progress=self.heartbeat.moved,
-            )
-        return [
-            Rollout(
-                problem_id=problem.id,
-                group=group,
-                prompt_ids=prompt,
-                response_ids=tuple(response.response_ids),
-                sampler_logprobs=tuple(response.logprobs),
-                finish_reason=response.finish_reason,
-                weights_version=response.weights_version,
-                text=self.tokenizer.decode(response.response_ids),
-            )
-            for group, (problem, prompt, responses) in enumerate(zip(problems, prompts, groups, strict=True))
-            for response in responses
-        ]
+        return self.rollouts.collect(step, self.fleet)
 
     def keep_skipped(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> Path:
         folder = self.config.output / "skipped"
         try:
-            path = write_skipped(folder, step, self._collected, skipped)
+            path = write_skipped(folder, step, self.rollouts.rollouts, skipped)
         except OSError as error:  # what is kept for study does not end a run
             self.output.message(f"the skipped batch could not be kept: {error}")
             path = folder
@@ -220,11 +160,12 @@ class RootDriver:
         )
         return path
 
-    def go_back(self, step: int, sentence: str) -> None:
-        self.message(sentence)
-        # The sampler goes on where it is, so that no problem of the steps that are undone comes again in this pass.
-        self._drawn = (-1, [])
-        self.lost.add("lost/rollback", self.output.resume_from(step) + self.watch.elapsed())
+    def go_back(self, found: Resumed, sentence: str) -> None:
+        passed_over = [f"{error}; going back to {found.folder.name}" for error in found.damaged]
+        for text in [*passed_over, sentence, *set_aside_others(self.config, found)]:
+            self.message(text)
+        self.rollouts.go_back()
+        self.lost.add("lost/rollback", self.output.resume_from(found.step) + self.watch.elapsed())
         self._returns += 1
 
     # -- weights ---------------------------------------------------------------------------------------------------------
@@ -251,20 +192,10 @@ class RootDriver:
             self.run_or_revive(self.fleet.sleep)
 
     def check_canary(self, step: int, prompt: Sequence[int], logprobs: Sequence[float]) -> None:
-        started = time.perf_counter()
-        gap = self._canary.check(step, prompt, logprobs, self._fleet().prompt_logprobs(prompt))
-        through_cache = self._fleet().cached_logprobs(self._cached_prompt, CACHED_TOKENS)
-        cache_gap = self._canary.check_cache(step, through_cache)
-        # Not what is checked beside the steps that log it, of servers that have just started: a resumed run has the same rows.
-        if step % self.config.rollout.canary.every == 0 and not self.has_logged(step):
-            seconds = time.perf_counter() - started
-            self._figures |= {"canary/max_logprob_gap": gap, "canary/cache_gap": cache_gap, "time/canary": seconds}
+        self._canaries.check_servers(self._fleet(), step, prompt, logprobs, is_logged=self.has_logged(step))
 
     def check_rollouts(self, step: int, parts: Sequence[Batch]) -> None:
-        # Replayed ones may be another run's: figures only.
-        checked = self.fleet is not None and self.config.rollout.canary.every
-        limit = rollouts_tolerance(self.config) if checked else math.inf
-        self._figures |= check_agreement(step, parts, tolerance=limit, token_tolerance=tolerance(self.config))
+        self._canaries.check_rollouts(step, parts)
 
     def _fleet(self) -> Fleet:
         assert self.fleet is not None, "a replayed run has no servers"
@@ -278,7 +209,7 @@ class RootDriver:
         with self.phase("eval"), self._signals.interruptible():
             result = evaluate(
                 self.inputs.heldout,
-                generate=partial(self._fleet().generate, on_progress=self.heartbeat.moved),
+                generate=partial(self._fleet().generate, on_progress=self.heartbeat.moved, on_move=self.heartbeat.moved),
                 tokenizer=self.tokenizer,
                 pool=self.pool,
                 config=self.config.evaluate,
@@ -297,10 +228,10 @@ class RootDriver:
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         split = self.watch.split()
-        figures = {**self._row, **row, **self._evaluation, **self._figures}
+        figures = {**self._row, **row, **self._evaluation, **self._canaries.take_figures()}
         if "response_tokens" in row:
             figures["tokens/s"] = row["response_tokens"] / split["time/step"]
-        self._row, self._evaluation, self._figures = {}, {}, {}
+        self._row, self._evaluation = {}, {}
         self.lost.add("lost/skipped", split["time/step"] * row.get("update/skipped", 0.0) / self.config.train.minibatches)
         servers = self.fleet.figures() if self.fleet is not None else NO_SERVERS
         self.output.write_row(step, {**figures, **servers, **split, **self.lost.split()})
@@ -314,24 +245,22 @@ class RootDriver:
 
     def note_row(self, row: Mapping[str, float]) -> None:
         counts = {**self.rewards.take_figures(), "rollback/count": float(self._returns)}
-        self._row = {**self._versions, **row, **counts, **self._figures}
-        self._versions, self._figures, self._returns = {}, {}, 0
+        self._row = {**self.rollouts.take_figures(), **row, **counts, **self._canaries.take_figures()}
+        self._returns = 0
 
     def state(self) -> dict[str, Any]:
-        return {"sampler": self.sampler.state(), "row": self._row}
+        return {"sampler": self.rollouts.state(), "row": self._row}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on in the data where the run that was saved stopped; its last row is written if it was not."""
-        begun_anew = restore_data(self.sampler, state, self.config.train.allow_change)
+        begun_anew = self.rollouts.restore(state)
         if begun_anew is not None:
             self.output.message(begun_anew)
         if not self.has_logged(state["step"]):
             self._row = dict(state.get("row", {}))  # checkpoints of 0.1.0 lack it
 
     def drop_step(self, step: int) -> None:
-        if self._drawn[0] == step:
-            self._drawn = (-1, [])
-            self.sampler.restore(self._before_draw)
+        self.rollouts.drop_step(step)
 
     def message(self, text: str) -> None:
         self.output.message(text)

@@ -10,7 +10,7 @@ import warnings
 from tepo_megatron.config import RunConfig
 from tepo_megatron.engine.connections import set_connections
 from tepo_megatron.preemption import STOP_SIGNALS, stop_signals
-from tepo_megatron.torchrun import report_before_leaving
+from tepo_megatron.rank import report_before_leaving
 from tepo_megatron.train.driver import Driver, NonRootDriver
 from tepo_megatron.train.inputs import check_model, read_inputs
 from tepo_megatron.train.loop import Loop
@@ -29,7 +29,7 @@ def train_model(config: RunConfig) -> None:
 
     Every rank of the torchrun world calls (or one process, for a world of 1). Raises ValueError for what the user can mend,
     before servers and model are made wherever that is possible; on any way out, servers and workers are ended. Raises
-    StopRequested after a signal that ``torchrun.run_rank`` handles, when what was trained has been saved.
+    StopRequested after a signal that ``rank.run_rank`` handles, when what was trained has been saved.
     """
     signals = stop_signals()
     set_connections(config.engine.parallel)  # before the servers' side or the engine look for GPUs

@@ -27,13 +27,14 @@ def make_heartbeat(config: RunConfig) -> Heartbeat:
 
 def phase_limits(config: RunConfig) -> dict[str, float]:
     """Phase → seconds in which a rank may wait for servers or verifiers without a sign: these have time-outs of their own, and
-    only after them is it the rank that hangs.
+    only after them is it the rank that hangs. While servers sample, every token that they make is a sign.
     """
     server, reward = config.rollout.server, config.reward
     servers = server.start_timeout_s + server.request_timeout_s + server.transfer_timeout_s
     responses = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     verdicts = responses * reward.timeout_s / reward.workers
-    return {"servers": servers, "rollout": servers, "sync": servers, "reward": verdicts, "eval": servers + verdicts}
+    silent = server.request_timeout_s
+    return {"servers": servers, "rollout": silent, "sync": servers, "reward": verdicts, "eval": silent + verdicts}
 
 
 @contextlib.contextmanager

@@ -33,7 +33,9 @@ from tests.support.small_llama import VOCABULARY, draw_rollouts
 LENGTHS = (3, 31, 5, 17, 24, 4, 40, 8)
 TEMPERATURE = 0.7
 PROMPT = [7, 60, 1, 33, 12, 12, 58]
-MODELS = {"Qwen3": {"head_dim": 8}, "Mixtral": {"num_local_experts": 4}}
+MODELS = {"Qwen3": {"head_dim": 8, "num_hidden_layers": 4}, "Mixtral": {"num_local_experts": 4, "num_hidden_layers": 2}}
+
+SIZES = ("cp", "tp", "pp", "vpp", "dp", "ep")
 
 AGAINST_REFERENCE = {"preset": "grpo", "kl": {"coefficient": 0.1}}
 FEW: list[dict[str, Any]] = [{"preset": "tepo"}, {"preset": "grpo"}, {"preset": "gspo"}, AGAINST_REFERENCE]
@@ -55,11 +57,14 @@ class Layout:
     cp: int = 1
     tp: int = 1
     pp: int = 1
+    vpp: int = 1
     dp: int = 1
     ep: int = 1
     distributed: bool = False
     model: str = "Qwen3"
     presets: str = "few"
+    head: str = "logits"
+    recompute: str = "none"
 
     @property
     def world(self) -> int:
@@ -67,21 +72,26 @@ class Layout:
 
     @property
     def name(self) -> str:
-        split = "".join(f"{name}{size}" for name in ("cp", "tp", "pp", "dp", "ep") if (size := getattr(self, name)) > 1)
-        return f"{self.model}-{self.presets}-{split or 'single'}" + "-distributed" * self.distributed
+        split = "".join(f"{name}{size}" for name in SIZES if (size := getattr(self, name)) > 1)
+        return f"{self.model}-{self.presets}-{split or 'single'}-{self.head}"
 
     @property
     def objectives(self) -> list[dict[str, Any]]:
         return ALL if self.presets == "all" else FEW
 
     def config(self, folder: Path) -> RunConfig:
-        sizes = {name: getattr(self, name) for name in ("cp", "tp", "pp", "dp", "ep")}
+        sizes = {name: getattr(self, name) for name in SIZES}
         return RunConfig.model_validate(
             {
                 "model": {"path": str(folder / self.model)},
-                "engine": {"parallel": {**sizes, "sequence_parallel": self.tp > 1}, "micro_batch_tokens": 60},
+                "engine": {
+                    "parallel": {**sizes, "sequence_parallel": self.tp > 1},
+                    "micro_batch_tokens": 60,
+                    "head": self.head,
+                    "recompute": self.recompute,
+                },
                 # with this ε a step does not turn the sign of a gradient that is nothing but rounding into a move
-                "optimizer": {"lr": 1e-2, "eps": 1e-2, "distributed": self.distributed},
+                "optimizer": {"lr": 1e-3, "eps": 3e-3, "distributed": self.distributed},
                 "objective": AGAINST_REFERENCE,
                 "rollout": {"sampling": {"temperature": TEMPERATURE}},
             }
@@ -92,8 +102,10 @@ SPLITS = [
     Layout(cp=2, presets="all"),
     Layout(cp=2, ep=2, model="Mixtral"),
     Layout(cp=2, tp=2),
-    Layout(cp=2, pp=2),
-    Layout(cp=4),
+    Layout(cp=2, tp=2, head="fused"),
+    Layout(cp=2, pp=2, recompute="full"),
+    Layout(cp=2, pp=2, vpp=2),
+    Layout(cp=4, recompute="selective"),
     Layout(cp=2, dp=2, distributed=True),
 ]
 
@@ -219,7 +231,6 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
@@ -239,7 +250,7 @@ def assert_same_updates(found: list[dict[str, float]], expected: list[dict[str, 
 def same_weights(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert (tensor - start[name]).norm() > 1e-3 * tensor.norm(), f"{name} was not trained"
+        assert (tensor - start[name]).norm() > 1e-4 * tensor.norm(), f"{name} was not trained"
         error = (found[name] - tensor).norm() / tensor.norm()
         assert error <= 1e-5, f"{name}: off by {error:.2e} of its norm"
 

@@ -30,6 +30,8 @@ class Case:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
+    vpp: int = 1
     sp: bool = False
     tied: bool = False
     distributed: bool = False
@@ -39,7 +41,8 @@ class Case:
     @property
     def name(self) -> str:
         flags = [name for name, on in (("sp", self.sp), ("tied", self.tied), ("distopt", self.distributed)) if on]
-        return "-".join([f"tp{self.tp}pp{self.pp}dp{self.dp}", *flags, self.dtype])
+        split = f"tp{self.tp}pp{self.pp}dp{self.dp}cp{self.cp}vpp{self.vpp}"
+        return "-".join([split, *flags, self.dtype])
 
 
 LOGITS = {tied: Case("logits", tied=tied, micro_batch_tokens=4096) for tied in (False, True)}
@@ -51,6 +54,8 @@ TWO = [
     Case(pp=2),
     Case(pp=2, tied=True),
     Case(dp=2, distributed=True),
+    Case(cp=2),
+    Case(pp=2, vpp=2, tied=True),
 ]
 
 
@@ -60,7 +65,7 @@ def train(case: Case, model: Path) -> dict[str, Any]:
 
     from tepo_megatron.engine.engine import Engine
 
-    parallel = {"tp": case.tp, "pp": case.pp, "dp": case.dp, "sequence_parallel": case.sp}
+    parallel = {"tp": case.tp, "pp": case.pp, "dp": case.dp, "cp": case.cp, "vpp": case.vpp, "sequence_parallel": case.sp}
     config = RunConfig.model_validate(
         {
             "model": {"path": str(model), "dtype": case.dtype},
@@ -77,13 +82,22 @@ def train(case: Case, model: Path) -> dict[str, Any]:
     )
     engine = Engine(config, model)
     widths: set[int] = set()
+    in_place: set[bool] = set()
+
+    def watch(_module: object, _inputs: object, output: torch.Tensor) -> None:
+        widths.add(output.shape[-1])
+        if output.requires_grad:
+            place = output.data_ptr()
+            output.register_hook(lambda gradient: in_place.add(gradient.data_ptr() == place))
+
     for chunk in engine.policy.chunks:
-        chunk.register_forward_hook(lambda _module, _inputs, output: widths.add(output.shape[-1]))
+        chunk.register_forward_hook(watch)
     batch = engine.score(engine.batch_from_root(draw_rollouts(LENGTHS) if engine.ranks.rank == 0 else None))
     results = [engine.update(batch) for _ in range(UPDATES)]
     found = {
         "names": list(engine.policy.params),
         "widths": widths,
+        "in_place": in_place,
         "scores": [batch.old_logprobs_T, batch.old_entropy_T, batch.reference_logprobs_T],
         "updates": [{"loss": each.loss, "grad_norm": each.grad_norm, **each.extrema} for each in results],
         "sums": [dict(each.sums) for each in results],
@@ -104,7 +118,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fused-head")
     for tied in (False, True):
         (folder / f"tied-{tied}").mkdir()
-        write_llama(folder / f"tied-{tied}", spike=1.0, hidden_size=HIDDEN, tie_word_embeddings=tied)
+        write_llama(folder / f"tied-{tied}", spike=1.0, num_hidden_layers=4, hidden_size=HIDDEN, tie_word_embeddings=tied)
     return folder
 
 
@@ -139,8 +153,15 @@ def test_the_last_stage_gives_hidden_states_and_parameters_keep_their_names(
 ) -> None:
     for rank in found[case]:
         assert rank["widths"] == {HIDDEN}
-    assert ("output_layer.weight" in found[case][-1]["names"]) == (not case.tied or case.pp > 1)
+    chunk = f"model{case.vpp - 1}." if case.vpp > 1 else ""
+    assert (f"{chunk}output_layer.weight" in found[case][-1]["names"]) == (not case.tied or case.pp > 1)
     assert found[LOGITS[case.tied]][0]["widths"] == {VOCABULARY}
+
+
+def test_the_gradient_of_logits_takes_their_place(found: dict[Case, list[dict[str, Any]]]) -> None:
+    """So that they are held once, in the backward pass too."""
+    for case in LOGITS.values():
+        assert found[case][0]["in_place"] == {True}
 
 
 def test_in_bfloat16_it_differs_from_logits_by_rounding(found: dict[Case, list[dict[str, Any]]]) -> None:

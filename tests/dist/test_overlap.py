@@ -16,7 +16,7 @@ BUCKET = 3000
 
 REDUCE = {"overlap_grad_reduce": True, "bucket_size": BUCKET}
 BOTH = {**REDUCE, "overlap_param_gather": True}
-EXPERTS = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def run(folder: Path, variants: list[dict[str, Any]], *, nan_at: int | None = None) -> list[list[dict[str, Any]]]:

@@ -115,9 +115,9 @@ def updates(rank: int, world: int, source: MegatronParallel, destination: VllmPa
         (MegatronParallel(), VllmParallel(), ("bfloat16", "float32")),
         (MegatronParallel(pp=2), VllmParallel(replicas=2), ("float32", "float32")),
         (MegatronParallel(tp=2), VllmParallel(tp=2), ("float32", "bfloat16")),
-        (MegatronParallel(pp=2, stages=pipeline_stages(4, 2, chunks=2)), VllmParallel(), ("float32", "bfloat16")),
+        (MegatronParallel(pp=2, stages=pipeline_stages(4, 2, chunks=2)), VllmParallel(replicas=2), ("float32", "bfloat16")),
     ],
-    ids=["1to1", "pp2to2x1", "tp2totp2", "pp2vpp2to1"],
+    ids=["1to1", "pp2to2x1", "tp2totp2", "pp2vpp2to2x1"],
 )
 def test_updates_arrive_fail_everywhere_when_a_worker_leaves_and_arrive_again(
     source: MegatronParallel, destination: VllmParallel, dtypes: tuple[str, str]

@@ -95,6 +95,7 @@ WORLDS = {
         *(case(size, tp=2, sequence_parallel=True) for size in (40, 100)),
         *(case(size, pp=2) for size in (40, 100)),
         *(case(size, dp=2) for size in (40, 100)),
+        case(60, cp=2),
     ],
     4: [case(60, tp=2, sequence_parallel=True, pp=2), case(60, tp=2, dp=2)],
 }

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,9 +78,11 @@ except StopRequested as stop:
 class Rank:
     """A process that handles signals; ``says`` reads its next line."""
 
-    def __init__(self, what: str, *, grace: float = 1000.0, warning: float = 2000.0, rank: str = "0") -> None:
+    def __init__(
+        self, what: str, *, grace: float = 1000.0, warning: float = 2000.0, rank: str = "0", folder: Path | None = None
+    ) -> None:
         command = [sys.executable, "-c", RANK, what, str(grace), str(warning)]
-        environment = {**os.environ, "RANK": rank}
+        environment = {**os.environ, "RANK": rank, **({} if folder is None else {"TEPO_RANKS_FOLDER": str(folder)})}
         self.process = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1, text=True, env=environment)
         assert self.says() == "ready"
 
@@ -101,9 +105,9 @@ def start() -> Iterator[type[Rank]]:
     started: list[Rank] = []
 
     class Started(Rank):
-        def __init__(self, what: str, **limits: float) -> None:
+        def __init__(self, what: str, **limits: Any) -> None:
             started.append(self)
-            super().__init__(what, **limits)  # type: ignore[arg-type]
+            super().__init__(what, **limits)
 
     yield Started
     for rank in started:
@@ -178,3 +182,16 @@ def test_a_process_that_does_not_come_to_a_safe_point_ends_with_the_grace_time(
         rank.send(then)
     lost = "step 3 is lost; the newest checkpoint is step_000002"
     assert rank.ends() == (code, [f"{over}: ended without saving. {lost}"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_rank_that_waits_for_rank_0_ends_when_that_is_gone(start: type[Rank], tmp_path: Path) -> None:
+    """The agent asks it to end after rank 0's death; nothing but SIGKILL half a minute later would end the wait otherwise."""
+    root = subprocess.Popen(["sleep", "600"])
+    (tmp_path / "rank-0.pid").write_text(str(root.pid))
+    rank = start("in C", grace=20.0, rank="1", folder=tmp_path)
+    rank.send(signal.SIGTERM)
+    assert rank.says() == "SIGTERM: the run saves and ends, within 20 s (train.grace_s)"
+    root.kill()
+    root.wait()
+    assert rank.ends() == (1, [])

@@ -29,7 +29,7 @@ import os, sys, time
 from datetime import timedelta
 from pathlib import Path
 from tepo_megatron.config.load import load_run
-from tepo_megatron.torchrun import run_rank
+from tepo_megatron.rank import run_rank
 
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 
@@ -142,6 +142,32 @@ def test_ranks_whose_agent_was_killed_leave_no_folder(start: Any, tmp_path: Path
     while folder.exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_rank_that_leaves_first_takes_the_store_from_nobody(start: Any, tmp_path: Path) -> None:
+    """Rank 0 speaks to the store when it ends its servers, at a time when the others may have gone."""
+    rank_code = """
+import os, pathlib, sys, time
+from datetime import timedelta
+from tepo_megatron.rendezvous import rank_store
+store, agent = rank_store(2, timedelta(seconds=100)), os.getppid()
+pathlib.Path(sys.argv[1]).touch()
+while os.getppid() == agent:
+    time.sleep(0.01)
+"""
+    agent_code = """
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]])
+while not os.path.exists(sys.argv[2]):
+    time.sleep(0.01)
+"""
+    folder = tmp_path / "ranks"
+    folder.mkdir(mode=0o700)
+    for rank, stays in (("1", True), ("0", False)):
+        told = f"import os; os.environ |= {{'RANK': {rank!r}, {rendezvous.FOLDER_VARIABLE!r}: {str(folder)!r}}}\n"
+        agent = start("-c", told + agent_code, rank_code, tmp_path / f"ready{rank}")
+        agent.communicate(timeout=TIMEOUT_S)  # until the rank, which has inherited the pipes, has ended, too
+        assert folder.exists() == stays
 
 
 def environment_of_a_rank(parent: subprocess.Popen[str], name: str) -> list[str]:

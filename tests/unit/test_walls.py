@@ -327,6 +327,6 @@ def test_what_stands_on_the_standard_library(module: str, others: set[str]) -> N
 
 
 def test_the_design_shows_the_rooms_as_the_contract_has_them() -> None:
-    rows = re.findall(r"^\| (\d) \| (`[^|]*`) \|", (ROOT / "docs/design.md").read_text(), flags=re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| (`[^|]*`) \|", (ROOT / "docs/design.md").read_text(), flags=re.MULTILINE)
     shown = [(int(level), room.rstrip("/")) for level, names in rows for room in re.findall(r"`([^`]+)`", names)]
     assert sorted(shown) == sorted((number, room) for number, rooms in enumerate(LAYERS, 1) for room in rooms)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.config.load import load_run
+from tepo_megatron.rank import run_rank
 from tepo_megatron.rollout.server import Server
-from tepo_megatron.torchrun import run_rank
 from tepo_megatron.train import inputs
 from tepo_megatron.train.training import train_model
 

@@ -6,7 +6,7 @@ import os
 import sys
 
 from tepo_megatron.config.load import load_run
-from tepo_megatron.torchrun import run_rank
+from tepo_megatron.rank import run_rank
 from tepo_megatron.train.training import train_model
 
 

@@ -1,6 +1,7 @@
 """What every rank does where settings are compared that must not change a result; started by torchrun: variants CASE.json.
 
-Takes one configuration after the other on the same ranks. Each trains three steps of two mini-batches. Between the two of the
+Takes one configuration after the other on the same ranks. Each trains three steps of two mini-batches, of more micro-batches
+each time. Between the two of the
 second step it scores with the weights as the first one left them, between those of the third it reads them. ``nan_at``: the
 number of the update, from 0, that meets a gradient that is NaN.
 """
@@ -35,7 +36,7 @@ def one_variant(run: dict[str, Any]) -> Any:
     seen |= {"early": reductions_under_way(engine), "calls": calls_of_modules(engine)}
     number = 0
     for step in range(3):
-        batch = engine.batch_from_root(draw_rollouts(LENGTHS) if root else None)
+        batch = engine.batch_from_root(draw_rollouts(LENGTHS * (step + 1)) if root else None)
         parts = [engine.score(part) for part in minibatches(batch, 2, seed=0, step=step)]
         for at, part in enumerate(parts, start=1):
             last = at == len(parts)

@@ -103,7 +103,7 @@ def test_what_a_rank_ended_of_is_said(tmp_path: Path) -> None:
     (tmp_path / "tepo_megatron").mkdir()
     (tmp_path / "tepo_megatron" / "__init__.py").write_text("raise RuntimeError('an old state that does not start')")
     with (
-        pytest.raises(RuntimeError, match="tp1: rank 0 ended: RuntimeError: an old state that does not start"),
+        pytest.raises(RuntimeError, match="tp1: rank 0 ended with exit code 1: RuntimeError: an old state that does not start"),
         World(tmp_path, tmp_path, setting(), "tp1") as world,
     ):
         world.step(OURS, 3.0, memory=False)

@@ -12,7 +12,7 @@ import pytest
 from tepo_megatron import errors
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
-from tepo_megatron.torchrun import check_world_size
+from tepo_megatron.rank import check_world_size
 from tepo_megatron.train.plots import _series
 from tests.support.programs import TIMEOUT_S
 
@@ -21,7 +21,7 @@ import os, sys, time
 from contextlib import ExitStack
 from pathlib import Path
 from tepo_megatron.config.load import load_run
-from tepo_megatron.torchrun import report_before_leaving, run_rank
+from tepo_megatron.rank import report_before_leaving, run_rank
 from tepo_megatron.watch.heartbeat import Heartbeat
 from tepo_megatron.watch.processes import process_state
 
@@ -48,6 +48,14 @@ def work(config):
             stack.callback(leave)
             stack.push(report_before_leaving)
             load_run(None, ["train.steps=0"])
+    if what == "group":
+        import atexit
+        from datetime import timedelta
+        import torch.distributed as dist
+        from tepo_megatron.rendezvous import rank_store
+        dist.init_process_group("gloo", store=rank_store(2, timedelta(seconds=100)), rank=int(rank), world_size=2)
+        atexit.register(os.abort)  # as gloo's threads may, once in some hundred ends
+        load_run(None, ["train.steps=0"])
     if what == "ok":
         return
     if what == "hang":
@@ -158,6 +166,17 @@ def test_the_cause_is_told_and_not_what_it_did_to_the_other_ranks(start) -> None
     _, err = (parent := start("leaving")).communicate(timeout=TIMEOUT_S)
     assert parent.returncode == 1
     assert err == "error: overrides: 1 problem in the configuration\n  train.steps: got 0; allowed: an integer > 0\n"
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_within_a_process_group_is_not_aborted(start) -> None:
+    """As where an engine cannot be made: nobody has left the group, and its threads run while the interpreter ends."""
+    _, err = (parent := start("group")).communicate(timeout=TIMEOUT_S)
+    assert parent.returncode == 1
+    assert err.splitlines()[-2:] == [
+        "error: overrides: 1 problem in the configuration",
+        "  train.steps: got 0; allowed: an integer > 0",
+    ]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 import pytest
@@ -38,5 +39,5 @@ def test_a_machine_without_nvidia_s_driver_has_no_gpu(monkeypatch: pytest.Monkey
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr("tepo_megatron.engine.connections.ctypes.CDLL", missing)
+    monkeypatch.setattr(ctypes, "CDLL", missing)
     assert connections.gpu_capability() is None

@@ -13,10 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.rollout.answers import BadAnswer, OtherWeights, read_responses
-from tepo_megatron.rollout.client import GENERATE, PROGRESS
-from tepo_megatron.rollout.faults import ServerGone, ServerSilent
+from tepo_megatron.rollout.client import GENERATE
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
-from tepo_megatron.rollout.progress import ProgressWatch
 from tepo_megatron.types import Response, WeightsVersion
 from tests.support.faulty_server import VOCABULARY, Behaviour, FaultyServer, Sample, answer_well, choice, fleet_of
 
@@ -268,8 +266,13 @@ def test_a_slow_server_that_makes_tokens_is_left_alone(
         return answer_well(server, samples)
 
     server.always = slow
+    moves: list[int] = []
     with fleet_of([server], tmp_path, request_timeout_s=SHORT_S) as (fleet, _):
-        assert sample(fleet) == expected
+        drawn = fleet.generate(
+            PROMPTS, n=2, temperature=1.0, max_new_tokens=4, seed=3, on_move=lambda: moves.append(server.tokens)
+        )
+        assert drawn == expected
+        assert len(moves) > 1  # the run's heartbeat is told of tokens, long before a prompt is done
         assert set(fleet.figures().values()) == {0}
 
 
@@ -348,93 +351,3 @@ def test_a_restart_that_fails_is_repeated_as_often_as_restarts_are_allowed(
             assert fleet.revive()
         assert fleet.figures()["servers/restarts"] == restarts
     server.close()
-
-
-# -- the watch by itself
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Now:
-    """A pool that runs what it is given at once."""
-
-    def submit(self, probe: Callable[[], object]) -> Any:
-        from concurrent.futures import Future
-
-        future: Future[object] = Future()
-        try:
-            future.set_result(probe())
-        except RuntimeError as error:
-            future.set_exception(error)
-        return future
-
-    def shutdown(self, **_: object) -> None: ...
-
-
-def watch_of(probe: Callable[[], object]) -> tuple[ProgressWatch, Clock]:
-    clock = Clock()
-    watch = ProgressWatch(probe, 60.0, clock)
-    watch._thread = Now()  # type: ignore[assignment]
-    return watch, clock
-
-
-def looks(watch: ProgressWatch, clock: Clock, seconds: float, step: float = 1.0) -> str:
-    said = ""
-    while seconds > 0 and not said:
-        clock.now += step
-        seconds -= step
-        said = watch.look()
-    return said
-
-
-def silent() -> object:
-    raise ServerSilent("no answer")
-
-
-def gone() -> object:
-    raise ServerGone("connection refused")
-
-
-@pytest.mark.parametrize("probe", [lambda: "the same", lambda: None, silent])
-def test_a_standstill_is_noticed_after_the_time_out_and_not_before(probe: Callable[[], object]) -> None:
-    watch, clock = watch_of(probe)
-    assert looks(watch, clock, 59.0) == ""
-    assert "no new token" in looks(watch, clock, 10.0)
-
-
-def test_progress_of_any_kind_starts_the_count_anew() -> None:
-    watch, clock = watch_of(iter(range(100000)).__next__)
-    assert looks(watch, clock, 1000.0) == ""
-    stuck, clock = watch_of(lambda: "the same")
-    for _ in range(20):
-        assert looks(stuck, clock, 50.0) == ""
-        stuck.moved()
-
-
-def test_a_dead_server_is_told_at_once_but_not_by_one_failed_connection() -> None:
-    watch, clock = watch_of(gone)
-    assert looks(watch, clock, 12.0) == "connection refused"
-    answers = iter([gone, lambda: 1] * 50)
-    watch, clock = watch_of(lambda: next(answers)())
-    assert looks(watch, clock, 12.0) == ""
-
-
-def test_time_in_which_this_process_did_not_run_is_nobodys_fault() -> None:
-    """The trainer was stopped, or the machine slept."""
-    watch, clock = watch_of(lambda: "the same")
-    assert looks(watch, clock, 20.0) == ""
-    clock.now += 36000
-    assert watch.look() == ""
-    assert looks(watch, clock, 20.0) == ""
-    assert "no new token" in looks(watch, clock, 60.0)
-
-
-def test_the_route_of_the_progress_is_the_plugins() -> None:
-    from tepo_megatron.rollout.plugin import progress
-
-    assert progress.PATH == PROGRESS

@@ -165,10 +165,45 @@ def test_what_others_use_or_made_is_left_alone(left: Left) -> None:
         again.unlink()
 
 
+MAKES_A_FOLDER = """
+import os, subprocess, sys, tempfile, time
+from tepo_megatron.temporary import folder_name
+folder = tempfile.mkdtemp(prefix=f"{folder_name()}-", dir=sys.argv[1])
+told = {**os.environ, "TEPO_RENDEZVOUS": folder}
+rank = subprocess.Popen(["sleep", "600"], env=told, stdout=subprocess.DEVNULL, start_new_session=True)
+print(folder, rank.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_folder_of_a_trainer_that_was_killed_goes_when_its_ranks_are_gone(tmp_path: Path) -> None:
+    """Of the process that starts the ranks, which are in sessions of their own and know the folder."""
+    parent = subprocess.Popen([sys.executable, "-c", MAKES_A_FOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    folder, rank = parent.stdout.readline().split()
+    try:
+        assert sweep(tmp_path) == []
+        parent.kill()
+        parent.communicate()
+        assert sweep(tmp_path) == []
+    finally:
+        parent.kill()
+        os.kill(int(rank), signal.SIGKILL)
+    swept: list[Path] = []
+
+    def is_swept() -> bool:
+        swept.extend(sweep(tmp_path))
+        return bool(swept)
+
+    assert eventually(is_swept)
+    assert swept == [Path(folder)]
+    assert not Path(folder).exists()
+
+
 def test_folders_of_others_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
-    monkeypatch.setattr(scratch, "_place", lambda: "0a0b0c")
+    monkeypatch.setattr(scratch, "place", lambda: "0a0b0c")
     notes, foreign, earlier, ours = (
         tmp_path / name
         for name in (

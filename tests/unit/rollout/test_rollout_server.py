@@ -172,6 +172,19 @@ def test_servers_die_with_a_killed_trainer_even_if_a_fork_holds_the_pipe(tmp_pat
             os.killpg(trainer.pid, signal.SIGKILL)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
+def test_no_server_runs_on_without_its_supervisor(tmp_path: Path) -> None:
+    """SIGTERM comes to the server itself, which ends its own processes; whoever starts the next one kills what it leaves."""
+    supervisor = supervised(stand_in(tmp_path / "pids"))
+    try:
+        command = read_pids(tmp_path / "pids")[0]
+        supervisor.kill()
+        supervisor.wait()
+        assert eventually(lambda: gone(command))
+    finally:
+        os.killpg(supervisor.pid, signal.SIGKILL)
+
+
 def test_the_supervisor_refuses_to_run_in_anothers_group() -> None:
     command = [sys.executable, "-m", "tepo_megatron.rollout.supervise", "--", "true"]
     result = subprocess.run(command, stdin=subprocess.PIPE, capture_output=True, text=True, check=False)

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from tepo_megatron.bridge.storage.manifest import DamagedCheckpoint
 from tepo_megatron.config import RunConfig
 from tepo_megatron.rollout.fleet import ServerDied
-from tepo_megatron.train import root_driver
+from tepo_megatron.train import collect, root_driver
 from tepo_megatron.train.metrics import read_metrics
 from tepo_megatron.train.output import Output
 from tepo_megatron.train.progress import NoProgress
+from tepo_megatron.train.resume import Resumed
 from tepo_megatron.train.root_driver import RootDriver
 from tepo_megatron.types import Problem, Response, WeightsVersion
 from tepo_megatron.watch.heartbeat import Heartbeat
@@ -52,7 +54,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RootDriv
     tokenizer = SimpleNamespace(eos_ids=(2,), encode=lambda text, **_options: (3, 4), decode=lambda ids: "text")
     problems = [Problem(f"p{at}", "1+1=", "2") for at in range(100)]
     config = RunConfig.model_validate({"output": tmp_path / "out", "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2}})
-    monkeypatch.setattr(root_driver, "encode_prompt", lambda tokenizer, problem, **_options: (3, 4))
+    monkeypatch.setattr(collect, "encode_prompt", lambda tokenizer, problem, **_options: (3, 4))
     inputs: Any = SimpleNamespace(
         tokenizer=tokenizer,
         train=problems,
@@ -85,17 +87,17 @@ def test_what_a_server_that_died_cost_is_accounted_for(driver: RootDriver) -> No
     assert driver.lost.split()["lost/server"] >= 0.01
 
 
-def test_no_problem_comes_again_and_rows_and_time_are_accounted_for(driver: RootDriver) -> None:
+def test_no_problem_comes_again_and_rows_and_time_are_accounted_for(driver: RootDriver, tmp_path: Path) -> None:
     seen = set()
     for step in range(3):
         seen |= problems_of(driver, step)
         driver.log(step + 1, {"response_tokens": 4.0, "update/skipped": 0.0})
     offending = problems_of(driver, 3)
     assert problems_of(driver, 3) == offending  # a server that dies repeats the step
-    driver.go_back(3, "back to step 3")
+    driver.go_back(Resumed(tmp_path, {"step": 3}), "back to step 3")
     assert driver.output.last_step == 3
     assert not problems_of(driver, 3) & (seen | offending)
-    driver.go_back(1, "back to step 1")
+    driver.go_back(Resumed(tmp_path, {"step": 1}), "back to step 1")
     assert driver.output.last_step == 1
     seen |= offending | problems_of(driver, 1)
     assert len(seen) == 20  # three steps', the offending one's, and the last one's: all different
@@ -104,3 +106,15 @@ def test_no_problem_comes_again_and_rows_and_time_are_accounted_for(driver: Root
     row = read_metrics(driver.output.folder / "metrics.jsonl")[-1]
     assert row["rollback/count"] == 2
     assert row["lost/rollback"] > 0
+
+
+def test_damaged_checkpoints_are_said_and_set_aside_when_the_run_goes_back(driver: RootDriver) -> None:
+    folder = driver.config.output / "checkpoints"
+    for step in (1, 2):
+        (folder / f"step_{step:06d}").mkdir(parents=True)
+    said: list[str] = []
+    driver.output.message = said.append  # type: ignore[method-assign, assignment]
+    damaged = DamagedCheckpoint(folder / "step_000002", ["state.json is missing"])
+    driver.go_back(Resumed(folder / "step_000001", {"step": 1}, damaged=[damaged]), "back to step 1")
+    assert said == ["step_000002 is damaged (state.json is missing); going back to step_000001", "back to step 1"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000001", "step_000002.damaged"]

@@ -31,10 +31,9 @@ def make() -> tuple[RootDriver, list[list[str]]]:
     pool: Any = None
     driver = RootDriver(RunConfig(rollout=RolloutConfig(replay=Path("none"))), inputs, output, Heartbeat(), pool)
     stand_in: Any = driver  # for what needs servers or files
-    stand_in.config = RunConfig(rollout=RolloutConfig(prompts_per_step=3))
-    stand_in.fleet = SimpleNamespace(weights_version=None)
-    stand_in.journal = SimpleNamespace(identity=lambda *_: None, find=lambda *_: None, write=lambda *_: None)
-    stand_in._sample = lambda problems, prompts, step: asked.append([problem.id for problem in problems])
+    stand_in.rollouts._config = RunConfig(rollout=RolloutConfig(prompts_per_step=3))
+    stand_in.rollouts._journal = SimpleNamespace(identity=lambda *_: None, find=lambda *_: None, write=lambda *_: None)
+    stand_in.rollouts._sample = lambda problems, prompts, step, fleet: asked.append([problem.id for problem in problems])
     stand_in.rewards.score = lambda rollouts, problems, step: []
     return driver, asked
 
@@ -42,20 +41,21 @@ def make() -> tuple[RootDriver, list[list[str]]]:
 @given(before=st.integers(0, 6), stopped=st.booleans(), saved_late=st.booleans())
 def test_a_step_that_was_given_up_draws_the_same_problems_again(before: int, stopped: bool, saved_late: bool) -> None:
     """Whether it was sampling, or had all its rollouts; and a step that was completed is not drawn again."""
+    fleet: Any = SimpleNamespace(weights_version=None)
     driver, _ = make()
     for step in range(before + 1):
-        driver._collect(step)
+        driver.rollouts._collect(step, fleet)
     if stopped:
-        interrupted: Any = driver
+        interrupted: Any = driver.rollouts
         interrupted._sample = lambda *_: (_ for _ in ()).throw(StopRequested(signal.SIGTERM))
         with pytest.raises(StopRequested):
-            driver._collect(before + 1)
+            driver.rollouts._collect(before + 1, fleet)
     step = before + 1 if stopped or saved_late else before  # steps that were completed
     driver.drop_step(step)
     resumed, again = make()
     resumed.restore({"step": step, **driver.state()})
-    resumed._collect(step)
+    resumed.rollouts._collect(step, fleet)
     uninterrupted, expected = make()
     for each in range(step + 1):
-        uninterrupted._collect(each)
+        uninterrupted.rollouts._collect(each, fleet)
     assert again == expected[-1:]

@@ -1,5 +1,6 @@
 """The C++ sweep: who gets it, and how it is compiled by many processes at once."""
 
+import ctypes
 import logging
 import os
 import shutil
@@ -66,7 +67,7 @@ def test_a_cache_that_takes_no_files_is_named(monkeypatch, tmp_path):
 @pytest.mark.parametrize("shared", ["tepo_megatron", "tepo_megatron/library"])
 def test_a_library_that_others_could_have_put_there_is_not_loaded(monkeypatch, tmp_path, shared):
     """The folder, or the file in it, may be written by others."""
-    monkeypatch.setattr(native.ctypes, "CDLL", lambda path: pytest.fail(f"{path} was loaded"))
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: pytest.fail(f"{path} was loaded"))
     monkeypatch.setattr(native, "_build", lambda command, library: library.write_text("another's code"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "tepo_megatron").mkdir(mode=0o700)
