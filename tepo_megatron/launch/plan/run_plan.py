@@ -54,7 +54,8 @@ def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response
     parallel = config.engine.parallel
     _check_engine(spec, config)
     lengths = _lengths(config, prompt_tokens, response_tokens)
-    spec.check_length(lengths.longest, "data.max_prompt_tokens and rollout.sampling.max_new_tokens together")
+    if config.data.max_prompt_tokens is not None:  # else the longest prompt is a guess
+        spec.check_length(lengths.longest, "data.max_prompt_tokens and rollout.sampling.max_new_tokens together")
     stages = _stages(spec, config, lengths)
     sync = weight_sync(spec, config) if config.rollout.replay is None else None
     server = server_memory(spec, config, longest=lengths.longest, mean=lengths.mean)
