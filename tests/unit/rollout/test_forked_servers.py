@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from tepo_megatron.rollout.server import Server
 
 
 def look(answer: Connection, internet: int, local: int) -> None:
+    leave_parent()
     nothing = os.stat(os.devnull)
     answer.send([os.fstat(each).st_ino == nothing.st_ino for each in (internet, local)])
     answer.send(signal.set_wakeup_fd(-1))
@@ -45,7 +45,6 @@ def test_a_fork_keeps_neither_the_port_nor_the_signals_of_its_parent(wakeup: int
     context = multiprocessing.get_context("fork")
     asked, answer = context.Pipe(duplex=False)
     with socket.create_server(("127.0.0.1", 0)) as port, socket.socket(socket.AF_UNIX) as local:
-        util.register_after_fork(local, lambda _: leave_parent())  # as long as ``local`` lives
         child = context.Process(target=look, args=(answer, port.fileno(), local.fileno()))
         child.start()
         assert asked.recv() == [True, False]
