@@ -62,6 +62,14 @@ def test_the_recipes_fit_and_state_their_assumption(name: str) -> None:
     assert found.worst.total < 0.9 * 79 * GIB
 
 
+def test_a_run_without_a_bound_of_prompts_is_planned_though_the_guess_is_longer_than_its_model() -> None:
+    tiny = str(EXAMPLES / "tiny" / "run.yaml")
+    found = plan(tiny, REPLAY)
+    assert found.lengths.longest > found.spec.max_positions
+    with pytest.raises(ValueError, match=r"= 272 tokens are more than the 256 positions"):
+        plan(tiny, REPLAY, "data.max_prompt_tokens=240")
+
+
 def test_the_table_of_the_docs_is_what_the_plans_say() -> None:
     rows: dict[str, list[str]] = {}
     for line in (EXAMPLES.parent / "docs" / "plan.md").read_text().splitlines():
