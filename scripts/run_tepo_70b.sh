@@ -12,7 +12,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 # ---- Your cluster: edit here, or give any of these in the environment ------------------------------------------------------------
-RUN=${RUN:-$here/examples/llama3.3-70b/run.yaml}  # or examples/qwen2.5-72b/run.yaml, examples/qwen2.5-7b/run.yaml, yours
+RUN=${RUN:-$here/examples/llama3.3-70b/run.yaml}  # or another of examples/*/run.yaml (-32k: long responses), or yours
 MODEL=${MODEL:-}                                  # Hugging Face folder that every node can read; empty: what RUN says
 TRAIN_DATA=${TRAIN_DATA:-}                        # JSON lines with "prompt" and "answer"; empty: what RUN says
 HELDOUT_DATA=${HELDOUT_DATA:-}                    # the same, for evaluation

@@ -230,6 +230,7 @@ def worker(rank: int, setting: ReshardSetting, place: str, repeats: int, inbox: 
         inbox.put(json.dumps(rows))
     dist.barrier()
     own.pairs.close()
+    dist.destroy_process_group()  # an interpreter that ends beside gloo's threads may abort
 
 
 def _row(own: Rank, method: str, seconds: float, peak: int | None) -> dict[str, Any]:

@@ -63,8 +63,8 @@ class ServerConfig(Section):
     """Memory of a worker for the KV cache where there is no GPU, in GiB."""
 
     cpu_threads: str = "auto"
-    """``VLLM_CPU_OMP_THREADS_BIND``: the cores of each worker, such as ``0`` or ``0|1``; ``auto`` gives each worker one. With one
-    core a worker a server starts in a third of the CPU time, as its processes are forks then."""
+    """``VLLM_CPU_OMP_THREADS_BIND``: the cores of each worker, such as ``0`` or ``0|1``; ``auto`` gives each worker one. With
+    one core a worker a server starts in a third of the CPU time, as its processes are forks then."""
 
     start_timeout_s: Seconds = 300.0
     """Seconds that a server may take from its start to its first answer; loading a large model from a slow disk needs more."""

@@ -63,6 +63,11 @@ class TrainConfig(Section):
     save_every: NonNegativeInt = 0
     """Steps between checkpoints; one is always written at the end, and when a signal ends the run. 0: no others by count."""
 
+    async_save: bool = False
+    """Train on while a checkpoint is written: each rank copies the states that it holds to host memory (12 bytes a parameter),
+    and a thread writes them. A checkpoint counts when all of it is written, so that a kill meanwhile loses it, and falls
+    back to the one before. For models whose checkpoints take long; the host must have the memory."""
+
     save_minutes: float = Field(default=30.0, ge=0, allow_inf_nan=False)
     """Minutes after which a step is followed by a checkpoint, whatever ``save_every`` says: what a machine that fails without a
     word may cost. 0: never."""

@@ -32,10 +32,12 @@ from tepo_megatron.engine.layers import choose_layers
 from tepo_megatron.engine.moe import gathers_tokens, one_length
 from tepo_megatron.engine.noise import measure_noise
 from tepo_megatron.engine.offload import Offloader
+from tepo_megatron.engine.owned_boxes import shards_to_save
 from tepo_megatron.engine.partition import attention_length
 from tepo_megatron.engine.platform import select_platform
 from tepo_megatron.engine.policy import PolicyBuilder, named_parameters
 from tepo_megatron.engine.root_signal import RootSignal
+from tepo_megatron.engine.saving import Saved, Saving
 from tepo_megatron.engine.score import score
 from tepo_megatron.engine.step import StepObjective, UpdateResult, update
 from tepo_megatron.errors import NotFiniteError
@@ -127,6 +129,7 @@ class Engine:
         self.updates_skipped = 0
         self._unscored: list[str] = []
         """Why mini-batches of this step have no scores."""
+        self._saving: Saving | None = None
         self.checkpoint_bytes_read = 0
         """Bytes of optimizer states that this rank read from the checkpoint that it was restored from."""
         self.entropy_noise = 0.0
@@ -303,8 +306,19 @@ class Engine:
 
     def save(self, folder: Path, *, step: int, state: dict[str, Any]) -> Path:
         """Writes a checkpoint that any parallel layout can resume from. Every rank calls."""
+        self.begin_save(folder, step=step, state=state)
+        saved = self.finish_save()
+        assert saved is not None
+        return saved.path
+
+    def begin_save(self, folder: Path, *, step: int, state: dict[str, Any], background: bool = False) -> None:
+        """Begins to write a checkpoint; one that is still being written is finished first. Every rank calls.
+
+        With ``background`` training may go on at once, and a thread writes. The checkpoint is there after ``finish_save``.
+        """
+        self.finish_save()
         self.heartbeat.phase("save")
-        return checkpoint.save(
+        self._saving = Saving(
             folder,
             step=step,
             state={
@@ -318,9 +332,20 @@ class Engine:
                 **state,
             },
             policy=self.policy,
-            shards=checkpoint.shards_to_save(self.sources, self.split, self.ranks.rank, self.policy),
+            shards=shards_to_save(self.sources, self.split, self.ranks.rank, self.policy),
             group=self.host_group,
+            background=background,
         )
+
+    def finish_save(self, *, wait: bool = True) -> Saved | None:
+        """Gives the checkpoint that was begun its name. None where there is none, or ``wait`` is false and some rank still
+        writes. Every rank calls; raises what ``Saving`` does.
+        """
+        saving = self._saving
+        if saving is None or not (wait or saving.is_written()):
+            return None
+        self._saving = None
+        return saving.finish()
 
     def check_checkpoint(self, folder: Path) -> dict[str, Any]:
         """Reads every byte of a checkpoint, each rank a part; returns what was given to ``save`` as ``state``, and ``step``.

@@ -15,10 +15,13 @@ def stage_options(parallel: ParallelConfig) -> dict[str, Any]:
     that travel between the same two ranks in one batch would be taken for one another.
     """
     interleaved = parallel.vpp > 1
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    if parallel.pp == 2 and first is not None:
+        last = None  # it has the rest; of two numbers Megatron divides what they leave by the stages between, which are none
     return {
         "virtual_pipeline_model_parallel_size": parallel.vpp if interleaved else None,
-        "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
-        "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
+        "num_layers_in_first_pipeline_stage": first,
+        "num_layers_in_last_pipeline_stage": last,
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
     }

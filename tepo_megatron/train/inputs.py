@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tepo_megatron.bridge.architecture import ModelSpec, read_model_spec
-from tepo_megatron.bridge.layouts import check_trainer_split
+from tepo_megatron.bridge.layouts import check_recompute, check_trainer_split
 from tepo_megatron.bridge.storage.convert import check_imported
 from tepo_megatron.bridge.storage.stored import open_weights
 from tepo_megatron.config import RunConfig
@@ -43,11 +43,14 @@ def check_model(config: RunConfig) -> Path:
     """
     model_dir = resolve_model_path(config.model.path)
     layout = config.engine.parallel
-    check_placement(config, this_machine())
+    machine = this_machine()
+    check_placement(config, machine)
     if resumes(config) and int(os.environ.get("RANK", 0)) == 0:  # the ranks agree on it when they have their groups
         find_checkpoint(config, model_dir)
     spec = read_model_spec(model_dir)
     check_trainer_split(spec, layout)
+    on_gpu = machine.gpus > 0 and config.engine.platform != "cpu"
+    check_recompute(spec, config.engine.recomputed, transformer_engine=on_gpu and config.engine.layers != "local")
     if config.rollout.server.max_model_len is not None:
         spec.check_length(config.rollout.server.max_model_len, "rollout.server.max_model_len")
     if config.rollout.replay is None:

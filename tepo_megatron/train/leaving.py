@@ -28,17 +28,25 @@ class Leaving:
         self.seconds: dict[str, float] = {}
         """How long the last ``update`` and the last ``save`` took."""
         self._saved_at = time.monotonic()
+        self._save_times: dict[str, float] = {}
 
     @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Around an ``update`` or a ``save``: how long the last one took."""
+    def timed_update(self) -> Iterator[None]:
+        """Around a step's updates: how long the last ones took."""
         began = time.monotonic()
         yield
-        self.seconds[name] = time.monotonic() - began
+        self.seconds["update"] = time.monotonic() - began
 
-    def saved(self, step: int) -> None:
-        """A checkpoint of so many steps is complete."""
+    def saved(self, step: int, *, stage_s: float, write_s: float, waited_s: float) -> None:
+        """A checkpoint of so many steps is complete, and took so many seconds (``engine.saving.Saved``)."""
         self.saved_step, self._saved_at = step, time.monotonic()
+        self.seconds["save"] = stage_s + write_s
+        self._save_times = {"time/save_stage": stage_s, "time/save_write": write_s, "time/save_waited": waited_s}
+
+    def take_save_times(self) -> dict[str, float]:
+        """What the checkpoint took that was completed since the last call, for the metrics; empty if none was."""
+        times, self._save_times = self._save_times, {}
+        return times
 
     def save_is_due(self, minutes: float) -> bool:
         """Whether the last checkpoint, or the start, is so many minutes ago; never for 0."""

@@ -71,6 +71,7 @@ class Loop:
             driver.log(self.step, {})
         while self.step < self.config.train.steps:
             self.train_step()
+        self.finish_save()
         self.onload_trainer()
 
     def train_step(self) -> None:
@@ -87,12 +88,13 @@ class Loop:
             scored = [engine.score(part) for part in parts]
             driver.check_rollouts(self.step, scored)
         self.from_root(lambda: None, unless=self.leaving.update_fits)  # a step whose updates are too long is dropped
-        with driver.phase("update"), self.leaving.timed("update"):
+        with driver.phase("update"), self.leaving.timed_update():
             updates = [engine.update(part, last=at == len(scored)) for at, part in enumerate(scored, start=1)]
             self.skipped.check(
                 self.step, updates, lambda: describe(updates, batch.num_sequences, seed=self.config.seed, step=self.step)
             )
-        row = {**summarize(batch, updates), **noise}
+        self.finish_save(wait=False)
+        row = {**summarize(batch, updates), **noise, **self.leaving.take_save_times()}
         reason = self.rollback.reason(row)
         if reason and self.go_back(reason):
             return
@@ -109,6 +111,7 @@ class Loop:
         """Trainer and servers get the weights of the newest whole checkpoint again, and the run goes on from its step with
         other prompts; not where there is no checkpoint yet. Raises RuntimeError where none is whole, or it was done too often.
         """
+        self.finish_save()
         found = newest_whole(self.config, self.engine, reason)
         if found is None:
             self.driver.message(
@@ -179,12 +182,24 @@ class Loop:
             self.save()
 
     def save(self) -> None:
-        with self.leaving.timed("save"):
-            self.engine.save(self.config.output / "checkpoints", step=self.step, state=self.driver.state())
-        self.leaving.saved(self.step)
+        """Training goes on beside it with ``train.async_save``; until ``finish_save`` it counts as not saved."""
+        self.finish_save()
+        folder, background = self.config.output / "checkpoints", self.config.train.async_save
+        self.engine.begin_save(folder, step=self.step, state=self.driver.state(), background=background)
+        if not background:
+            self.finish_save()
+
+    def finish_save(self, *, wait: bool = True) -> None:
+        """Gives a checkpoint that was begun its name. Nothing where there is none, or ``wait`` is false and it is still being
+        written.
+        """
+        saved = self.engine.finish_save(wait=wait)
+        if saved is not None:
+            self.leaving.saved(saved.step, stage_s=saved.stage_s, write_s=saved.write_s, waited_s=saved.waited_s)
 
     def save_before_leaving(self, stop: StopRequested) -> None:
         """Saves what was trained since the last checkpoint. A step that was begun is dropped: its problems are drawn again."""
+        self.finish_save()
         driver, engine, found = self.driver, self.engine, self.leaving.saved_step
         driver.drop_step(self.step)
         if self.step > found:
@@ -193,6 +208,7 @@ class Loop:
                 engine.broadcast_from_root(None)  # the others wait for that
             engine.onload()
             self.save()
+            self.finish_save()
         driver.message(self.leaving.describe(stop, saved=self.step > found))
 
     def with_servers(self, work: Callable[[], T | None]) -> T | None:

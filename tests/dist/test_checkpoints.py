@@ -135,6 +135,7 @@ def test_another_reference_model_and_none_whole_end_all_ranks_with_one_sentence(
 def save_fails(tmp_path: Path, folder: Path, *overrides: str, limited_rank: int | None = None, limit: int = 0) -> list[Any]:
     """What each of two ranks reports; the older checkpoint is whole and was loaded."""
     case = {"folder": str(folder), "out": str(tmp_path), "limited_rank": limited_rank, "limit": limit}
+    case["background"] = limited_rank == 0
     (tmp_path / "case.json").write_text(json.dumps({**case, "overrides": [f"output={folder.parent}", *overrides]}))
     run_world("save_fails", 2, tmp_path / "case.json")
     reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
@@ -148,7 +149,7 @@ def save_fails(tmp_path: Path, folder: Path, *overrides: str, limited_rank: int 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_write_ends_the_save_of_all(rank: int, tmp_path: Path) -> None:
-    """With the distributed optimizer only the first of the data-parallel ranks writes, and both make each tensor together."""
+    """Rank 0's writes beside training; the other way is as it is by default."""
     split = ["engine.parallel.tp=2"] if rank else ["engine.parallel.dp=2", "optimizer.distributed=true"]
     said, _ = save_fails(tmp_path, tmp_path / "checkpoints", *split, limited_rank=rank, limit=100_000)
     found = re.fullmatch(
@@ -162,6 +163,19 @@ def test_a_rank_that_cannot_write_ends_the_save_of_all(rank: int, tmp_path: Path
     needed = int(found[2].replace(",", ""))
     stored = sum(path.stat().st_size for path in shards(tmp_path / "checkpoints" / "step_000001"))
     assert needed <= stored < needed + 100_000
+
+
+def test_training_goes_on_beside_a_save_and_a_kill_meanwhile_loses_that_checkpoint_alone(tmp_path: Path) -> None:
+    """On a disk that takes a second for each tensor."""
+    folder = tmp_path / "checkpoints"
+    (tmp_path / "case.json").write_text(json.dumps({"folder": str(folder), "out": str(tmp_path)}))
+    with pytest.raises(RuntimeError, match=r"SIGKILL|exit code -9"):
+        run_world("save_killed", 2, tmp_path / "case.json")
+    before, meanwhile = json.loads((tmp_path / "report.json").read_text())
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000001", "step_000002.partial"]
+    assert check_whole(folder / "step_000001").step == 1
+    assert json.loads((folder / "step_000001" / "state.json").read_text())["weights_digest"] == before
+    assert meanwhile != before, "an update was made while the states of before were being written"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")

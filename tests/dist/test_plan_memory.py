@@ -47,7 +47,28 @@ needs_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), rea
 @pytest.mark.parametrize("split", [{}, {"tp": 2, "sequence_parallel": True}], ids=["tp1", "tp2-sp"])
 def test_the_predicted_peak_is_within_a_tenth_of_the_measured(split: dict[str, int], model: Path, tmp_path: Path) -> None:
     predicted, measured = predicted_and_measured(model, {"parallel": split}, SEQUENCES, TOKENS, tmp_path)
-    assert predicted == pytest.approx(max(measured), rel=0.1), (predicted / 2**20, [each / 2**20 for each in measured])
+    assert predicted == pytest.approx(measured, rel=0.1), (in_mib(predicted), in_mib(measured))
+
+
+@needs_linux
+@pytest.mark.parametrize(
+    ("split", "tokens"),
+    [
+        ({"cp": 2}, SEQUENCES * TOKENS),
+        # interleaved stages of 6 and 4 layers
+        (
+            {"pp": 2, "vpp": 2, "num_layers_in_first_pipeline_stage": 6, "num_layers_in_last_pipeline_stage": 4},
+            SEQUENCES * TOKENS // 4,
+        ),
+    ],
+    ids=["cp2", "pp2-vpp2"],
+)
+def test_so_it_is_with_context_parallelism_and_interleaved_stages(
+    split: dict[str, int], tokens: int, model: Path, tmp_path: Path
+) -> None:
+    engine = {"parallel": split, "micro_batch_tokens": tokens}
+    predicted, measured = predicted_and_measured(model, engine, SEQUENCES, TOKENS, tmp_path)
+    assert predicted == pytest.approx(measured, rel=0.1), (in_mib(predicted), in_mib(measured))
 
 
 @needs_linux
@@ -57,13 +78,18 @@ def test_the_predicted_peak_without_logits_is_within_a_tenth_of_the_measured(tmp
     model.mkdir()
     write_llama(model, hidden_size=64, intermediate_size=8192, vocab_size=65536)
     predicted, measured = predicted_and_measured(model, {"head": "fused"}, sequences, tokens, tmp_path)
-    assert predicted == pytest.approx(max(measured), rel=0.1), (predicted / 2**20, [each / 2**20 for each in measured])
+    assert predicted == pytest.approx(measured, rel=0.1), (in_mib(predicted), in_mib(measured))
+
+
+def in_mib(stages: list[float]) -> list[float]:
+    return [each / 2**20 for each in stages]
 
 
 def predicted_and_measured(
     model: Path, engine: dict[str, Any], sequences: int, tokens: int, folder: Path
-) -> tuple[float, list[float]]:
-    """Bytes of a rank's peak as planned, and as each rank measured them, with all sequences in one micro-batch."""
+) -> tuple[list[float], list[float]]:
+    """Bytes of a rank's peak in each stage, as planned, and as the stage's ranks measured them at most. All sequences are in
+    one micro-batch, unless ``engine`` says otherwise."""
     config = RunConfig.model_validate(
         {
             "model": {"path": str(model)},
@@ -72,14 +98,15 @@ def predicted_and_measured(
         }
     )
     spec = read_model_spec(model)
-    predicted = rank_memory(spec, config, 0, longest=tokens, step_tokens=sequences * tokens).total
+    stages, world = config.engine.parallel.pp, config.engine.parallel.world_size
+    step = sequences * tokens
+    predicted = [rank_memory(spec, config, stage, longest=tokens, step_tokens=step).total for stage in range(stages)]
     case: dict[str, Any] = {"config": config.model_dump(mode="json"), "out": str(folder)}
     case |= {"sequences": sequences, "tokens": tokens, "vocab_size": spec.vocab_size}
     (folder / "case.json").write_text(json.dumps(case))
-    start(config.engine.parallel.world_size, folder / "case.json")
-    measured = [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
-    assert len(measured) == config.engine.parallel.world_size
-    return predicted, measured
+    start(world, folder / "case.json")
+    measured = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
+    return predicted, [max(measured[stage * world // stages : (stage + 1) * world // stages]) for stage in range(stages)]
 
 
 def start(world: int, case: Path) -> None:

@@ -58,6 +58,7 @@ class Layout:
     pp: int = 1
     vpp: int = 1
     dp: int = 1
+    cp: int = 1
     ep: int = 1
     first: int | None = None
     last: int | None = None
@@ -65,25 +66,26 @@ class Layout:
     distributed: bool = False
     model: str = "four"
     objective: str = "tepo"
+    head: str = "logits"
     moves: bool = False
     resumes: Layout | None = None
 
     @property
     def parallel(self) -> dict[str, Any]:
-        split = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "dp": self.dp, "ep": self.ep}
+        split = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "dp": self.dp, "cp": self.cp, "ep": self.ep}
         split["sequence_parallel"] = self.sp
         return split | {FIRST: self.first, LAST: self.last}
 
     @property
     def world(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def name(self) -> str:
-        sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "dp": self.dp}
+        sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "dp": self.dp, "cp": self.cp}
         split = "".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one"
         ends = [f"first{self.first}" * bool(self.first), f"last{self.last}" * bool(self.last)]
-        flags = ["sp" * self.sp, "distopt" * self.distributed, "resumed" * bool(self.resumes)]
+        flags = ["sp" * self.sp, "distopt" * self.distributed, "resumed" * bool(self.resumes), "fused" * (self.head == "fused")]
         return "-".join(part for part in (split, *ends, *flags, self.model, self.objective) if part)
 
 
@@ -91,7 +93,7 @@ VPP = Layout(pp=2, vpp=2)
 TP = Layout(tp=2, resumes=VPP)
 OTHERS = [
     *(Layout(pp=2, vpp=2, objective=name, moves=name == "kl") for name in OBJECTIVES),
-    Layout(pp=2, vpp=2, model="tied"),
+    Layout(pp=2, vpp=2, model="tied", head="fused"),
     Layout(pp=2, vpp=2, first=2, model="eight"),
     Layout(pp=2, last=1, model="tied"),
     TP,
@@ -100,6 +102,7 @@ OTHERS = [
     Layout(tp=2, pp=2, vpp=2, model="tied"),
     Layout(dp=2, pp=2, vpp=2, distributed=True),
     Layout(dp=2, pp=2, vpp=2, ep=2, model="experts"),
+    Layout(cp=2, pp=2, vpp=2, model="tied"),
     Layout(pp=4, vpp=2, model="eight"),
     Layout(pp=4, first=1, last=1, model="eight"),
 ]
@@ -131,7 +134,7 @@ def train(layout: Layout, folder: Path) -> dict[str, Any]:
     config = RunConfig.model_validate(
         {
             "model": {"path": str(folder / layout.model)},
-            "engine": {"platform": "cpu", "parallel": layout.parallel, "micro_batch_tokens": 30},
+            "engine": {"platform": "cpu", "parallel": layout.parallel, "micro_batch_tokens": 30, "head": layout.head},
             "optimizer": {"lr": 1e-4, "warmup_steps": 2, "weight_decay": 0.01, "distributed": layout.distributed},
             "objective": OBJECTIVES[layout.objective],
             "rollout": {"sampling": {"temperature": TEMPERATURE}, "server": {"placement": "colocated"}},
@@ -290,7 +293,7 @@ def test_interleaved_stages_take_micro_batches_of_several_lengths_in_groups(worl
         sizes = report["forwarded"]
         assert (len(set(sizes)) > 1) != (layout.model == "experts")  # whose tokens are gathered on a CPU, all of one length
         assert len(sizes) % layout.pp == 0 or layout.vpp == 1
-        if layout.dp == 1:
+        if layout.dp == layout.cp == 1:
             assert tokens <= sum(sizes) <= tokens + len(sizes) * (layout.tp - 1) * layout.sp
 
 

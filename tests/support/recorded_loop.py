@@ -17,6 +17,7 @@ from tepo_megatron.config import EngineConfig, EvaluateConfig, ObjectiveConfig, 
 from tepo_megatron.config.rollout import CanaryConfig, ServerConfig
 from tepo_megatron.config.train import RollbackConfig
 from tepo_megatron.engine.batch import pack
+from tepo_megatron.engine.saving import Saved
 from tepo_megatron.engine.step import UpdateResult
 from tepo_megatron.preemption import StopRequested, StopSignals
 from tepo_megatron.train.loop import Loop
@@ -78,6 +79,7 @@ class Recorder:
         self.spikes, self.output = spikes, output
         self.damaged: tuple[str, ...] = ()
         """Names of checkpoints that are not whole."""
+        self.saving: Saved | None = None
         self.dies_at = list(dies_at)
         self.noted = 0
         self.shares_gpus = shares_gpus
@@ -161,15 +163,23 @@ class Recorder:
         loss = 50.0 if self.updates in self.spikes else 1.0
         return UpdateResult(loss=loss, grad_norm=2.0, lr=0.1, sums={"entropy/mean": (3.0, 4.0)}, extrema={"ratio/max": 1.5})
 
-    def save(self, folder: Any, *, step: int, state: dict[str, Any]) -> None:
+    def begin_save(self, folder: Any, *, step: int, state: dict[str, Any], background: bool) -> None:
+        assert self.saving is None
         assert state == {"drawn": step}
         assert self.noted_row["reward/mean"] == 0.5  # a checkpoint has it before it is logged
         self._check_gpus(trainer="everything", servers="absent" if "close" in self.calls else "asleep")
+        self.saving = Saved(folder / f"step_{step:06d}", step, stage_s=1.0, write_s=2.0, waited_s=1.5 if background else 3.0)
         self.calls.append(f"save {step}")
-        if self.output is not None:
-            saved = folder / f"step_{step:06d}"
-            saved.mkdir(parents=True, exist_ok=True)
-            (saved / "state.json").write_text("{}")
+
+    def finish_save(self, *, wait: bool = True) -> Saved | None:
+        """What is written beside training is whole when it is asked for the first time without waiting."""
+        saved, self.saving = self.saving, None
+        if saved is not None and saved.waited_s < saved.write_s:
+            self.calls.append(f"saved {saved.step}" if wait else f"saved {saved.step} meanwhile")
+        if saved is not None and self.output is not None:
+            saved.path.mkdir(parents=True, exist_ok=True)
+            (saved.path / "state.json").write_text("{}")
+        return saved
 
     # driver
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -285,6 +295,7 @@ def make(
     skips: tuple[int, ...] = (),
     spikes: tuple[int, ...] = (),
     output: Path | None = None,
+    async_save: bool = False,
 ) -> tuple[Loop, Recorder]:
     config = RunConfig(
         output=output or Path("nowhere"),
@@ -296,7 +307,13 @@ def make(
             canary=CanaryConfig(every=canary),
             server=ServerConfig(placement="colocated" if shares_gpus else "local"),
         ),
-        train=TrainConfig(steps=steps, minibatches=2, save_every=save_every, rollback=ROLLBACK if output else None),
+        train=TrainConfig(
+            steps=steps,
+            minibatches=2,
+            save_every=save_every,
+            async_save=async_save,
+            rollback=ROLLBACK if output else None,
+        ),
         evaluate=EvaluateConfig(every=every),
     )
     recorder = Recorder(dies_at, shares_gpus=shares_gpus, row=row, stops_at=stops_at, skips=skips, spikes=spikes, output=output)

@@ -56,8 +56,9 @@ def _kept(spec: ModelSpec, config: RunConfig, again: Collection[str]) -> Mapping
     norm_again = "layernorm" in again or (not local and "mlp" in again)
     return {
         "norms": b * residual * (2 * NORM_COPIES[layers_of(config)] - norm_again),
-        # fused qkv, and rotated q and k; as rows: q, k and v, with k and v repeated for every query head
-        "attention inputs": b * 3 * q if as_rows else b * (q + 2 * k + q + k),
+        # fused qkv, and rotated q and k; as rows: q, k and v, with k and v repeated for every query head, and those of all
+        # context-parallel ranks
+        "attention inputs": b * q * (1 + 2 * parallel.cp) if as_rows else b * (q + 2 * k + q + k),
         "attention output": b * q * (2 if as_rows else 1),
         "log-sum-exp": 0 if attention_again else 4 * spec.num_heads / t,
         "rotation": b * 4 * spec.head_dim,

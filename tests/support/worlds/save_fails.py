@@ -39,7 +39,8 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (case["limit"], resource.RLIM_INFINITY))
     said = None
     try:
-        engine.save(folder, step=2, state={})
+        engine.begin_save(folder, step=2, state={}, background=case["background"])
+        engine.finish_save()
     except RuntimeError as error:
         said = str(error)
     if case["limited_rank"] == engine.ranks.rank:

@@ -8,12 +8,14 @@ import random
 import signal
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tepo_megatron.faults import report, run, tiny
+from tepo_megatron.faults.classes import CLASSES, lanes
 from tepo_megatron.faults.damage import DAMAGES
 from tepo_megatron.faults.hangs import PLACES
 from tepo_megatron.faults.kills import PHASES, ROLES
@@ -53,6 +55,8 @@ def test_a_rerun_goes_on_with_what_is_missing_and_the_same_random_numbers(tmp_pa
     record = run.run([sample], tmp_path, seed=3, quick=False, say=lambda line: None)
     assert sample.injected == first[2:]
     assert [entry["number"] for entry in record.outcomes("sample")] == [0, 1, 2, 3, 4]
+    again = Record(tmp_path, seed=3, quick=False)  # what was cut off has not spoilt the line after it
+    assert [entry["number"] for entry in again.outcomes("sample")] == [0, 1, 2, 3, 4]
 
 
 def test_what_the_harness_breaks_at_is_lost_and_the_rest_is_tried(tmp_path: Path, sample: type[Sample]) -> None:
@@ -87,6 +91,17 @@ def test_there_are_as_many_faults_as_were_promised() -> None:
     assert {role for role, _ in pairs} == set(ROLES)
     assert {phase for _, phase in pairs} == set(PHASES)
     assert len(set(PLACES)) == len(PLACES)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_class_is_in_one_lane(quick: bool) -> None:
+    assert sorted(kind.name for kinds in lanes(quick=quick).values() for kind in kinds) == sorted(kind.name for kind in CLASSES)
+
+
+@pytest.mark.slow
+def test_a_lane_that_ends_early_is_told(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"not all faults were injected: the lane first \(exit code 1\) ended early"):
+        run._side_by_side({"first": [Sample]}, tmp_path, seed=1, quick=True)  # no lane's process knows this class
 
 
 def test_every_fault_has_random_numbers_of_its_own() -> None:
@@ -155,4 +170,14 @@ def test_a_silent_fault_that_no_check_saw_is_lost_and_a_false_alarm_too() -> Non
     assert judge(coarse, [small]).result == "survived"  # what rounding does, too
     assert judge(coarse, [{**small, "figures": {"prompt": 0.04}}]).result == "lost"
     assert judge(control, [seen]).result == "lost"
+    update = {**seen, "caught": {"transfer": "the update failed"}}
+    assert judge(fault, [update]).result == "lost"  # that is another fault than the one that was injected
     assert judge(control, [small]).result == "survived"
+
+
+def test_the_stand_in_for_a_clients_requests_takes_what_they_take() -> None:
+    from tepo_megatron.faults.silent_world import World
+    from tepo_megatron.rollout.client import Client
+
+    _self, _kind, _post, *taken = signature(World._post_with_fault).parameters
+    assert taken == [*signature(Client._post).parameters][1:]

@@ -35,6 +35,15 @@ def test_a_resumed_run_checks_the_canary_after_the_same_steps() -> None:
     assert [call for call in calls if call.startswith("canary")] == ["canary 2", "canary 3", "canary 6"]
 
 
+def test_training_goes_on_beside_a_save_and_the_run_ends_when_it_is_whole() -> None:
+    calls = run(3, save_every=2, every=0, canary=0, async_save=True)
+    assert [call for call in calls if call.startswith(("save", "update 3", "log"))] == [
+        *("log 0", "update 3", "update 3", "log 1"),
+        *("update 3", "update 3", "save 2", "log 2"),
+        *("update 3", "update 3", "saved 2 meanwhile", "save 3", "log 3", "saved 3"),
+    ]
+
+
 @pytest.mark.parametrize(("save_every", "saved"), [(0, [3]), (2, [2, 3]), (3, [3])])
 def test_the_last_step_is_evaluated_and_saved_once(save_every: int, saved: list[int]) -> None:
     calls = run(3, save_every=save_every)

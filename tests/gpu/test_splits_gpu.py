@@ -1,4 +1,8 @@
-"""Context parallelism through Transformer Engine's attention on two GPUs: in bfloat16 the scores and updates of one GPU."""
+"""Splits that no CPU computes the same way, on two GPUs: in bfloat16 the scores and updates of one GPU.
+
+Context parallelism goes through Transformer Engine's attention; interleaved pipeline stages exchange tensors on two NCCL
+communicators while they compute.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +58,14 @@ def work(rank: int, world: int, model: Path, folder: Path, parallel: dict[str, A
     }
 
 
-@pytest.mark.parametrize("exchange", ["p2p", "a2a"])
-def test_two_gpus_compute_what_one_does(exchange: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize(
+    "split",
+    [{"cp": 2, "cp_comm_type": "p2p"}, {"cp": 2, "cp_comm_type": "a2a"}, {"pp": 2, "vpp": 2}],
+    ids=["cp-p2p", "cp-a2a", "pp-vpp"],
+)
+def test_two_gpus_compute_what_one_does(split: dict[str, Any], model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     (one,) = run_dist(1, work, model, tmp_path_factory.mktemp("one"), {})
-    first, second = run_dist(2, work, model, tmp_path_factory.mktemp("two"), {"cp": 2, "cp_comm_type": exchange})
+    first, second = run_dist(2, work, model, tmp_path_factory.mktemp("two"), split)
     assert torch.equal(first["logprobs"], second["logprobs"])
     assert (first["logprobs"] - one["logprobs"])[one["mask"]].abs().mean() < 0.02
     assert first["grad_norms"] == pytest.approx(one["grad_norms"], rel=0.05)

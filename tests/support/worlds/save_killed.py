@@ -1,0 +1,62 @@
+"""A save beside training that a kill interrupts: save_killed CASE.json
+
+Saves step 1 in the background, and makes an update meanwhile; then begins to save step 2, and is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tepo_megatron.config.load import load_run
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    case: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    folder = Path(case["folder"])
+    overrides = [f"output={case['out']}", "engine.parallel.dp=2", "optimizer.distributed=true", "optimizer.lr=1e-3"]
+    config = load_run(None, overrides)
+
+    from tepo_megatron.bridge.storage import boxes
+    from tepo_megatron.data.builtin import resolve_model_path
+    from tepo_megatron.engine.engine import Engine
+    from tests.support.small_llama import draw_rollouts
+
+    write_all = boxes._write_all
+
+    def write_slowly(handle: int, data: memoryview) -> None:
+        time.sleep(1.0)
+        write_all(handle, data)
+
+    engine = Engine(config, resolve_model_path(config.model.path))
+    rollouts = draw_rollouts([5, 9, 7, 12])
+    batch = engine.score(engine.batch_from_root(rollouts if engine.ranks.rank == 0 else None))
+    before = engine.weights_version(1).digest
+    boxes._write_all = write_slowly
+    engine.begin_save(folder, step=1, state={}, background=True)
+    engine.update(batch)
+    assert engine.finish_save(wait=False) is None, "the disk is slower than an update"
+    meanwhile = engine.weights_version(2).digest
+    boxes._write_all = write_all
+    saved = engine.finish_save()
+    assert saved is not None
+    assert saved.waited_s < saved.stage_s + saved.write_s
+    if engine.ranks.rank == 0:
+        Path(case["out"], "report.json").write_text(json.dumps([before, meanwhile]))
+    boxes._write_all = write_slowly
+    engine.begin_save(folder, step=2, state={}, background=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
