@@ -68,9 +68,10 @@ class MegatronStep:
 
     def __init__(self, engine: Engine, *, rows: bool) -> None:
         self.engine, self.rows = engine, rows
-        layout = engine.layouts[engine.ranks.rank]
-        parts = (engine.config, engine.spec, engine.model_dir, engine.platform, engine.layers, engine.ranks, layout)
-        self.policy = (_RowsBuilder if rows else _PackedBuilder)(*parts).policy()
+        builder = _RowsBuilder if rows else _PackedBuilder
+        self.policy = builder(
+            engine.config, engine.spec, engine.model_dir, engine.platform, engine.layers, engine.ranks, engine.layouts
+        ).policy()
         for ddp in self.policy.ddp:
             ddp.ddp_config.check_for_nan_in_grad = True  # pretrain_gpt's default
             ddp.config.finalize_model_grads_func = finalize_model_grads

@@ -6,6 +6,7 @@ from tepo_megatron.config.engine import EngineConfig
 from tepo_megatron.config.evaluate import EvaluateConfig
 from tepo_megatron.config.fp8 import Fp8Config
 from tepo_megatron.config.log import LogConfig
+from tepo_megatron.config.lora import LoraConfig
 from tepo_megatron.config.model import ModelConfig
 from tepo_megatron.config.objective import ObjectiveConfig
 from tepo_megatron.config.optimizer import OptimizerConfig
@@ -22,6 +23,7 @@ __all__ = [
     "EvaluateConfig",
     "Fp8Config",
     "LogConfig",
+    "LoraConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from tepo_megatron.config.base import Section
+from tepo_megatron.config.lora import LoraConfig
 
 
 class ModelConfig(Section):
@@ -16,3 +17,7 @@ class ModelConfig(Section):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What weights and activations are kept in, in the trainer and (unless overridden there) in the rollout server."""
+
+    lora: LoraConfig | None = None
+    """Trains low-rank adapters instead of the weights, which then need neither gradients nor optimizer states (docs/lora.md).
+    None: all weights are trained."""

@@ -102,6 +102,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _adapters_are_not_in_fp8(self) -> "RunConfig":
+        if self.model.lora is not None and self.engine.fp8.enabled:
+            raise ValueError(
+                f"model.lora with engine.fp8.recipe = {self.engine.fp8.recipe}: merged weights are made anew in each "
+                "layer's pass, and Transformer Engine would not quantise them again; set engine.fp8.recipe = none, or leave "
+                "model.lora out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _there_are_weights_to_gather(self) -> "RunConfig":
         if self.engine.overlap_param_gather and not self.optimizer.distributed:
             raise ValueError(

@@ -75,7 +75,7 @@ def load(folder: Path, *, policy: Policy, layout: ShardLayout, updates: int) -> 
     stored = {kind: open_boxes(folder, kind) for kind in optimizer_state.STATES}
     by_param = shards_by_param(layout.shards)
     read = 0
-    for name, param in policy.params.items():
+    for name, param in policy.trained.items():
         owned = optimizer_state.owned_range(policy.optimizer, param)
         values = {kind: torch.zeros(owned.stop - owned.start) for kind in optimizer_state.STATES}
         for shard, part in owned_parts(policy.optimizer, param, by_param[name]):

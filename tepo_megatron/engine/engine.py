@@ -17,6 +17,7 @@ from tepo_megatron.bridge.architecture import read_model_spec
 from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, check_recompute, check_trainer_split, megatron_ranks
 from tepo_megatron.bridge.reshard.plan import reshard_plan
 from tepo_megatron.bridge.storage.files import write_model
+from tepo_megatron.bridge.storage.peft_folder import write_peft_folder
 from tepo_megatron.bridge.transfer.fingerprint import fingerprint
 from tepo_megatron.bridge.transfer.gather import gather_sources, gather_to_root, shards_to_write
 from tepo_megatron.bridge.transfer.sender import ShardSender
@@ -118,11 +119,18 @@ class Engine:
             entropy_slope=self.objective.needs_entropy_slope,
             moved=self.heartbeat.moved,
         )
-        weights, layout_here = config.model.shards or model_dir, self.layouts[self.ranks.rank]
-        builder = PolicyBuilder(config, self.spec, weights, self.platform, self.layers, self.ranks, layout_here)
+        weights = config.model.shards or model_dir
+        builder = PolicyBuilder(config, self.spec, weights, self.platform, self.layers, self.ranks, self.layouts)
         self.policy = builder.policy()
-        self.reference = builder.reference() if self.objective.needs_reference else None
-        self.reference_digest = None if self.reference is None else self._digest(named_parameters(self.reference))
+        lora, needs_reference = self.policy.lora, self.objective.needs_reference
+        self.trained_sources = self.sources if lora is None else lora.sources
+        """As ``sources``, of what is trained."""
+        self.reference = builder.reference() if needs_reference and lora is None else None
+        """A frozen copy of the first weights; with adapters the model is one itself, where they are switched off."""
+        self.reference_digest: str | None = None
+        if needs_reference:
+            params = self.policy.params if self.reference is None else named_parameters(self.reference)
+            self.reference_digest = self._digest(PlainWeights(params))
         self.identity = describe_run(config, model_dir) if self.ranks.rank == 0 else {}
         self.updates = 0
         """Optimizer steps that were made, by which learning rate and Adam count; skipped ones are not among them."""
@@ -154,15 +162,22 @@ class Engine:
         try:
             scores = score(self.forward, self.policy.chunks, batch)
             batch = batch.with_(old_logprobs_T=scores.logprob, old_entropy_T=scores.entropy)
-            if self.reference is not None:
-                batch = batch.with_(reference_logprobs_T=score(self.forward, self.reference, batch).logprob)
+            if self.objective.needs_reference:
+                batch = batch.with_(reference_logprobs_T=self._score_by_reference(batch))
         except NotFiniteError as error:
             self._unscored.append(str(error))
             nothing_T = torch.full_like(batch.sampler_logprobs_T, torch.nan)
             batch = batch.with_(old_logprobs_T=nothing_T, old_entropy_T=nothing_T)
-            if self.reference is not None:
+            if self.objective.needs_reference:
                 batch = batch.with_(reference_logprobs_T=nothing_T)
         return batch
+
+    def _score_by_reference(self, batch: Batch) -> Tensor:
+        if self.reference is not None:
+            return score(self.forward, self.reference, batch).logprob
+        assert self.policy.lora is not None
+        with self.policy.lora.switched_off():
+            return score(self.forward, self.policy.chunks, batch).logprob
 
     def measure_noise(self, batch: Batch) -> dict[str, float]:
         """Measures how far scores of the same weights differ by a token's place (``engine/noise.py``): quantiles, for metrics
@@ -246,12 +261,18 @@ class Engine:
         self.policy.param_gather.finish()
         return self.policy.params
 
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """As ``params``, with the adapters merged, as plain tensors: for one reading of all. Every rank reads them."""
+        self.policy.param_gather.finish()
+        return self.policy.weights
+
     def weights_version(self, step: int) -> WeightsVersion:
         """The step, and the digest of the weights as they stand: the same on every rank. Every rank calls."""
-        return WeightsVersion(step, self._digest(self.params))
+        return WeightsVersion(step, self._digest(self.weights))
 
-    def _digest(self, params: dict[str, torch.nn.Parameter]) -> str:
-        own = fingerprint(shards_to_write(self.sources, self.ranks.rank), PlainWeights(params))
+    def _digest(self, weights: Mapping[str, Tensor]) -> str:
+        own = fingerprint(shards_to_write(self.sources, self.ranks.rank), weights)
         total = torch.tensor(own - 2**64 * (own >= 2**63), device=self.platform.device)
         dist.all_reduce(total)  # int64 wraps around: modulo 2^64
         return f"{int(total) % 2**64:016x}"
@@ -264,7 +285,7 @@ class Engine:
 
     def stream_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """Full tensors under their Hugging Face names, on rank 0; None elsewhere. Every rank must exhaust it."""
-        return gather_to_root(self.sources, self.layouts[0].shapes, PlainWeights(self.params))
+        return gather_to_root(self.sources, self.layouts[0].shapes, self.weights)
 
     def make_shard_sender(
         self, servers: VllmParallel, *, local: Mapping[int, int], dtype: torch.dtype, transport: TransportName, timeout_s: float
@@ -276,9 +297,10 @@ class Engine:
 
         Raises ValueError where vLLM could not split the model over the workers of a server.
         """
+        params, lora = self.params, self.policy.lora
         return ShardSender(
             reshard_plan(self.spec, self.split, servers, local),
-            PlainWeights(self.params),
+            PlainWeights(params) if lora is None else lora.merged(params, remember=False),
             rank=self.ranks.rank,
             dtype=dtype,
             broadcast_from_root=self.broadcast_from_root,
@@ -296,6 +318,17 @@ class Engine:
         else:
             for _ in stream:
                 continue
+
+    def export_adapters(self, out: Path) -> None:
+        """Writes the adapters as a PEFT folder; does nothing where there are none. Every rank calls; rank 0 writes."""
+        lora = self.policy.lora
+        if lora is None:
+            return
+        self.heartbeat.phase("export")
+        self.policy.param_gather.finish()
+        tensors = {name: tensor for name, tensor in self._watched(lora.stream()) if tensor is not None}
+        if self.ranks.rank == 0:
+            write_peft_folder(out, tensors, lora.settings(), base_model=self.config.model.path)
 
     def _watched(self, stream: Iterator[T]) -> Iterator[T]:
         for each in stream:
@@ -332,7 +365,7 @@ class Engine:
                 **state,
             },
             policy=self.policy,
-            shards=shards_to_save(self.sources, self.split, self.ranks.rank, self.policy),
+            shards=shards_to_save(self.trained_sources, self.split, self.ranks.rank, self.policy),
             group=self.host_group,
             background=background,
         )
@@ -369,7 +402,7 @@ class Engine:
         self.checkpoint_bytes_read = checkpoint.load(
             folder,
             policy=self.policy,
-            layout=self.layouts[self.ranks.rank],
+            layout=self.layouts[self.ranks.rank] if self.policy.lora is None else self.policy.lora.layout,
             updates=self.updates,
         )
         self.policy.schedule.num_steps = 0

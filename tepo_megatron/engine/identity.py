@@ -41,6 +41,10 @@ KINDS: Mapping[str, Kind] = {
     "output": Kind.FREE,
     "seed": Kind.RUN,
     "model": Kind.FREE,  # compared by what it holds: architecture, tokenizer, the reference model's weights
+    "model.lora": Kind.ARCHITECTURE,  # a checkpoint has the states of other tensors with it, without it, and of another rank
+    "model.lora.alpha": Kind.RUN,
+    "model.lora.rslora": Kind.RUN,
+    "model.lora.path": Kind.FREE,  # where the first run started; a resumed one goes on from its checkpoint
     "data": Kind.RUN,
     "data.train": Kind.FREE,  # a path; the sampler compares the problems themselves
     "data.heldout": Kind.FREE,
@@ -156,7 +160,7 @@ def refusal(differences: Sequence[Difference], allowed: Sequence[str]) -> str | 
         return None
     lines = [f"  {each}" for each in [*others, *refused]]
     if others:
-        lines.append("it is another model, which nothing can let through; set model.path and model.dtype back")
+        lines.append("it is another model, which nothing can let through; set model.path, model.dtype and model.lora back")
     if refused:
         fields = ",".join(dict.fromkeys(each.field for each in refused))
         lines.append(f"set back what was not meant, and let through what was: train.allow_change=[{fields}]")

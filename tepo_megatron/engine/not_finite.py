@@ -74,7 +74,7 @@ def _gradients_are_finite(policy: Policy) -> bool:
 
 
 def _details(ranks: Ranks, policy: Policy, kept: Sequence[Mapping[str, Any]]) -> Found:
-    trained = ((name, param) for name, param in policy.params.items() if param.requires_grad)
+    trained = policy.trained.items()
     names = [name for name, param in trained if not param.main_grad.isfinite().all()]  # type: ignore[attr-defined]
     place = {"tp": ranks.tp_rank, "pp": ranks.pp_rank, "cp": ranks.cp_rank, "dp": ranks.dp_rank}
     if ranks.cp == 1:

@@ -6,7 +6,7 @@ reads and writes the range that it holds, so that nothing is communicated, and n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -63,7 +63,7 @@ def owned_range(optimizer: MegatronOptimizer, param: torch.nn.Parameter) -> slic
     return _held(_optimizer_of(optimizer, param), param)[1]
 
 
-def collect(optimizer: MegatronOptimizer, params: dict[str, torch.nn.Parameter]) -> Iterator[tuple[str, str, Tensor]]:
+def collect(optimizer: MegatronOptimizer, params: Mapping[str, torch.nn.Parameter]) -> Iterator[tuple[str, str, Tensor]]:
     """Yields (parameter, state, fp32 [elements of its owned range]), one at a time; nothing of a range that is empty."""
     for name, param in params.items():
         inner = _optimizer_of(optimizer, param)

@@ -31,7 +31,7 @@ def shards_to_save(
     at = split.coordinates(rank)
     found = []
     for owner, shard in (pair for pairs in sources.values() for pair in pairs):
-        other, param = split.coordinates(owner), policy.params.get(shard.param)
+        other, param = split.coordinates(owner), policy.trained.get(shard.param)
         if param is None or other.pp_rank != at.pp_rank:
             continue
         expert = optimizer_state.is_parallel_expert(param)
@@ -42,7 +42,7 @@ def shards_to_save(
 
 
 def state_boxes(
-    optimizer: MegatronOptimizer, params: dict[str, torch.nn.Parameter], shards: Sequence[Shard]
+    optimizer: MegatronOptimizer, params: Mapping[str, torch.nn.Parameter], shards: Sequence[Shard]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (key, fp32 box) of this rank's states within ``shards``, each a copy.
 

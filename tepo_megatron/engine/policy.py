@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.bridge.geometry import ShardLayout
 from tepo_megatron.config import RunConfig
 from tepo_megatron.engine import fp8
-from tepo_megatron.engine.fp8_weights import load_weights
+from tepo_megatron.engine.fp8_weights import PlainWeights, load_weights
 from tepo_megatron.engine.layers import Layers
+from tepo_megatron.engine.lora import Lora, build_lora
 from tepo_megatron.engine.model import build_model, transformer_config
 from tepo_megatron.engine.optimizer import build_optimizer, build_schedule
 from tepo_megatron.engine.optimizer_state import set_master
@@ -44,6 +46,19 @@ class Policy:
 
     param_gather: ParamGather = field(repr=False)
 
+    lora: Lora | None = None
+    """The adapters that are trained while the parameters stay as they are; None: the parameters are trained."""
+
+    @property
+    def trained(self) -> Mapping[str, torch.nn.Parameter]:
+        """What the optimizer changes, by the names of its layout."""
+        return self.params if self.lora is None else self.lora.params
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The model as it computes, as plain tensors by the names of ``params``: for one reading of all."""
+        return PlainWeights(self.params) if self.lora is None else self.lora.merged(self.params)
+
 
 @dataclass(frozen=True)
 class PolicyBuilder:
@@ -57,7 +72,13 @@ class PolicyBuilder:
     platform: Platform
     layers: Layers
     ranks: Ranks
-    layout: ShardLayout
+    layouts: Sequence[ShardLayout]
+    """Of every rank."""
+
+    @property
+    def layout(self) -> ShardLayout:
+        """This rank's."""
+        return self.layouts[self.ranks.rank]
 
     def policy(self) -> Policy:
         """Builds the model that is trained, with its optimizer. Raises ValueError for weights that are not this model's."""
@@ -65,6 +86,10 @@ class PolicyBuilder:
             megatron, chunks = self._chunks()
             params = named_parameters(chunks)
             unrounded = load_weights(self.weights, self.layout, params)
+            config = self.config
+            lora = None
+            if config.model.lora is not None:
+                lora = build_lora(config.model.lora, chunks, params, self.layouts, rank=self.ranks.rank, seed=config.seed)
             options = self._ddp_config()
             # As in Megatron's own loop: backward ends with the first chunk, so that its gradients alone gain by being reduced
             # bucket by bucket.
@@ -72,15 +97,17 @@ class PolicyBuilder:
                 DistributedDataParallel(megatron, options, chunk, disable_bucketing=number > 0)
                 for number, chunk in enumerate(chunks)
             ]
-            config = self.config
             optimizer = build_optimizer(config.optimizer, config.model, config.engine.fp8, ddp)
             for name, values in unrounded.items():
                 set_master(optimizer, params[name], values)
             schedule = build_schedule(config.optimizer, optimizer, total_steps=config.train.steps * config.train.minibatches)
-            megatron.finalize_model_grads_func = finalize_gradients
+            megatron.finalize_model_grads_func = partial(
+                finalize_gradients, afterwards=(lambda: None) if lora is None else lora.sum_gradients
+            )
             megatron.grad_scale_func = optimizer.scale_loss
             reduce_in_last_micro_batch(megatron, ddp, config.engine)
-        return Policy(chunks, ddp, optimizer, schedule, params, ParamGather(ddp, config.engine.overlap_param_gather))
+        gather = ParamGather(ddp, config.engine.overlap_param_gather)
+        return Policy(chunks, ddp, optimizer, schedule, params, gather, lora)
 
     def reference(self) -> list[GPTModel]:
         """Builds a frozen copy of the first weights, for objectives with a KL term against them."""
@@ -92,6 +119,9 @@ class PolicyBuilder:
     def _chunks(self) -> tuple[TransformerConfig, list[GPTModel]]:
         config = self.config
         megatron = transformer_config(self.spec, config.model, config.engine, self.platform, self.layers)
+        if config.model.lora is not None:
+            # It adds weight gradients to a buffer, and neither frozen nor merged weights have one.
+            megatron.gradient_accumulation_fusion = False
         head, numbers = config.engine.head, range(self.ranks.vpp)
         return megatron, [build_model(self.spec, megatron, self.ranks, self.layers, number, head=head) for number in numbers]
 
@@ -112,8 +142,11 @@ def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     }
 
 
-def finalize_gradients(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
+def finalize_gradients(
+    model: list[torch.nn.Module], num_tokens: Tensor | None, *, afterwards: Callable[[], None], **kwargs: Any
+) -> None:
     """Does Megatron's reductions over data-parallel, sequence-parallel and tied-embedding ranks, without its division, as
-    ``engine/step.py`` explains."""
+    ``engine/step.py`` explains; then ``afterwards``."""
     del num_tokens
     finalize_model_grads(model, None, **kwargs)
+    afterwards()

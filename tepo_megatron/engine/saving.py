@@ -70,7 +70,7 @@ class Saving:
         self._partial = self._out.with_name(self._out.name + ".partial")
         self._attempt = _Attempt(self._out, group)
         self._attempt.together(lambda: _make_empty(self._partial) if dist.get_rank() == 0 else None)
-        self._boxes = state_boxes(policy.optimizer, policy.params, shards)
+        self._boxes = state_boxes(policy.optimizer, policy.trained, shards)
         self._write_s = 0.0
         self._written: WrittenBoxes | None = None
         self._failure: BaseException | None = None

@@ -54,9 +54,13 @@ def on_nodes(config: RunConfig) -> RunConfig:
     server = config.rollout.server
     if config.cluster.rollout_nodes:
         server = server.model_copy(update={"placement": "external", "registry": output / "servers"})
-    model: dict[str, str | Path] = {"path": _absolute("model.path", config.model.path, config)}
+    model: dict[str, Any] = {"path": _absolute("model.path", config.model.path, config)}
     if config.model.shards is not None:
         model["shards"] = Path(_absolute("model.shards", str(config.model.shards), config))
+    lora = config.model.lora
+    if lora is not None and lora.path is not None:
+        path = Path(_absolute("model.lora.path", str(lora.path), config))
+        model["lora"] = lora.model_copy(update={"path": path})
     rollout: dict[str, Any] = {"server": server}
     if config.rollout.replay is not None:
         rollout["replay"] = Path(_absolute("rollout.replay", str(config.rollout.replay), config))
@@ -88,7 +92,8 @@ def uses_gpus(config: RunConfig) -> bool:
 def mounts(config: RunConfig) -> list[str]:
     """The folders that a container of the job sees, as source:target."""
     folders = {str(config.output), config.model.path}
-    folders |= {str(folder) for folder in (config.model.shards, config.rollout.replay) if folder is not None}
+    adapters = config.model.lora and config.model.lora.path
+    folders |= {str(folder) for folder in (config.model.shards, adapters, config.rollout.replay) if folder is not None}
     folders |= {file if file.startswith(BUILTIN) else str(PurePosixPath(file).parent) for file in _data_files(config)}
     own = sorted(f"{folder}:{folder}" for folder in folders if not folder.startswith(BUILTIN))
     return list(dict.fromkeys([*own, *config.cluster.mounts]))

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tepo_megatron.bridge.architecture import ModelSpec, read_model_spec
-from tepo_megatron.bridge.layouts import check_recompute, check_trainer_split
+from tepo_megatron.bridge.layouts import check_recompute, check_trainer_split, tensor_shapes
+from tepo_megatron.bridge.layouts.adapters import adapted_tensors, adapter_shapes
 from tepo_megatron.bridge.storage.convert import check_imported
+from tepo_megatron.bridge.storage.peft_folder import check_peft_folder
 from tepo_megatron.bridge.storage.stored import open_weights
-from tepo_megatron.config import RunConfig
+from tepo_megatron.config import LoraConfig, RunConfig
 from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.data.problems import load_problems
 from tepo_megatron.data.prompts import encode_prompt, usable_problems
@@ -57,6 +59,8 @@ def check_model(config: RunConfig) -> Path:
         check_server_split(config.rollout.server, spec)
     if config.model.shards is not None:
         check_imported(config.model.shards, model_dir)
+    if config.model.lora is not None:
+        check_adapters(config.model.lora, spec)
     if config.engine.head == "fused" and not spec.tied_embeddings:
         _check_head(config.model.shards or model_dir)
     return model_dir
@@ -74,6 +78,14 @@ def _check_head(folder: Path) -> None:
         raise ValueError(
             f"engine.head = fused has no place for a bias, and {folder} has lm_head.bias; give a model whose head has none"
         )
+
+
+def check_adapters(lora: LoraConfig, spec: ModelSpec) -> None:
+    """Raises ValueError for target modules that the model does not have, and for a folder of other adapters."""
+    shapes = tensor_shapes(spec)
+    wanted = adapter_shapes(shapes, adapted_tensors(shapes, lora.target_modules), lora.rank)
+    if lora.path is not None:
+        check_peft_folder(lora.path, wanted, rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora)
 
 
 def read_inputs(config: RunConfig, model_dir: Path) -> Inputs:

@@ -71,6 +71,7 @@ def train_model(config: RunConfig) -> None:
         signals.defer()
         loop.run()
         engine.export(config.output / "model")
+        engine.export_adapters(config.output / "adapter")
         if output is not None:
             output.finish()
 

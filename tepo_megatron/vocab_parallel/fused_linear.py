@@ -126,9 +126,10 @@ class _FusedLinear(torch.autograd.Function):
             return None, None, None, None, None, None
         scoring: Scoring = ctx.scoring
         hidden_RH = of_rows(_gather(hidden, ctx.gather_group), scoring)
-        if ctx.parameter is None:
+        grad_weight_VpH: Tensor | None = None  # of a frozen head, which has none
+        if ctx.needs_input_grad[1] and ctx.parameter is None:
             grad_weight_VpH = torch.zeros_like(weight_VpH, dtype=compute_dtype(weight_VpH.dtype))
-        else:
+        elif ctx.needs_input_grad[1]:
             grad_weight_VpH = ctx.parameter.main_grad
         grad_hidden_TH = _add_gradients(
             hidden_RH,
@@ -145,6 +146,8 @@ class _FusedLinear(torch.autograd.Function):
             rows_RH, grad_hidden_TH = grad_hidden_TH, hidden.new_zeros(scoring.tokens, hidden.shape[1])
             grad_hidden_TH.index_copy_(0, scoring.rows_R, rows_RH)
         grad_hidden = _sum_over_shards(grad_hidden_TH, scoring.tp_group, ctx.gather_group)
+        if grad_weight_VpH is None:
+            return grad_hidden, None, None, None, None, None
         grad_weight = grad_weight_VpH.to(weight_VpH.dtype) if ctx.parameter is None else _placeholder(ctx.parameter)
         return grad_hidden, grad_weight, None, None, None, None
 
@@ -157,7 +160,7 @@ def _add_gradients(
     rows: RowScores,
     grad_logprob_R: Tensor | None,
     grad_entropy_R: Tensor | None,
-    grad_weight_VpH: Tensor,
+    grad_weight_VpH: Tensor | None,
 ) -> Tensor:
     """Adds the weight's gradient to ``grad_weight_VpH``; returns the hidden states' [R, H], this vocabulary shard's share."""
     grad_hidden_RH = torch.empty_like(hidden_RH)
@@ -173,7 +176,8 @@ def _add_gradients(
             logits_cVp,  # the gradient takes the logits' place
         )
         torch.mm(logits_cVp, weight_VpH, out=grad_hidden_RH[at])
-        _add_product(grad_weight_VpH, logits_cVp.t(), hidden_RH[at])
+        if grad_weight_VpH is not None:
+            _add_product(grad_weight_VpH, logits_cVp.t(), hidden_RH[at])
     return grad_hidden_RH
 
 

@@ -13,18 +13,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from tepo_megatron.bridge.architecture import read_model_spec
 from tepo_megatron.bridge.geometry import Box
 from tepo_megatron.bridge.layouts import check_trainer_split, tensor_shapes
-from tepo_megatron.bridge.layouts.table import EXPERT_NAMES
 from tepo_megatron.bridge.storage.convert import export_model, import_model
 from tepo_megatron.bridge.storage.stored import open_boxes
 from tepo_megatron.config import EngineConfig, ParallelConfig
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.rollout.record import read_rollouts, write_rollouts
 from tepo_megatron.types import Rollout, WeightsVersion
+from tests.support.float64 import Oracle, oracle_of
 from tests.support.launch import run_world
 from tests.support.model_worlds import save_random_model
 
@@ -112,19 +111,6 @@ def make_rollouts(folder: Path) -> None:
     write_rollouts(folder, 0, rollouts)
 
 
-@dataclass(frozen=True)
-class Oracle:
-    """What transformers computes in float64; gradients under the names of the tensors on disk."""
-
-    logprobs_T: Tensor
-    loss: float
-    gradients: dict[str, Tensor]
-
-    @property
-    def norm(self) -> float:
-        return float(torch.stack([gradient.norm() for gradient in self.gradients.values()]).norm())
-
-
 class Worlds:
     """Runs all splits of one world size in one world, once, on demand."""
 
@@ -166,30 +152,7 @@ class Worlds:
         }
 
     def _oracle(self, model: str) -> Oracle:
-        import transformers
-
-        oracle = transformers.AutoModelForCausalLM.from_pretrained(
-            self.folder / model, dtype=torch.float64, experts_implementation="eager"
-        )
-        batch = self.batch
-        logits = [oracle(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())]
-        logprobs_T = torch.cat(logits).log_softmax(-1).gather(1, batch.labels_T[:, None])[:, 0]
-        loss = -logprobs_T[batch.loss_mask_T].mean()
-        loss.backward()
-        names = EXPERT_NAMES[type(oracle).__name__]
-        gradients: dict[str, Tensor] = {}
-        for name, param in oracle.named_parameters():
-            stem = name.replace(".mlp.", f".{names.block}.")
-            if name.endswith("gate_up_proj"):
-                for expert, (gate, up) in enumerate(each.chunk(2) for each in param.grad):
-                    prefix = stem.removesuffix("gate_up_proj") + str(expert)
-                    gradients |= {f"{prefix}.{names.gate}.weight": gate, f"{prefix}.{names.up}.weight": up}
-            elif name.endswith("experts.down_proj"):
-                prefix = stem.removesuffix("down_proj")
-                gradients |= {f"{prefix}{expert}.{names.down}.weight": each for expert, each in enumerate(param.grad)}
-            else:
-                gradients[stem] = param.grad
-        return Oracle(logprobs_T.detach(), loss.item(), gradients)
+        return oracle_of(self.folder / model, self.batch)
 
 
 @pytest.fixture(scope="module")

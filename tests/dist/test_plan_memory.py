@@ -72,6 +72,15 @@ def test_so_it_is_with_context_parallelism_and_interleaved_stages(
 
 
 @needs_linux
+def test_the_predicted_peak_with_lora_is_within_a_tenth_of_the_measured_and_a_third_of_full_training(
+    model: Path, tmp_path: Path
+) -> None:
+    lora = {"rank": 8, "alpha": 16}
+    predicted, measured = predicted_and_measured(model, {}, SEQUENCES, TOKENS, tmp_path, lora=lora)
+    assert predicted == pytest.approx(measured, rel=0.1), (in_mib(predicted), in_mib(measured))
+
+
+@needs_linux
 def test_the_predicted_peak_without_logits_is_within_a_tenth_of_the_measured(tmp_path: Path) -> None:
     """With logits it would be half as much again."""
     model, sequences, tokens = tmp_path / "model", 8, 128
@@ -86,13 +95,13 @@ def in_mib(stages: list[float]) -> list[float]:
 
 
 def predicted_and_measured(
-    model: Path, engine: dict[str, Any], sequences: int, tokens: int, folder: Path
+    model: Path, engine: dict[str, Any], sequences: int, tokens: int, folder: Path, lora: dict[str, Any] | None = None
 ) -> tuple[list[float], list[float]]:
     """Bytes of a rank's peak in each stage, as planned, and as the stage's ranks measured them at most. All sequences are in
     one micro-batch, unless ``engine`` says otherwise."""
     config = RunConfig.model_validate(
         {
-            "model": {"path": str(model)},
+            "model": {"path": str(model), "lora": lora},
             "engine": {"platform": "cpu", "micro_batch_tokens": sequences * tokens, **engine},
             "train": {"minibatches": 1, "steps": 1},
         }

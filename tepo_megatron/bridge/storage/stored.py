@@ -61,6 +61,11 @@ class StoredWeights:
         for name, shape in shapes.items():
             if name in self.boxes:
                 found += _problems(name, tuple(shape), self.boxes[name])
+        if found and any(".lora_A." in name for name in self.boxes):
+            raise ValueError(
+                f"{self.folder} holds LoRA adapters alone; resume the run at its last step, which exports the merged model to "
+                "OUT/model and the adapters to OUT/adapter"
+            )
         if found:
             raise ValueError(f"{self.folder} does not hold the model that {described_by} describes:\n  " + "\n  ".join(found))
 

@@ -19,6 +19,7 @@ from tepo_megatron.launch.plan.activations import (
     layers_of,
     platform_of,
 )
+from tepo_megatron.launch.plan.adapters import AdapterCount, stage_adapters
 from tepo_megatron.launch.plan.shapes import (
     expert_copies,
     expert_parameters,
@@ -91,7 +92,9 @@ def micro_batch_tokens(config: RunConfig, longest: int) -> int:
 def rank_memory(spec: ModelSpec, config: RunConfig, stage: int, *, longest: int, step_tokens: float) -> RankMemory:
     """The peak on a rank of pipeline stage ``stage``, for sequences of up to ``longest`` tokens and ``step_tokens`` a step."""
     parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
-    count = stage_parameters(spec, parallel, stage)
+    count, trained, adapters = stage_parameters(spec, parallel, stage), _trained(spec, config, stage), 0
+    if config.model.lora is not None:
+        adapters = trained.total
     tokens = micro_batch_tokens(config, longest)
     micro_batches = -(-step_tokens / config.train.minibatches / parallel.dp / (tokens * parallel.cp) // 1)
     in_flight = layers_in_flight(spec, config, stage, micro_batches)
@@ -99,11 +102,12 @@ def rank_memory(spec: ModelSpec, config: RunConfig, stage: int, *, longest: int,
     boundary = tokens * b * spec.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
     handed_over = boundary * (min(parallel.pp - stage, micro_batches) + 1) if parallel.pp > 1 else 0
     return RankMemory(
-        weights=b * count + _fp8_copies(spec, config, stage),
-        gradients=4 * count,
+        weights=b * (count + adapters) + _fp8_copies(spec, config, stage),
+        gradients=4 * trained.total,
         # Adam's two fp32 moments, and the fp32 copy of weights that are not fp32 themselves
-        optimizer=(8 if config.model.dtype == "float32" else 12) * _optimized(spec, config, stage, count),
-        reference=b * count + _fp8_copies(spec, config, stage) if config.objective.needs_reference else 0,
+        optimizer=(8 if config.model.dtype == "float32" else 12) * _optimized(config, trained),
+        # with LoRA the reference is the model itself, without its adapters
+        reference=b * count + _fp8_copies(spec, config, stage) if config.objective.needs_reference and not adapters else 0,
         activations=_activations(spec, config, stage, tokens, in_flight, boundary),
         logits=logits,
         transient=transient,
@@ -135,16 +139,24 @@ def communicators(spec: ModelSpec, config: RunConfig) -> list[str]:
     return [name for name, size in sizes.items() if size > 1]
 
 
-def _optimized(spec: ModelSpec, config: RunConfig, stage: int, count: int) -> float:
-    """How many of a stage's ``count`` parameters a rank keeps optimizer states for.
+def _trained(spec: ModelSpec, config: RunConfig, stage: int) -> AdapterCount:
+    """How many parameters of a stage, dense and of experts, have gradients: all, or LoRA's adapters."""
+    parallel, layers = config.engine.parallel, stage_layers(spec, config.engine.parallel)[stage]
+    if config.model.lora is not None:
+        return stage_adapters(spec, config.model.lora, parallel, layers)
+    experts = layers * expert_parameters(spec, parallel)
+    return AdapterCount(stage_parameters(spec, parallel, stage) - experts, experts)
+
+
+def _optimized(config: RunConfig, trained: AdapterCount) -> float:
+    """How many of a stage's ``trained`` parameters a rank keeps optimizer states for.
 
     The distributed optimizer shares states among the copies of a parameter, and experts have fewer copies.
     """
     parallel = config.engine.parallel
     if not config.optimizer.distributed:
-        return count
-    experts = stage_layers(spec, parallel)[stage] * expert_parameters(spec, parallel)
-    return (count - experts) / (parallel.dp * parallel.cp) + experts / expert_copies(parallel)
+        return trained.total
+    return trained.dense / (parallel.dp * parallel.cp) + trained.experts / expert_copies(parallel)
 
 
 def _fp8_copies(spec: ModelSpec, config: RunConfig, stage: int) -> float:
@@ -187,16 +199,18 @@ def _head_or_layer(spec: ModelSpec, config: RunConfig, stage: int, tokens: int) 
     passing = tokens * chosen_mlps(spec) * expert_tp(parallel) / parallel.tp  # in this rank's MLPs, if evenly routed
     # the input's gradient; gradients of gate, up and their product; the gradient of the fused gate-and-up weight before it is
     # added to the fp32 buffer
-    layer = b * passing * hidden + b * passing * 3 * mlp + b * hidden * 2 * mlp
+    lora = config.model.lora is not None
+    # with LoRA also the merged weight, which is not kept from the forward pass
+    layer = b * passing * hidden + b * passing * 3 * mlp + b * hidden * 2 * mlp * (2 if lora else 1)
     if stage < parallel.pp - 1:
         return 0, layer
     head = vocabulary_parameters(spec, parallel.tp)
     if config.engine.head == "fused":
-        logits, at_head = _fused_head(config, tokens, b * head / hidden, gathered, b * head)
+        logits, at_head = _fused_head(config, tokens, b * head / hidden, gathered, 0 if lora else b * head)
     else:
         logits = b * tokens * head / hidden
         # under sequence parallelism the gathered input and its gradient exist at once; then the gradient of the head's weight
-        at_head = gathered * (2 if parallel.sequence_parallel else 1) + b * head
+        at_head = gathered * (2 if parallel.sequence_parallel else 1) + (0 if lora else b * head)
     logits += SCORE_WORKSPACE[platform_of(config)]
     return (logits, at_head) if logits + at_head > layer else (0, layer)
 

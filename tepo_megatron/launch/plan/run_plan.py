@@ -164,5 +164,5 @@ def _assumptions(spec: ModelSpec, config: RunConfig, lengths: Lengths, substitut
         f"{cluster.nvlink_gb_per_s:g} GB/s within; rewards, evaluations and start-up take no time"
     )
     if config.train.save_every:
-        size = checkpoint_bytes(spec) / 1e9
+        size = checkpoint_bytes(spec, config) / 1e9
         yield f"a checkpoint of {size:,.0f} GB every {config.train.save_every} steps, at {cluster.storage_gb_per_s:g} GB/s"

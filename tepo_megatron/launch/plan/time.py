@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.config import RunConfig
 from tepo_megatron.launch.plan.activations import ELEMENT_BYTES
+from tepo_megatron.launch.plan.adapters import model_adapters
 from tepo_megatron.launch.plan.rollout import ServerMemory, Sync
 from tepo_megatron.launch.plan.shapes import (
     active_parameters,
@@ -180,12 +181,13 @@ def _bubble(config: RunConfig, tokens: float) -> float:
 def _save(spec: ModelSpec, config: RunConfig) -> float:
     """Seconds of a step's share of a checkpoint: fp32 weights and both of Adam's means, written while nothing else happens."""
     every = config.train.save_every
-    return checkpoint_bytes(spec) / (config.cluster.storage_gb_per_s * 1e9) / every if every else 0.0
+    return checkpoint_bytes(spec, config) / (config.cluster.storage_gb_per_s * 1e9) / every if every else 0.0
 
 
-def checkpoint_bytes(spec: ModelSpec) -> int:
-    """Bytes of a checkpoint on disk."""
-    return 12 * model_parameters(spec)
+def checkpoint_bytes(spec: ModelSpec, config: RunConfig) -> int:
+    """Bytes of a checkpoint on disk: master and moments of what is trained."""
+    lora = config.model.lora
+    return 12 * (model_parameters(spec) if lora is None else model_adapters(spec, lora))
 
 
 def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefill: float, decode: float) -> float:

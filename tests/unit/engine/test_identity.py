@@ -128,6 +128,39 @@ def test_another_dtype_is_another_model() -> None:
         load_run(None, ["train.allow_change=[model.dtype]"])
 
 
+LORA = ("model.lora.rank=8", "model.lora.target_modules=[q_proj]")
+
+
+@pytest.mark.parametrize(
+    ("saved", "current", "line"),
+    [
+        ((), LORA, "model.lora: null -> {"),
+        (LORA, (), "model.lora: {"),
+        (LORA, ("model.lora.rank=4", LORA[1]), "model.lora.rank: 8 -> 4"),
+        (LORA, (LORA[0],), 'model.lora.target_modules: ["q_proj"] -> ["all-linear"]'),
+    ],
+)
+def test_other_adapters_are_never_let_through(saved: tuple[str, ...], current: tuple[str, ...], line: str) -> None:
+    text = refusal(compare(*current, saved=saved), ("model",))
+    assert text is not None
+    assert line in text
+    assert "nothing can let through; set model.path, model.dtype and model.lora back" in text
+
+
+def test_another_scale_of_adapters_is_let_through_and_where_they_came_from_does_not_count() -> None:
+    assert refusal(compare(*LORA, "model.lora.path=elsewhere", saved=LORA), ()) is None
+    found = compare(*LORA, "model.lora.alpha=8", saved=LORA)
+    assert "train.allow_change=[model.lora.alpha]" in str(refusal(found, ()))
+    assert refusal(found, ("model.lora.alpha",)) is None
+
+
+def test_a_checkpoint_of_a_version_without_lora_has_none() -> None:
+    saved = stored()
+    del saved["config"]["model"]["lora"]
+    assert not compare_runs(saved, stored())
+    assert refusal(compare_runs(saved, stored(*LORA)), ("model",)) is not None
+
+
 def test_a_copy_of_the_model_elsewhere_is_the_same_and_another_tokenizer_is_not(tmp_path: Path) -> None:
     copy = changed_model(tmp_path / "copy")
     assert compare(f"model.path={copy}", model=copy)[0].kind is Kind.FREE

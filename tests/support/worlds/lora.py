@@ -1,0 +1,75 @@
+"""What every rank of a test of LoRA does; started by torchrun: lora CASE.json.
+
+Takes one model and split after the other: scores, trains two steps on adapters that a PEFT folder holds, saving after each,
+exports. A run that resumes loads another split's checkpoint instead of its first step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.rollout.record import read_rollouts
+from tests.support.model_worlds import in_turn
+from tests.support.worlds.moe import MeanSurprise
+
+
+class WithReference(MeanSurprise):
+    needs_reference = True
+
+
+def one_model(config: RunConfig, rollouts: Path, out: Path, resume: str | None) -> Any:
+    """Everything that the tests look at, below ``out``. Returns the engine."""
+    from tepo_megatron.engine.collectives import all_gather_json
+    from tepo_megatron.engine.engine import Engine
+
+    engine = Engine(config, Path(config.model.path), WithReference())
+    policy, is_root = engine.policy, engine.ranks.rank == 0
+    frozen = {name: param.detach().clone() for name, param in policy.params.items()}
+    batch = engine.score(engine.batch_from_root(read_rollouts(rollouts, 0) if is_root else None))
+    assert batch.old_logprobs_T is not None
+    assert batch.reference_logprobs_T is not None
+    report: dict[str, Any] = {
+        "logprobs": batch.old_logprobs_T.tolist(),
+        "reference": batch.reference_logprobs_T.tolist(),
+        "updates": [],
+    }
+    for step in (1, 2):
+        if resume and step == 1:
+            engine.load(Path(resume))
+            continue
+        result = engine.update(batch)
+        report["updates"].append([result.loss, result.grad_norm])
+        engine.save(out / "checkpoints", step=step, state={})
+    assert all(torch.equal(param, frozen[name]) for name, param in policy.params.items())
+    assert not any(hasattr(param, "main_grad") or param.grad is not None for param in policy.params.values())
+    buffers = [buffer for ddp in policy.ddp for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
+    assert {id(param) for buffer in buffers for param in buffer.params} == {id(param) for param in policy.trained.values()}
+    optimized = sum(param.numel() for group in policy.optimizer.param_groups for param in group["params"])
+    report["optimized"] = all_gather_json(optimized, device=torch.device("cpu"), group=engine.host_group)
+    engine.export(out / "trained")
+    engine.export_adapters(out / "adapter")
+    if is_root:
+        (out / "report.json").write_text(json.dumps(report))
+    return engine
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    case: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+
+    def trained(run: dict[str, Any]) -> Any:
+        return one_model(RunConfig.model_validate(run["config"]), Path(case["rollouts"]), Path(run["out"]), run["resume"])
+
+    in_turn(case["runs"], trained)
+
+
+if __name__ == "__main__":
+    main()
