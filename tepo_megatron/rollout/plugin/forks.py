@@ -1,4 +1,4 @@
-"""What vLLM does otherwise on CPUs, in servers whose workers have one core each: its processes are forks, and do not spin.
+"""What vLLM does otherwise on CPUs, in servers whose workers have one core each: its processes are forks.
 
 Importing torch and vLLM costs a process five CPU seconds, and a server has three or more. vLLM forks by default where it is
 used as a library; its CPU platform spawns for one reason: OpenMP reads once in a process how many threads there are, and where.
@@ -7,7 +7,6 @@ A worker on one core has one thread, and takes its place itself (``bound_worker`
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import signal
@@ -30,7 +29,6 @@ def fork_processes() -> None:
     """
     import vllm
     from vllm import envs
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu() or not in_range(vllm.__version__, VLLM_RANGE):
@@ -38,8 +36,6 @@ def fork_processes() -> None:
     # vLLM's table of variables, which it asks at each use: its platform writes the variable itself whenever it sees a config.
     envs.environment_variables[_METHOD] = lambda: "fork"
     os.register_at_fork(after_in_child=leave_parent)
-    # A worker would look for its next message for a second after the last one, on a core that the trainer has use for.
-    SpinCondition.__init__ = functools.partialmethod(SpinCondition.__init__, busy_loop_s=0.0)
 
 
 def resume_collector() -> None:
