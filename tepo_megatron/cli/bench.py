@@ -120,7 +120,7 @@ def step_command(
         typer.Option("--before", help="An older state beside it: a git revision, another checkout's folder, or none."),
     ] = step.BEFORE,
     size: Annotated[str, typer.Option("--size", help="tiny or small: a Llama with random weights.")] = "small",
-    sequences: Annotated[int, typer.Option("--sequences", help="Responses of a step, in groups of 4.", min=4)] = 40,
+    sequences: Annotated[int, typer.Option("--sequences", help="Responses of a step, in groups of 4.", min=4)] = 24,
     mean_length: Annotated[int, typer.Option("--mean-length", help="Mean tokens of a sequence.", min=8)] = 128,
     micro_batch_tokens: Annotated[int, typer.Option("--micro-batch-tokens", help="As engine.micro_batch_tokens.")] = 1280,
     repeats: Annotated[int, typer.Option("--repeats", help="Steps of each, in turn; the median counts.", min=1)] = 5,

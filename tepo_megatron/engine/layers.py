@@ -66,6 +66,11 @@ def decide(config: EngineConfig, platform: Literal["cpu", "cuda"], te_problem: s
                     f"{name} is for Transformer Engine's layers, which need a GPU, and the trainer runs on a CPU; set "
                     "engine.layers=local and engine.fp8.recipe=none"
                 )
+        if config.parallel.cp_comm_type != "p2p":
+            raise ValueError(
+                f"engine.parallel.cp_comm_type = {config.parallel.cp_comm_type} is for Transformer Engine's attention, which "
+                "needs a GPU, and the trainer runs on a CPU, where keys and values are gathered; unset it"
+            )
         return "local"
     if config.layers == "local":
         return "local"

@@ -25,7 +25,7 @@ def pipeline_options() -> dict[str, Any]:
     """Returns the fields of ``TransformerConfig`` for what pipeline stages hand over.
 
     Without ``batch_p2p_sync`` the host does not wait for the whole GPU after each exchange; Megatron-Core waits by default, for
-    a torch older than any that this project takes.
+    a torch older than any that this project takes. It still waits once, where it exchanges the lengths of micro-batches.
     """
     return {"batch_p2p_sync": False}
 

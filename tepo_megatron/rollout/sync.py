@@ -21,7 +21,7 @@ from tepo_megatron.bridge.transfer.sender import ShardSender
 from tepo_megatron.bridge.transfer.transport import announce_departure, listen
 from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
 from tepo_megatron.rollout.client import Client
-from tepo_megatron.rollout.faults import ServerSilent
+from tepo_megatron.rollout.faults import ServerFault, ServerSilent
 from tepo_megatron.types import WeightsVersion
 
 T = TypeVar("T")
@@ -138,8 +138,15 @@ class WeightSync(ABC):
 
     def _collect(self, requests: Sequence[Future[None]]) -> None:
         wait(requests)
-        if any(map(_failed, requests)):
-            raise _failure(_causes(requests), requests, [])
+        causes = [request.exception() for request in requests if _failed(request)]
+        if not causes:
+            return
+        error = _failure(_causes(requests), requests, [])
+        first = causes[0]
+        # Nothing but the server is at fault here, where no weights travel.
+        if isinstance(first, ServerFault) and all(isinstance(cause, ServerFault) for cause in causes):
+            error = type(first)(str(error), url=first.url)
+        raise error
 
 
 class BroadcastSync(WeightSync):

@@ -24,7 +24,7 @@ from tepo_megatron.bridge.reshard.plan import reshard_plan
 from tepo_megatron.bridge.transfer import move
 from tepo_megatron.bridge.transfer.sender import ShardSender, decode_order, order_key
 from tepo_megatron.bridge.transfer.transport import connect
-from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
+from tepo_megatron.bridge.transfer.transports import Member, join
 from tests.support.launch import run_dist
 from tests.support.reshard_models import numbered_model, parameters, small_spec
 
@@ -64,7 +64,7 @@ def worker(rank: int, world: int, group: Any, params: dict[str, Tensor], number:
         if place[0]:
             store = connect(HOST, place[0], TIMEOUT_S)
             order = decode_order(store.get(order_key(rank)))
-            group = (GlooGroup(store, HOST, rank, world, TIMEOUT_S), order)
+            group = (join("gloo", store, Member(rank, world, torch.device("cpu"), HOST), TIMEOUT_S), order)
         if number == LEAVES and rank == world - 1:
             raise RuntimeError("leaves")
         move.receive(group[0], group[1].incoming, params, group[1].wire)

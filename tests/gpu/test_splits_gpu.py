@@ -1,7 +1,7 @@
 """Splits that no CPU computes the same way, on two GPUs: in bfloat16 the scores and updates of one GPU.
 
 Context parallelism goes through Transformer Engine's attention; interleaved pipeline stages exchange tensors on two NCCL
-communicators while they compute.
+communicators while they compute, and overlapped reductions and gathers run on a stream of their own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama(tmp_path_factory.mktemp("cp"), scale=0.05, **SIZES, **HEADS)
 
 
-def work(rank: int, world: int, model: Path, folder: Path, parallel: dict[str, Any]) -> dict[str, Any]:
+def work(rank: int, world: int, model: Path, folder: Path, engine_options: dict[str, Any]) -> dict[str, Any]:
     """Scores, and three updates."""
     from tepo_megatron.config import RunConfig
     from tepo_megatron.engine.engine import Engine
@@ -44,13 +44,13 @@ def work(rank: int, world: int, model: Path, folder: Path, parallel: dict[str, A
     dist.init_process_group("nccl", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world)
     config = {
         "model": {"path": str(model), "dtype": "bfloat16"},
-        "engine": {"platform": "cuda", "micro_batch_tokens": 300, "parallel": parallel},
+        "engine": {"platform": "cuda", "micro_batch_tokens": 300, **engine_options},
         "optimizer": {"lr": 1e-5, "distributed": True},
     }
     engine = Engine(RunConfig.model_validate(config), model)
     batch = engine.score(engine.batch_from_root(draw_rollouts(LENGTHS) if rank == 0 else None))
     assert batch.old_logprobs_T is not None
-    results = [engine.update(batch) for _ in range(3)]
+    results = [engine.update(batch, last=last) for last in (False, False, True)]
     return {
         "mask": batch.loss_mask_T.cpu(),
         "logprobs": batch.old_logprobs_T.cpu(),
@@ -59,13 +59,19 @@ def work(rank: int, world: int, model: Path, folder: Path, parallel: dict[str, A
 
 
 @pytest.mark.parametrize(
-    "split",
-    [{"cp": 2, "cp_comm_type": "p2p"}, {"cp": 2, "cp_comm_type": "a2a"}, {"pp": 2, "vpp": 2}],
-    ids=["cp-p2p", "cp-a2a", "pp-vpp"],
+    "options",
+    [
+        {"parallel": {"cp": 2, "cp_comm_type": "p2p"}},
+        {"parallel": {"cp": 2, "cp_comm_type": "a2a"}},
+        {"parallel": {"pp": 2, "vpp": 2}},
+        {"parallel": {"dp": 2}, "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 10**6},
+        {"parallel": {"tp": 2}, "recompute": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    ],
+    ids=["cp-p2p", "cp-a2a", "pp-vpp", "dp-overlap", "tp-recompute"],
 )
-def test_two_gpus_compute_what_one_does(split: dict[str, Any], model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_two_gpus_compute_what_one_does(options: dict[str, Any], model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     (one,) = run_dist(1, work, model, tmp_path_factory.mktemp("one"), {})
-    first, second = run_dist(2, work, model, tmp_path_factory.mktemp("two"), split)
+    first, second = run_dist(2, work, model, tmp_path_factory.mktemp("two"), options)
     assert torch.equal(first["logprobs"], second["logprobs"])
     assert (first["logprobs"] - one["logprobs"])[one["mask"]].abs().mean() < 0.02
     assert first["grad_norms"] == pytest.approx(one["grad_norms"], rel=0.05)

@@ -30,7 +30,8 @@ class QuietServer(ThreadingHTTPServer):
 
 class FaultyServer:
     """Draws the same tokens for the same prompt and seed as any other does. ``faults`` are the behaviours for the next requests
-    for samples, after which it answers well; ``always`` is for all of them. ``hangs`` are routes that it never answers.
+    for samples, after which it answers well; ``always`` is for all of them. ``hangs`` are routes that it never answers, and
+    ``refuses`` those that it answers with status 500.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,7 @@ class FaultyServer:
         self.faults: list[Behaviour] = []
         self.always: Behaviour = answer_well
         self.hangs: set[str] = set()
+        self.refuses: set[str] = set()
         self.starts = self.stops = self.tokens = 0
         self.after_start: Callable[[FaultyServer], None] = lambda server: None
         self.alive = False
@@ -66,7 +68,7 @@ class FaultyServer:
                 body = json.loads(raw) if raw else {}
                 outer.version = body.get("weight_version", outer.version)
                 if self.path != GENERATE:
-                    self.answer(200, b"{}")
+                    self.answer(500 if self.path in outer.refuses else 200, b"{}")
                 elif (answer := outer.sample(body)) is not None:
                     self.answer(*answer)
                 else:

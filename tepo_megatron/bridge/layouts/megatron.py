@@ -95,9 +95,10 @@ def pipeline_stages(
     given = {stage: layers for stage, layers in ((0, first), (pp - 1, last)) if layers is not None}
     rest, others = num_layers - sum(given.values()), pp - len(given)
     if rest < 0 or bool(rest) != bool(others) or (others and rest % others):
+        ends = [f"{layers} in the {end}" for end, layers in (("first", first), ("last", last)) if layers is not None]
         raise ValueError(
             f"{num_layers} layers do not split over {pp} pipeline stages"
-            + (f" with {first} in the first and {last} in the last" if given else "")
+            + (f" with {' and '.join(ends)}" if ends else "")
             + "; change pp, or the layers of the first and the last stage"
         )
     counts = [given.get(stage, rest // others if others else 0) for stage in range(pp)]

@@ -17,7 +17,7 @@ from tepo_megatron.launch.plan.shapes import model_parameters, resolve_spec, sta
 from tepo_megatron.launch.plan.time import Lengths, StepTime, checkpoint_bytes, step_time
 
 DEFAULT_PROMPT_TOKENS = 512
-"""The longest prompt where ``data.max_prompt_tokens`` does not bound it."""
+"""The longest prompt where ``data.max_prompt_tokens`` does not bound it, if the model has as many positions."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response
     spec, substitute = resolve_spec(config.model.path)
     parallel = config.engine.parallel
     _check_engine(spec, config)
-    lengths = _lengths(config, prompt_tokens, response_tokens)
+    lengths = _lengths(spec, config, prompt_tokens, response_tokens)
     spec.check_length(lengths.longest, "data.max_prompt_tokens and rollout.sampling.max_new_tokens together")
     stages = _stages(spec, config, lengths)
     sync = weight_sync(spec, config) if config.rollout.replay is None else None
@@ -85,9 +85,10 @@ def check_plan(plan: Plan) -> None:
         raise ValueError("the run does not fit: " + "; ".join(plan.problems))
 
 
-def _lengths(config: RunConfig, prompt: float | None, response: float | None) -> Lengths:
-    longest_prompt = config.data.max_prompt_tokens or DEFAULT_PROMPT_TOKENS
+def _lengths(spec: ModelSpec, config: RunConfig, prompt: float | None, response: float | None) -> Lengths:
     longest_response = config.rollout.sampling.max_new_tokens
+    room = max(1, spec.max_positions - longest_response)
+    longest_prompt = config.data.max_prompt_tokens or min(DEFAULT_PROMPT_TOKENS, room)
     longest = longest_prompt + longest_response
     prompt = longest_prompt / 2 if prompt is None else prompt
     response = longest_response / 2 if response is None else response
@@ -148,7 +149,8 @@ def _assumptions(spec: ModelSpec, config: RunConfig, lengths: Lengths, substitut
     if substitute:
         yield substitute
     if config.data.max_prompt_tokens is None:
-        yield f"data.max_prompt_tokens is not set; prompts are taken to have at most {DEFAULT_PROMPT_TOKENS} tokens"
+        assumed = lengths.longest - lengths.longest_response
+        yield f"data.max_prompt_tokens is not set; prompts are taken to have at most {assumed} tokens"
     yield f"prompts of {lengths.prompt:g} and responses of {lengths.response:g} tokens on average"
     yield f"micro-batches of {micro_batch_tokens(config, lengths.longest)} tokens per rank; {USABLE:.0%} of a GPU is usable"
     if spec.experts:

@@ -179,9 +179,11 @@ def _bubble(config: RunConfig, tokens: float) -> float:
 
 
 def _save(spec: ModelSpec, config: RunConfig) -> float:
-    """Seconds of a step's share of a checkpoint: fp32 weights and both of Adam's means, written while nothing else happens."""
+    """Seconds of a step's share of a checkpoint, fp32 weights and Adam's means; none if it is written beside training."""
     every = config.train.save_every
-    return checkpoint_bytes(spec, config) / (config.cluster.storage_gb_per_s * 1e9) / every if every else 0.0
+    if not every or config.train.async_save:
+        return 0.0
+    return checkpoint_bytes(spec, config) / (config.cluster.storage_gb_per_s * 1e9) / every
 
 
 def checkpoint_bytes(spec: ModelSpec, config: RunConfig) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from vllm import envs
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+from tepo_megatron.rollout.plugin.forks import take_core
 
 
 class BoundWorker(CPUWorker):  # type: ignore[misc] # vllm's types are not followed
@@ -15,5 +16,5 @@ class BoundWorker(CPUWorker):  # type: ignore[misc] # vllm's types are not follo
     """
 
     def __init__(self, vllm_config: Any, local_rank: int, *args: Any, **kwargs: Any) -> None:
-        os.sched_setaffinity(0, {int(envs.VLLM_CPU_OMP_THREADS_BIND.split("|")[local_rank])})
+        take_core(envs.VLLM_CPU_OMP_THREADS_BIND, local_rank)
         super().__init__(vllm_config, local_rank, *args, **kwargs)

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import stat
-from multiprocessing import util
 
 from tepo_megatron.versions import VLLM_RANGE, in_range
 
@@ -38,7 +37,7 @@ def fork_processes() -> None:
         return
     # vLLM's table of variables, which it asks at each use: its platform writes the variable itself whenever it sees a config.
     envs.environment_variables[_METHOD] = lambda: "fork"
-    util.register_after_fork(leave_parent, lambda leave: leave())
+    os.register_at_fork(after_in_child=leave_parent)
     # A worker would look for its next message for a second after the last one, on a core that the trainer has use for.
     SpinCondition.__init__ = functools.partialmethod(SpinCondition.__init__, busy_loop_s=0.0)
 
@@ -48,6 +47,21 @@ def resume_collector() -> None:
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
+
+
+def take_core(cores: str, worker: int) -> None:
+    """Has the calling thread, and those that it starts from now on, run on worker ``worker``'s core of ``cores`` (``0|1``).
+
+    Raises ValueError where this process may not run there.
+    """
+    core = int(cores.split("|")[worker])
+    try:
+        os.sched_setaffinity(0, {core})
+    except OSError as error:
+        raise ValueError(
+            f"worker {worker} of this server cannot run on core {core}: there is none, or it is kept from this job; set "
+            "rollout.server.cpu_threads to cores that it has, or to auto"
+        ) from error
 
 
 def leave_parent() -> None:

@@ -15,6 +15,7 @@ from tepo_megatron.config import EngineConfig
 from tepo_megatron.engine.batch import pack, pad_sequences
 from tepo_megatron.engine.context_parallel import cut, packed_order, padded_tokens, rank_order
 from tepo_megatron.engine.fp8 import token_multiple
+from tepo_megatron.engine.layers import decide
 from tepo_megatron.engine.parallel import Ranks
 from tests.support.small_llama import draw_rollouts
 from tests.unit.engine.test_refusals_gpu import SPEC
@@ -103,6 +104,13 @@ def test_sequences_are_padded_by_their_last_token(lengths: list[int], multiple: 
 def test_what_cannot_be_is_refused_with_the_configuration(engine: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EngineConfig.model_validate(engine)
+
+
+def test_an_exchange_of_transformer_engine_is_refused_on_a_machine_without_a_gpu() -> None:
+    config = EngineConfig(parallel={"cp": 2, "cp_comm_type": "a2a"})
+    with pytest.raises(ValueError, match=r"cp_comm_type = a2a is for Transformer Engine's attention, which needs a GPU"):
+        decide(config, "cpu", None)
+    assert decide(config, "cuda", None) == "te"
 
 
 @pytest.mark.parametrize(("tp", "cp", "heads"), [(1, 8, "4 key/value"), (2, 4, "2 key/value"), (1, 3, "8 attention")])

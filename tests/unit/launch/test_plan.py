@@ -62,6 +62,14 @@ def test_the_recipes_fit_and_state_their_assumption(name: str) -> None:
     assert found.worst.total < 0.9 * 79 * GIB
 
 
+def test_a_run_without_a_bound_of_prompts_is_planned_though_the_guess_is_longer_than_its_model() -> None:
+    tiny = str(EXAMPLES / "tiny" / "run.yaml")
+    found = plan(tiny, REPLAY)
+    assert found.lengths.longest > found.spec.max_positions
+    with pytest.raises(ValueError, match=r"= 272 tokens are more than the 256 positions"):
+        plan(tiny, REPLAY, "data.max_prompt_tokens=240")
+
+
 def test_the_table_of_the_docs_is_what_the_plans_say() -> None:
     rows: dict[str, list[str]] = {}
     for line in (EXAMPLES.parent / "docs" / "plan.md").read_text().splitlines():
@@ -158,6 +166,7 @@ def test_seconds_of_a_step_by_hand() -> None:
     assert time.train == pytest.approx((computing + waiting) * (1 + bubble))
     assert time.root == pytest.approx(1024 * 2048 * 0.8e-6)
     assert time.save == pytest.approx(12 * 70_553_706_496 / 7e9 / 20)
+    assert plan(LLAMA, REPLAY, "train.async_save=true").time.save == 0
     weights, cache = 4096 * 70_553_706_496 * 2 / 4, 128 * 2048 * (512 + 1024) * 81_920  # one wave of 128 sequences
     decoding, prompts = (weights + cache) / (3350e9 * 0.5), 128 * 512 * token / (32 * 989e12 * 0.45)
     assert time.generation == pytest.approx(decoding + prompts)
@@ -267,6 +276,7 @@ def test_plan_and_engine_refuse_a_layout_in_the_same_words(override: str, senten
 def test_more_tokens_than_the_model_has_positions_are_refused() -> None:
     with pytest.raises(ValueError, match=r"together = 132096 tokens are more than the 131072 positions of LlamaForCausalLM"):
         plan(LONG, "rollout.sampling.max_new_tokens=131072", "rollout.server.max_model_len=132096")
+    assert plan(str(EXAMPLES / "tiny/run.yaml"), REPLAY).lengths.longest == 256  # where nothing bounds prompts, the model does
 
 
 def test_flops_of_a_token_are_those_that_torch_counts() -> None:

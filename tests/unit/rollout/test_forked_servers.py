@@ -12,18 +12,18 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from tepo_megatron.config.rollout import ServerConfig
-from tepo_megatron.rollout.plugin.forks import FORK_VARIABLE, leave_parent
+from tepo_megatron.rollout.plugin.forks import FORK_VARIABLE, leave_parent, take_core
 from tepo_megatron.rollout.server import Server
 
 
 def look(answer: Connection, internet: int, local: int) -> None:
+    leave_parent()
     nothing = os.stat(os.devnull)
     answer.send([os.fstat(each).st_ino == nothing.st_ino for each in (internet, local)])
     answer.send(signal.set_wakeup_fd(-1))
@@ -45,7 +45,6 @@ def test_a_fork_keeps_neither_the_port_nor_the_signals_of_its_parent(wakeup: int
     context = multiprocessing.get_context("fork")
     asked, answer = context.Pipe(duplex=False)
     with socket.create_server(("127.0.0.1", 0)) as port, socket.socket(socket.AF_UNIX) as local:
-        util.register_after_fork(local, lambda _: leave_parent())  # as long as ``local`` lives
         child = context.Process(target=look, args=(answer, port.fileno(), local.fileno()))
         child.start()
         assert asked.recv() == [True, False]
@@ -75,6 +74,14 @@ def test_processes_are_forks_where_each_worker_has_one_core(cores: str, tp: int,
     assert ("tepo_megatron.rollout.plugin.bound_worker.BoundWorker" in command) == forks
     assert ("--distributed-executor-backend" in command) == (forks and tp == 1)
     assert command[1:3] == ["-m", "tepo_megatron.rollout.plugin.start" if forks else "vllm.entrypoints.openai.api_server"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere servers start as vLLM has them")
+def test_a_core_that_the_machine_has_not_is_a_sentence() -> None:
+    before = os.sched_getaffinity(0)
+    with pytest.raises(ValueError, match=r"worker 1 of this server cannot run on core 4095: .* set rollout.server.cpu_threads"):
+        take_core("0|4095", 1)
+    assert os.sched_getaffinity(0) == before
 
 
 VLLM = """

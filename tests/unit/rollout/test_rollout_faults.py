@@ -293,6 +293,24 @@ def test_a_server_that_hangs_in_an_update_counts_as_dead(servers: list[FaultySer
         assert fleet.weights_version == WeightsVersion(1)
 
 
+@pytest.mark.parametrize("route", ["/pause?mode=keep", "/finish_weight_update"])
+def test_a_server_that_fails_in_an_update_outside_the_transfer_counts_as_dead(
+    servers: list[FaultyServer], tmp_path: Path, route: str
+) -> None:
+    """An engine whose worker is gone does so for a moment, in which the server still says that it is well."""
+    from tests.unit.rollout.test_rollout_colocated import Sender
+
+    servers[1].refuses = {route}
+    with fleet_of(servers, tmp_path) as (fleet, _):
+        sender: Any = Sender([])
+        with pytest.raises(ServerDied, match=rf"weights 1 did not reach the rollout servers: (?s:.*){servers[1].url}"):
+            fleet.update_weights_from_shards(WeightsVersion(1), sender)
+        servers[1].refuses.clear()
+        assert fleet.revive()
+        fleet.update_weights_from_shards(WeightsVersion(1), sender)
+        assert fleet.weights_version == WeightsVersion(1)
+
+
 def test_a_server_that_hangs_before_it_has_joined_counts_as_dead(servers: list[FaultyServer], tmp_path: Path) -> None:
     from tests.unit.rollout.test_rollout_colocated import Sender
 
