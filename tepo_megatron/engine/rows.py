@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_CPU = torch.device("cpu")  # which tokens go where is found out there, whatever torch's default device is
+
 _LONGER, _SLACK = 1.5, 16
 """A block's longest row has at most so many times its shortest's tokens, and so many more: a block costs a few calls."""
 
@@ -47,13 +49,13 @@ class Rows:
 
 def arrange(lengths: Sequence[int], order: Sequence[Sequence[int]], device: torch.device) -> Rows:
     """Arranges packed sequences of these lengths in blocks; ``order`` has the numbers of each block's sequences."""
-    lengths_S = torch.tensor(lengths)
+    lengths_S = torch.tensor(lengths, device=_CPU)
     offsets_S = lengths_S.cumsum(0) - lengths_S
     blocks, sources, paddings = [], [], []
     for numbers in order:
         longest = max(lengths[number] for number in numbers)
-        members = torch.tensor(numbers)
-        at = torch.arange(longest)
+        members = torch.tensor(numbers, device=_CPU)
+        at = torch.arange(longest, device=_CPU)
         last = lengths_S[members, None] - 1
         blocks.append((len(numbers), longest))
         sources.append((offsets_S[members, None] + torch.minimum(at, last)).flatten())

@@ -72,9 +72,8 @@ def test_so_it_is_with_context_parallelism_and_interleaved_stages(
 
 
 @needs_linux
-def test_the_predicted_peak_with_lora_is_within_a_tenth_of_the_measured_and_a_third_of_full_training(
-    model: Path, tmp_path: Path
-) -> None:
+def test_the_predicted_peak_with_lora_is_within_a_tenth_of_the_measured(model: Path, tmp_path: Path) -> None:
+    """Training all weights needs twice as much."""
     lora = {"rank": 8, "alpha": 16}
     predicted, measured = predicted_and_measured(model, {}, SEQUENCES, TOKENS, tmp_path, lora=lora)
     assert predicted == pytest.approx(measured, rel=0.1), (in_mib(predicted), in_mib(measured))

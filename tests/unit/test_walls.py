@@ -176,7 +176,7 @@ def test_an_exception_that_nothing_needs_is_an_error(reports: Mapping[str, tuple
     ("foreign", "rooms"),
     [
         ("vllm", ["rollout.plugin"]),
-        ("megatron", ["engine", "bench.score_methods", "bench.score_ranks"]),
+        ("megatron", ["engine", "bench.score_methods", "bench.score_ranks", "bench.step_megatron"]),
         ("nemo_run", ["launch"]),
         ("triton", ["vocab_parallel"]),
         ("transformers", ["data"]),
