@@ -21,10 +21,13 @@ from tepo_megatron.bridge.transfer.sender import ShardSender
 from tepo_megatron.bridge.transfer.transport import announce_departure, listen
 from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
 from tepo_megatron.rollout.client import Client
-from tepo_megatron.rollout.faults import ServerFault, ServerSilent
+from tepo_megatron.rollout.faults import ServerFault, ServerGone, ServerSilent
 from tepo_megatron.types import WeightsVersion
 
 T = TypeVar("T")
+
+LOOK_S = 2.0
+"""How often a server that has not answered a request of an update is asked whether it is well."""
 
 
 class WeightSync(ABC):
@@ -137,7 +140,10 @@ class WeightSync(ABC):
         self._collect([self._pool.submit(request, client) for client in self._clients])
 
     def _collect(self, requests: Sequence[Future[None]]) -> None:
-        wait(requests)
+        while waiting := wait(requests, LOOK_S).not_done:
+            for client, request in zip(self._clients, requests, strict=True):
+                if request in waiting:
+                    _end_if_gone(client)
         causes = [request.exception() for request in requests if _failed(request)]
         if not causes:
             return
@@ -218,6 +224,19 @@ class ShardSync(WeightSync):
         if self._sender is not None:
             self._sender.close()
             self._sender = None
+
+
+def _end_if_gone(client: Client) -> None:
+    """Raises ServerGone where a server says that its engine is dead, or refuses connections: it still holds the request that
+    the engine had when it died, and would never answer it. One that says nothing may be slow.
+    """
+    try:
+        client.progress()
+    except ServerGone:
+        client.close()
+        raise
+    except ServerSilent:
+        return
 
 
 def _failed(request: Future[Any]) -> bool:

@@ -59,7 +59,8 @@ class FaultyServer:
             def do_GET(self) -> None:
                 outer.wait_if_hanging(self.path)
                 content = json.dumps({"tokens": outer.tokens}).encode() if self.path == PROGRESS else b""
-                self.answer(200 if self.path in ("/health", PROGRESS) else 404, content)
+                known = self.path in ("/health", PROGRESS)
+                self.answer(500 if self.path in outer.refuses else 200 if known else 404, content)
 
             def do_POST(self) -> None:
                 raw = self.rfile.read(int(self.headers.get("content-length", 0)))

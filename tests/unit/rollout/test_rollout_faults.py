@@ -311,6 +311,25 @@ def test_a_server_that_fails_in_an_update_outside_the_transfer_counts_as_dead(
         assert fleet.weights_version == WeightsVersion(1)
 
 
+@pytest.mark.parametrize("route", ["/pause?mode=keep", "/reset_prefix_cache"])
+def test_a_request_that_a_dead_engine_has_left_is_not_waited_for(
+    servers: list[FaultyServer], tmp_path: Path, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The API server still holds it, and says to others that its engine is dead."""
+    from tests.unit.rollout.test_rollout_colocated import Sender
+
+    monkeypatch.setattr("tepo_megatron.rollout.sync.LOOK_S", 0.05)
+    servers[1].hangs, servers[1].refuses = {route}, {"/health"}
+    with fleet_of(servers, tmp_path, request_timeout_s=3600.0) as (fleet, _):
+        sender: Any = Sender([])
+        with pytest.raises(ServerDied, match=rf"weights 1 did not reach .*{servers[1].url}/health: status 500"):
+            fleet.update_weights_from_shards(WeightsVersion(1), sender)
+        servers[1].hangs, servers[1].refuses = set(), set()
+        assert fleet.revive()
+        fleet.update_weights_from_shards(WeightsVersion(1), sender)
+        assert fleet.weights_version == WeightsVersion(1)
+
+
 def test_a_server_that_hangs_before_it_has_joined_counts_as_dead(servers: list[FaultyServer], tmp_path: Path) -> None:
     from tests.unit.rollout.test_rollout_colocated import Sender
 
