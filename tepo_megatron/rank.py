@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from tepo_megatron.errors import describe, is_ours, wants_traceback
 from tepo_megatron.preemption import INTERRUPTED, STOP_SIGNALS, StopRequested, exit_code, install_stop_signals, stop_signals
-from tepo_megatron.rendezvous import refuse_dynamic_rendezvous, refuse_pickles
+from tepo_megatron.rendezvous import refuse_dynamic_rendezvous, refuse_pickles, remove_folders
 
 if TYPE_CHECKING:
     from tepo_megatron.config import RunConfig
@@ -167,6 +167,7 @@ def _in_a_group() -> bool:
 
 def _exit_now(code: int) -> NoReturn:
     """Ends the process without the interpreter's own end, for which threads may not be ready."""
+    remove_folders()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

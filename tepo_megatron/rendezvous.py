@@ -17,7 +17,7 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -89,11 +89,26 @@ def rank_store(world_size: int, timeout: timedelta) -> Store | None:
             f"the ranks should meet in {folder} ({FOLDER_VARIABLE}), but other users may enter it; set it to 0700"
         )
     if os.environ["RANK"] == "0":  # who leaves last: in a store whose file is gone it would wait for minutes
-        atexit.register(_remove_if_orphaned, folder, os.getppid())
+        _at_end(functools.partial(_remove_if_orphaned, folder, os.getppid()))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store: Store = FileStore(str(folder / f"attempt-{attempt}"), world_size)
     store.set_timeout(timeout)
     return store
+
+
+_removals: list[Callable[[], None]] = []
+
+
+def _at_end(remove: Callable[[], None]) -> None:
+    if not _removals:
+        atexit.register(remove_folders)
+    _removals.append(remove)
+
+
+def remove_folders() -> None:
+    """Removes the folders of this process, as its end does: for one that ends without the interpreter's own end."""
+    while _removals:
+        _removals.pop()()
 
 
 def _remove_if_orphaned(folder: Path, agent: int) -> None:
@@ -114,7 +129,7 @@ def private_folder() -> Path:
     if len(os.fsencode(f"{parent}/{name}12345678")) > LONGEST_FOLDER:
         parent, name = "/tmp", f"{folder_name()}-"  # noqa: S108
     folder = tempfile.mkdtemp(prefix=name, dir=parent)  # mode 0700
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    _at_end(functools.partial(shutil.rmtree, folder, ignore_errors=True))
     return Path(folder)
 
 

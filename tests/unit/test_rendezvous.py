@@ -241,6 +241,7 @@ def test_an_address_that_is_not_the_first_nodes_is_named(start: Any, tmp_path: P
 
 def test_ranks_do_not_meet_where_others_may_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(rendezvous.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("RANK", "1")
     tmp_path.chmod(0o700)
     store = rendezvous.rank_store(1, timedelta(seconds=5))
     assert store is not None
