@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from tepo_megatron.config import RunConfig
 
 
 def save_random_model(family: str, settings: Mapping[str, Any], out: Path, *, seed: int) -> None:
@@ -31,3 +36,15 @@ def in_turn(runs: Iterable[dict[str, Any]], one_model: Callable[[dict[str, Any]]
             parallel_state.destroy_model_parallel()
         engine = one_model(run)
     engine.close()
+
+
+def train_in_turn(one_model: Callable[[RunConfig, Path, Path, str | None], Any]) -> None:
+    """What a world with the argument CASE.json does: ``one_model(config, rollouts, out, resume)`` for each of its runs."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    case: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+
+    def trained(run: dict[str, Any]) -> Any:
+        return one_model(RunConfig.model_validate(run["config"]), Path(case["rollouts"]), Path(run["out"]), run["resume"])
+
+    in_turn(case["runs"], trained)

@@ -7,8 +7,6 @@ that resumes loads another split's checkpoint instead of its first step.
 from __future__ import annotations
 
 import json
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch import Tensor
 from tepo_megatron.config import RunConfig
 from tepo_megatron.rollout.record import read_rollouts
 from tepo_megatron.types import Batch, ObjectiveOutput, TokenScores
-from tests.support.model_worlds import in_turn
+from tests.support.model_worlds import train_in_turn
 
 
 class MeanSurprise:
@@ -63,14 +61,7 @@ def one_model(config: RunConfig, rollouts: Path, out: Path, resume: str | None) 
 
 
 def main() -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    case: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
-
-    def trained(run: dict[str, Any]) -> Any:
-        return one_model(RunConfig.model_validate(run["config"]), Path(case["rollouts"]), Path(run["out"]), run["resume"])
-
-    in_turn(case["runs"], trained)
+    train_in_turn(one_model)
 
 
 if __name__ == "__main__":
