@@ -22,6 +22,7 @@ from tepo_megatron.engine.checkpoint_folder import checkpoints, step_of
 from tepo_megatron.engine.plugins import check_plugins
 from tepo_megatron.engine.reduced_states import check_states
 from tepo_megatron.environments.calls import resolve_environment
+from tepo_megatron.environments.openings import opening_of
 from tepo_megatron.evaluate.sets import EvaluationSet, load_sets
 from tepo_megatron.reward.by_source import reward_configs
 from tepo_megatron.reward.verifiers import resolve_verifier
@@ -131,6 +132,7 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
     check_tokenizer(tokenizer, model_dir)
     if config.environment is not None:
         resolve_environment(config.environment.name)
+        opening_of(config.environment, tokenizer)
     for source, reward in reward_configs(config.reward, config.data).items():
         if source or not (has_reward or config.environment is not None):
             resolve_verifier(reward.verifier)
