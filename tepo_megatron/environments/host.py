@@ -74,9 +74,10 @@ def step_call(action: ResponseText) -> list[Any]:
 
 def read_action(given: list[Any]) -> ResponseText:
     """What the model wrote, of such a call."""
-    text, ids, finish_reason, prompt_tokens = given
+    text, ids, finish_reason, *prompt_tokens = given
     action = ResponseText.unpack(text, b64decode(ids), finish_reason)
-    action.prompt_tokens = prompt_tokens
+    if prompt_tokens:  # trainers of before did not say
+        (action.prompt_tokens,) = prompt_tokens
     return action
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.environment import EnvironmentConfig
+from tepo_megatron.config.environment import OUTSIDE, EnvironmentConfig
 from tepo_megatron.config.sampling import SamplingConfig
 from tepo_megatron.data.tokenizer import Tokenizer
 from tepo_megatron.environments.episodes import EpisodeEnd, EpisodeLimits, EpisodeStream
@@ -179,11 +179,12 @@ class EpisodePool:
         self._finished.clear()
 
     def rehearse(self, problems: Sequence[Problem]) -> None:
-        """Has the environment begin an episode of each of the first few problems.
+        """Has the environment begin an episode of each of the first few problems. Agents outside may come later, and are not
+        rehearsed.
 
         Raises ValueError where none of them begins: with the line that raised, where it did.
         """
-        tried = problems[:_REHEARSED]
+        tried = problems[: _REHEARSED if self._environment.name != OUTSIDE else 0]
         errors: list[str] = []
         for number, problem in enumerate(tried, start=-len(tried)):  # streams count from 0
             self.host.call(number, reset_call(problem, self.config.seed))

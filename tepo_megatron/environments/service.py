@@ -185,11 +185,9 @@ def _are_calls(body: Any) -> bool:
 
 def _is_call(call: list[Any]) -> bool:
     match call:
-        case (
-            ["reset", [str(), str(), str(), dict(), list(), str()], int(), bool()]
-            | ["step", str(), str(), str(), int()]
-            | ["end"]
-        ):
+        case ["reset", [str(), str(), str(), dict(), list(), str()], int(), bool()] | ["end"]:
+            return True
+        case ["step", str(), str(), str()] | ["step", str(), str(), str(), int()]:
             return True
     return False
 

@@ -148,7 +148,9 @@ class EnvironmentWorkers:
         setup = {name: getattr(config, name) for name in SETUP}
         # A file by its whole path: the worker may look for it from another folder.
         name = self._name if ":" in config.name else config.name
-        setup |= {"name": name, "agent": self._agent, "concurrency": config.concurrency}
+        # Two processes cannot have one port; agents of this package's own processes find any.
+        agent = self._agent if self._agent is None or not alone else {**self._agent, "port": 0}
+        setup |= {"name": name, "agent": agent, "concurrency": config.concurrency}
         process.send({**setup, "path": sys.path, "network": not config.cuts_network}, _START_TIMEOUT_S)
         return worker
 

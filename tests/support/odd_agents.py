@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import Any
 
 import httpx
-from openai import AsyncOpenAI, BadRequestError, OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI, OpenAIError
 
 from tepo_megatron import Problem
 
@@ -97,6 +98,16 @@ async def solve_async(problem: Problem, base_url: str, api_key: str, seed: int) 
 
 
 def no_agent(problem: Problem) -> float:
+    return 0.0
+
+
+def runs_on(problem: Problem, base_url: str, api_key: str, seed: int) -> float:
+    """Goes on after its episode has ended, but for the first, which ends with it."""
+    client = OpenAI(base_url=base_url, api_key=api_key)
+    with contextlib.suppress(OpenAIError):
+        client.chat.completions.create(model="any", messages=[{"role": "user", "content": "0"}])
+    if seed:
+        time.sleep(600)
     return 0.0
 
 

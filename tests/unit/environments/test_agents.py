@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 import socket
@@ -240,3 +241,30 @@ def test_a_tokenizer_without_a_beginning_is_refused() -> None:
 
     with pytest.raises(ValueError, match="the model's tokenizer has no begin token"):
         opening_of(environment, Bare())  # type: ignore[arg-type]
+
+
+def test_agents_that_run_on_wear_their_process_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no episode left, and more of them than are left behind; one that ends in time does not count."""
+    from tepo_megatron.environments import agents
+
+    monkeypatch.setattr(agents, "_MOST_STUCK", 1)
+    environment = config("runs_on").environment
+    assert environment is not None
+    desk = Desk({**environment.model_dump(), "timeout_s": 30.0, "agent": agent_setup(environment, None)})
+    given = ["", "", "", {}, [], ""]
+
+    async def play() -> list[bool]:
+        worn = []
+        for at in range(3):
+            call = desk.answer(at, ["reset", given, at, False])
+            answer = await call
+            assert answer is not None
+            assert answer["observation"][0] == "chat"
+            worn.append(desk.worn)
+            await desk.answer(at, ["end"])
+            while at == 0 and any(each.name == "agent" for each in threading.enumerate()):
+                await asyncio.sleep(0.01)  # it hears that its episode is over
+            worn.append(desk.worn)
+        return worn
+
+    assert asyncio.run(play()) == [False, False, False, False, False, True]
