@@ -37,7 +37,6 @@ FAILS = {
     "raises": r"the agent raised KeyError: 'gone', at .*odd_agents.py:\d+: \"raise KeyError",
     "exits": "the agent raised SystemExit: 3",
     "hangs": "the environment took longer in step than environment.timeout_s = 4 s",
-    "dies": r"its worker ended 2 times under it, the last time since the environment's process ended \(exit status 1\)",
     "another key": "the agent raised AuthenticationError: Error code: 401 - .*no episode has this API key",
     "another temperature": "temperature = 0.5, and the run draws with rollout.sampling.temperature = 1.0",
     "a seed": "seed = 1: the run gives each turn a seed of its own",
@@ -113,7 +112,7 @@ def test_a_failing_agent_is_one_failed_sample_and_the_others_go_on() -> None:
         assert context.tolist() == [3, *[4] * (len(context) - 1)]  # "0", and "1" each time: nothing of the model's
         asked = [prompt for _, prompt, *_ in samples.asked]
         assert sum((1, *response.response_ids.tolist())[: len(prompt)] == prompt for prompt in asked) >= len(context)
-    assert figures["environment/restarts"] >= 1
+    assert figures["environment/restarts"] == 0
     assert figures["environment/new_histories"] == 0
 
 
