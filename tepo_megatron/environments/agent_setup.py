@@ -39,11 +39,11 @@ def agent_setup(config: EnvironmentConfig, sampling: SamplingConfig | None) -> d
     if config.adapter != "agent":
         return None
     settings = config.agent_settings
-    outside = config.name == OUTSIDE and settings.key_file is not None
+    outside = settings.key_file if config.name == OUTSIDE else None
     return {
         **shared_setup(settings, sampling),
         # A file by its whole path: the process may look for it from another folder.
         "verifier": None if settings.verifier is None else resolve_verifier(settings.verifier),
         "port": settings.port,
-        "key": make_key(settings.key_file, "environment.agent.key_file") if outside else None,
+        "key": None if outside is None else make_key(outside, "environment.agent.key_file"),
     }

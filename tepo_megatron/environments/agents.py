@@ -109,7 +109,7 @@ class AgentEpisode:
         self._last = action
         self._talk.give(action)
         mistake = self._talk.malformed
-        found = await self._talk.wait()
+        found: Any = await self._talk.wait()  # an observation of this package's own making
         if isinstance(found, ChatRequest):
             return StepResult(found, tool_error=mistake)
         self._check(found)

@@ -121,8 +121,9 @@ def _text(given: Mapping[str, Any], place: str) -> str:
 
 def _calls(given: Any, place: str) -> list[dict[str, Any]]:
     calls = []
-    for call in given if isinstance(given, list) else [None]:
-        function = call.get("function") if isinstance(call, Mapping) else None
+    for each in given if isinstance(given, list) else [None]:
+        call: Mapping[str, Any] = each if isinstance(each, Mapping) else {}
+        function = call.get("function")
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(f"tool_calls of {place} must be a list of calls, each with a function and its name")
         arguments = function.get("arguments", "")

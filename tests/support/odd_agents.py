@@ -23,14 +23,15 @@ def solve(problem: Problem, base_url: str, api_key: str) -> Any:
         raise KeyError("gone")
     client = OpenAI(base_url=base_url, api_key="wrong" if do == "another key" else api_key)
     messages: list[Any] = [{"role": "user", "content": "0"}]
-    changed: dict[str, Any] = {
+    fields: dict[str, dict[str, Any]] = {
         "another temperature": {"temperature": 0.5},
         "a seed": {"seed": 1},
         "several answers": {"n": 2},
         "a format": {"response_format": {"type": "json_object"}},
         "an unknown field": {"extra_body": {"guided_regex": "a"}},
         "the run's own": {"temperature": 1.0, "top_p": 1, "n": 1, "max_tokens": 2, "user": "u", "frequency_penalty": 0},
-    }.get(do, {})
+    }
+    changed = fields.get(do, {})
     try:
         first = client.chat.completions.create(model="any", messages=messages, **changed).choices[0].message
     except BadRequestError:

@@ -128,7 +128,8 @@ def test_an_episode_is_what_was_said_and_each_token_of_the_model_once(template: 
     response = found[2]
     turns = wrote["p"]
     first = max(at for at, turn in enumerate(turns) if turn[1])
-    ids, mask = [], []
+    ids: list[int] = []
+    mask: list[bool] = []
     for messages, begun, most, action in turns[first:]:
         if not template:
             told = [token for _, content in messages for token in encode(content)]
