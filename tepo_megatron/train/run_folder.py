@@ -26,6 +26,8 @@ MADE_BY_A_RUN = (
     "samples.before-*.jsonl",
     "train_samples.jsonl",
     "train_samples.before-*.jsonl",
+    "tokens/step_*",
+    "tokens.before-*",
     "curves.png",
     "model",
     "tensorboard/events.out.tfevents.*",
@@ -75,7 +77,8 @@ def _has_trained(metrics: Path) -> bool:
 
 def forget_start(folder: Path) -> None:
     """Removes what a start without a trained step has logged: the next run writes its own first row."""
-    for pattern in ("metrics.jsonl", "samples.jsonl", "train_samples.jsonl", "tensorboard/events.out.tfevents.*"):
+    logs = ("metrics.jsonl", "samples.jsonl", "train_samples.jsonl", "tokens/step_*", "tensorboard/events.out.tfevents.*")
+    for pattern in logs:
         for path in folder.glob(pattern):
             path.unlink()
 
