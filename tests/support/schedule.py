@@ -1,8 +1,8 @@
 """How the suite is divided among the workers of pytest-xdist.
 
 Tests that start servers, which have several GB of memory, are in three groups, each of which is one worker's: no more than
-three of them run at a time. Of all others a worker takes a file at once, and makes its fixtures once. What takes longest goes first,
-so that workers end at about the same time.
+three of them run at a time. Of all others a worker takes a file at once, and makes its fixtures once. What takes longest
+goes first, so that workers end at about the same time.
 """
 
 from __future__ import annotations
