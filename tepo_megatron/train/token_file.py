@@ -80,7 +80,7 @@ class TokenSamples:
     update: NDArray[np.int32]
     """[S]: in which optimizer step of the training step it was trained on, from 1; 0 in none."""
     reward: NDArray[np.float32]
-    """[S]: the reward that is trained on."""
+    """[S]: as the verifier gave it; what ``rollout.truncated: penalise`` takes off is in the advantage alone."""
     truncated: NDArray[np.bool_]
     """[S]: whether it was cut at the longest response allowed."""
 

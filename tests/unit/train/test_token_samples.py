@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import LogConfig
+from tepo_megatron.config.load import ConfigError, load_run
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.engine.step import UpdateResult
 from tepo_megatron.train.minibatches import mark_recorded, minibatches
@@ -136,6 +137,13 @@ def test_every_value_is_that_of_its_token(
 def test_a_batch_is_left_as_it_is_where_nothing_is_recorded(count: int, step: int) -> None:
     batch = pack([Rollout("p", 0, (1,), (2, 3), (-1.0, -1.0), "stop", WeightsVersion(0))])
     assert mark_recorded(batch, LogConfig(token_samples=count), step) is batch
+
+
+def test_a_setting_that_records_no_step_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"token_samples_every = 10 is more than train\.steps = 9: .* set it to 9 or less"):
+        load_run(None, ["log.token_samples=2", "train.steps=9"])
+    load_run(None, ["log.token_samples=2", "train.steps=10"])
+    load_run(None, ["train.steps=9"])
 
 
 def test_the_marks_go_with_the_sequences() -> None:
