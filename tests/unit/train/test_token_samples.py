@@ -151,4 +151,4 @@ def test_the_marks_go_with_the_sequences() -> None:
     batch = mark_recorded(pack(rollouts), LogConfig(token_samples=2), 10)
     assert batch.recorded_S is not None
     assert batch.recorded_S.tolist() == [0, 1, 2, 3, -1, -1]
-    assert torch.equal(batch.select([5, 3, 0]).recorded_S, torch.tensor([-1, 3, 0]))  # type: ignore[arg-type]
+    assert torch.equal(batch.select([5, 3, 0]).recorded_S, torch.tensor([-1, 3, 0]))
