@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.train.loggers.client import Ending
@@ -101,8 +101,8 @@ class _LoggerProcess:
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._to: BinaryIO = self._process.stdin
-        self._from: BinaryIO = self._process.stdout
+        self._to: IO[bytes] = self._process.stdin
+        self._from: IO[bytes] = self._process.stdout
         self._read = b""
         first = {
             "kind": kind,
