@@ -16,6 +16,7 @@ from tepo_megatron.bridge.storage.peft_folder import check_peft_folder
 from tepo_megatron.bridge.storage.stored import open_weights
 from tepo_megatron.config import LoraConfig, RunConfig
 from tepo_megatron.data.builtin import resolve_model_path
+from tepo_megatron.data.served_tokenizer import check_served_tokenizer
 from tepo_megatron.data.sources import TOO_LONG, Prompt, Source, read_sources
 from tepo_megatron.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from tepo_megatron.engine.checkpoint_folder import checkpoints, step_of
@@ -151,6 +152,9 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
     evaluate = config.evaluate
     if evaluate.every and config.data.heldout is not None:
         heldout = read_sources(config.data, "heldout", tokenizer)
+    if config.servers_need_tokenizer and replay is None:
+        texts = (text for source in train for each in source.used for text in (each.prompt, each.answer))
+        check_served_tokenizer(tokenizer, model_dir, texts)
     _check_room(config, spec, [prompt for source in (*train, *heldout) for prompt in source.prompts if prompt.left_out is None])
     sets = load_sets(config, tokenizer, [name for name in evaluate.sets if evaluate.every_of(name)] if replay is None else ())
     for each in sets:

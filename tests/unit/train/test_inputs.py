@@ -181,6 +181,17 @@ def test_a_model_of_ones_own_needs_problems_before_anything_starts(tmp_path: Pat
         read(RunConfig.model_validate({"model": {"path": str(model)}}))
 
 
+def test_the_tokenizer_is_compared_with_vllms_where_vllm_looks_for_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr("tepo_megatron.train.inputs.check_served_tokenizer", lambda *given: seen.extend(given[2]))
+    sampling = {"max_new_tokens": 16}
+    read(RunConfig.model_validate({"rollout": {"sampling": sampling}}))
+    assert not seen
+    read(RunConfig.model_validate({"rollout": {"sampling": {**sampling, "stop": ["\n"]}}}))
+    assert seen[0].endswith("=")
+    assert seen[1].isdecimal()
+
+
 def test_heads_that_vllm_has_no_attention_for_are_refused_before_a_server_fails_four_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
