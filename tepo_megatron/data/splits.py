@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Format = Literal["json", "parquet", "arrow"]
+Format = Literal["json", "list", "csv", "parquet", "arrow"]
+"""``json``: JSON lines; ``list``: one JSON list of objects; ``csv``: also with semicolons or tabs."""
 
 _SHARD = re.compile(r"(?P<split>.+?)(-\d+-of-\d+)?")
-_SUFFIXES: Mapping[str, Format] = {".parquet": "parquet", ".jsonl": "json"}
+_SUFFIXES: Mapping[str, Format] = {".parquet": "parquet", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,9 @@ class DataFiles:
 
 
 def find_files(path: Path, split: str | None) -> DataFiles:
-    """The files of a path: a file, a data set that ``datasets`` has saved (``save_to_disk``), or a folder of Parquet or
-    JSON-lines files that are named by their split (``train.parquet``, ``data/train-00000-of-00002.parquet``), as on the Hub.
+    """The files of a path: a file, a data set that ``datasets`` has saved (``save_to_disk``), or a folder of Parquet,
+    JSON-lines or CSV files that are named by their split (``train.parquet``, ``data/train-00000-of-00002.parquet``), as on the
+    Hub.
 
     Raises:
         ValueError: nothing that can be read is there, or no such split, or several and none is named.
@@ -97,11 +99,15 @@ def _choose(folder: Path, splits: list[str], split: str | None) -> str:
 
 
 def _format_of(path: Path) -> Format:
+    suffix = path.suffix.lower()
     with path.open("rb") as file:
-        starts = file.read(4)
-    if path.suffix == ".parquet" or starts == b"PAR1":
+        starts = file.read(64)
+    if suffix == ".parquet" or starts.startswith(b"PAR1"):
         return "parquet"
-    return "arrow" if path.suffix == ".arrow" else "json"
+    if suffix == ".json" and starts.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        return "list"
+    by_suffix: dict[str, Format] = {".arrow": "arrow", ".csv": "csv", ".tsv": "csv"}
+    return by_suffix.get(suffix, "json")
 
 
 def _json(path: Path) -> Mapping[str, Any]:
