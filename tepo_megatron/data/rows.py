@@ -62,6 +62,14 @@ def columns_of(path: Path, split: str | None = None) -> tuple[str, ...] | None:
         return tuple(_open(found.files[0], found.format)[0])
 
 
+def first_columns(path: Path, split: str | None = None) -> list[str]:
+    """The columns of a file, or where each row has its own those of the first one. ValueError as `read_rows`."""
+    named = columns_of(path, split)
+    if named is None:
+        named = tuple(next((row.written for row in read_rows(path, split)), ()))
+    return list(named)
+
+
 def _json_rows(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):

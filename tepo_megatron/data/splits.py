@@ -53,6 +53,20 @@ def find_files(path: Path, split: str | None) -> DataFiles:
     return _named_by_split(path, split)
 
 
+def splits_of(path: Path) -> list[str]:
+    """The names of a folder's splits; empty for a file, and for a folder that has none.
+
+    Raises:
+        ValueError: as :func:`find_files`, where nothing that can be read is there.
+    """
+    if path.is_dir() and (path / "dataset_dict.json").is_file():
+        return [str(each) for each in _json(path / "dataset_dict.json").get("splits") or []]
+    if not path.is_dir() or (path / "state.json").is_file():
+        find_files(path, None)
+        return []
+    return list(_files_by_split(path)[1])
+
+
 def _saved(folder: Path) -> DataFiles:
     """What ``Dataset.save_to_disk`` wrote: ``state.json`` names Arrow files beside it."""
     state = _json(folder / "state.json")
@@ -69,19 +83,24 @@ def _saved(folder: Path) -> DataFiles:
 
 
 def _named_by_split(folder: Path, split: str | None) -> DataFiles:
-    for form, suffix in ((form, suffix) for suffix, form in _SUFFIXES.items()):
-        found = sorted([*folder.glob(f"*{suffix}"), *folder.glob(f"data/*{suffix}")])
+    form, by_split = _files_by_split(folder)
+    chosen = _choose(folder, list(by_split), split)
+    return DataFiles(form, tuple(by_split[chosen]), f"{folder} ({chosen})", chosen)
+
+
+def _files_by_split(folder: Path) -> tuple[Format, dict[str, list[Path]]]:
+    """The files of each split, all of one format: the first of which there are any."""
+    for suffix, form in _SUFFIXES.items():
         by_split: dict[str, list[Path]] = {}
-        for file in found:
+        for file in sorted([*folder.glob(f"*{suffix}"), *folder.glob(f"data/*{suffix}")]):
             matched = _SHARD.fullmatch(file.stem)
             assert matched is not None
             by_split.setdefault(matched["split"], []).append(file)
         if by_split:
-            chosen = _choose(folder, list(by_split), split)
-            return DataFiles(form, tuple(by_split[chosen]), f"{folder} ({chosen})", chosen)
+            return form, by_split
     raise ValueError(
         f"the data path {folder} is a folder without a data set: neither dataset_dict.json nor state.json, as save_to_disk of "
-        "datasets writes them, nor files such as train.parquet or train.jsonl"
+        "datasets writes them, nor files such as train.parquet, train.jsonl or train.csv"
     )
 
 
