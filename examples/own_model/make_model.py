@@ -13,6 +13,7 @@ import csv
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -35,7 +36,7 @@ def make_rows(count: int, rng: random.Random) -> Rows:
     return list(rows.items())
 
 
-def make_tokenizer(rows: Rows) -> PreTrainedTokenizerFast:
+def make_tokenizer(rows: Rows) -> Any:
     """Byte-level BPE whose merges are learnt from the rows: a number becomes one token, or two."""
     bpe = Tokenizer(models.BPE())
     # A number keeps the space before it, and never grows beyond itself.
@@ -51,7 +52,7 @@ def make_tokenizer(rows: Rows) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+def make_model(tokenizer: Any, seed: int) -> Any:
     """0.6 million parameters, random."""
     torch.manual_seed(seed)
     config = Qwen2Config(
@@ -70,16 +71,14 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalL
     return Qwen2ForCausalLM(config)
 
 
-def chat(tokenizer: PreTrainedTokenizerFast, task: str) -> list[int]:
+def chat(tokenizer: Any, task: str) -> list[int]:
     """The ids of a task in the chat template, up to where the answer begins."""
     messages = [{"role": "user", "content": task}]
     ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     return ids
 
 
-def pretrain(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, steps: int, batch: int, rng: random.Random
-) -> None:
+def pretrain(model: Any, tokenizer: Any, *, steps: int, batch: int, rng: random.Random) -> None:
     """Next-token cross-entropy on solutions, of new tasks in each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50) * (1 - step / steps))
@@ -107,7 +106,7 @@ def pretrain(
 
 
 @torch.no_grad()
-def accuracy(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Rows) -> float:
+def accuracy(model: Any, tokenizer: Any, rows: Rows) -> float:
     """The share of tasks whose greedy answer is the solution."""
     model.eval()
     right = 0

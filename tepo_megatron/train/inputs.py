@@ -173,8 +173,7 @@ def _unsolvable(rewards: Mapping[str, RewardConfig], sources: Sequence[Source]) 
     found = []
     for source in sources:
         reward = rewards.get(source.name) or rewards.get("")
-        lost = 0 if reward is None else check_reachable(reward.verifier, source.used)
-        if lost:
+        if reward is not None and (lost := check_reachable(reward.verifier, source.used)):
             found.append(f"{source.path}: {lost} problems whose own answer {reward.verifier} refuses: no response solves them")
     return found
 
