@@ -139,7 +139,7 @@ def train(layout: Layout, folder: Path) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from tepo_megatron.engine.engine import Engine
-    from tepo_megatron.train.minibatches import mark_recorded, minibatches
+    from tepo_megatron.train.minibatches import minibatches
 
     config = RunConfig.model_validate(
         {
@@ -149,7 +149,6 @@ def train(layout: Layout, folder: Path) -> dict[str, Any]:
             "objective": OBJECTIVES[layout.objective],
             "rollout": {"sampling": {"temperature": TEMPERATURE}, "server": {"placement": "colocated"}},
             "train": {"minibatches": 2, "steps": 1},
-            "log": {"token_samples": 2, "token_samples_every": 1},
         }
     )
     engine = Engine(config, folder / layout.model, shares_gpus=layout.moves)
@@ -166,7 +165,7 @@ def train(layout: Layout, folder: Path) -> dict[str, Any]:
     report["prompt"] = engine.prompt_logprobs(PROMPT)
     report["noise"] = engine.measure_noise(batch)["entropy/noise/p99"]
     engine.counters.entropy_noise = 0.0
-    marked = mark_recorded(batch, config.log, 1)
+    marked = batch.with_(recorded_S=torch.where(batch.groups_S == 0, -1, torch.arange(batch.num_sequences)))
     parts = [engine.score(part) for part in minibatches(marked, 2, seed=0, step=0)]
     for number, part in enumerate(parts):
         if layout.resumes is not None and number == 0:
