@@ -33,6 +33,7 @@ from tepo_megatron.data.tasks.addition import train_problems
 PHASES = ("step", "rollout", "score", "update", "sync")
 SIDES: dict[str, list[str]] = {
     "sync": [],
+    "sync, all cores": ["engine.cpu_threads=auto", "rollout.server.cpu_threads=all"],
     "overlap": ["train.schedule=overlap", "train.max_staleness=1", "objective.mismatch={kind: truncate}"],
 }
 """Ours, by what a run is given beside the sizes."""
@@ -131,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", required=True, help="Python of an environment with TRL")
     parser.add_argument("--sizes", default=",".join(SIZES), help="of: " + ", ".join(SIZES))
-    parser.add_argument("--sides", default=",".join(SIDES), help="ours, of: " + ", ".join(SIDES))
+    parser.add_argument("--sides", default=";".join(SIDES), help="ours, of: " + "; ".join(SIDES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("overrides", nargs="*", help="of every run of ours, such as rollout.server.cpu_threads=0|1")
@@ -148,8 +149,8 @@ def main() -> None:
             model = models.get(name) or write_larger_model(work / name)
             for number in range(args.rounds):
                 steps: dict[str, Any] = {"TRL": run_trl(args.trl_python, model, problems, name)}
-                for side in args.sides.split(","):
-                    out = work / f"{name}-{side}-{number}"
+                for side in args.sides.split(";"):
+                    out = work / f"{name}-{number}" / side.replace(", ", "-").replace(" ", "-")
                     steps[side] = run_ours(side, model, out, name, size, args.overrides)
                 one = {side: medians(rows) for side, rows in steps.items()}
                 found.setdefault(name, []).append(one)
