@@ -11,8 +11,8 @@ from typing import Any
 class SampleGroup:
     """The responses to one prompt at one step of one run.
 
-    ``kind``: ``heldout``, ``train`` or ``tokens``. ``responses``: what the page gets of each, small keys (see ``report.samples``
-    and ``report.tokens``). ``cost``: tokens, or characters of text, by which the room is measured.
+    ``kind``: ``heldout``, ``train`` or ``tokens``. ``responses``: what the page gets of each (see ``report.samples`` and
+    ``report.tokens``). ``cost``: tokens, or characters of text, by which the room is measured.
     """
 
     run: int

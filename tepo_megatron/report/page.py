@@ -10,6 +10,7 @@ import base64
 import gzip
 import hashlib
 import html
+import itertools
 import json
 import math
 import re
@@ -25,7 +26,7 @@ from tepo_megatron.report.choose import SampleGroup, evenly
 from tepo_megatron.report.runs import Run, find_runs, groups_of, read_run
 from tepo_megatron.report.samples import FILES, read_samples
 from tepo_megatron.report.settings import changes, compared
-from tepo_megatron.report.tokens import pack, read_tokens
+from tepo_megatron.report.tokens import pack, token_groups
 from tepo_megatron.train.log_file import replace_text
 
 SCRIPTS = ("base", "scales", "chart", "overview", "curves", "time", "settings", "faults", "tokens", "samples", "main")
@@ -146,7 +147,7 @@ def _run_data(run: Run, metrics: Sequence[str]) -> dict[str, Any]:
         "faults": run.faults,
         "events": [(step, text, _number(value)) for step, text, value in run.events],
         "hangs": run.hangs,
-        "changes": [changes(before, after) for (_, before), (_, after) in zip(resumed, resumed[1:], strict=False)],
+        "changes": [changes(before, after) for (_, before), (_, after) in itertools.pairwise(resumed)],
     }
 
 
@@ -166,7 +167,7 @@ def _samples_data(runs: Sequence[Run], options: Options) -> dict[str, Any]:
         groups = [
             group
             for at, run in enumerate(runs)
-            for group in (read_tokens(at, run.folder) if kind == "tokens" else read_samples(at, run.folder, kind))
+            for group in (token_groups(at, run.folder) if kind == "tokens" else read_samples(at, run.folder, kind))
         ]
         recorded[kind] = sum(len(group.responses) for group in groups)
         chosen += evenly(groups, options.samples, int(options.megabytes * per_megabyte))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ _SEED = re.compile(r"[-_.]?seed[-_]?\d+$")
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its folder shows it. ``settings`` is empty where there is no ``resolved.yaml``, ``rows`` before the first step."""
+    """A run as its folder shows it. ``settings`` is empty without a ``resolved.yaml``, ``rows`` before the first step."""
 
     name: str
     folder: Path
@@ -71,8 +72,8 @@ def find_runs(paths: Sequence[Path]) -> dict[str, Path]:
         inside = inside or [each for one in _folders(folder) for each in _folders(one) if _is_run(each)]
         if not inside:
             raise ValueError(
-                f"{path} holds no run: neither it nor a folder in it has a metrics.jsonl or resolved.yaml; give the output folder"
-                " of tepo train or of tepo sweep"
+                f"{path} holds no run: neither it nor a folder in it has a metrics.jsonl or resolved.yaml; give the output"
+                " folder of tepo train or of tepo sweep"
             )
         found += [each for each in inside if each.resolve() not in {one.resolve() for one in found}]
     return dict(zip(_names(found), found, strict=True))
@@ -107,6 +108,7 @@ def read_run(name: str, folder: Path) -> Run:
     resolved = folder / "resolved.yaml"
     if not resolved.is_file():
         return Run(name, folder, rows, said="only its metrics are here")
+    settings = _settings(resolved)
     lines, goes_on = run_status(folder)
     earlier = sorted(folder.glob("resolved.*.yaml"), key=_natural)
     hangs = [(path.name, _text(path)) for path in sorted((folder / "logs").glob("hang-*.txt"))]
@@ -114,8 +116,8 @@ def read_run(name: str, folder: Path) -> Run:
         name,
         folder,
         rows,
-        settings=_settings(resolved),
-        said=lines[0].rpartition(": ")[2] if lines[0].count(": ") == 1 else lines[0].split(": ", 1)[1],
+        settings=settings,
+        said=lines[0].removeprefix(f"{json.loads(settings.get('name', 'null'))}: "),
         goes_on=goes_on,
         earlier=[(path.name, _settings(path)) for path in earlier],
         hangs=hangs,

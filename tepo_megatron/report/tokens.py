@@ -1,167 +1,113 @@
 """Samples token by token, from the files that a run writes with ``log.token_samples``, packed small for a page.
 
 In a page floats are bfloat16, which keeps two to three digits over the whole range and NaN; all bytes of one significance lie
-together, since gzip makes little of them then. What is shown as the gap between trainer and sampler is their difference in
-float32, made before anything is rounded.
+together, which gzip makes more of. Differences, such as the gap between trainer and sampler, are made in float32 before
+anything is rounded.
 """
 
 from __future__ import annotations
 
 import base64
-import json
-import zipfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tepo_megatron.report.choose import SampleGroup
-
-FOLDER = "tokens"
-FORMAT = 1
+from tepo_megatron.train.token_file import TokenSamples, read_tokens, token_files
 
 FLAG_TRAINED, FLAG_MASKED = 1, 2
-"""Bits of a token: it is the model's own and trained on; TEPO's mask held it back."""
+"""Bits of a token: the model wrote it, and is trained on it; a term of the objective singled it out (TEPO's KL mask)."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-
-@dataclass(frozen=True)
-class TokenFile:
-    """One step's file: ``arrays`` by name (values of all responses one after the other), ``meta``, and where responses begin."""
-
-    path: Path
-    arrays: Mapping[str, Array]
-    meta: Mapping[str, Any]
-    offsets: Array
-
-    def column(self, name: str, start: int, end: int) -> Array | None:
-        values = self.arrays.get(name)
-        return None if values is None else values[start:end]
+COLUMNS: Mapping[str, Callable[[TokenSamples], Array]] = {
+    "logprob": lambda samples: samples.logprob_sampler,
+    "gap": lambda samples: samples.logprob_trainer - samples.logprob_sampler,
+    "entropy": lambda samples: samples.entropy,
+    "entropy_change": lambda samples: samples.entropy_change,
+    "advantage": lambda samples: samples.advantage,
+    "ratio": lambda samples: samples.ratio - 1,
+    "token_ratio": lambda samples: np.expm1(samples.logprob_update - samples.logprob_trainer),
+}
+"""Columns of floats of the page, float32 [T] of a file. Ratios are less 1, which rounding would blur."""
 
 
-def read_token_file(path: Path) -> TokenFile:
-    """Reads ``tokens/step_0000030.npz``. Raises ValueError for a file that is damaged or of another format."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-        meta = json.loads(str(arrays.pop("meta")))
-        offsets = np.concatenate([[0], np.cumsum(arrays["lengths"])])
-        short = [name for name in ("ids", "loss_mask") if len(arrays[name]) != offsets[-1]]
-        counted = [name for name in ("prompt", "group", "reward", "truncated") if len(arrays[name]) + 1 != len(offsets)]
-    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is no file of per-token values: {error}; remove it") from error
-    if meta.get("format") != FORMAT:
-        raise ValueError(f"{path} has the format {meta.get('format')!r}; this version reads {FORMAT}")
-    if short or counted:
-        raise ValueError(f"{path}: {', '.join(short + counted)} and lengths do not agree; remove it")
-    return TokenFile(path, arrays, meta, offsets)
-
-
-def read_tokens(run: int, folder: Path) -> list[SampleGroup]:
+def token_groups(run: int, folder: Path) -> list[SampleGroup]:
     """Every recorded group of a run, by step. Their tokens are packed by :func:`pack`, once it is known which are shown.
 
-    A response has ``reward``, ``tokens`` (their number), ``finish``; :func:`pack` adds ``at``, its first token in the columns.
+    A response has ``reward``, ``tokens`` (their number), ``finish`` and ``update``; :func:`pack` adds ``at``, the place of its
+    first token. Raises ValueError for a file that cannot be read. A file that a resumed run removes meanwhile is left out.
     """
     found: list[SampleGroup] = []
-    for path in sorted((folder / FOLDER).glob("step_*.npz")):
-        file = read_token_file(path)
+    for path in token_files(folder).values():
+        try:
+            samples = read_tokens(path)
+        except FileNotFoundError:
+            continue
         members: dict[int, list[int]] = {}
-        for at, group in enumerate(file.arrays["group"].tolist()):
+        for at, group in enumerate(samples.group.tolist()):
             members.setdefault(group, []).append(at)
-        found += [_group(run, file, responses) for responses in members.values()]
+        found += [_group(run, samples, responses) for responses in members.values()]
     return found
 
 
-def _group(run: int, file: TokenFile, members: Sequence[int]) -> SampleGroup:
-    prompt = file.meta["prompts"][int(file.arrays["prompt"][members[0]])]
-    rewards, truncated = file.arrays["reward"], file.arrays["truncated"]
-    lengths = file.arrays["lengths"]
+def _group(run: int, samples: TokenSamples, members: Sequence[int]) -> SampleGroup:
+    prompt = samples.prompts[int(samples.prompt[members[0]])]
     responses = [
         {
-            "reward": float(rewards[at]) if np.isfinite(rewards[at]) else None,
-            "tokens": int(lengths[at]),
-            "finish": "length" if truncated[at] else "stop",
+            "reward": float(samples.reward[at]),
+            "tokens": int(samples.lengths[at]),
+            "finish": "length" if samples.truncated[at] else "stop",
+            "update": int(samples.update[at]),
         }
         for at in members
     ]
-    answer = prompt.get("answer")
     return SampleGroup(
         run,
         "tokens",
-        step=int(file.meta["step"]),
-        problem=str(prompt.get("problem") or ""),
-        prompt=str(prompt.get("text") or ""),
-        answer="" if answer is None else str(answer),
+        step=samples.step,
+        problem=prompt.problem,
+        prompt=prompt.text,
+        answer=prompt.answer or "",
         responses=responses,
-        cost=int(sum(lengths[at] for at in members)),
-        source=str(prompt.get("source") or ""),
-        origin=(file, tuple(members)),
+        cost=int(samples.lengths[list(members)].sum()),
+        source=prompt.source,
+        origin=(samples, tuple(members)),
     )
 
 
 def pack(groups: Sequence[SampleGroup]) -> dict[str, Any]:
     """The tokens of a run's groups, one behind the other, as the page decodes them; sets ``at`` in each response.
 
-    ``pieces``: texts; ``id``: which of them each token is; ``flags``, ``version``; and of ``logprob``, ``gap``, ``entropy``,
-    ``entropy_change``, ``advantage`` and ``ratio`` (less 1, which rounding would blur) those with any finite number.
+    ``pieces``: texts; ``columns``: ``id`` (which of the pieces), ``flags``, ``version``, and those of ``COLUMNS`` that have
+    any finite number.
     """
-    parts: dict[str, list[Array]] = {name: [] for name in ("id", "flags", "version", *_FLOATS)}
+    parts: dict[str, list[Array]] = {name: [] for name in ("id", "flags", "version", *COLUMNS)}
     pieces: dict[str, int] = {}
     at = 0
     for group in groups:
-        file, members = group.origin
-        for response, member in zip(group.responses, members, strict=True):
-            start, end = int(file.offsets[member]), int(file.offsets[member + 1])
-            response["at"], at = at, at + end - start
-            parts["id"].append(_pieces_of(file, start, end, pieces))
-            parts["flags"].append(_flags(file, start, end))
-            version = file.column("version", start, end)
-            parts["version"].append(np.zeros(end - start, np.uint32) if version is None else version.astype(np.uint32))
-            for name, source in _FLOATS.items():
-                parts[name].append(_floats(file, source, start, end))
+        samples, members = group.origin
+        taken = [samples.tokens_of(member) for member in members]
+        for response in group.responses:
+            response["at"], at = at, at + response["tokens"]
+        of_group = {name: column(samples) for name, column in COLUMNS.items()}
+        of_group["id"] = np.array([pieces.setdefault(text, len(pieces)) for text in _texts(samples, taken)], np.uint32)
+        of_group["flags"] = samples.loss_mask * FLAG_TRAINED + samples.masked * FLAG_MASKED
+        of_group["version"] = samples.version
+        for name, values in of_group.items():
+            parts[name] += [values] if name == "id" else [values[each] for each in taken]
     joined = {name: np.concatenate(values) if values else np.zeros(0) for name, values in parts.items()}
     columns = {name: encode(joined[name], np.dtype(np.uint32)) for name in ("id", "version")}
     columns["flags"] = encode(joined["flags"], np.dtype(np.uint8))
-    columns |= {name: encode(bfloat16(joined[name]), np.dtype(np.uint16)) for name in _FLOATS if np.isfinite(joined[name]).any()}
+    known = [name for name in COLUMNS if np.isfinite(joined[name]).any()]
+    columns |= {name: encode(bfloat16(joined[name]), np.dtype(np.uint16)) for name in known}
     return {"tokens": at, "pieces": list(pieces), "columns": columns}
 
 
-_FLOATS = {
-    "logprob": "logprob_sampler",
-    "gap": "",
-    "entropy": "entropy",
-    "entropy_change": "entropy_change",
-    "advantage": "advantage",
-    "ratio": "ratio",
-}
-"""Columns of the page, and the arrays that they are; the gap is computed."""
-
-
-def _floats(file: TokenFile, source: str, start: int, end: int) -> Array:
-    if not source:
-        trainer, sampler = file.column("logprob_trainer", start, end), file.column("logprob_sampler", start, end)
-        values = None if trainer is None or sampler is None else trainer - sampler
-    else:
-        values = file.column(source, start, end)
-        values = values - 1 if values is not None and source == "ratio" else values
-    return np.full(end - start, np.nan, np.float32) if values is None else values.astype(np.float32)
-
-
-def _flags(file: TokenFile, start: int, end: int) -> Array:
-    flags = np.where(file.arrays["loss_mask"][start:end], FLAG_TRAINED, 0)
-    masked, weight = file.column("masked", start, end), file.column("kl_weight", start, end)
-    held = masked if masked is not None else weight > 0 if weight is not None else np.zeros(end - start, bool)
-    return (flags + np.where(held, FLAG_MASKED, 0)).astype(np.uint8)
-
-
-def _pieces_of(file: TokenFile, start: int, end: int, pieces: dict[str, int]) -> Array:
-    """Places in ``pieces``, which grows by the texts that are new."""
-    texts = file.meta["pieces"]
-    ids = file.arrays["ids"][start:end].tolist()
-    return np.array([pieces.setdefault(str(texts.get(str(id), f"⟨{id}⟩")), len(pieces)) for id in ids], np.uint32)
+def _texts(samples: TokenSamples, taken: Sequence[slice]) -> list[str]:
+    return [samples.pieces[token] for each in taken for token in samples.ids[each].tolist()]
 
 
 def bfloat16(values: Array) -> Array:

@@ -68,8 +68,9 @@ const COLOURINGS = {
   entropy: { label: 'entropy', kind: 'high', unit: 'nats', says: 'of the distribution that the token was drawn from; blue: the policy was undecided' },
   entropy_change: { label: 'ΔH', kind: 'both', unit: 'nats', says: 'change of the entropy as the mask used it; blue: it falls' },
   advantage: { label: 'advantage', kind: 'both', unit: '', says: 'orange: made more probable; blue: made less probable' },
-  ratio: { label: 'ratio − 1', kind: 'both', unit: '', says: 'of the new to the old policy; orange: above 1' },
-  masked: { label: 'mask', kind: 'mask', unit: '', says: 'orange: held back by TEPO’s KL mask' },
+  ratio: { label: 'ratio − 1', kind: 'both', unit: '', says: 'the ratio that the objective multiplied the advantage with; orange: above 1' },
+  token_ratio: { label: 'token’s ratio − 1', kind: 'both', unit: '', says: 'of the new to the old policy, of the token alone; orange: above 1' },
+  masked: { label: 'mask', kind: 'mask', unit: '', says: '' },
   version: { label: 'weights version', kind: 'version', unit: '', says: 'blue: drawn by older weights' },
   none: { label: 'no colour', kind: 'none', unit: '', says: '' },
 };

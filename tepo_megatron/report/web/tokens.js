@@ -8,7 +8,7 @@ function tokensOf(run) {
   if (!decoded.has(run)) {
     const { pieces, columns } = SAMPLES.tokens[run];
     const found = { pieces, id: integers(columns.id, 4), version: integers(columns.version, 4), flags: integers(columns.flags, 1) };
-    for (const name of ['logprob', 'gap', 'entropy', 'entropy_change', 'advantage', 'ratio']) if (columns[name]) found[name] = floats(columns[name]);
+    for (const name of ['logprob', 'gap', 'entropy', 'entropy_change', 'advantage', 'ratio', 'token_ratio']) if (columns[name]) found[name] = floats(columns[name]);
     decoded.set(run, found);
   }
   return decoded.get(run);
@@ -59,12 +59,12 @@ function shareOfToken(tokens, name, i, { newest, oldest }) {
 
 function scaleLegend(name) {
   const { kind, unit, says } = COLOURINGS[name];
-  const other = el('span', {}, el('span', { class: 'token other text', text: 'italic' }), ' not the model’s, or not trained on');
+  const other = el('span', {}, el('span', { class: 'token other text', text: 'italic' }), ' written by the environment');
   if (kind === 'none') return el('div', { class: 'scale' }, other);
   if (kind === 'mask' || kind === 'version') {
     const sample = el('span', { class: 'swatch' });
     paint(sample, kind === 'mask' ? 0.75 : -1);
-    return el('div', { class: 'scale' }, el('span', {}, sample, kind === 'mask' ? 'held back by the KL mask' : 'oldest weights in the group; none: the newest'), other);
+    return el('div', { class: 'scale' }, el('span', {}, sample, kind === 'mask' ? 'singled out by the objective: held back by TEPO’s KL mask' : 'oldest weights in the group; none: the newest'), other);
   }
   const { limit, bins, known } = scaleOf(name);
   const canvas = el('canvas', { width: 520, height: 68, 'aria-hidden': 'true' });
@@ -97,7 +97,8 @@ function tokenFacts(tokens, i, place) {
   add('entropy_change', 'ΔH', number);
   add('advantage', 'advantage', number);
   add('ratio', 'ratio − 1', number);
-  rows.push(['mask', !(tokens.flags[i] & 1) ? 'not trained on' : tokens.flags[i] & 2 ? 'held back' : 'free']);
+  add('token_ratio', 'token’s ratio − 1', number);
+  rows.push(['mask', !(tokens.flags[i] & 1) ? 'not the model’s' : tokens.flags[i] & 2 ? 'held back' : 'free']);
   return rows;
 }
 
