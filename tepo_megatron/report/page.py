@@ -99,7 +99,7 @@ def render(title: str, figures: Mapping[str, Any], samples: Mapping[str, Any]) -
 def packed(value: Any) -> str:
     """Gzipped JSON as base64; the same bytes for the same value."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return base64.b64encode(gzip.compress(text.encode("utf-8", "backslashreplace"), 9, mtime=0)).decode("ascii")
+    return base64.b64encode(gzip.compress(text.encode("utf-8", "backslashreplace"), 6, mtime=0)).decode("ascii")
 
 
 def _digest(text: str) -> str:

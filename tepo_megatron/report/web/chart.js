@@ -4,8 +4,8 @@ const PLOT = { left: 50, right: 10, top: 8, bottom: 22, height: 188 };
 const charts = new Set();
 const hover = { x: null };
 
-/** How curves are drawn; `from` and `to` on the x axis, null for all. */
-const drawing = { smooth: 0.6, time: false, log: false, seeds: true, from: null, to: null };
+/** How curves are drawn. `by`: what runs are drawn together by, '' for all but their seed; `from` and `to` on the x axis, null for all. */
+const drawing = { smooth: 0.6, time: false, log: false, by: '', from: null, to: null };
 
 function redraw() {
   for (const chart of charts) chart.draw();

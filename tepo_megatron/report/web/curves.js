@@ -77,5 +77,5 @@ function curvesTab() {
     if (!found.length) body.append(el('p', { class: 'quiet', text: DATA.metrics.length ? 'No metric has this in its name.' : 'No row of metrics yet.' }));
   }
   fillIn();
-  return el('div', {}, seedsSwitch(), ...tools, body);
+  return el('div', {}, togetherTools(), ...tools, body);
 }

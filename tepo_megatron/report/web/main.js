@@ -106,7 +106,7 @@ async function begin() {
   drawing.smooth = Number(see('smooth', '0.6'));
   drawing.time = Boolean(see('time'));
   drawing.log = Boolean(see('log'));
-  drawing.seeds = !see('each');
+  drawing.by = see('by');
   for (const label of see('hidden').split('\u001f').filter(Boolean)) hidden.add(label);
   applyTheme();
   prefersDark.addEventListener('change', () => { applyTheme(); showTab(); });

@@ -5,15 +5,29 @@ let DATA = null;
 /** Hidden runs or groups, by label. */
 const hidden = new Set();
 
-function grouped() {
-  return drawing.seeds && DATA.groups.length < DATA.runs.length;
+/** Settings by whose value runs may be drawn together: those that differ, in few values. */
+function dividing() {
+  return DATA.settings.filter((row) => {
+    const count = new Set(row.values).size;
+    return !['seed', 'output', 'name'].includes(row.path) && count > 1 && count <= 12 && count < DATA.runs.length;
+  });
 }
 
-/** What is compared: groups of seeds, or each run. [{label, colour, dash, runs}] without those that are hidden. */
+/** [{label, runs}] by the page's choice: the same settings but for the seed, each run, or one setting's value. */
+function together() {
+  const row = dividing().find((each) => each.path === drawing.by);
+  if (row) {
+    return [...new Set(row.values)].map((value) => ({
+      label: `${row.path.split('.').slice(-2).join('.')} ${plain(value)}`, runs: DATA.runs.filter((_, at) => row.values[at] === value),
+    }));
+  }
+  if (drawing.by === 'each') return DATA.runs.map((run) => ({ label: run.name, runs: [run] }));
+  return DATA.groups.map((group) => ({ label: group.label, runs: group.runs.map((at) => DATA.runs[at]) }));
+}
+
+/** What is compared: [{label, at, colour, dash, runs}], without what is hidden unless `all`. */
 function compared(all = false) {
-  const found = grouped()
-    ? DATA.groups.map((group) => ({ label: group.label, runs: group.runs.map((at) => DATA.runs[at]) }))
-    : DATA.runs.map((run) => ({ label: run.name, runs: [run] }));
+  const found = together();
   found.forEach((each, at) => Object.assign(each, { at, colour: runColour(at), dash: runDash(at) }));
   return all ? found : found.filter((each) => !hidden.has(each.label));
 }
@@ -81,7 +95,7 @@ function legend(changed) {
         changed();
       },
     },
-  }, runMark(each.at), each.runs.length > 1 ? `${each.label} · ${each.runs.length} seeds` : each.label));
+  }, runMark(each.at), each.runs.length > 1 ? `${each.label} · ${each.runs.length} runs` : each.label));
   return el('div', { class: 'legend', role: 'group', 'aria-label': 'Runs; a click hides or shows one, with Shift it alone' }, chips);
 }
 
@@ -146,12 +160,12 @@ function overviewTab() {
       ...shown.map(([, , value, format]) => cell(each.runs.map(value), format)),
       el('td', { class: 'text small' }, stateText(each.runs, going), faults.length ? el('div', { class: 'warn', text: faults.join(' · ') }) : null));
   });
-  const several = DATA.groups.some((group) => group.runs.length > 1) && grouped();
+  const several = compared(true).some((each) => each.runs.length > 1);
   return el('div', {},
-    seedsSwitch(),
+    togetherTools(),
     el('div', { class: 'scroll' }, el('table', { class: 'data' },
       el('thead', {}, el('tr', {},
-        el('th', { scope: 'col', class: 'left', text: several ? 'runs, mean over seeds and their range' : DATA.runs.length > 1 ? 'runs' : 'run' }),
+        el('th', { scope: 'col', class: 'left', text: several ? 'runs together: their mean, and their range' : DATA.runs.length > 1 ? 'runs' : 'run' }),
         el('th', { scope: 'col', text: 'step' }),
         ...shown.map(([name, says]) => el('th', { scope: 'col', title: says, text: name })),
         el('th', { scope: 'col', class: 'left', text: 'state' }))),
@@ -165,10 +179,13 @@ function stateText(runs, going) {
   return el('span', { class: going ? 'good' : '', text: [going ? `${going} running` : '', ended ? `${ended} ended` : ''].filter(Boolean).join(', ') });
 }
 
-function seedsSwitch() {
-  if (DATA.groups.length === DATA.runs.length) return null;
-  return el('div', { class: 'tools' }, el('label', {}, el('input', {
-    type: 'checkbox', checked: drawing.seeds,
-    on: { change: (event) => { drawing.seeds = event.target.checked; keep('each', !drawing.seeds); hidden.clear(); keep('hidden', ''); showTab(); } },
-  }), 'seeds of the same settings together: mean and range'));
+/** Chooses what runs are drawn together by; nothing where there is one run. */
+function togetherTools() {
+  const same = DATA.groups.length < DATA.runs.length, others = dividing();
+  if (!same && !others.length) return null;
+  const options = [['', same ? 'the same settings, all seeds' : 'each run'], ...(same ? [['each', 'each run']] : []), ...others.map((row) => [row.path, row.path])];
+  return el('div', { class: 'tools' }, el('label', {}, 'drawn together', el('select', {
+    on: { change: (event) => { drawing.by = event.target.value; keep('by', drawing.by); hidden.clear(); keep('hidden', ''); showTab(); } },
+  }, options.map(([value, text]) => el('option', { value, text, selected: drawing.by === value })))),
+  el('span', { class: 'quiet small', text: compared(true).some((each) => each.runs.length > 1) ? 'line: mean; band: range of the runs' : '' }));
 }

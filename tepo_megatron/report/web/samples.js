@@ -59,7 +59,7 @@ function chosenGroups() {
 }
 
 function choice(name, label, options) {
-  return el('label', {}, label, el('select', { on: { change: (event) => { keep(name, event.target.value); filtered(); } } },
+  return el('label', {}, label, el('select', { 'data-name': name, on: { change: (event) => { keep(name, event.target.value); filtered(); } } },
     options.map(([value, text]) => el('option', { value, text, selected: see(name) === String(value) }))));
 }
 

@@ -100,7 +100,7 @@ function timeTab() {
   const most = Math.max(1e-9, ...visible.flatMap((run) => columnsOf(run).map((column) => column.seconds.reduce((sum, value) => sum + value, 0))));
   const end = Math.max(1, ...visible.map((run) => run.x[run.x.length - 1] ?? 1));
   const idleMetrics = ['idle/trainer', 'idle/servers'].filter((metric) => DATA.metrics.includes(metric));
-  return el('div', {}, seedsSwitch(), DATA.runs.length > 1 ? legend(showTab) : null,
+  return el('div', {}, togetherTools(), DATA.runs.length > 1 ? legend(showTab) : null,
     el('h2', { text: 'Seconds per step, mean' }),
     el('div', { class: 'scroll' }, el('table', { class: 'data' },
       el('thead', {}, el('tr', {}, el('th', { scope: 'col', class: 'left', text: 'run' }), el('th', { scope: 'col', class: 'left', text: 'shares' }), el('th', { scope: 'col', text: 'step' }),
