@@ -29,7 +29,7 @@ from tepo_megatron.report.settings import changes, compared
 from tepo_megatron.report.tokens import pack, token_groups
 from tepo_megatron.train.log_file import replace_text
 
-SCRIPTS = ("base", "scales", "chart", "overview", "curves", "time", "settings", "faults", "tokens", "samples", "main")
+SCRIPTS = ("base", "scales", "plot", "chart", "overview", "curves", "time", "settings", "faults", "tokens", "samples", "main")
 """Files of the page's script, in their order."""
 
 TOKENS_A_MEGABYTE, CHARACTERS_A_MEGABYTE = 60_000, 400_000

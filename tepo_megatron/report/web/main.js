@@ -125,10 +125,14 @@ addEventListener('keydown', (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) return;
   if (see('tab') === 'samples' && SAMPLES) samplesKey(event);
 });
+document.querySelector('.skip').addEventListener('click', (event) => {
+  event.preventDefault(); // the part of the address behind # is the page's state
+  document.getElementById('main').focus();
+});
 addEventListener('hashchange', () => {
   for (const name of [...view.keys()]) view.delete(name);
   new URLSearchParams(location.hash.slice(1)).forEach((value, name) => view.set(name, value));
-  if (location.hash !== '#main') showTab();
+  showTab();
 });
 
 begin().catch((error) => {

@@ -122,7 +122,7 @@ function tokenText(tokens, response, name, group, label) {
   const put = (from, to) => {
     for (let place = from; place < to; place++) {
       const i = response.at + place, text = tokens.pieces[tokens.id[i]];
-      const span = el('span', { class: 'token', text: text === '\n' ? '⏎\n' : text });
+      const span = el('span', { class: 'token', text: text.replaceAll('\n', '⏎\n') });
       const share = shareOfToken(tokens, name, i, group);
       if (!(tokens.flags[i] & 1)) span.classList.add('other');
       if (Number.isNaN(share)) span.classList.add('unknown');
