@@ -128,6 +128,13 @@ def table(found: dict[str, list[dict[str, dict[str, float]]]]) -> str:
     return markdown(columns, rows)
 
 
+def write(folder: Path, trl: str, found: dict[str, list[dict[str, dict[str, float]]]]) -> tuple[Path, Path]:
+    """After every round, so that an interrupted comparison leaves the rounds that it made."""
+    described = "; ".join(f"{name}: {SIZES[name].description}, rounds: {len(rounds)}" for name, rounds in found.items())
+    note = f"TRL {trl} with its own sampler, ours with one trainer rank and one vLLM server; {described}"
+    return write_report(folder, "against-trl", {"note": note, "rounds": found}, table(found), note=note)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", required=True, help="Python of an environment with TRL")
@@ -137,6 +144,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("overrides", nargs="*", help="of every run of ours, such as rollout.server.cpu_threads=0|1")
     args = parser.parse_args()
+    trl = _run([args.trl_python, "-c", "import importlib.metadata as m; print(m.version('trl'))"]).strip()
     found: dict[str, list[dict[str, dict[str, float]]]] = {}
     with tempfile.TemporaryDirectory(prefix="tepo-against-trl-") as temporary:
         work = Path(temporary)
@@ -156,10 +164,7 @@ def main() -> None:
                 found.setdefault(name, []).append(one)
                 took = ", ".join(f"{side} {values['step']:.2f} s" for side, values in one.items())
                 print(f"{name}, round {number + 1} of {args.rounds}: {took}", flush=True)
-    described = "; ".join(f"{name}: {SIZES[name].description}" for name in found)
-    trl = _run([args.trl_python, "-c", "import importlib.metadata as m; print(m.version('trl'))"]).strip()
-    note = f"TRL {trl} with its own sampler, ours with one trainer rank and one vLLM server; {described}"
-    paths = write_report(args.output, "against-trl", {"note": note, "rounds": found}, table(found), note=note)
+                paths = write(args.output, trl, found)
     print(f"{table(found)}\nwrote {' and '.join(map(str, paths))}")
 
 
