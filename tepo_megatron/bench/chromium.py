@@ -13,6 +13,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +25,11 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 TIMEOUT_S = 300.0
 """For one answer; a machine with much to do may take long to start the browser."""
 
+_START = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+"""The browser reads messages from file descriptor 3 and writes them to 4."""
+
 _LOWEST_FD = 20
-"""Pipes lie above the two file descriptors that the browser reads from and writes to."""
+"""The pipes' own descriptors are none of these two."""
 
 
 def find_chromium() -> str | None:
@@ -122,14 +126,9 @@ def chromium(program: str | None = None) -> Iterator[Page]:
         raise RuntimeError(f"no Chromium is installed (looked for {', '.join(NAMES)}); on Debian: apt-get install chromium")
     with tempfile.TemporaryDirectory(prefix="tepo-chromium-", ignore_cleanup_errors=True) as profile:
         pipes = _Pipes()
+        ends = (str(pipes.browser_reads), str(pipes.browser_writes))
         process = subprocess.Popen(
-            [
-                "/bin/sh",
-                "-c",
-                f'exec "$0" "$@" 3<&{pipes.browser_reads} 4>&{pipes.browser_writes}',
-                program,
-                *_options(profile),
-            ],
+            [sys.executable, "-I", "-S", "-c", _START, *ends, program, *_options(profile)],
             pass_fds=(pipes.browser_reads, pipes.browser_writes),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -129,8 +129,9 @@ def _title(runs: Sequence[Run]) -> str:
     if len(runs) == 1:
         name = json.loads(runs[0].settings.get("name", '""'))
         return f"{runs[0].name}: {name}" if name else runs[0].name
+    names = [run.name for run in runs[:4]] + ([f"{len(runs) - 4} more"] if len(runs) > 4 else [])
     parents = {run.folder.resolve().parent.name for run in runs}
-    return f"{len(runs)} runs of {parents.pop()}" if len(parents) == 1 else " · ".join(run.name for run in runs[:4])
+    return f"{len(runs)} runs of {parents.pop()}" if len(parents) == 1 else " · ".join(names)
 
 
 def _run_data(run: Run, metrics: Sequence[str]) -> dict[str, Any]:

@@ -22,6 +22,9 @@ MOST_HANG_TEXT = 20_000
 """Characters of a hang's report that the page shows."""
 
 _EVENTS = {**COUNTED, **LOST, "log/failed": "log files that could not be written"}
+_AGO = re.compile(r",? [\d:.]+(?: s)? ago")
+"""A page is looked at later than it was made."""
+
 _SEED = re.compile(r"[-_.]?seed[-_]?\d+$")
 
 
@@ -117,7 +120,7 @@ def read_run(name: str, folder: Path) -> Run:
         folder,
         rows,
         settings=settings,
-        said=lines[0].removeprefix(f"{json.loads(settings.get('name', 'null'))}: "),
+        said=_AGO.sub("", lines[0].removeprefix(f"{json.loads(settings.get('name', 'null'))}: ")),
         goes_on=goes_on,
         earlier=[(path.name, _settings(path)) for path in earlier],
         hangs=hangs,

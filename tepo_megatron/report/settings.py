@@ -32,8 +32,8 @@ def without_identity(settings: Settings) -> dict[str, str]:
 
 
 def compared(runs: Sequence[Settings]) -> list[dict[str, Any]]:
-    """Every path that a run has, in the order of the files: its value in each run (None where it has none), and whether
-    all values are the default.
+    """Every path that a run has, in the order of the files: its value in each run (None where it has none), whether all values
+    are the default, and whether they differ. A setting that another version of the software did not have is at its default.
     """
     usual: dict[str, set[str]] = {}
     for row in schema_rows():
@@ -43,10 +43,27 @@ def compared(runs: Sequence[Settings]) -> list[dict[str, Any]]:
         {
             "path": path,
             "values": [run.get(path) for run in runs],
+            "differs": _differ(
+                [run.get(path, "" if _was_unknown(path, run) else None) for run in runs], usual.get(path, set())
+            ),
             "usual": path in IDENTITY or all(run.get(path) is None or _plain(run[path]) in usual.get(path, ()) for run in runs),
         }
         for path in paths
     ]
+
+
+def _was_unknown(path: str, run: Settings) -> bool:
+    """Whether a run without this path has nothing in its place: no section there, and none of its sections left out."""
+    parts = path.split(".")
+    above = (".".join(parts[:length]) for length in range(1, len(parts)))
+    return bool(run) and not any(each in run for each in above) and not any(each.startswith(f"{path}.") for each in run)
+
+
+def _differ(values: Sequence[str | None], usual: set[str]) -> bool:
+    """``""`` stands for the default."""
+    plain = {value if not value else _plain(value) for value in values}
+    usual = usual | {"{}", "[]", "null"}
+    return len(plain - {""} if plain - {""} <= usual else plain) > 1
 
 
 def changes(before: Settings, after: Settings) -> list[tuple[str, str | None, str | None]]:

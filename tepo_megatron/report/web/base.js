@@ -79,18 +79,18 @@ const memory = {
   set(key, value) { try { sessionStorage.setItem(key, value); } catch { /* then it is not kept */ } },
 };
 
-function number(value) {
+function number(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return '–';
   const size = Math.abs(value);
   if (size === 0) return '0';
   if (!Number.isFinite(value)) return value > 0 ? '∞' : '−∞';
   if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace('e+', 'e').replace('-', '−');
   if (size >= 1000) return value.toFixed(0).replace('-', '−');
-  return String(Number(value.toPrecision(4))).replace('-', '−');
+  return String(Number(value.toPrecision(digits))).replace('-', '−');
 }
 
-function percent(value) {
-  return value === null || value === undefined || Number.isNaN(value) ? '–' : (100 * value).toFixed(1) + ' %';
+function percent(value, digits = 1) {
+  return value === null || value === undefined || Number.isNaN(value) ? '–' : (100 * value).toFixed(digits) + ' %';
 }
 
 function duration(seconds) {
@@ -101,7 +101,7 @@ function duration(seconds) {
   return hours ? `${hours}:${two(Math.floor(all / 60) % 60)}:${two(all % 60)} h` : `${Math.floor(all / 60)}:${two(all % 60)} min`;
 }
 
-const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
+const mean = (values) => (values.length ? values.reduce((whole, value) => whole + value, 0) / values.length : null);
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 
 const tip = {

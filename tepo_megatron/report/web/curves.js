@@ -28,14 +28,20 @@ function curveTools() {
       on: { input: (event) => { amount.textContent = Number(event.target.value).toFixed(2); changed('smooth', Number(event.target.value), 'smooth'); keep('smooth', event.target.value); } },
     }), amount),
     check('hours in place of steps', 'time', 'time'), check('logarithmic', 'log', 'log'), reset,
-    el('span', { class: 'quiet small', text: 'drag to zoom · arrow keys read values' }));
+    el('span', { class: 'quiet small mouse', text: 'drag to zoom · arrow keys read values' }));
   return [DATA.runs.length > 1 ? legend(showTab) : null, tools].filter(Boolean);
 }
 
 function chartGrid(metrics) {
   return el('div', { class: 'charts' }, metrics.map((metric) => new Chart({
-    title: metric, lines: () => linesOf(metric), marks: faultMarks, unit: SHARES.test(metric) ? (value) => percent(value) : number,
+    title: metric, lines: () => linesOf(metric), marks: faultMarks, unit: SHARES.test(metric) ? (value) => `${number(100 * value, 3)} %` : (value) => number(value),
   }).node));
+}
+
+/** The earlier metric that has the same values in every run, such as an accuracy where rewards are 0 or 1. */
+function twinOf(metric, earlier) {
+  const same = (one, other) => one === other || (one && other && one.every((value, i) => value === other[i]));
+  return earlier.find((each) => DATA.runs.every((run) => same(run.columns[metric], run.columns[each])));
 }
 
 /** The one value that a metric has throughout, or undefined. */
@@ -63,7 +69,9 @@ function curvesTab() {
   function fillIn() {
     const found = DATA.metrics.filter((metric) => metric.includes(search.value));
     const still = found.filter((metric) => constantOf(metric) !== undefined && metric !== 'accuracy/greedy');
-    const left = new Set(found.filter((metric) => !still.includes(metric)));
+    const moving = found.filter((metric) => !still.includes(metric));
+    const twins = moving.map((metric, at) => [metric, twinOf(metric, moving.slice(0, at))]).filter(([, twin]) => twin);
+    const left = new Set(moving.filter((metric) => !twins.some(([twin]) => twin === metric)));
     const parts = SECTIONS.map(([title, pattern]) => {
       const metrics = [...left].filter((metric) => pattern.test(metric));
       metrics.forEach((metric) => left.delete(metric));
@@ -73,6 +81,9 @@ function curvesTab() {
     if (still.length) {
       body.append(el('h2', { text: 'The same throughout' }),
         el('p', { class: 'small quiet', text: still.map((metric) => `${metric} ${number(constantOf(metric))}`).join(' · ') }));
+    }
+    if (twins.length) {
+      body.append(el('h2', { text: 'The same as another' }), el('p', { class: 'small quiet', text: twins.map(([metric, twin]) => `${metric} = ${twin}`).join(' · ') }));
     }
     if (!found.length) body.append(el('p', { class: 'quiet', text: DATA.metrics.length ? 'No metric has this in its name.' : 'No row of metrics yet.' }));
   }

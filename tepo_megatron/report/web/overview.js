@@ -9,7 +9,7 @@ const hidden = new Set();
 function dividing() {
   return DATA.settings.filter((row) => {
     const count = new Set(row.values).size;
-    return !['seed', 'output', 'name'].includes(row.path) && count > 1 && count <= 12 && count < DATA.runs.length;
+    return row.differs && !['seed', 'output', 'name'].includes(row.path) && count <= 12 && count < DATA.runs.length;
   });
 }
 
@@ -109,17 +109,18 @@ const best = (run, metric) => {
 };
 const ofSteps = (run, metric) => (run.columns[metric] ?? []).filter((value, i) => value !== null && run.x[i] > 0);
 
+const short = (value) => number(value, 3);
 const FIGURES = [
-  ['reward', 'mean of the last ten steps', (run) => mean(ofSteps(run, 'reward/mean').slice(-10)), number],
-  ['greedy', 'held out, last', (run) => last(run, 'accuracy/greedy'), number],
-  ['best greedy', 'held out', (run) => best(run, 'accuracy/greedy'), number],
-  ['avg@k', 'held out, last', (run) => last(run, 'accuracy/avg@k'), number],
-  ['pass@k', 'held out, last', (run) => last(run, 'accuracy/pass@k'), number],
-  ['entropy', 'nats, mean of the last ten steps', (run) => mean(ofSteps(run, 'entropy/mean').slice(-10)), number],
+  ['reward', 'mean of the last ten steps', (run) => mean(ofSteps(run, 'reward/mean').slice(-10)), short],
+  ['greedy', 'held out, last', (run) => last(run, 'accuracy/greedy'), short],
+  ['best greedy', 'held out', (run) => best(run, 'accuracy/greedy'), short],
+  ['avg@k', 'held out, last', (run) => last(run, 'accuracy/avg@k'), short],
+  ['pass@k', 'held out, last', (run) => last(run, 'accuracy/pass@k'), short],
+  ['entropy', 'nats, mean of the last ten steps', (run) => mean(ofSteps(run, 'entropy/mean').slice(-10)), short],
   ['masked', 'of the last ten steps', (run) => mean(ofSteps(run, 'mask/fraction').slice(-10)), percent],
-  ['grad norm', 'mean of the last ten steps', (run) => mean(ofSteps(run, 'grad_norm').slice(-10)), number],
-  ['s/step', 'median, without evaluation', (run) => middle(stepSeconds(run)), number],
-  ['tokens/s', 'median', (run) => middle(ofSteps(run, 'tokens/s')), number],
+  ['grad norm', 'mean of the last ten steps', (run) => mean(ofSteps(run, 'grad_norm').slice(-10)), short],
+  ['s/step', 'median, without evaluation', (run) => middle(stepSeconds(run)), short],
+  ['tokens/s', 'median', (run) => middle(ofSteps(run, 'tokens/s')), short],
 ];
 
 function stepSeconds(run) {
@@ -138,7 +139,7 @@ function cell(values, format) {
   const known = values.filter((value) => value !== null);
   if (!known.length) return el('td', { class: 'quiet', text: '–' });
   const node = el('td', { text: format(mean(known)) });
-  if (known.length > 1) node.append(el('div', { class: 'spread', text: `${format(Math.min(...known))} to ${format(Math.max(...known))}` }));
+  if (known.length > 1) node.append(el('div', { class: 'spread', text: `${format(Math.min(...known))} – ${format(Math.max(...known))}` }));
   return node;
 }
 
@@ -155,10 +156,10 @@ function overviewTab() {
   const rows = compared(true).map((each) => {
     const going = each.runs.filter((run) => run.goes_on).length, faults = each.runs.flatMap((run) => run.faults);
     return el('tr', {},
-      el('th', { scope: 'row' }, runMark(each.at), ` ${each.label}`),
+      el('th', { scope: 'row' }, el('div', { class: 'name' }, runMark(each.at), ` ${each.label}`, el('div', { class: 'state' }, stateText(each.runs, going)),
+        faults.length ? el('div', { class: 'state' }, el('span', { class: 'warn', text: faults.join(' · ') })) : null)),
       stepsCell(each.runs),
-      ...shown.map(([, , value, format]) => cell(each.runs.map(value), format)),
-      el('td', { class: 'text small' }, stateText(each.runs, going), faults.length ? el('div', { class: 'warn', text: faults.join(' · ') }) : null));
+      ...shown.map(([, , value, format]) => cell(each.runs.map(value), format)));
   });
   const several = compared(true).some((each) => each.runs.length > 1);
   return el('div', {},
@@ -167,8 +168,7 @@ function overviewTab() {
       el('thead', {}, el('tr', {},
         el('th', { scope: 'col', class: 'left', text: several ? 'runs together: their mean, and their range' : DATA.runs.length > 1 ? 'runs' : 'run' }),
         el('th', { scope: 'col', text: 'step' }),
-        ...shown.map(([name, says]) => el('th', { scope: 'col', title: says, text: name })),
-        el('th', { scope: 'col', class: 'left', text: 'state' }))),
+        ...shown.map(([name, says]) => el('th', { scope: 'col', title: says, text: name })))),
       el('tbody', {}, rows))),
     el('h2', { text: 'Key curves' }), ...curveTools(), chartGrid(KEY_METRICS.filter((metric) => DATA.metrics.includes(metric))));
 }

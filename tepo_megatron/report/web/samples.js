@@ -76,7 +76,7 @@ function filterTools() {
   const different = (value) => [...new Set(SAMPLES.groups.map(value))];
   const kinds = different((group) => group.kind), runs = different((group) => DATA.runs[group.run].name), sources = different((group) => group.source).filter(Boolean);
   const steps = different((group) => group.step).sort((a, b) => b - a);
-  return el('div', { class: 'tools', role: 'search' },
+  const tools = el('div', { class: 'tools', role: 'search' },
     el('input', { type: 'search', id: 'words', class: 'wide', placeholder: 'find in prompts and responses', 'aria-label': 'Find in prompts and responses', value: see('words'), on: { input: (event) => { keep('words', event.target.value); filtered(); } } }),
     kinds.length > 1 ? choice('kind', 'of', [['', 'all'], ...kinds.map((kind) => [kind, KINDS[kind]])]) : null,
     runs.length > 1 ? choice('run', 'run', [['', 'all'], ...runs.map((name) => [name, name])]) : null,
@@ -85,6 +85,7 @@ function filterTools() {
     range('reward', 'rmin', 'rmax', 'any'), range('tokens', 'lmin', 'lmax', 1),
     flag('mixed', 'rewards differ'), flag('cut', 'cut off'),
     choice('sort', 'order', Object.entries(SORTS).map(([name, [label]]) => [name, label])));
+  return el('details', { class: 'filters', open: innerWidth > 760 }, el('summary', { text: 'filters' }), tools);
 }
 
 function pips(group) {
@@ -174,7 +175,7 @@ function tokenCards(group, name) {
     const advantage = tokens.advantage?.[response.at];
     return el('section', { class: `response${passes(response) ? '' : ' out'}`, 'aria-label': `response ${at + 1}` },
       cardFacts(response, [
-        advantage !== undefined && !Number.isNaN(advantage) ? ['advantage', number(advantage)] : null, held === null ? null : ['held back', percent(held)],
+        advantage !== undefined && !Number.isNaN(advantage) ? ['adv', number(advantage, 3)] : null, held === null ? null : ['held back', percent(held, 0)],
       ]),
       name === 'none' ? null : tokenStrip(tokens, response, name, { newest, oldest }),
       tokenText(tokens, response, name, { newest, oldest }, `Response ${at + 1}, reward ${number(response.reward)}`));
@@ -213,7 +214,7 @@ function colouring() {
 
 function colourTools() {
   if (!Object.keys(SAMPLES.tokens).length) return null;
-  return el('div', { class: 'tools', role: 'group', 'aria-label': 'Colour of tokens' }, el('span', { class: 'quiet', text: 'colour by' }),
+  return el('div', { class: 'tools colours', role: 'group', 'aria-label': 'Colour of tokens' }, el('span', { class: 'quiet', text: 'colour by' }),
     colouringsThere().map((name) => el('button', {
       class: 'button', type: 'button', 'data-colour': name, 'aria-pressed': String(colouring() === name), text: COLOURINGS[name].label,
       on: { click: () => setColour(name) },
@@ -236,7 +237,7 @@ function samplesTab() {
   finder.list = el('div', { class: 'list', role: 'listbox', tabindex: 0, 'aria-label': 'Prompts', on: { scroll: drawList, keydown: listKey } }, finder.space);
   finder.detail = el('div', { class: 'detail', 'aria-live': 'off' });
   const node = el('div', {}, hint, filterTools(), colourTools(),
-    el('p', { class: 'small quiet', style: { 'margin-bottom': '8px' } }, finder.count, leftOut(), el('span', {}, ' · keys: ', ...['j', 'k'].map((key) => el('kbd', { text: key })), ' next and previous prompt, ', el('kbd', { text: 'c' }), ' next colour, ', el('kbd', { text: '/' }), ' find')),
+    el('p', { class: 'small quiet', style: { 'margin-bottom': '8px' } }, finder.count, leftOut(), el('span', { class: 'mouse' }, ' · keys: ', ...['j', 'k'].map((key) => el('kbd', { text: key })), ' next and previous prompt, ', el('kbd', { text: 'c' }), ' next colour, ', el('kbd', { text: '/' }), ' find')),
     el('div', { class: 'samples' }, finder.list, finder.detail));
   requestAnimationFrame(filtered);
   return node;

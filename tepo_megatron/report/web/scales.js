@@ -61,15 +61,15 @@ function logTicks(low, high) {
   return found;
 }
 
-/** What a token shows by its colour. `range`: of all tokens of the page, so that colours mean the same everywhere. */
+/** What a token shows by its colour. `floor`: colours are not at their strongest below it, so that rounding stays pale. */
 const COLOURINGS = {
   logprob: { label: 'log-prob (sampler)', kind: 'low', unit: 'nats', says: 'blue: a token that the sampler gave little probability' },
-  gap: { label: 'trainer − sampler', kind: 'both', unit: 'nats', says: 'log-prob of the trainer before the update minus the sampler’s; orange: the trainer gives it more' },
-  entropy: { label: 'entropy', kind: 'high', unit: 'nats', says: 'of the distribution that the token was drawn from; blue: the policy was undecided' },
-  entropy_change: { label: 'ΔH', kind: 'both', unit: 'nats', says: 'change of the entropy as the mask used it; blue: it falls' },
+  gap: { label: 'trainer − sampler', kind: 'both', unit: 'nats', floor: 1e-3, says: 'log-prob of the trainer before the update minus the sampler’s; orange: the trainer gives it more' },
+  entropy: { label: 'entropy', kind: 'high', unit: 'nats', floor: 0.01, says: 'of the distribution that the token was drawn from; blue: the policy was undecided' },
+  entropy_change: { label: 'ΔH', kind: 'both', unit: 'nats', floor: 1e-3, says: 'change of the entropy as the mask used it; blue: it falls' },
   advantage: { label: 'advantage', kind: 'both', unit: '', says: 'orange: made more probable; blue: made less probable' },
-  ratio: { label: 'ratio − 1', kind: 'both', unit: '', says: 'the ratio that the objective multiplied the advantage with; orange: above 1' },
-  token_ratio: { label: 'token’s ratio − 1', kind: 'both', unit: '', says: 'of the new to the old policy, of the token alone; orange: above 1' },
+  ratio: { label: 'ratio − 1', kind: 'both', unit: '', floor: 1e-4, says: 'the ratio that the objective multiplied the advantage with; orange: above 1' },
+  token_ratio: { label: 'token’s ratio − 1', kind: 'both', unit: '', floor: 1e-4, says: 'of the new to the old policy, of the token alone; orange: above 1' },
   masked: { label: 'mask', kind: 'mask', unit: '', says: '' },
   version: { label: 'weights version', kind: 'version', unit: '', says: 'blue: drawn by older weights' },
   none: { label: 'no colour', kind: 'none', unit: '', says: '' },

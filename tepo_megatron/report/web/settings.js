@@ -29,8 +29,7 @@ function settingsTable(choice, wanted) {
     return values.length === 1 ? plain(values[0]) : values.map(plain).join(', ');
   };
   const rows = DATA.settings.filter((row) => {
-    const several = new Set(row.values).size > 1;
-    const kind = choice === 'all' || (choice === 'differ' ? several : !row.usual);
+    const kind = choice === 'all' || (choice === 'differ' ? row.differs : !row.usual);
     return kind && (row.path.includes(wanted) || row.values.some((value) => value?.includes(wanted)));
   });
   if (!rows.length) return el('p', { class: 'quiet', style: { padding: '12px' }, text: wanted ? 'No setting fits.' : 'Nothing: the settings are the same.' });
@@ -39,7 +38,7 @@ function settingsTable(choice, wanted) {
     el('tbody', {}, rows.map((row) => {
       const values = columns.map((column) => valueIn(row, column)), usual = mode(values);
       return el('tr', {}, el('th', { scope: 'row', class: 'mono', text: row.path }),
-        ...values.map((value) => el('td', { class: `text mono${columns.length > 2 && value !== usual ? ' differs' : ''}`, text: value })));
+        ...values.map((value) => el('td', { class: `words mono${columns.length > 2 && value !== usual ? ' differs' : ''}`, text: value })));
     })));
 }
 

@@ -3,6 +3,8 @@
 const MOST_COLUMNS = 180;
 const MOST_RUNS_DRAWN = 24;
 
+const sum = (values) => values.reduce((whole, value) => whole + value, 0);
+
 function secondsOf(run, phase) {
   const values = run.columns[`time/${phase}`] ?? [];
   return run.x.map((step, i) => (step > 0 ? values[i] ?? 0 : 0));
@@ -22,9 +24,9 @@ function columnsOf(run) {
 }
 
 function stacked(run, most, end) {
-  const columns = columnsOf(run), width = 640, height = 150, left = 44, floor = height - 20;
+  const columns = columnsOf(run), width = 440, height = 150, left = 44, floor = height - 20;
   const x = (step) => left + ((step - 0.5) / Math.max(1, end)) * (width - left - 6);
-  const y = (seconds) => floor - (seconds / most) * (floor - 8);
+  const y = (seconds) => floor - (Math.min(seconds, most) / most) * (floor - 10);
   const paths = PHASES.map(() => '');
   for (const column of columns) {
     let base = 0;
@@ -38,9 +40,13 @@ function stacked(run, most, end) {
     svg('line', { class: 'grid', x1: left, x2: width - 6, y1: y(value), y2: y(value) }),
     svg('text', { x: left - 6, y: y(value) + 4, 'text-anchor': 'end', text: `${number(value)} s` }),
   ]).flat();
+  const cut = columns.filter((column) => sum(column.seconds) > most * 1.001).map((column) => {
+    const middle = (x(column.from) + x(column.to + 1)) / 2;
+    return svg('path', { class: 'over', d: `M${middle - 4} 7h8l-4 -6z` }, svg('title', { text: duration(sum(column.seconds)) }));
+  });
   const under = ticks(1, end, 6).map((value) => svg('text', { x: x(value + 0.5), y: height - 5, 'text-anchor': 'middle', text: number(value) }));
   const drawing = svg('svg', { viewBox: `0 0 ${width} ${height}`, role: 'img', 'aria-label': `Seconds per step of ${run.name}` },
-    ...axis, ...paths.map((d, at) => svg('path', { d, fill: PHASES[at][1] })), ...under);
+    ...axis, ...paths.map((d, at) => svg('path', { d, fill: PHASES[at][1] })), ...cut, ...under);
   drawing.addEventListener('pointermove', (event) => {
     const box = drawing.getBoundingClientRect(), at = (((event.clientX - box.left) / box.width) * width - left) / (width - left - 6) * end + 0.5;
     const column = columns.find((each) => at >= each.from && at < each.to + 1);
@@ -62,14 +68,14 @@ function square(colour) {
 function idle(run, side) {
   const values = run.columns[`idle/${side}`];
   if (!values) return null;
-  let sum = 0, whole = 0;
+  let waited = 0, whole = 0;
   run.x.forEach((step, i) => {
     if (!step || values[i] === null) return;
     const seconds = Math.max(0, (run.columns['time/step']?.[i] ?? 0) - (run.columns['time/eval']?.[i] ?? 0));
-    sum += values[i] * seconds;
+    waited += values[i] * seconds;
     whole += seconds;
   });
-  return whole ? sum / whole : null;
+  return whole ? waited / whole : null;
 }
 
 function meter(share) {
@@ -80,7 +86,7 @@ function meter(share) {
 
 function timeRow(each) {
   const means = PHASES.map(([name]) => mean(each.runs.map((run) => mean(secondsOf(run, name).filter((_, i) => run.x[i] > 0)) ?? 0)));
-  const whole = means.reduce((sum, value) => sum + value, 0);
+  const whole = sum(means);
   const bar = el('div', { class: 'share' }, PHASES.map(([, colour], at) => {
     const part = el('span', { style: { 'background-color': colour } });
     part.style.width = `${(100 * means[at]) / (whole || 1)}%`;
@@ -91,13 +97,15 @@ function timeRow(each) {
     return known.length ? el('td', {}, percent(mean(known)), meter(mean(known))) : el('td', { class: 'quiet', text: '–' });
   };
   return el('tr', {}, el('th', { scope: 'row' }, runMark(each.at), ` ${each.label}`), el('td', { class: 'left' }, bar), el('td', { text: duration(whole) }),
-    ...means.map((value) => el('td', {}, number(value), el('div', { class: 'spread', text: percent(value / (whole || 1)) }))), shareCell('trainer'), shareCell('servers'));
+    ...means.map((value) => el('td', {}, number(value, 3), el('div', { class: 'spread', text: percent(value / (whole || 1)) }))), shareCell('trainer'), shareCell('servers'));
 }
 
 function timeTab() {
   if (!DATA.runs.some((run) => run.columns['time/step'])) return el('p', { class: 'quiet', text: 'No step has its times yet.' });
   const visible = compared().flatMap((each) => each.runs).filter((run) => run.columns['time/step']);
-  const most = Math.max(1e-9, ...visible.flatMap((run) => columnsOf(run).map((column) => column.seconds.reduce((sum, value) => sum + value, 0))));
+  const tops = visible.flatMap((run) => columnsOf(run).map((column) => sum(column.seconds))).sort((a, b) => a - b);
+  // One step that waited a minute for a server must not flatten all others: it is cut off, and marked.
+  const most = Math.max(1e-9, Math.min(tops[tops.length - 1] ?? 0, 1.8 * (tops[Math.floor(0.95 * tops.length)] ?? 0)));
   const end = Math.max(1, ...visible.map((run) => run.x[run.x.length - 1] ?? 1));
   const idleMetrics = ['idle/trainer', 'idle/servers'].filter((metric) => DATA.metrics.includes(metric));
   return el('div', {}, togetherTools(), DATA.runs.length > 1 ? legend(showTab) : null,
@@ -108,7 +116,7 @@ function timeTab() {
         el('th', { scope: 'col', text: 'trainer idle', title: 'of the steps without their evaluations' }), el('th', { scope: 'col', text: 'servers idle' }))),
       el('tbody', {}, compared().map(timeRow)))),
     el('h2', { text: 'Step by step' }),
-    el('div', { class: 'keys' }, PHASES.map(([name, colour, says]) => el('span', {}, square(colour), ` ${name}: ${says}`))),
+    el('div', { class: 'keys' }, PHASES.map(([name, colour, says]) => el('span', {}, square(colour), ` ${name}: ${says}`)), tops[tops.length - 1] > most ? el('span', { text: '▲ higher than the picture' }) : null),
     el('div', { class: 'charts' }, visible.slice(0, MOST_RUNS_DRAWN).map((run) => stacked(run, most, end))),
     visible.length > MOST_RUNS_DRAWN ? el('p', { class: 'quiet small', text: `The first ${MOST_RUNS_DRAWN} of ${visible.length} runs; hide some above to see others.` }) : null,
     idleMetrics.length ? [el('h2', { text: 'Idle' }), ...curveTools().slice(-1), chartGrid(idleMetrics)] : null);

@@ -31,7 +31,7 @@ function scaleOf(name) {
       if (column) for (const value of column) if (!Number.isNaN(value)) values.push(value);
     }
     const sizes = Float32Array.from(values, Math.abs).sort();
-    const limit = sizes.length ? sizes[Math.floor(0.99 * (sizes.length - 1))] || sizes[sizes.length - 1] || 1 : 1;
+    const limit = Math.max(sizes[Math.floor(0.99 * (sizes.length - 1))] ?? 1, COLOURINGS[name].floor ?? 1e-6);
     const bins = new Array(52).fill(0), both = COLOURINGS[name].kind === 'both';
     for (const value of values) {
       const share = shareOf(name, value, limit);
