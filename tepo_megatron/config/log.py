@@ -4,7 +4,8 @@ from typing import Literal
 
 from pydantic import NonNegativeInt
 
-from tepo_megatron.config.base import Section
+from tepo_megatron.config.base import Seconds, Section
+from tepo_megatron.config.loggers import MlflowConfig, WandbConfig
 
 
 class LogConfig(Section):
@@ -14,6 +15,16 @@ class LogConfig(Section):
 
     tensorboard: bool = True
     """Also write the metrics as TensorBoard events, to ``<output>/tensorboard``; ``metrics.jsonl`` is written always."""
+
+    wandb: WandbConfig | None = None
+    """Also log to Weights & Biases. null: not."""
+
+    mlflow: MlflowConfig | None = None
+    """Also log to MLflow. null: not."""
+
+    finish_timeout_s: Seconds = 30.0
+    """How long the end of a run waits for W&B and MLflow to take what is left; a run with less time waits less. What they have
+    not taken then is said, and stays in ``metrics.jsonl``."""
 
     train_samples: NonNegativeInt = 0
     """Responses of every training step written to ``train_samples.jsonl``, the first ones: prompt, expected answer, response,

@@ -1,4 +1,4 @@
-"""Tokenizers behind one protocol: SentencePiece models, and whatever ``transformers.AutoTokenizer`` loads."""
+"""Tokenizers behind one protocol: SentencePiece models, and those of Hugging Face."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class Tokenizer(Protocol):
 def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     """Loads the tokenizer of a Hugging Face model folder.
 
-    A folder with ``tokenizer.model`` and no ``tokenizer.json`` is read by SentencePiece, any other by
-    ``transformers.AutoTokenizer`` (without running code from the folder). End tokens are the tokenizer's, and those that
-    ``generation_config.json`` adds.
+    A folder with ``tokenizer.model`` and no ``tokenizer.json`` is read by SentencePiece. ``tokenizer.json`` is read as it
+    stands, whatever the model's type is; without one ``transformers.AutoTokenizer`` decides (without running code from the
+    folder). End tokens are the tokenizer's, and those that ``generation_config.json`` adds.
 
     Raises:
         ValueError: the folder has no tokenizer, a damaged one, or one without an end token.
@@ -129,13 +129,17 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """``transformers.AutoTokenizer``, with prompts as the folder's own configuration wants them."""
+    """A tokenizer of transformers, with prompts as the folder's own configuration wants them."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        # For some types of model AutoTokenizer takes the vocabulary out of tokenizer.json, and divides and joins text by rules
+        # of its own: other ids than those that the model was trained on, without a word, where the file has other rules.
+        whole = (folder / "tokenizer.json").is_file()
+        loader: Any = PreTrainedTokenizerFast if whole else AutoTokenizer
         with _reading(folder):
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            self._tokenizer: Any = loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         added = self._added = dict[int, Any](self._tokenizer.added_tokens_decoder)
         self.vocab_size = max(len(self._tokenizer), max(added, default=-1) + 1)
         self.bos_id: int | None = self._tokenizer.bos_token_id

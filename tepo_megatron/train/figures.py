@@ -70,6 +70,8 @@ _FILES = {
     "checkpoints": "to resume from",
     "model": "the model, for transformers and vLLM",
     "logs": "what the servers wrote",
+    "wandb": "the run for W&B",
+    "mlflow": "the run for MLflow",
     "journal": "rollouts that a resumed run takes again",
     "run.lock": "who uses the folder",
     "rollouts": "every step's rollouts",

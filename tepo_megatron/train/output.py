@@ -11,8 +11,12 @@ from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
+from tepo_megatron.preemption import stop_signals
 from tepo_megatron.train.figures import final_table
 from tepo_megatron.train.log_file import LogFile, read_lines, replace_text
+from tepo_megatron.train.loggers.client import Ending
+from tepo_megatron.train.loggers.installed import check_installed
+from tepo_megatron.train.loggers.loggers import Loggers
 from tepo_megatron.train.lost_time import fault_lines
 from tepo_megatron.train.metrics import MetricsWriter, read_metrics
 from tepo_megatron.train.plots import plot_curves
@@ -34,8 +38,9 @@ class Output:
 
     def __init__(self, config: RunConfig, progress: Progress) -> None:
         """Raises ValueError if the folder cannot be written, another run uses it, it holds a run that this one does not resume,
-        or files of the one that it resumes are damaged.
+        files of the one that it resumes are damaged, or the package of a logger is not installed.
         """
+        check_installed(config.log)
         self.folder = config.output
         self.progress = progress
         self._finished = False
@@ -53,6 +58,7 @@ class Output:
                 check_no_run(config)
                 self.resumes = self._begins_at_checkpoint()
                 self._metrics = self._open_files()
+                self._loggers = Loggers(config, self.message, self._count_failures)
             except BaseException:
                 self._lock.release()
                 raise
@@ -104,11 +110,13 @@ class Output:
     def write_row(self, step: int, row: Mapping[str, float]) -> dict[str, float]:
         """Returns what is written. Raises RuntimeError if another run has taken the folder over."""
         self._make_again_if_removed()
+        self._loggers.take_reports()
         failures, self._failures = self._failures, 0
         if not self._config.objective.chooses_tokens:
             row = {name: value for name, value in row.items() if name not in OF_CHOSEN_TOKENS}
         written = {"step": step, **row, "log/failed": float(failures)}
         self._metrics.write(step, written)
+        self._loggers.row_written()
         self.progress.step(step, row)
         return written
 
@@ -119,6 +127,9 @@ class Output:
     def write_train_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Appends readable responses that a step trains on to ``train_samples.jsonl``."""
         self._train_samples.append(_as_lines(step, samples))
+
+    def _count_failures(self, count: int) -> None:
+        self._failures += count
 
     def write_failed(self, path: Path, error: OSError) -> None:
         """Counts a file of logs that could not be written; the first time for each folder it is said."""
@@ -154,9 +165,11 @@ class Output:
             self.message(f"the run is complete, but its picture and table could not be made: {error}")
 
     def close(self) -> None:
-        """At the end, or after a failure: the terminal is given back, the files are complete up to the last row; what went
-        wrong before a failure is said.
+        """At the end, or after a failure: the terminal is given back, the files are complete up to the last row, loggers
+        have it or are given up; what went wrong before a failure is said.
         """
+        signals = stop_signals()
+        ending: Ending = "finished" if self._finished else "failed" if signals.requested is None else "stopped"
         metrics = self.folder / "metrics.jsonl"
         if not self._finished and metrics.exists():
             self._finished = True
@@ -165,6 +178,8 @@ class Output:
                     self.progress.message(f"  {line}")
         self.progress.close()
         self._metrics.close()
+        # A run that was asked to stop keeps a second for what is left of its end.
+        self._loggers.close(ending, max(0.0, signals.seconds_left() - 1))
         self._lock.release()
 
     def _make_again_if_removed(self) -> None:

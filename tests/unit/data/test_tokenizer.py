@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.data.prompts import encode_prompt
+from tepo_megatron.data.served_tokenizer import check_served_tokenizer
 from tepo_megatron.data.tasks import addition
 from tepo_megatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer, check_tokenizer, load_tokenizer
 from tepo_megatron.data.train_tokenizer import ALPHABET, train_char_tokenizer
@@ -50,9 +51,11 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plain_text(folder: Path, text: str) -> list[int]:
     """The ids of text, also where it looks like a special token."""
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
-    ids: list[int] = AutoTokenizer.from_pretrained(folder).encode(text, add_special_tokens=False, split_special_tokens=True)
+    ids: list[int] = PreTrainedTokenizerFast.from_pretrained(folder).encode(
+        text, add_special_tokens=False, split_special_tokens=True
+    )
     return ids
 
 
@@ -174,6 +177,50 @@ class TestByteLevelTokenizer:
         folder = Path(shutil.copytree(byte_level, tmp_path / "model"))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
         assert load_tokenizer(folder).eos_ids == (0, 2)
+
+
+class TestOwnTokenizer:
+    """A tokenizer with rules of its own beside a config.json of a type for which transformers has other rules."""
+
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+        from tokenizers import Tokenizer as Core
+        from transformers import PreTrainedTokenizerFast
+
+        core = Core(models.BPE())
+        words = [pre_tokenizers.Split(Regex(r" ?\d+"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        core.pre_tokenizer = pre_tokenizers.Sequence(words)
+        core.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False)
+        core.train_from_iterator([f"sort {at} {at + 7} 1024" for at in range(90)], trainer)
+        folder = tmp_path_factory.mktemp("own")
+        PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>").save_pretrained(folder)
+        return folder
+
+    @pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "Qwen2Tokenizer", "LlamaTokenizerFast"])
+    @pytest.mark.parametrize("model_type", ["qwen2", "llama", "mistral"])
+    @given(text=st.lists(st.sampled_from(["sort", " 1024", " 37", "7", " ", "\n", "ä"]), max_size=8).map("".join))
+    def test_its_file_is_read_as_it_stands(self, folder: Path, model_type: str, named: str, text: str) -> None:
+        from tokenizers import Tokenizer as Core
+
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": named}))
+        core, tokenizer = Core.from_file(str(folder / "tokenizer.json")), load_tokenizer(folder)
+        assert tokenizer.encode(text) == core.encode(text, add_special_tokens=False).ids
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.vocab_size == core.get_vocab_size()
+
+    def test_strings_that_vllm_would_look_for_in_another_text_are_refused(self, folder: Path, byte_level: Path) -> None:
+        (folder / "config.json").write_text('{"model_type": "qwen2"}')
+        with pytest.raises(
+            ValueError, match=r"AutoTokenizer, and that divides or joins text otherwise than .*such as '37 1024'"
+        ):
+            check_served_tokenizer(load_tokenizer(folder), folder, ["37 1024"])
+        for fine in (byte_level, TINY):
+            check_served_tokenizer(load_tokenizer(fine), fine, ["37 1024", "the sum"])
 
 
 class TestCheck:
