@@ -135,7 +135,7 @@ def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def sleep(seconds: int) -> None:
         seen.append((seconds, data(page.read_text(), "figures")["refresh"]))
 
-    monkeypatch.setattr(command.time, "sleep", sleep)
+    monkeypatch.setattr("tepo_megatron.cli.report.time.sleep", sleep)
     done = runner.invoke(app, ["report", str(folder), "--watch", "7"])
     assert done.exit_code == 0, done.output
     assert seen == [(7, 7), (7, 7)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -63,7 +64,7 @@ def test_a_run_is_read_while_it_writes(tmp_path: Path) -> None:
 def test_a_run_goes_on_as_its_heartbeat_says(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=3)
     (folder / "status").mkdir()
-    beat = {"rank": 0, "world": 1, "pid": 1, "started": 1, "time": 4e9, "beats": 1, "moves": 1, "moved_at": 4e9}
+    beat: dict[str, Any] = {"rank": 0, "world": 1, "pid": 1, "started": 1, "time": 4e9, "beats": 1, "moves": 1, "moved_at": 4e9}
     beat |= {"phase": "rollout", "since": 4e9, "step": 3, "waits_for": "", "passive": False, "allowance_s": 0.0, "done": 0}
     beat |= {"total": 0, "hang_timeout_s": 1.0, "ended": "", "facts": {}, "host": f"not-{socket.gethostname()}"}
     (folder / "status" / "rank-00000.json").write_text(json.dumps(beat))
