@@ -102,11 +102,24 @@ def test_settings_beside_each_other_say_what_is_not_the_default() -> None:
     first = flat({"seed": 1, "optimizer": {"lr": 5e-5, "clip_grad": 1}, "reward": {"kwargs": {}}, "model": {"path": "x"}})
     second = flat({"seed": 2, "optimizer": {"lr": 5e-5, "clip_grad": 1.0}, "model": {"path": "x"}})
     rows = {row["path"]: row for row in compared([first, second])}
-    assert rows["optimizer.clip_grad"]["usual"]
-    assert rows["seed"] == {"path": "seed", "values": ["1", "2"], "usual": True}
-    assert rows["reward.kwargs"] == {"path": "reward.kwargs", "values": ["{}", None], "usual": rows["reward.kwargs"]["usual"]}
+    assert rows["seed"] == {"path": "seed", "values": ["1", "2"], "differs": True, "usual": True}
+    assert rows["reward.kwargs"]["values"] == ["{}", None]
     assert not rows["model.path"]["usual"]
+    for path, differs in {"optimizer.clip_grad": False, "model.path": False, "optimizer.lr": False}.items():
+        assert rows[path]["differs"] == differs
+    assert rows["optimizer.clip_grad"]["usual"]
     assert changes(first, second)[:2] == [("seed", "1", "2"), ("optimizer.clip_grad", "1", "1.0")]
+
+
+def test_a_setting_that_an_older_version_did_not_have_does_not_differ_from_its_default() -> None:
+    old, new = {"optimizer.lr": "5e-5"}, {"optimizer.lr": "5e-05", "optimizer.clip_grad": "1.0", "optimizer.eps": "0.5"}
+    assert {row["path"]: row["differs"] for row in compared([old, new])} == {
+        "optimizer.lr": False,
+        "optimizer.clip_grad": False,
+        "optimizer.eps": True,  # not the default
+    }
+    without, with_ = {"model.lora": "null"}, {"model.lora.rank": "8", "model.lora.alpha": "16"}
+    assert all(row["differs"] for row in compared([without, with_]))  # a section that is left out is no older version
 
 
 JSON = st.recursive(
