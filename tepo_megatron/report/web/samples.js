@@ -175,7 +175,7 @@ function tokenCards(group, name) {
     const advantage = tokens.advantage?.[response.at];
     return el('section', { class: `response${passes(response) ? '' : ' out'}`, 'aria-label': `response ${at + 1}` },
       cardFacts(response, [
-        advantage !== undefined && !Number.isNaN(advantage) ? ['adv', number(advantage, 3)] : null, held === null ? null : ['held back', percent(held, 0)],
+        advantage !== undefined && !Number.isNaN(advantage) ? ['adv', number(advantage, 3)] : null, held === null ? null : ['held back', percent(held, 0)], ['update', response.update || 'none'],
       ]),
       name === 'none' ? null : tokenStrip(tokens, response, name, { newest, oldest }),
       tokenText(tokens, response, name, { newest, oldest }, `Response ${at + 1}, reward ${number(response.reward)}`));
