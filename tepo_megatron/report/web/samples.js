@@ -239,7 +239,10 @@ function samplesTab() {
   const node = el('div', {}, hint, filterTools(), colourTools(),
     el('p', { class: 'small quiet', style: { 'margin-bottom': '8px' } }, finder.count, leftOut(), el('span', { class: 'mouse' }, ' · keys: ', ...['j', 'k'].map((key) => el('kbd', { text: key })), ' next and previous prompt, ', el('kbd', { text: 'c' }), ' next colour, ', el('kbd', { text: '/' }), ' find')),
     el('div', { class: 'samples' }, finder.list, finder.detail));
-  requestAnimationFrame(filtered);
+  requestAnimationFrame(() => {
+    filtered();
+    node.querySelector('[data-colour][aria-pressed="true"]')?.scrollIntoView({ inline: 'center', block: 'nearest' });
+  });
   return node;
 }
 
