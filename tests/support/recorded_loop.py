@@ -14,7 +14,8 @@ import pytest
 
 from tepo_megatron.bridge.storage.manifest import DamagedCheckpoint
 from tepo_megatron.config import EngineConfig, EvaluateConfig, ObjectiveConfig, RolloutConfig, RunConfig, TrainConfig
-from tepo_megatron.config.rollout import CanaryConfig, ServerConfig
+from tepo_megatron.config.rollout import CanaryConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.config.train import RollbackConfig
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.engine.saving import Saved
