@@ -65,6 +65,7 @@ _FILES = {
     "metrics.jsonl": "one row a step",
     "samples.jsonl": "held-out responses, to read: tepo samples",
     "train_samples.jsonl": "responses that were trained on, to read: tepo samples --train",
+    "tokens": "values of single tokens, for tepo report",
     "curves.png": "reward, accuracy, entropy, gradient norm, time",
     "tensorboard": "the same numbers for TensorBoard",
     "checkpoints": "to resume from",

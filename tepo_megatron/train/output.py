@@ -24,6 +24,8 @@ from tepo_megatron.train.progress import Progress
 from tepo_megatron.train.resume import resumes
 from tepo_megatron.train.run_folder import check_no_run, forget_start, unwritable_is_a_sentence
 from tepo_megatron.train.run_lock import RunLock
+from tepo_megatron.train.token_file import FOLDER, TokenSamples
+from tepo_megatron.train.token_log import TokenLog
 
 OF_CHOSEN_TOKENS = ("mask/fraction", "kl/masked", "entropy/delta_masked", "entropy/delta_unmasked")
 """Columns that only an objective that singles out tokens has: a mask that is not there masks nothing, not 0 %."""
@@ -51,6 +53,7 @@ class Output:
         self._said: set[Path] = set()
         self._samples = LogFile(self.folder / "samples.jsonl", self.write_failed)
         self._train_samples = LogFile(self.folder / "train_samples.jsonl", self.write_failed)
+        self._tokens = TokenLog(self.folder, self.write_failed)
         self._lock = RunLock(self.folder)
         with unwritable_is_a_sentence(self.folder):
             left_behind = self._lock.take()
@@ -102,6 +105,7 @@ class Output:
                 kept = [line for line, of in samples if of <= logged]
                 if cut or len(kept) < len(samples):
                     replace_text(file.path, "".join(line + "\n" for line in kept))
+            self._tokens.forget_after(step)
         return forgotten
 
     def message(self, text: str) -> None:
@@ -128,6 +132,10 @@ class Output:
         """Appends readable responses that a step trains on to ``train_samples.jsonl``."""
         self._train_samples.append(_as_lines(step, samples))
 
+    def write_tokens(self, samples: TokenSamples) -> None:
+        """Writes the token values of a step to a file of its own; one of the same step is replaced."""
+        self._tokens.write(samples)
+
     def _count_failures(self, count: int) -> None:
         self._failures += count
 
@@ -147,6 +155,7 @@ class Output:
         self._metrics.close()
         self._samples.flush()
         self._train_samples.flush()
+        self._tokens.flush()
         metrics = self.folder / "metrics.jsonl"
         if self._metrics.waiting:
             self.message(f"{self._metrics.waiting} rows of {metrics} could not be written to the end, and are lost")
@@ -221,8 +230,11 @@ def _read_samples(path: Path) -> tuple[list[tuple[str, int]], bool]:
 
 
 def _put_aside(folder: Path) -> None:
-    """Keeps what a run logged that left no checkpoint: ``metrics.jsonl`` becomes ``metrics.before-1.jsonl``, then 2."""
+    """Keeps what a run logged that left no checkpoint: ``metrics.jsonl`` becomes ``metrics.before-1.jsonl``, then 2; ``tokens``
+    becomes ``tokens.before-1``."""
     number = 1 + len(list(folder.glob("metrics.before-*.jsonl")))
     for name in ("metrics", "samples", "train_samples"):
         if (folder / f"{name}.jsonl").exists():
             (folder / f"{name}.jsonl").rename(folder / f"{name}.before-{number}.jsonl")
+    if (folder / FOLDER).exists():
+        (folder / FOLDER).rename(folder / f"{FOLDER}.before-{number}")

@@ -27,6 +27,8 @@ MADE_BY_A_RUN = (
     "samples.before-*.jsonl",
     "train_samples.jsonl",
     "train_samples.before-*.jsonl",
+    "tokens/step_*",
+    "tokens.before-*",
     "curves.png",
     "model",
     "tensorboard/events.out.tfevents.*",
@@ -83,7 +85,7 @@ def forget_start(folder: Path) -> None:
     """Removes what a start without a trained step has logged: the next run writes its own first row, and is another one for W&B
     and MLflow.
     """
-    logged = ("metrics.jsonl", "samples.jsonl", "train_samples.jsonl", "tensorboard/events.out.tfevents.*")
+    logged = ("metrics.jsonl", "samples.jsonl", "train_samples.jsonl", "tokens/step_*", "tensorboard/events.out.tfevents.*")
     for pattern in (*logged, "wandb/sent.jsonl", "mlflow/sent.jsonl"):
         for path in folder.glob(pattern):
             path.unlink()

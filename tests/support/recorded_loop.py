@@ -251,7 +251,10 @@ class Recorder:
     def has_logged(self, step: int) -> bool:
         return self.row == step
 
-    def note_row(self, row: dict[str, float]) -> None:
+    def note_step(self, step: int, row: dict[str, float], parts: list[Batch], updates: list[UpdateResult]) -> None:
+        assert step == self.drawn
+        assert [part.num_sequences for part in parts] == [3, 3]
+        assert len(updates) == 2
         self.noted_row = row
 
     def log(self, step: int, row: dict[str, float]) -> None:
