@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tepo_megatron.data.chat import chat_ids
+from tepo_megatron.data.pieces import piece_text
 from tepo_megatron.data.turns import turn_ids
 
 UNKNOWN_TEXT = "\ufffd"
@@ -66,6 +67,11 @@ class Tokenizer(Protocol):
 
     def show(self, ids: Sequence[int]) -> str:
         """The text of ids for people: as ``decode``, but special tokens are written as ``⟦name⟧``."""
+
+    def piece(self, token: int) -> str:
+        """The text of one id for people, as it reads in the middle of a text: as ``show``, but bytes that are no whole
+        character stand as ``⟨xx⟩``.
+        """
 
 
 def load_tokenizer(model_dir: str | Path) -> Tokenizer:
@@ -127,6 +133,9 @@ class SentencePieceTokenizer:
     def show(self, ids: Sequence[int]) -> str:
         return _show(ids, self._special, self.decode, self._processor.id_to_piece)
 
+    def piece(self, token: int) -> str:
+        return _piece(token, self, self._special, self._processor.id_to_piece)
+
 
 class HuggingFaceTokenizer:
     """A tokenizer of transformers, with prompts as the folder's own configuration wants them."""
@@ -169,6 +178,9 @@ class HuggingFaceTokenizer:
 
     def show(self, ids: Sequence[int]) -> str:
         return _show(ids, self._special, self.decode, self._tokenizer.convert_ids_to_tokens)
+
+    def piece(self, token: int) -> str:
+        return _piece(token, self, self._special, self._tokenizer.convert_ids_to_tokens)
 
     def turn_ids(self, messages: Sequence[tuple[str, str]], *, ended: bool) -> list[int]:
         special = [str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special]
@@ -234,6 +246,12 @@ def _show(ids: Sequence[int], special: Container[int], decode: Callable[[list[in
         run = []
         parts += [] if token is None else [f"⟦{name(int(token))}⟧"]
     return "".join(parts)
+
+
+def _piece(token: int, tokenizer: Tokenizer, special: Container[int], name: Callable[[int], Any]) -> str:
+    if token in special or token == tokenizer.unk_id or not 0 <= token < tokenizer.vocab_size:
+        return tokenizer.show([token])
+    return piece_text(token, tokenizer.encode("a"), tokenizer.decode, name)
 
 
 def _end_ids(own: int | None, folder: Path) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from importlib.resources import files
 from pathlib import Path
@@ -103,6 +104,10 @@ class TestShippedTokenizer:
         for name in ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"):
             assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes()
 
+    def test_pieces(self, tiny: Tokenizer) -> None:
+        assert "".join(tiny.piece(token) for token in tiny.encode(" 3 + 4\n")) == " 3 + 4\n"
+        assert [tiny.piece(token) for token in (2, 3, 64)] == ["⟦<eos>⟧", "\ufffd", "\ufffd"]
+
     def test_no_chat_template(self, tiny: Tokenizer) -> None:
         with pytest.raises(ValueError, match=r"no chat template.*set data\.chat_template = false"):
             tiny.chat_ids((("user", "1+1="),))
@@ -173,10 +178,45 @@ class TestByteLevelTokenizer:
         ids = tokenizer.encode("two numbers")
         assert tokenizer.decode([1, *ids[:2], 2, 10**5, *ids[2:], 0]).replace("\ufffd", "", 1) == "two numbers"
 
+    @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="⟨⟩"), max_size=30))
+    def test_pieces_are_the_text_with_the_bytes_of_divided_characters(self, byte_level: Path, text: str) -> None:
+        tokenizer = load_tokenizer(byte_level)
+        pieces = [tokenizer.piece(token) for token in tokenizer.encode(text)]
+        divided = re.compile(r"⟨([0-9A-F]{2})⟩")
+        parts = [bytes.fromhex(part) if at % 2 else part.encode() for at, part in enumerate(divided.split("".join(pieces)))]
+        assert b"".join(parts) == text.encode()
+        assert all(not divided.search(piece) or "\ufffd" not in piece for piece in pieces)
+
+    def test_pieces_of_special_tokens_have_their_names(self, byte_level: Path) -> None:
+        tokenizer = load_tokenizer(byte_level)
+        assert [tokenizer.piece(token) for token in (0, 1, 10**5)] == ["⟦<|end|>⟧", "⟦<|user|>⟧", "\ufffd"]
+
     def test_generation_config_adds_end_tokens(self, byte_level: Path, tmp_path: Path) -> None:
         folder = Path(shutil.copytree(byte_level, tmp_path / "model"))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
         assert load_tokenizer(folder).eos_ids == (0, 2)
+
+
+@given(text=st.text(st.sampled_from("ab éß€😀 "), max_size=12).map(str.strip))
+def test_pieces_of_a_vocabulary_that_falls_back_to_bytes(falls_back: Tokenizer, text: str) -> None:
+    """A SentencePiece model with words, which adds a space before the first."""
+    pieces = [falls_back.piece(token) for token in falls_back.encode(text)]
+    split = re.split(r"⟨([0-9A-F]{2})⟩", "".join(pieces))
+    found = b"".join(bytes.fromhex(part) if at % 2 else part.encode() for at, part in enumerate(split)).decode()
+    assert found == falls_back.decode(falls_back.encode("a " + text))[1:] if text else found == ""
+
+
+@pytest.fixture(scope="module")
+def falls_back(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("falls_back")
+    with (folder / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["a b ab ba aba", "ab é"]), model_writer=file, model_type="bpe", vocab_size=273,
+            byte_fallback=True, minloglevel=2, num_threads=1, hard_vocab_limit=False,
+        )  # fmt: skip
+    return load_tokenizer(folder)
 
 
 class TestOwnTokenizer:
