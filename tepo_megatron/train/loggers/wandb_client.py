@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -40,8 +41,8 @@ class WandbClient:
             group=given["group"],
             tags=given["tags"],
             id=run_id or self._new_id,
-            # Offline there is nobody to ask; the id alone joins the folders when they are synced.
-            resume="allow" if self._mode == "online" else None,
+            # Offline too: for such a folder wandb sync asks the server for the run's state, and goes on behind its rows.
+            resume="allow",
             mode=self._mode,
             dir=str(self._given.folder),
             config=dict(self._given.config),
@@ -77,6 +78,7 @@ class WandbClient:
             "disable_code": True,
             "disable_git": True,
             "silent": True,
+            "x_stats_pid": os.getppid(),  # of rank 0, not of this process
             # Left alone, the end of a run waits for the network for ever. What has not left the disk then is an error.
             "finish_timeout": 0.8 * self._given.finish_timeout_s,
             "finish_timeout_raises": True,

@@ -379,6 +379,14 @@ def test_a_logger_that_stands_still_holds_up_neither_a_step_nor_the_end(tmp_path
     assert said[0].startswith("W&B has not taken everything by the end of the run (log.finish_timeout_s = 0.2); ")
 
 
+def test_a_logger_that_dies_at_the_end_is_said(tmp_path: Path, fake: Path) -> None:
+    fake.write_text(FAKE.replace('self.tell("finish", exit_code)', "os._exit(4)"))
+    output, said = open_output(tmp_path / "out")
+    output.write_row(0, {})
+    output.close()
+    assert [text.partition(":")[0] for text in said] == ["W&B", "W&B cannot be logged to"]
+
+
 def test_a_run_that_begins_anew_in_its_folder_is_another_run(tmp_path: Path, fake: Path) -> None:
     """As after a start that failed in its first step."""
     for _ in range(2):
