@@ -88,6 +88,9 @@ def test_a_list_of_what_was_sent_may_be_cut_but_not_damaged(tmp_path: Path) -> N
     sent.add(1, 22)
     again = SentRows(path)
     assert (again.run_id, again.rows, again.count) == ("abc", [(0, 11), (1, 22)], 2)
+    path.unlink()
+    again.add(2, 33)
+    assert (SentRows(path).run_id, SentRows(path).rows) == ("abc", [(2, 33)])
     path.write_text('{"id": "abc"}\n[0]\n')
     with pytest.raises(ValueError, match=r"sent\.jsonl is damaged .*; remove it"):
         SentRows(path)
