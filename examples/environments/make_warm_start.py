@@ -81,7 +81,7 @@ def tasks() -> dict[str, tuple[str, Callable[[], Any], Player]]:
     return {
         "guess_number": ("builtin:guess-number", GuessNumber, guesses(7, smaller_or_larger, heeds=0.5)),
         "calculator": ("builtin:addition", lambda: Calculator(**calculator), uses_a_calculator),
-        "own_env": (str(own / "problems.jsonl"), distance, guesses(9, how_far, heeds=0.3)),
+        "own_env": (str(own / "problems.jsonl"), distance, guesses(9, how_far, heeds=0.6)),
     }
 
 
