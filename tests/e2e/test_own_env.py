@@ -124,14 +124,15 @@ def check_episodes(out: Path, heard: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("task", "config", "begins_below", "ends_above"),
     [
-        ("guess_number", "examples/environments/guess_number.yaml", 0.65, 0.9),
+        ("guess_number", "examples/environments/guess_number.yaml", 0.65, 0.8),
         ("calculator", "examples/environments/calculator.yaml", 0.35, 0.8),
-        ("own_env", "examples/own_env/run.yaml", 0.6, 0.9),
+        ("own_env", "examples/own_env/run.yaml", 0.75, 0.85),
     ],
 )
 def test_it_learns_what_its_readme_says(task: str, config: str, begins_below: float, ends_above: float, tmp_path: Path) -> None:
     """The mean reward of the samples in the first and the last five steps, and of greedy held-out games at the end; minutes."""
-    run("examples/environments/make_warm_start.py", task, str(tmp_path / "start"), timeout_s=3600)
+    steps = ("--steps", "200") if task == "own_env" else ()
+    run("examples/environments/make_warm_start.py", task, str(tmp_path / "start"), *steps, timeout_s=3600)
     out = tmp_path / "out"
     run("-m", "tepo_megatron", "train", config, f"model.path={tmp_path / 'start'}", f"output={out}", timeout_s=7200)
     first, last = (fmean(row["reward/mean"] for row in some) for some in (rows(out)[1:6], rows(out)[-5:]))
