@@ -16,8 +16,8 @@ if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
   .venv/bin/python -m pip install -qq --no-deps -r requirements/test.txt
   echo "$wanted" >"$stamp"
 fi
-workers=$(awk -v cores="$(nproc)" '/^MemTotal/ { fit = int($2 / 4e6); print fit < 1 ? 1 : fit < cores + 1 ? fit : cores + 1 }' /proc/meminfo)
-workers=$((workers < 8 ? workers : 8)) # with 4 GB each: two of them have servers, which wait a lot; one more than there are cores fills that time
+workers=$(awk -v cores="$(nproc)" '/^MemTotal/ { fit = int($2 / 4e6); print fit < 1 ? 1 : fit < cores + 2 ? fit : cores + 2 }' /proc/meminfo)
+workers=$((workers < 8 ? workers : 8)) # with 4 GB each: three of them have servers, which wait a lot; two more than there are cores fill that time
 if [[ ${1:-} == --fast ]]; then
   exec .venv/bin/python -m pytest tests/unit -m "not slow" --hypothesis-profile fast -n "$workers" "${@:2}"
 fi

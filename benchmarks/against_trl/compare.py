@@ -33,6 +33,7 @@ from tepo_megatron.data.tasks.addition import train_problems
 PHASES = ("step", "rollout", "score", "update", "sync")
 SIDES: dict[str, list[str]] = {
     "sync": [],
+    "sync, all cores": ["engine.cpu_threads=auto", "rollout.server.cpu_threads=all"],
     "overlap": ["train.schedule=overlap", "train.max_staleness=1", "objective.mismatch={kind: truncate}"],
 }
 """Ours, by what a run is given beside the sizes."""
@@ -127,15 +128,23 @@ def table(found: dict[str, list[dict[str, dict[str, float]]]]) -> str:
     return markdown(columns, rows)
 
 
+def write(folder: Path, trl: str, found: dict[str, list[dict[str, dict[str, float]]]]) -> tuple[Path, Path]:
+    """After every round, so that an interrupted comparison leaves the rounds that it made."""
+    described = "; ".join(f"{name}: {SIZES[name].description}, rounds: {len(rounds)}" for name, rounds in found.items())
+    note = f"TRL {trl} with its own sampler, ours with one trainer rank and one vLLM server; {described}"
+    return write_report(folder, "against-trl", {"note": note, "rounds": found}, table(found), note=note)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", required=True, help="Python of an environment with TRL")
     parser.add_argument("--sizes", default=",".join(SIZES), help="of: " + ", ".join(SIZES))
-    parser.add_argument("--sides", default=",".join(SIDES), help="ours, of: " + ", ".join(SIDES))
+    parser.add_argument("--sides", default=";".join(SIDES), help="ours, of: " + "; ".join(SIDES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("overrides", nargs="*", help="of every run of ours, such as rollout.server.cpu_threads=0|1")
     args = parser.parse_args()
+    trl = _run([args.trl_python, "-c", "import importlib.metadata as m; print(m.version('trl'))"]).strip()
     found: dict[str, list[dict[str, dict[str, float]]]] = {}
     with tempfile.TemporaryDirectory(prefix="tepo-against-trl-") as temporary:
         work = Path(temporary)
@@ -148,17 +157,14 @@ def main() -> None:
             model = models.get(name) or write_larger_model(work / name)
             for number in range(args.rounds):
                 steps: dict[str, Any] = {"TRL": run_trl(args.trl_python, model, problems, name)}
-                for side in args.sides.split(","):
-                    out = work / f"{name}-{side}-{number}"
+                for side in args.sides.split(";"):
+                    out = work / f"{name}-{number}" / side.replace(", ", "-").replace(" ", "-")
                     steps[side] = run_ours(side, model, out, name, size, args.overrides)
                 one = {side: medians(rows) for side, rows in steps.items()}
                 found.setdefault(name, []).append(one)
                 took = ", ".join(f"{side} {values['step']:.2f} s" for side, values in one.items())
                 print(f"{name}, round {number + 1} of {args.rounds}: {took}", flush=True)
-    described = "; ".join(f"{name}: {SIZES[name].description}" for name in found)
-    trl = _run([args.trl_python, "-c", "import importlib.metadata as m; print(m.version('trl'))"]).strip()
-    note = f"TRL {trl} with its own sampler, ours with one trainer rank and one vLLM server; {described}"
-    paths = write_report(args.output, "against-trl", {"note": note, "rounds": found}, table(found), note=note)
+                paths = write(args.output, trl, found)
     print(f"{table(found)}\nwrote {' and '.join(map(str, paths))}")
 
 

@@ -31,7 +31,7 @@ def sweep(
 
     [dim]tepo sweep examples/evidence/tiny.yaml --dry-run[/]
 
-    [dim]tepo sweep examples/evidence/tiny.yaml --jobs 2[/]
+    [dim]tepo sweep examples/tiny/seeds.yaml --jobs 2[/]
 
     [dim]srun tepo sweep SWEEP.yaml --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT   # in a job of sbatch --array=1-8[/]
     """

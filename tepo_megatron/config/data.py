@@ -123,7 +123,8 @@ class DataConfig(PromptsConfig):
     order: str = "shuffled"
     """The order of a source's problems in each pass over them: ``shuffled`` (by ``seed``, another one in each pass),
     ``as_given`` (as in the file), ``shortest_first`` (by the characters of the prompt), or your own function
-    ``(problem) -> float``, the smallest first, equal ones shuffled. Sources alternate by their weights in any order."""
+    ``(problem) -> float`` as ``path/file.py:function``, the smallest first, equal ones shuffled. Sources alternate by their
+    weights in any order."""
 
     max_prompt_tokens: PositiveInt | None = None
     """Largest length of a prompt in tokens; problems with a longer one are left out, and counted. Default: no bound."""

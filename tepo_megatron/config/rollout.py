@@ -101,9 +101,10 @@ class ServerConfig(Section):
     ``dummy`` in training and in tepo serve, where the trainer's weights come before the first sample, if transfer is
     ``reshard``, whose plan proves that it fills every parameter, and no draft model is to be read; else ``model``."""
 
-    start_timeout_s: Seconds = 300.0
-    """Seconds that a server may take from its start to its first answer; a large model needs more, to be read from a slow disk
-    or for its kernels to be compiled."""
+    start_timeout_s: Seconds = 900.0
+    """Seconds that a server may take from its start to its first answer. The default is many times what one needs on a machine
+    without other work, 15 to 60: one that ends is seen at once, so that this is waited for only where it hangs. A large model
+    may need more, to be read from a slow disk or for its kernels to be compiled."""
 
     request_timeout_s: Seconds = 300.0
     """Seconds that a server may go without progress: without an answer to a request, or, while it samples, without a new token

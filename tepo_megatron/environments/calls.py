@@ -2,7 +2,7 @@
 
 A call is ``["reset", [id, prompt, answer, metadata, messages, source], seed, alone]``, ``["step", text, packed ids in base 64,
 finish reason]`` or ``["end"]``. Its answer is ``{"error": sentence}``, or what a :class:`StepResult` holds, the observation as
-``["text", text]``, ``["ids", numbers]``, ``["messages", messages]`` or null.
+``["text", text]``, ``["ids", numbers]``, ``["messages", messages]`` or null; to ``["end"]`` nothing else.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import inspect
 import json
 import sys
-import traceback
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -70,9 +69,9 @@ class Desk:
     def __bool__(self) -> bool:
         return bool(self._episodes)
 
-    async def answer(self, number: int, call: Sequence[Any]) -> Answer | None:
-        """Answers a call to an episode, within its limit of time where it is ``async``; None to the last. Nothing that the
-        environment does raises here.
+    async def answer(self, number: int, call: Sequence[Any]) -> Answer:
+        """Answers a call to an episode, within its limit of time where it is ``async``. Nothing that the environment does
+        raises here. What goes wrong with its ``close`` is printed too: the episode is over, and has its reward.
         """
         kind, *given = call
         method: Callable[..., Any] = self._make
@@ -80,8 +79,9 @@ class Desk:
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 if kind == "end":
-                    await self._end(number)
-                    return None
+                    method = getattr(self._episodes.pop(number, None), "close", _nothing)
+                    await _value(method())
+                    return {}
                 if kind == "reset":
                     self._episodes[number] = environment = self._make()
                     method = environment.reset
@@ -95,15 +95,10 @@ class Desk:
         # SystemExit too: an environment that calls sys.exit() must not end the worker.
         except BaseException as error:
             late = isinstance(error, TimeoutError) and limit.expired()
-            return {"error": took_too_long(timeout_s, kind) if late else why_it_raised(error, method, self._setup)}
-
-    async def _end(self, number: int) -> None:
-        close = getattr(self._episodes.pop(number, None), "close", None)
-        if close is not None:
-            try:
-                await _value(close())
-            except Exception:
-                traceback.print_exc(file=sys.stderr)  # the episode is over, and has its reward
+            why = took_too_long(timeout_s, kind) if late else why_it_raised(error, method, self._setup)
+            if kind == "end":
+                sys.stderr.write(f"at the end of an episode: {why}\n")
+            return {"error": why}
 
     def _maker(self) -> Callable[[], Any]:
         name, kwargs, adapter = self._setup["name"], self._setup["kwargs"], self._setup["adapter"]
@@ -143,7 +138,12 @@ class Desk:
 
 def took_too_long(timeout_s: float, kind: str) -> str:
     """The sentence for a limit of time."""
-    return f"the environment took longer in {kind} than environment.timeout_s = {timeout_s:g} s"
+    method = "close" if kind == "end" else kind
+    return f"the environment took longer in {method} than environment.timeout_s = {timeout_s:g} s"
+
+
+def _nothing() -> None:
+    """What an environment without ``close`` does at its end."""
 
 
 async def _value(found: Any) -> Any:

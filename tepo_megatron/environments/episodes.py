@@ -100,7 +100,8 @@ class EpisodeStream:
 
     ``problem_of`` gives the problem of a key that was submitted. ``decode`` makes text of token ids, for environments alone.
     An episode is a response: ``stop`` or ``length`` as its last turn where the environment was done; ``length`` where a limit
-    cut it. One that fails comes out too, with what the model has written; ``sink`` is told why.
+    cut it. One that fails comes out too, with what the model has written; ``sink`` is told why. ``numbers`` are those that
+    ``host`` knows its episodes by: no two streams over one host may share any, since answers to what was ended may still come.
     """
 
     inner: SampleStream
@@ -111,9 +112,9 @@ class EpisodeStream:
     limits: EpisodeLimits
     end_ids: frozenset[int]
     sink: EpisodeSink
+    numbers: Iterator[int] = field(default_factory=count)
     _open: dict[int, _Episode] = field(default_factory=dict)
     _ready: deque[Result] = field(default_factory=deque)
-    _numbers: Iterator[int] = field(default_factory=count)
 
     def __enter__(self) -> EpisodeStream:
         self.inner.__enter__()
@@ -174,7 +175,7 @@ class EpisodeStream:
     # -- within ------------------------------------------------------------------------------------------------------------
 
     def _begin(self, episode: _Episode) -> None:
-        number = next(self._numbers)
+        number = next(self.numbers)
         self._open[number] = episode
         self.host.call(number, reset_call(episode.problem, episode.seed, alone=episode.suspected > 0))
 

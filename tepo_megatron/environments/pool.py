@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from types import TracebackType
 from typing import Any
 
@@ -62,6 +63,8 @@ class EpisodePool:
     """By problem and tokens. Two episodes with the same tokens may differ in their rewards; either gets one of the two."""
     _finished: list[tuple[Hashable, RewardResult]] = field(init=False, default_factory=list)
     _counts: _Counts = field(init=False, default_factory=_Counts)
+    _numbers: Iterator[int] = field(init=False, default_factory=count)
+    """Of episodes: one that was ended has its number to itself, whatever answers of it still come."""
 
     def __post_init__(self) -> None:
         environment, weights = self.config.environment, self.config.reward.weights
@@ -103,6 +106,7 @@ class EpisodePool:
             self._limits,
             frozenset(tokenizer.eos_ids),
             self,
+            self._numbers,
         )
 
     def generate(
@@ -173,7 +177,8 @@ class EpisodePool:
         """
         tried = problems[:_REHEARSED]
         errors: list[str] = []
-        for number, problem in enumerate(tried, start=-len(tried)):  # streams count from 0
+        for problem in tried:
+            number = next(self._numbers)
             self.host.call(number, reset_call(problem, self.config.seed))
             answers = self.host.poll(self._environment.timeout_s)
             while not answers and self.host.busy:

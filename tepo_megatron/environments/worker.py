@@ -1,8 +1,8 @@
 """The worker process of ``EnvironmentWorkers``, which runs episodes. It reads and writes JSON lines, and imports no torch.
 
 Input: one object with the fields of :data:`SETUP`, then lists of ``[call's number, episode's number, call]`` (``calls``).
-Output: ``{"ready": true, "notice": text or null, "concurrent": …}`` or ``{"error": text}``, then for each call but an episode's
-last ``[call's number, answer, seconds, last]``; ``last`` says that the process has grown too large, holds no episode, and ends.
+Output: ``{"ready": true, "notice": text or null, "concurrent": …}`` or ``{"error": text}``, then for each call
+``[call's number, answer, seconds, last]``; ``last`` says that the process has grown too large, holds no episode, and ends.
 Calls are answered in their order unless the environment is ``async``.
 """
 
@@ -78,7 +78,7 @@ class _Served:
         limit_file_size(self.setup["file_mb"])
         started = time.monotonic()
         answer = await self.desk.answer(episode, call)
-        if answer is not None and not self.ended:
+        if not self.ended:
             grown = has_grown(self.loaded, self.setup["memory_mb"]) or not has_a_free_file()
             self.ended = grown and not self.desk
             reply(self.replies, [number, answer, time.monotonic() - started, self.ended])

@@ -27,12 +27,13 @@ _SLACK_S = 2.0
 
 @dataclass(eq=False)
 class _Call:
-    """A call under way. ``number`` is the worker's for it."""
+    """A call under way. ``number`` is the worker's for it. ``awaited``: its episode goes on, and waits for the answer."""
 
     number: int
     episode: int
     kind: str
-    deadline: float = 0.0
+    deadline: float
+    awaited: bool = True
 
 
 @dataclass(eq=False)
@@ -98,7 +99,8 @@ class EnvironmentWorkers:
 
     @property
     def busy(self) -> bool:
-        return bool(self._found or self._waiting) or any(worker.pending for worker in self._workers)
+        under_way = (call.awaited for worker in self._workers for call in worker.pending)
+        return bool(self._found or self._waiting) or any(under_way)
 
     def call(self, episode: int, call: list[Any]) -> None:
         worker = self._home.get(episode) or self._room(call)
@@ -107,9 +109,7 @@ class EnvironmentWorkers:
             return
         self._home[episode] = worker
         worker.episodes.add(episode)
-        under_way = _Call(next(self._numbers), episode, call[0], self._deadline(worker))
-        worker.pending.append(under_way)
-        self._send(worker, [[under_way.number, episode, call]])
+        self._begin(worker, episode, call)
 
     def end(self, episode: int) -> None:
         self._waiting.pop(episode, None)
@@ -117,7 +117,9 @@ class EnvironmentWorkers:
         worker = self._home.pop(episode, None)
         if worker is not None:
             worker.episodes.discard(episode)
-            self._send(worker, [[-1, episode, END]])
+            self._begin(worker, episode, END)
+            for call in worker.pending:
+                call.awaited = call.awaited and call.episode != episode
             self._give_room()
 
     def poll(self, timeout_s: float) -> Sequence[EpisodeAnswer]:
@@ -147,6 +149,11 @@ class EnvironmentWorkers:
         process.send({**setup, "name": name, "path": sys.path, "network": not config.cuts_network}, _START_TIMEOUT_S)
         return worker
 
+    def _begin(self, worker: _Worker, episode: int, call: list[Any]) -> None:
+        under_way = _Call(next(self._numbers), episode, call[0], self._deadline(worker))
+        worker.pending.append(under_way)
+        self._send(worker, [[under_way.number, episode, call]])
+
     def _send(self, worker: _Worker, calls: list[Any]) -> None:
         worker.outbox += calls
         if worker.ready:
@@ -160,6 +167,8 @@ class EnvironmentWorkers:
             self._workers.append(self._start(alone=True))
         room = 1 if alone else self._config.concurrency
         free = [worker for worker in self._workers if worker.alone == alone and len(worker.episodes) < room]
+        if alone:  # in which nothing else goes on, the end of another episode neither
+            free = [worker for worker in free if not worker.pending]
         return min(free, key=lambda worker: len(worker.episodes), default=None)
 
     def _give_room(self) -> None:
@@ -203,11 +212,14 @@ class EnvironmentWorkers:
             call = next(call for call in worker.pending if call.number == number)
             worker.pending.remove(call)
             error = given.pop("error", None)
-            if call.episode in self._home:  # and has not been ended meanwhile
+            if call.awaited:
                 self._found.append(EpisodeAnswer(call.episode, given, error, seconds=seconds))
+            elif worker.alone:
+                self._give_room()
             if worker.pending and not worker.concurrent:
                 worker.pending[0].deadline = self._deadline(worker)
             if last:
+                worker.pending.clear()  # what it has not begun is no cause
                 self._replace(worker, "its worker had grown too large")
                 return
 
@@ -223,11 +235,12 @@ class EnvironmentWorkers:
     def _replace_late(self, worker: _Worker) -> None:
         now = time.monotonic()
         late = [call for call in _running(worker) if now >= call.deadline]
-        if len(late) == 1 and not worker.process.stopped:  # of several that hold up one process, none is known to be the cause
+        # Of several that hold up one process, none is known to be the cause.
+        if len(late) == 1 and late[0].awaited and not worker.process.stopped:
             episode = late[0].episode
             worker.episodes.discard(episode)
-            if self._home.pop(episode, None) is not None:
-                self._found.append(EpisodeAnswer(episode, error=took_too_long(self._config.timeout_s, late[0].kind)))
+            del self._home[episode]
+            self._found.append(EpisodeAnswer(episode, error=took_too_long(self._config.timeout_s, late[0].kind)))
         kind = late[0].kind if late else "reset"
         self._replace(worker, took_too_long(self._config.timeout_s, kind))
 
@@ -238,7 +251,7 @@ class EnvironmentWorkers:
         self._selector.unregister(worker.process)
         worker.process.kill()
         self._workers[self._workers.index(worker)] = self._start(alone=worker.alone)
-        suspects = {call.episode for call in _running(worker)}
+        suspects = {call.episode for call in _running(worker) if call.awaited}
         for episode in sorted(worker.episodes):
             del self._home[episode]
             self._found.append(EpisodeAnswer(episode, lost=why, suspect=episode in suspects))

@@ -6,7 +6,8 @@ import shlex
 from typing import TYPE_CHECKING
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.launch.job import BUILTIN, JOB_END_S, data_files, uses_gpus, warning_lead_s
+from tepo_megatron.launch.job import JOB_END_S, data_files, uses_gpus, warning_lead_s
+from tepo_megatron.launch.paths import BUILTIN, own_code
 
 if TYPE_CHECKING:
     from nemo_run.core.tunnel.client import Tunnel
@@ -46,6 +47,9 @@ def check_cluster(config: RunConfig, tunnel: Tunnel) -> None:
                 f"objective.plugins: {plugin} does not exist on {_where(config)}; put the same file at the same path there, or "
                 "install the module on both sides and name it"
             )
+    for field, file in own_code(config).items():
+        if not _has(tunnel, file):
+            raise ValueError(f"{field}: {file} does not exist on {_where(config)}; put the file there")
     for name, source in config.evaluate.paths.items():
         if not source.startswith(BUILTIN) and not _has(tunnel, source):
             raise ValueError(f"evaluate.sets.{name}.path = {source} does not exist on {_where(config)}; give a file there")

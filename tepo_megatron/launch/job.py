@@ -9,11 +9,10 @@ import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.launch.paths import BUILTIN, own_folders, with_absolute_paths
 
-BUILTIN = "builtin:"
 JOB_END_S = 30
 """Seconds for the job's own end, after the trainer's, before Slurm's limit."""
 
@@ -46,39 +45,16 @@ def on_nodes(config: RunConfig) -> RunConfig:
 
     Raises ValueError for a relative path where the job is submitted through ssh, and for a space in the output's path.
     """
-    output = Path(_absolute("output", str(config.output), config))
+    config = with_absolute_paths(config)
+    output = config.output
     if len(str(output).split()) != 1:
         raise ValueError(
             f"output = {str(output)!r} has a space in it, which log paths of Slurm cannot have; choose another folder"
         )
-    server = config.rollout.server
-    if config.cluster.rollout_nodes:
-        server = server.model_copy(update={"placement": "external", "registry": output / "servers"})
-    model: dict[str, Any] = {"path": _absolute("model.path", config.model.path, config)}
-    if config.model.shards is not None:
-        model["shards"] = Path(_absolute("model.shards", str(config.model.shards), config))
-    lora = config.model.lora
-    if lora is not None and lora.path is not None:
-        path = Path(_absolute("model.lora.path", str(lora.path), config))
-        model["lora"] = lora.model_copy(update={"path": path})
-    rollout: dict[str, Any] = {"server": server}
-    if config.rollout.replay is not None:
-        rollout["replay"] = Path(_absolute("rollout.replay", str(config.rollout.replay), config))
-    train = config.train
-    if train.resume_from is not None and "/" in train.resume_from:
-        train = train.model_copy(update={"resume_from": _absolute("train.resume_from", train.resume_from, config)})
-    data = {name: _absolute(name, file, config) for name, file in data_files(config).items()}
-    sets = {name: _absolute(f"evaluate.sets.{name}.path", file, config) for name, file in config.evaluate.paths.items()}
-    return config.model_copy(
-        update={
-            "output": output,
-            "train": train,
-            "model": config.model.model_copy(update=model),
-            "data": config.data.with_paths(data),
-            "rollout": config.rollout.model_copy(update=rollout),
-            "evaluate": config.evaluate.with_paths(sets),
-        }
-    )
+    if not config.cluster.rollout_nodes:
+        return config
+    server = config.rollout.server.model_copy(update={"placement": "external", "registry": output / "servers"})
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
 
 
 def ranks_per_node(config: RunConfig) -> int:
@@ -95,10 +71,14 @@ def mounts(config: RunConfig) -> list[str]:
     """The folders that a container of the job sees, as source:target."""
     folders = {str(config.output), config.model.path}
     adapters = config.model.lora and config.model.lora.path
-    folders |= {str(folder) for folder in (config.model.shards, adapters, config.rollout.replay) if folder is not None}
+    speculative = config.rollout.server.speculative
+    given = (config.model.shards, adapters, config.rollout.replay, speculative and speculative.draft_model)
+    folders |= {str(folder) for folder in given if folder is not None}
     files = [*data_files(config).values(), *config.evaluate.paths.values()]
+    if config.environment is not None and config.environment.key_file is not None:
+        files.append(str(config.environment.key_file))
     folders |= {file if file.startswith(BUILTIN) else str(PurePosixPath(file).parent) for file in files}
-    folders |= {str(PurePosixPath(plugin).parent) for plugin in config.objective.plugins if plugin.startswith("/")}
+    folders |= own_folders(config)
     own = sorted(f"{folder}:{folder}" for folder in folders if not folder.startswith(BUILTIN))
     return list(dict.fromkeys([*own, *config.cluster.mounts]))
 
@@ -139,13 +119,3 @@ def _fill(template: str, config: RunConfig, **values: str | int) -> str:
 def data_files(config: RunConfig) -> dict[str, str]:
     """The paths of the run's problems, by their field."""
     return config.data.paths
-
-
-def _absolute(field: str, path: str, config: RunConfig) -> str:
-    if path.startswith((BUILTIN, "/")):
-        return path
-    if config.cluster.ssh is not None:
-        raise ValueError(
-            f"{field} = {path!r} is relative, but with cluster.ssh it lies on another machine; write the whole path"
-        )
-    return str(Path(path).expanduser().absolute())

@@ -27,7 +27,7 @@ from tepo_megatron.rollout.plugin.gate import AWAITS_VARIABLE, DUMMY_FORMAT
 from tepo_megatron.rollout.plugin.samples import named_tokens
 from tepo_megatron.rollout.plugin.speculative import SPECULATES_VARIABLE
 from tepo_megatron.rollout.quantization import check_quantization
-from tepo_megatron.rollout.resources import reserve_port, visible_gpus
+from tepo_megatron.rollout.resources import load_hint, reserve_port, visible_gpus
 from tepo_megatron.rollout.scratch import group_members, sweep
 from tepo_megatron.rollout.server_log import first_error
 from tepo_megatron.rollout.speculation import check_draft, vllm_options
@@ -141,7 +141,7 @@ class Server:
                 self.stop()
                 raise RuntimeError(
                     f"the vLLM server at {self.url} was not ready within {timeout_s:g} s "
-                    f"(rollout.server.start_timeout_s) and was stopped.\n{self.log_end()}"
+                    f"(rollout.server.start_timeout_s) and was stopped.{load_hint()}\n{self.log_end()}"
                 )
             time.sleep(0.2)
         self._release_port()

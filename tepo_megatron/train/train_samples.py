@@ -38,6 +38,7 @@ def _row(rollout: Rollout, problem: Problem | None, decode: Decode) -> dict[str,
     several = {} if mask is None else {"turns": turns(rollout.response_ids, mask, decode), "model_tokens": rollout.model_tokens}
     return {
         "problem": rollout.problem_id,
+        **({"source": problem.source} if problem is not None and problem.source else {}),
         "prompt": None if problem is None else problem.prompt,
         "answer": None if problem is None else problem.answer,
         "group": rollout.group,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 from tepo_megatron.environments.protocol import StepResult
 from tepo_megatron.problem import Problem, ResponseText
@@ -56,6 +56,17 @@ class Hostile:
                 return StepResult(reward={"right": 1.0}, done=True)
         return StepResult(reward=0.5, done=True)
 
+    def close(self) -> None:
+        match self.do:
+            case "close raises":
+                raise KeyError("gone")
+            case "close exits":
+                raise SystemExit(3)
+            case "close hangs":
+                time.sleep(60)
+            case "close dies":
+                os._exit(1)
+
 
 class Patient(Hostile):
     """The same, ``async``: many episodes at once."""
@@ -66,3 +77,36 @@ class Patient(Hostile):
 
             await asyncio.sleep(60)
         return super().step(action)
+
+
+class Waits(Hostile):
+    """The same, ``async``, and slow to end."""
+
+    async def step(self, action: ResponseText) -> Any:
+        return super().step(action)
+
+    async def close(self) -> None:  # type: ignore[override]
+        import asyncio
+
+        await asyncio.sleep(60)
+
+
+class Leaking(Hostile):
+    """Keeps 20 MB of each episode."""
+
+    kept: ClassVar[list[bytearray]] = []
+
+    def step(self, action: ResponseText) -> Any:
+        self.kept.append(bytearray(20 * 10**6))
+        return StepResult(reward=1.0, done=True)
+
+
+class Slow:
+    """Says after a while what its problem's answer is, again and again."""
+
+    def reset(self, problem: Problem, seed: int) -> None:
+        self.says = problem.answer
+
+    def step(self, action: ResponseText) -> StepResult:
+        time.sleep(0.2)
+        return StepResult(self.says, reward=float(self.says))

@@ -1,8 +1,8 @@
 """How the suite is divided among the workers of pytest-xdist.
 
-Tests that start servers, which have several GB of memory, are in two groups, each of which is one worker's: no more than two
-of them run at a time. Of all others a worker takes a file at once, and makes its fixtures once. What takes longest goes first,
-so that workers end at about the same time.
+Tests that start servers, which have several GB of memory, are in three groups, each of which is one worker's: no more than
+three of them run at a time. Of all others a worker takes a file at once, and makes its fixtures once. What takes longest
+goes first, so that workers end at about the same time.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ from collections.abc import Sequence
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-IN_TURN = (("tests/e2e/test_training_run.py", "tests/slurm/"), ("tests/e2e/",))
-"""The two groups: whole runs; servers."""
+IN_TURN = (
+    ("tests/e2e/test_training_run.py", "tests/e2e/test_own_", "tests/e2e/test_overlapped_run.py"),
+    ("tests/slurm/", "tests/e2e/test_faults_quick.py", "tests/e2e/test_trainer_faults.py"),
+    ("tests/e2e/",),
+)
+"""The three groups: whole runs; jobs and faults, which wait a lot; servers."""
 
 
 class Schedule(LoadScopeScheduling):  # type: ignore[misc] # xdist has no types
@@ -24,7 +28,7 @@ class Schedule(LoadScopeScheduling):  # type: ignore[misc] # xdist has no types
 
 
 def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """The two groups, then worlds, then files with a slow test; files stay together."""
+    """The three groups, then worlds, then files with a slow test; files stay together."""
 
     def place(item: pytest.Item) -> int:
         if item.nodeid.startswith("tests/dist/"):

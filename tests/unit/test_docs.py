@@ -261,3 +261,12 @@ def test_every_table_of_results_is_quoted_as_it_was_written(results: str) -> Non
     quoted = {line for document in DOCUMENTS for line in text_of(document).splitlines()}
     assert rows
     assert not [row for row in rows if row not in quoted]
+
+
+def test_the_tutorial_goes_through_every_example_of_ones_own_and_to_its_reference() -> None:
+    """In the table, and in a part of its own, in this order."""
+    rows = re.findall(r"^\| (\d+) \| `examples/(\w+)` \| .* \| \[.*\]\((\S+\.md)\)", text_of("docs/tutorial.md"), re.M)
+    assert {path.name for path in ROOT.glob("examples/own_*")} <= {example for _, example, _ in rows}
+    assert len({reference for *_, reference in rows}) == len(rows)  # a page for each protocol
+    parts = re.findall(r"^\*\*(\d+)\. ", text_of("docs/tutorial.md"), re.M)
+    assert parts == [number for number, *_ in rows] == [str(at + 1) for at in range(len(rows))]

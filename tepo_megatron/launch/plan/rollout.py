@@ -11,7 +11,7 @@ from tepo_megatron.bridge.reshard.plan import reshard_plan
 from tepo_megatron.config import RunConfig
 from tepo_megatron.launch.plan.activations import ELEMENT_BYTES, layers_of, platform_of
 from tepo_megatron.launch.plan.memory import GIB
-from tepo_megatron.launch.plan.shapes import linear_parameters, model_parameters
+from tepo_megatron.launch.plan.shapes import linear_parameters, model_parameters, resolve_spec
 
 VLLM_WORKSPACE = 3 * GIB
 """Bytes for activations of the largest prefill and CUDA graphs of one worker: an assumption."""
@@ -22,6 +22,9 @@ class ServerMemory:
     """Bytes on one worker of a server. ``capacity``: tokens that its KV cache holds; ``concurrency_…``: sequences."""
 
     weights: float
+    draft: float
+    """Weights of the draft model that guesses, 0 without one or where its shape is not known (:func:`draft_spec`)."""
+
     workspace: float
     kv_cache: float
     kv_bytes_per_token: float
@@ -64,21 +67,45 @@ def server_weights(spec: ModelSpec, config: RunConfig) -> float:
     return b * model_parameters(spec) - (b - 1) * quantised
 
 
+def draft_spec(config: RunConfig) -> tuple[ModelSpec | None, str | None]:
+    """Returns the shape of the draft model, and why it is not known; both None without a draft model.
+
+    vLLM can guess with models that the trainer does not know, so that an unknown shape is no reason to refuse a run.
+    """
+    speculative = config.rollout.server.speculative
+    if speculative is None or speculative.draft_model is None:
+        return None, None
+    try:
+        return resolve_spec(str(speculative.draft_model), "rollout.server.speculative.draft_model")[0], None
+    except ValueError as error:
+        return None, f"the draft model's memory is not counted: {error}"
+
+
+def _kv_bytes_per_token(spec: ModelSpec, tp: int, element: int) -> float:
+    """Bytes of a token in one worker; where there are more workers than key/value heads, several hold the same head."""
+    return 2 * spec.num_layers * max(1.0, spec.num_kv_heads / tp) * spec.head_dim * element
+
+
 def server_memory(spec: ModelSpec, config: RunConfig, *, longest: int, mean: float) -> ServerMemory:
     """Memory and concurrency of a worker; prompt and response have at most ``longest`` tokens together, ``mean`` on average."""
     server, b = config.rollout.server, server_bytes(config)
     weights = server_weights(spec, config) / server.tp
+    per_token = _kv_bytes_per_token(spec, server.tp, b)
+    guesser, _ = draft_spec(config)
+    draft = 0.0
+    if guesser is not None:  # it has the server's tensor parallelism, and its own keys and values beside the policy's
+        draft = b * model_parameters(guesser) / server.tp
+        per_token += _kv_bytes_per_token(guesser, server.tp, b)
     if platform_of(config) == "cuda":
         workspace: float = VLLM_WORKSPACE
-        kv_cache = server.gpu_memory_utilization * config.cluster.gpu_memory_gib * GIB - weights - workspace
+        kv_cache = server.gpu_memory_utilization * config.cluster.gpu_memory_gib * GIB - weights - draft - workspace
     else:
         workspace, kv_cache = 0.0, float(server.cpu_kv_cache_gib * GIB)
-    # keys and values; where there are more workers than key/value heads, several workers hold the same head
-    per_token = 2 * spec.num_layers * max(1.0, spec.num_kv_heads / server.tp) * spec.head_dim * b
     capacity = max(0.0, kv_cache / per_token)
     share = config.rollout.prompts_per_step * config.rollout.samples_per_prompt / server.count
     return ServerMemory(
         weights=weights,
+        draft=draft,
         workspace=workspace,
         kv_cache=kv_cache,
         kv_bytes_per_token=per_token,
@@ -110,9 +137,10 @@ def check_server(config: RunConfig, memory: ServerMemory, longest: int) -> str |
     server = config.rollout.server
     missing = longest * memory.kv_bytes_per_token - memory.kv_cache
     return (
-        f"a vLLM worker with rollout.server.tp = {server.tp} has {memory.kv_cache / GIB:.1f} GiB for its KV cache after "
-        f"{memory.weights / GIB:.1f} GiB of weights, which is {missing / GIB:.1f} GiB too little for one sequence of {longest} "
-        f"tokens; raise rollout.server.tp to {2 * server.tp}, or rollout.server.gpu_memory_utilization"
+        f"a vLLM worker with rollout.server.tp = {server.tp} has {memory.kv_cache / GIB:.1f} GiB for its KV cache "
+        f"after {(memory.weights + memory.draft) / GIB:.1f} GiB of weights, which is {missing / GIB:.1f} GiB too little for "
+        f"one sequence of {longest} tokens; raise rollout.server.tp to {2 * server.tp}, or rollout.server."
+        "gpu_memory_utilization"
     )
 
 

@@ -12,7 +12,15 @@ from tepo_megatron.launch.plan.activations import layers_of, platform_of
 from tepo_megatron.launch.plan.host import HostMemory, check_host, host_memory, root_routes
 from tepo_megatron.launch.plan.memory import GIB, USABLE, RankMemory, micro_batch_tokens, owned_weights, rank_memory
 from tepo_megatron.launch.plan.nodes import check_placement
-from tepo_megatron.launch.plan.rollout import ServerMemory, Sync, check_server, check_turns, server_memory, weight_sync
+from tepo_megatron.launch.plan.rollout import (
+    ServerMemory,
+    Sync,
+    check_server,
+    check_turns,
+    draft_spec,
+    server_memory,
+    weight_sync,
+)
 from tepo_megatron.launch.plan.search import smallest_changes
 from tepo_megatron.launch.plan.shapes import model_parameters, resolve_spec, stage_parameters
 from tepo_megatron.launch.plan.time import Lengths, StepTime, checkpoint_bytes, checkpoint_bytes_of_a_rank, step_time
@@ -188,6 +196,10 @@ def _assumptions(spec: ModelSpec, config: RunConfig, lengths: Lengths, substitut
     cluster = config.cluster
     if substitute:
         yield substitute
+    if (unknown := draft_spec(config)[1]) is not None:
+        yield unknown
+    if config.rollout.server.speculative is not None:
+        yield "sampling takes as long as without speculative decoding: how many guesses hold is not known"
     if config.data.max_prompt_tokens is None:
         assumed = lengths.longest - lengths.longest_response
         yield f"data.max_prompt_tokens is not set; prompts are taken to have at most {assumed} tokens"

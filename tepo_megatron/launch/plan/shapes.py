@@ -98,8 +98,9 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """``config.json`` as published, by the name of the model's folder: for plans on machines that do not have the folder."""
 
 
-def resolve_spec(source: str) -> tuple[ModelSpec, str | None]:
-    """Returns the shape of ``model.path``, and the assumption made if it is not the folder's own ``config.json``, else None.
+def resolve_spec(source: str, field: str = "model.path") -> tuple[ModelSpec, str | None]:
+    """Returns the shape of the model that ``field`` names, and the assumption made if it is not the folder's own
+    ``config.json``, else None.
 
     Raises ValueError for a folder that is not on this machine and whose last name is no known model's.
     """
@@ -113,11 +114,11 @@ def resolve_spec(source: str) -> tuple[ModelSpec, str | None]:
     name = PurePath(source).name
     if name not in KNOWN_MODELS:
         raise ValueError(
-            f"model.path = {source} is not on this machine, and the shape of {name!r} is not known here; give the folder "
+            f"{field} = {source} is not on this machine, and the shape of {name!r} is not known here; give the folder "
             f"(its config.json is enough for a plan), or a path that ends in one of {', '.join(KNOWN_MODELS)}"
         )
     spec = model_spec(KNOWN_MODELS[name], f"known model {name}")
-    return spec, f"model.path = {source} is not on this machine; shapes are those published for {name}"
+    return spec, f"{field} = {source} is not on this machine; shapes are those published for {name}"
 
 
 def expert_tp(parallel: ParallelConfig) -> int:

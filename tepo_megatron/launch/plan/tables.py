@@ -121,6 +121,8 @@ def _memory(plan: Plan) -> Table:
 def _servers(server: ServerMemory, sync: Sync, lengths: Lengths) -> Table:
     table = _table("Each vLLM worker, and a weight sync", "", "")
     table.add_row("weights, GiB", _gib(server.weights))
+    if server.draft:
+        table.add_row("draft model, GiB", _gib(server.draft))
     table.add_row("activations and graphs, GiB", _gib(server.workspace))
     table.add_row("KV cache, GiB", _gib(server.kv_cache))
     table.add_row("KV cache per token, KiB", f"{server.kv_bytes_per_token / 1024:.1f}")

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tepo_megatron.cli.main import app
 from tepo_megatron.cli.samples import text_of
 from tepo_megatron.train.train_samples import train_samples
-from tepo_megatron.types import Rollout, WeightsVersion
+from tepo_megatron.types import Problem, Rollout, WeightsVersion
 
 runner = CliRunner()
 
@@ -87,6 +87,16 @@ def test_training_responses_are_read_too(tmp_path: Path) -> None:
     step = {"step": 3, "problem": "a", "prompt": "1+1=", "answer": "2", "response": "so 3", "reward": 0.0, "tokens": 5}
     write(tmp_path / "train_samples.jsonl", [step])
     assert "response: reward 0 · 5 tokens\n    so 3" in run(str(tmp_path), "--train")
+
+
+def test_a_training_response_says_which_source_its_problem_is_of(tmp_path: Path) -> None:
+    rollout = Rollout("talk:3", 0, [1], [5], [-1], "stop", WeightsVersion(0), "5", 1.0)
+    problem = Problem("talk:3", "2+3=", "5", source="talk")
+    (named,) = train_samples([rollout], {"talk:3": problem}, 1, str)
+    assert named["source"] == "talk"
+    write(tmp_path / "train_samples.jsonl", [{"step": 1, **named}, {"step": 1, **named, "problem": "17"}])
+    heads = [line for line in run(str(tmp_path), "--train").splitlines() if "step 1" in line]
+    assert heads == ["── step 1 · problem talk:3 · answer 5", "── step 1 · talk · problem 17 · answer 5"]
 
 
 def test_a_response_of_several_turns_says_who_wrote_what(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ import pytest
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.environment import EnvironmentConfig
+from tepo_megatron.config.reward import RewardConfig
+from tepo_megatron.environments.episodes import EpisodeEnd
 from tepo_megatron.environments.pool import EpisodePool, stream_of
 from tepo_megatron.environments.workers import EnvironmentWorkers
 from tepo_megatron.problem import Problem
 from tepo_megatron.reward.pool import RewardResult
-from tepo_megatron.types import Response, ResponseText
+from tepo_megatron.train.step_rewards import StepRewards
+from tepo_megatron.types import Response, ResponseText, Rollout
 from tests.support.episodes import END, VOCABULARY, FakeSamples
 
 HOSTILE = f"{Path(__file__).parents[2] / 'support' / 'hostile_environment.py'}"
@@ -40,7 +44,9 @@ FAILS = {
 }
 """What it does → what is said of the episode."""
 
-REWARDS = {"fine": 1.0, "ends at once": 0.25, "never ends": 0.0}
+REWARDS = {"fine": 1.0, "ends at once": 0.25, "never ends": 0.0} | {
+    f"close {what}": 1.0 for what in ("raises", "exits", "hangs", "dies")
+}
 
 
 class Letters:
@@ -99,6 +105,30 @@ def test_a_failing_episode_is_one_failed_sample_and_the_others_go_on(name: str) 
     assert pool.take_figures() == {}
 
 
+@pytest.mark.parametrize(("bound", "stops"), [(0.5, False), (0.49, True)])
+def test_failing_episodes_stop_the_step_only_beyond_the_bound(bound: float, stops: bool) -> None:
+    """Half of them fail, each in its own way, the worker's death among them."""
+    problems = [Problem(f"{what} {at}", "", what) for at, what in enumerate(["dies", "raises", "fine", "ends at once"])]
+    run = config("Hostile").model_copy(update={"reward": RewardConfig(max_failed=bound)})
+    with EpisodePool(run, Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+        played = play(pool, problems, 2)
+    rollouts = [
+        Rollout.of(response, problem_id=problems[at].id, group=at, prompt_ids=PROMPT, text="")
+        for (at, _), (response, _) in played.items()
+    ]
+    said: list[str] = []
+    step, results = StepRewards(run, pool, said.append), [result for _, result in played.values()]
+    if stops:
+        with pytest.raises(
+            RuntimeError, match=r"^4 of 8 rewards of step 7 failed, more than reward\.max_failed = .*'dies 0': its"
+        ):
+            step.reward(rollouts, results, 7)
+        return
+    kept = step.leave_out(step.reward(rollouts, results, 7))
+    assert [(rollout.problem_id, rollout.reward) for rollout in kept] == [("fine 2", 1.0)] * 2 + [("ends at once 3", 0.25)] * 2
+    assert len(said) == 1
+
+
 def test_an_async_environment_that_waits_too_long_costs_only_itself() -> None:
     problems = [Problem(str(at), "", "waits" if at else "fine") for at in range(3)]
     with EpisodePool(config("Patient", timeout_s=2.0), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
@@ -106,6 +136,35 @@ def test_an_async_environment_that_waits_too_long_costs_only_itself() -> None:
     assert [result.reward for _, result in played.values()] == [1.0, None, None]
     assert "took longer in step than environment.timeout_s = 2 s" in str(played[1, 0][1].error)
     assert pool.take_figures()["environment/restarts"] == 0
+
+
+@pytest.mark.parametrize("name", ["Waits", "Leaking"])
+def test_what_an_episode_leaves_behind_costs_no_other(name: str) -> None:
+    """A ``close`` that waits too long, and memory: 400 MB where a worker has 200 and is replaced between two episodes."""
+    problems = [Problem(str(at), "", "fine") for at in range(20)]
+    run = config(name, memory_mb=200, workers=1, concurrency=1)
+    with EpisodePool(run, Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+        assert [result.reward for _, result in play(pool, problems).values()] == [1.0] * 20
+        if name == "Waits":
+            time.sleep(3.2)  # the worker has given up to wait
+            assert [result.reward for _, result in play(pool, problems).values()] == [1.0] * 20
+
+
+def test_answers_to_episodes_that_were_given_up_are_nobody_elses() -> None:
+    """A stream is left while its environments still work; the next one is that of a run that had no other before it."""
+    problems = [Problem(str(at), "", str(at)) for at in range(4)]
+    samples: Any = FakeSamples(random.Random(0))
+    with EpisodePool(config("Slow"), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+        with stream_of(pool, samples, lambda at: problems[-1 - at]) as given_up:
+            for at in range(4):
+                given_up.submit(at, PROMPT, 10 * at, 1)
+            while len(samples.asked) < 4:
+                given_up.next(0.1)
+        played = play(pool, problems)
+    for (at, _), (response, result) in played.items():
+        assert result.reward == 4.0 * at  # of four turns
+        told = [token for token, own in zip(response.response_ids, response.loss_mask, strict=True) if not own]
+        assert told == Letters().encode(str(at)) * 3
 
 
 def test_more_episodes_than_there_is_room_for_wait() -> None:
@@ -163,8 +222,6 @@ def test_rewards_by_components_are_weighed_and_a_cut_episode_has_none_of_them() 
         {"environment": {"name": "guess_number"}, "reward": {"weights": {"right": 2.0, "brief": 0.5}, **reward}}
     )
     problem, response = Problem("p", "", "1"), Response([5], [-1.0], "stop", ())
-    from tepo_megatron.environments.episodes import EpisodeEnd
-
     with EpisodePool(make(failed_reward=-1.0), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
         for reward, expected in (({"right": 1.0, "brief": 1.0}, 2.5), (0.0, 0.0), (1.0, -1.0)):
             pool.note(problem, response, EpisodeEnd(1, reward, 0, 0, 0.0))

@@ -18,6 +18,7 @@ import pytest
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved, load_run
+from tepo_megatron.config.schema import schema_rows
 from tepo_megatron.launch import state
 from tepo_megatron.launch.checks import check_cluster, check_time_limit
 from tepo_megatron.launch.job import batch_lines, mounts, on_nodes, ranks_per_node, roles, serve_script, train_script
@@ -115,6 +116,55 @@ def test_the_nodes_read_absolute_paths_and_external_servers() -> None:
     assert job("cluster.rollout_nodes=0").rollout.server.placement == "local"
     assert mounts(config) == [f"{Path.cwd()}/d:{Path.cwd()}/d", f"{config.output}:{config.output}"]
     assert "/a/shards:/a/shards" in mounts(job("model.path=/a/model", "model.shards=/a/shards", "output=/o"))
+
+
+OWN_CODE = {
+    "reward.verifier": "r/score.py:f",
+    "data.filter": "[unique,c/choose.py:f]",
+    "data.order": "c/choose.py:g",
+    "data.train": "[{path: /d/a.jsonl, name: a, verifier: 's/score.py:f', filter: ['c/own.py:f']}, {path: b.jsonl}]",
+    "evaluate.sets": "{aime: {path: /d/aime.jsonl, verifier: 'e/score.py:f'}}",
+    "rollout.filter_groups.filters": "['g/groups.py:keep']",
+    "train.callbacks": "['k/call.py:Early', {callback: 'k/back.py:Late', kwargs: {at: 'k/stays.py:f'}}]",
+}
+
+
+def test_own_code_is_named_absolutely_mounted_and_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = job("output=/o", *(f"{field}={value}" for field, value in OWN_CODE.items()))
+    assert config.reward.verifier == f"{tmp_path}/r/score.py:f"
+    assert config.data.filter == ("unique", f"{tmp_path}/c/choose.py:f")
+    assert config.data.order == f"{tmp_path}/c/choose.py:g"
+    (first, second) = config.data.train_sources
+    assert (first.verifier, first.filter) == (f"{tmp_path}/s/score.py:f", (f"{tmp_path}/c/own.py:f",))
+    assert (second.path, second.verifier, first.path) == (f"{tmp_path}/b.jsonl", None, "/d/a.jsonl")
+    assert config.evaluate.sets["aime"].verifier == f"{tmp_path}/e/score.py:f"
+    assert config.rollout.filter_groups is not None
+    assert config.rollout.filter_groups.filters == (f"{tmp_path}/g/groups.py:keep",)
+    assert job("output=/o", "rollout.collect=b/best.py:of_many").rollout.collect == f"{tmp_path}/b/best.py:of_many"
+    early, late = config.train.callbacks
+    assert early == f"{tmp_path}/k/call.py:Early"
+    assert not isinstance(late, str)
+    assert (late.callback, late.kwargs) == (f"{tmp_path}/k/back.py:Late", {"at": "k/stays.py:f"})
+    assert {f"{tmp_path}/{each}:{tmp_path}/{each}" for each in "rcsegk"} <= set(mounts(config))
+    with pytest.raises(ValueError, match=r"reward.verifier: .*/r/score.py does not exist on this machine; put the file there"):
+        check_cluster(job(f"output={tmp_path}/new", "reward.verifier=r/score.py:f"), Shell())
+    with pytest.raises(ValueError, match=r"data.order = 'c/choose.py' is relative, but with cluster.ssh"):
+        job("output=/o", "cluster.ssh=me@login", "data.order=c/choose.py:g")
+
+
+def test_an_environment_and_its_key_are_named_absolutely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = job("output=/o", "environment={name: 'e/game.py:Game', servers: ['http://n7:8400'], key_file: k/key}")
+    assert config.environment is not None
+    assert (config.environment.name, config.environment.key_file) == (f"{tmp_path}/e/game.py:Game", tmp_path / "k/key")
+    assert {f"{tmp_path}/{each}:{tmp_path}/{each}" for each in "ek"} <= set(mounts(config))
+
+
+def test_every_field_that_takes_own_code_is_among_these() -> None:
+    """A field that takes code by file says so in its docstring, where a reader looks for the form."""
+    fields = {row.path for row in schema_rows() if "file.py:" in row.description}
+    assert fields == {*OWN_CODE, "environment.name", "rollout.collect"} - {"data.train", "evaluate.sets"}
 
 
 def test_what_the_nodes_read_is_the_same_run_when_read_back(tmp_path: Path) -> None:

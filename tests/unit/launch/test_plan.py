@@ -22,7 +22,7 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.launch.plan import make_plan
 from tepo_megatron.launch.plan.memory import layers_in_flight, rank_memory
 from tepo_megatron.launch.plan.run_plan import Plan
-from tepo_megatron.launch.plan.shapes import resolve_spec
+from tepo_megatron.launch.plan.shapes import model_parameters, resolve_spec
 from tepo_megatron.launch.plan.time import forward_flops, schedule_times
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -352,3 +352,22 @@ def test_idle_shares_of_both_schedules_follow_from_the_phases(generation: float,
         assert each.idle_servers * each.seconds == pytest.approx(each.seconds - generation, abs=1e-6)
     assert [each.schedule for each in schedule_times(step, takes_turns=True)] == ["sync"]
     assert schedule_times(replace(step, generation=0.0), takes_turns=False) == []
+
+
+def test_a_draft_model_takes_memory_beside_the_policy() -> None:
+    small = resolve_spec("models/Qwen2.5-7B")[0]
+    server = load_run(Path(LLAMA)).rollout.server
+    without, drafted = plan(LLAMA), plan(LLAMA, "rollout.server.speculative={draft_model: models/Qwen2.5-7B}")
+    assert drafted.server.weights == without.server.weights
+    assert drafted.server.draft == 2 * model_parameters(small) / server.tp
+    assert without.server.kv_cache - drafted.server.kv_cache == drafted.server.draft
+    keys_and_values = 2 * small.num_layers * max(1, small.num_kv_heads / server.tp) * small.head_dim * 2
+    assert drafted.server.kv_bytes_per_token - without.server.kv_bytes_per_token == keys_and_values
+    assert any("how many guesses hold" in line for line in drafted.assumptions)
+
+
+def test_a_draft_model_of_unknown_shape_is_said_and_no_reason_to_refuse() -> None:
+    found = plan(LLAMA, "rollout.server.speculative={draft_model: models/unheard-of}")
+    assert found.problems == ()
+    assert found.server.draft == 0
+    assert any("speculative.draft_model = models/unheard-of is not on this machine" in line for line in found.assumptions)

@@ -279,13 +279,23 @@ def test_the_log_shows_the_first_error_of_the_last_start(tmp_path: Path) -> None
     one.stop()
 
 
-def test_a_server_that_takes_too_long_is_stopped_and_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("load", "said"), [(41.6, " This machine's load is 42 on 2 cores: end other work"), (3.9, "")])
+def test_a_server_that_takes_too_long_is_stopped_and_reported(
+    load: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1})
     one = server(tmp_path, stand_in(tmp_path / "pids", last="print('still loading', flush=True); time.sleep(600)"))
     one.start()
     pids = read_pids(tmp_path / "pids")
     assert eventually(lambda: "still loading" in one.log.read_text())
-    with pytest.raises(RuntimeError, match=r"not ready within 0.5 s \(rollout.server.start_timeout_s\)(?s:.*)still loading"):
+    with pytest.raises(
+        RuntimeError, match=r"not ready within 0.5 s \(rollout.server.start_timeout_s\)(?s:.*)still loading"
+    ) as why:
         one.wait_ready(0.5)
+    first = str(why.value).splitlines()[0]
+    assert said in first
+    assert ("load" in first) == bool(said)
     assert eventually(lambda: all(gone(pid) for pid in pids))
 
 

@@ -19,6 +19,7 @@ from tepo_megatron.sweep.file import SweepFile, read_sweep, runs_of, shard
 from tepo_megatron.sweep.runner import check_runs, is_done
 from tepo_megatron.sweep.table import Spread, area, figures_of_run, find, table, write_tables
 
+EVIDENCE = Path(__file__).parents[3] / "examples" / "evidence"
 AXES = {"objective": {"tepo": "objective.preset=tepo", "grpo": ["objective.preset=grpo"]}, "lr": {"low": "optimizer.lr=1e-5"}}
 
 
@@ -162,3 +163,19 @@ def test_tables_are_of_what_is_done(tmp_path: Path) -> None:
         ("tepo", "0", 0.5), ("tepo", "1", 0.7), ("grpo", "0", 0.6),
     ]  # fmt: skip
     assert "| tepo | low | 2 | 0.600 ± 1.271 |" in (tmp_path / "sweep.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["tiny", "overhead"])
+def test_the_evidence_begins_with_every_objective_once(name: str) -> None:
+    """An interrupted sweep is of use after its first seed; and a run's configuration is what its name says."""
+    sweep = read_sweep(EVIDENCE / f"{name}.yaml")
+    runs = runs_of(sweep)
+    cells = len(runs) // len(sweep.seeds)
+    assert {run.seed for run in runs[:cells]} == {0}
+    assert list(dict.fromkeys(run.choices["objective"] for run in runs[:cells])) == list(sweep.axes["objective"])
+    by_name = {run.choices["objective"]: load_run(sweep.run, run.overrides) for run in runs[:cells]}
+    masked = {name for name, run in by_name.items() if run.objective.kl_mask and run.objective.kl_mask.coefficient == 1.0}
+    assert masked == set(by_name) & {
+        "tepo", "no-likelihood", "tepo-covariance", "tepo-first-order", "sequence-mean", "constant"
+    }  # fmt: skip
+    assert all(run.optimizer == by_name["tepo"].optimizer and run.train == by_name["tepo"].train for run in by_name.values())

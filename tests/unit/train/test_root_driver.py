@@ -91,6 +91,7 @@ def test_responses_of_a_step_are_written_with_what_they_answer_and_also_those_wi
         ("p0", "q", "a", "text 0", 1.0),
         ("p0", "q", "a", "text 1", None),
     ]
+    assert all("source" not in row for row in rows)
     assert [row.get("components") for row in rows] == [{"right": 1.0}, None]
     assert [(row["tokens"], row["finish_reason"], row["weights_version"]) for row in rows] == [(1, "stop", 4), (2, "stop", 4)]
 

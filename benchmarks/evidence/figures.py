@@ -1,0 +1,215 @@
+"""The figures of one run, and how those of several seeds are put together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.evidence.record import Row
+from tepo_megatron.sweep.table import Spread, area
+
+LAST_STEPS = 10
+"""Steps at the end of a run over which its last entropy is a mean."""
+
+LAST_EVALUATIONS = 3
+"""Evaluations over which the last accuracy is a mean: one alone moves by two points with 200 problems."""
+
+Points = list[tuple[int, float]]
+
+
+def points(rows: Sequence[Row], name: str) -> Points:
+    """Steps and values of the rows that have it."""
+    return [(int(row["step"]), row[name]) for row in rows if name in row]
+
+
+def _mean(name: str, *, last: int | None = None) -> Callable[[Sequence[Row]], float | None]:
+    """The mean over the steps that have it, or over the last of them."""
+
+    def figure(rows: Sequence[Row]) -> float | None:
+        values = [value for _, value in points(rows, name)]
+        return statistics.fmean(values[-last:] if last else values) if values else None
+
+    return figure
+
+
+def _last(name: str) -> Callable[[Sequence[Row]], float | None]:
+    def figure(rows: Sequence[Row]) -> float | None:
+        found = points(rows, name)
+        return found[-1][1] if found else None
+
+    return figure
+
+
+def steps_to(at: float) -> Callable[[Sequence[Row]], float | None]:
+    """The first step with an evaluation whose greedy accuracy is at least ``at``; None: never."""
+
+    def figure(rows: Sequence[Row]) -> float | None:
+        return next((float(step) for step, value in points(rows, "accuracy/greedy") if value >= at), None)
+
+    return figure
+
+
+def entropy_at(accuracy: float) -> Callable[[Sequence[Row]], float | None]:
+    """The mean entropy of the five steps around the first evaluation with this greedy accuracy."""
+
+    def figure(rows: Sequence[Row]) -> float | None:
+        step = steps_to(accuracy)(rows)
+        near = [] if step is None else [value for at, value in points(rows, "entropy/mean") if abs(at - step) <= 2]
+        return statistics.fmean(near) if near else None
+
+    return figure
+
+
+def jitter(values: Sequence[float]) -> float | None:
+    """How much a curve moves from one step to the next beside its trend: the standard deviation of the differences, over √2, so
+    that of independent values it is their own standard deviation.
+    """
+    differences = [after - before for before, after in itertools.pairwise(values)]
+    return statistics.stdev(differences) / math.sqrt(2) if len(differences) > 1 else None
+
+
+def largest_fall(values: Sequence[float], window: int = 3) -> float | None:
+    """How far the mean of ``window`` values in a row fell below the best such mean before it; 0 for a curve that only rises."""
+    means = [statistics.fmean(values[at : at + window]) for at in range(len(values) - window + 1)]
+    best = itertools.accumulate(means, max)
+    return max((high - mean for high, mean in zip(best, means, strict=True)), default=None)
+
+
+def _largest_gradient(rows: Sequence[Row]) -> float | None:
+    norms = [value for _, value in points(rows, "grad_norm")]
+    return max(norms) / statistics.median(norms) if norms else None
+
+
+def _clipped(rows: Sequence[Row]) -> float | None:
+    found = [row["clip/low"] + row["clip/high"] for row in rows if "clip/low" in row and "clip/high" in row]
+    return statistics.fmean(found) if found else None
+
+
+def seconds(name: str) -> Callable[[Sequence[Row]], float | None]:
+    """The median over the steps from the second on, without the evaluation; the first warms caches up."""
+
+    def figure(rows: Sequence[Row]) -> float | None:
+        of_step = name == "time/step"
+        found = [row[name] - (row.get("time/eval", 0.0) if of_step else 0.0) for row in rows if row["step"] > 1 and name in row]
+        return statistics.median(found) if found else None
+
+    return figure
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number of one run. ``digits`` behind the point, after ``scale``. ``ratio``: it is compared as a ratio, by logarithms;
+    else as a difference. ``reached``: it is a number of steps until something is reached, which may never be.
+    """
+
+    name: str
+    of: Callable[[Sequence[Row]], float | None]
+    digits: int = 3
+    scale: float = 1.0
+    ratio: bool = False
+    reached: bool = False
+
+
+def _steps(at: float) -> Figure:
+    return Figure(f"steps to {at:.0%}".replace("%", " %"), steps_to(at), digits=1, ratio=True, reached=True)
+
+
+def _percent(name: str, of: Callable[[Sequence[Row]], float | None], digits: int = 1) -> Figure:
+    return Figure(f"{name}, %", of, digits, scale=100.0)
+
+
+FIGURES: Mapping[str, Figure] = {
+    "70": _steps(0.7),
+    "80": _steps(0.8),
+    "90": _steps(0.9),
+    "area": _percent("area under greedy", lambda rows: area(points(rows, "accuracy/greedy"))),
+    "greedy": _percent("last greedy", _mean("accuracy/greedy", last=LAST_EVALUATIONS)),
+    "avg": _percent("avg@16", _last("eval/sampled/avg@16")),
+    "pass4": _percent("pass@4", _last("eval/sampled/pass@4")),
+    "pass16": _percent("pass@16", _last("eval/sampled/pass@16")),
+    "entropy": Figure("last entropy", _mean("entropy/mean", last=LAST_STEPS), digits=3),
+    "entropy90": Figure("entropy at 90 %", entropy_at(0.9), digits=3),
+    "masked": Figure("ΔH chosen, 10⁻³", _mean("entropy/delta_masked"), digits=2, scale=1e3),
+    "unmasked": Figure("ΔH others, 10⁻³", _mean("entropy/delta_unmasked"), digits=2, scale=1e3),
+    "gradient": Figure("gradient norm", _mean("grad_norm"), digits=2, ratio=True),
+    "spike": Figure("largest / median norm", _largest_gradient, digits=2, ratio=True),
+    "mask": _percent("chosen tokens", _mean("mask/fraction")),
+    "kl": Figure("KL, 10⁻³", _mean("kl/mean"), digits=2, scale=1e3, ratio=True),
+    "clipped": _percent("clipped tokens", _clipped),
+    "jitter": Figure(
+        "reward's jitter", lambda rows: jitter([value for _, value in points(rows, "reward/mean")]), 4, ratio=True
+    ),
+    "fall": _percent(
+        "largest fall of greedy", lambda rows: largest_fall([v for _, v in points(rows, "accuracy/greedy")]), digits=2
+    ),
+    "step": Figure("s a step", seconds("time/step"), 2, ratio=True),
+    "rollout": Figure("rollout, s", seconds("time/rollout"), 2, ratio=True),
+    "score": Figure("score, s", seconds("time/score"), 3, ratio=True),
+    "update": Figure("update, s", seconds("time/update"), 3, ratio=True),
+    "drawn": Figure("groups drawn a step", _mean("groups/drawn"), 1),
+}
+"""Every figure of the page, by a short name."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds, or of paired differences or ratios, with its 95 % interval by Student's t; NaN for fewer than two."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+    at_most: int = 0
+    """Pairs in which the other never got there: the budget stands for it, so that the ratio is at most this."""
+
+    at_least: int = 0
+    """Pairs in which TEPO never got there."""
+
+    def text(self, figure: Figure, *, ratio: bool = False) -> str:
+        if not self.seeds:
+            return "–"
+        scale, digits = (1.0, 2) if ratio else (figure.scale, figure.digits)
+        found = f"{_signless(self.mean * scale, digits)}"
+        if not math.isnan(self.low):
+            found += f" ({_signless(self.low * scale, digits)} to {_signless(self.high * scale, digits)})"
+        notes = [f"≤ in {self.at_most}"] * bool(self.at_most) + [f"≥ in {self.at_least}"] * bool(self.at_least)
+        return found + (f" [{', '.join(notes)}]" if notes else "")
+
+
+def _signless(value: float, digits: int) -> str:
+    """Without the sign of a zero."""
+    text = f"{value:.{digits}f}"
+    return text.lstrip("-") if float(text) == 0 else text.replace("-", "−")
+
+
+def interval(values: Sequence[float]) -> Estimate:
+    """The mean and its interval, by Student's t; the values of the seeds are taken for normal."""
+    spread = Spread(tuple(values))
+    if not values:
+        return Estimate(math.nan, math.nan, math.nan, 0)
+    return Estimate(spread.mean, spread.mean - spread.half_width, spread.mean + spread.half_width, len(values))
+
+
+def paired(figure: Figure, one: Mapping[int, float | None], other: Mapping[int, float | None], budget: float) -> Estimate:
+    """Of the seeds that both have: the mean difference one − other, or the geometric mean of one / other, with its interval.
+
+    Where a figure is a number of steps and one of the two never got there, ``budget`` stands for it: the true ratio lies
+    further out, on the side that is counted; pairs in which neither got there are left out.
+    """
+    pairs, at_most, at_least = [], 0, 0
+    for seed in (seed for seed in one if seed in other):
+        a, b = one[seed], other[seed]
+        if a is None and b is None:
+            continue
+        if a is None or b is None:
+            if not figure.reached:
+                continue
+            at_least, at_most = at_least + (a is None), at_most + (b is None)
+        pairs.append((budget if a is None else a, budget if b is None else b))
+    if not figure.ratio:
+        return interval([a - b for a, b in pairs])
+    logs = interval([math.log(a / b) for a, b in pairs if a > 0 and b > 0])
+    return Estimate(*(math.exp(each) for each in (logs.mean, logs.low, logs.high)), logs.seeds, at_most, at_least)

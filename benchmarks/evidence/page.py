@@ -1,0 +1,69 @@
+"""docs/evidence.md: its text is written by hand, and its tables, between two comments, are put in by the command."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.evidence.pictures import draw, shown
+from benchmarks.evidence.record import Evidence, collect, read
+from benchmarks.evidence.tables import make_tables
+
+SWEEPS = ("tiny", "overhead")
+MOST_BYTES = 5_000_000
+"""Of all that is kept of the runs."""
+
+
+def make(root: Path, folders: Mapping[str, Path]) -> list[str]:
+    """Collects from ``folders`` (sweep → its output), then writes tables, pictures and page. Returns lines that say what.
+
+    Raises ValueError where a folder does not exist, what is collected does not fit, or the page has no place for a table.
+    """
+    said = []
+    for name, folder in folders.items():
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no folder; give the output of examples/evidence/{name}.yaml")
+        done = collect(root / f"examples/evidence/{name}.yaml", folder, results_of(root, name))
+        said.append(f"{folder}: {len(done)} runs are done")
+    tiny, overhead = (evidence_of(root, name) for name in SWEEPS)
+    tables = make_tables(tiny, overhead)
+    pictures = draw(tiny, overhead, root / "docs/images")
+    written = root / "benchmarks/results/evidence/tables.md"
+    written.parent.mkdir(parents=True, exist_ok=True)
+    written.write_text(as_text(tables), encoding="utf-8")
+    page = root / "docs/evidence.md"
+    page.write_text(fill(page.read_text(encoding="utf-8"), {**tables, **shown(tiny, overhead)}), encoding="utf-8")
+    size = sum(path.stat().st_size for path in written.parent.rglob("*") if path.is_file())
+    if size > MOST_BYTES:
+        raise ValueError(f"{written.parent} has {size} bytes, more than {MOST_BYTES}; keep fewer columns")
+    return [*said, *(f"wrote {path}" for path in (written, page, *pictures)), f"{written.parent}: {size} bytes"]
+
+
+def results_of(root: Path, name: str) -> Path:
+    return root / "benchmarks/results/evidence" / name
+
+
+def evidence_of(root: Path, name: str) -> Evidence:
+    return read(root / f"examples/evidence/{name}.yaml", results_of(root, name))
+
+
+def as_text(tables: Mapping[str, str]) -> str:
+    return "\n".join(f"## {name}\n\n{table}" for name, table in tables.items())
+
+
+def fill(text: str, tables: Mapping[str, str]) -> str:
+    """The page with each table, or picture, between ``<!-- NAME -->`` and ``<!-- end -->``. Raises ValueError where it has not
+    one place for each.
+    """
+    names = re.findall(r"<!-- (?!end)([\w-]+) -->", text)
+    if sorted(names) != sorted(tables):
+        raise ValueError(
+            f"docs/evidence.md has places for {', '.join(sorted(names))}; the tables are {', '.join(sorted(tables))}"
+        )
+    return re.sub(
+        r"<!-- (?!end)([\w-]+) -->\n.*?<!-- end -->",
+        lambda found: f"<!-- {found[1]} -->\n\n{tables[found[1]]}\n<!-- end -->",
+        text,
+        flags=re.S,
+    )

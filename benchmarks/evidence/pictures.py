@@ -1,0 +1,168 @@
+"""The pictures of docs/evidence.md: means over seeds step by step, each with the range of its seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from benchmarks.evidence.figures import FIGURES, points
+from benchmarks.evidence.record import Evidence, Key
+from benchmarks.evidence.tables import BASELINE, Figures
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, FAINT = "#22303c", "#d9dfe5"
+COLOURS = ("#d9480f", "#2b6cb0", "#2f9e44", "#9c6ade", "#b08900", "#0b7285", "#c2255c", "#495057")
+"""TEPO is always the first."""
+BASELINES = ("tepo", "grpo", "dapo", "gspo", "luspo", "cispo")
+ABLATIONS = ("tepo", "no-mask", "no-likelihood", "neither", "tepo-covariance", "tepo-first-order", "sequence-mean", "constant")
+SMOOTHED = 5
+"""Steps of the moving average of what is noisy from step to step."""
+
+
+class Picture(NamedTuple):
+    """One file: a column of ``metrics.jsonl`` with the axis' label, what the page says of it, and whether it is smoothed."""
+
+    stem: str
+    column: str
+    label: str
+    said: str
+    smooth: bool = True
+    scale: float = 1.0
+
+
+PICTURES = (
+    Picture("evidence-learning", "accuracy/greedy", "held-out greedy, %", "Held-out greedy accuracy by step", False, 100.0),
+    Picture("evidence-entropy", "entropy/mean", "entropy, nats a token", "Entropy by step"),
+    Picture("evidence-chosen", "entropy/delta_masked", "ΔH of chosen tokens, 10⁻³ nats", "ΔH of chosen tokens", scale=1e3),
+    Picture("evidence-others", "entropy/delta_unmasked", "ΔH of other tokens, 10⁻³ nats", "ΔH of other tokens", scale=1e3),
+    Picture("evidence-gradient", "grad_norm", "gradient norm before clipping", "Gradient norm by step"),
+    Picture("evidence-mask", "mask/fraction", "chosen tokens, %", "Share of chosen tokens by step", scale=100.0),
+    Picture("evidence-kl", "kl/mean", "KL from the old policy, 10⁻³ nats", "KL from the old policy by step", scale=1e3),
+)
+TIME = Picture("evidence-time", "time/step", "", "Time of a step beside GRPO's")
+
+
+def draw(tiny: Evidence, overhead: Evidence, folder: Path) -> list[Path]:
+    """Writes every picture for which there is a run; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    if any(tiny.runs.values()):
+        for picture in PICTURES:
+            written.append(folder / f"{picture.stem}.png")
+            _curves(tiny, picture, written[-1])
+    if any(overhead.runs.values()):
+        written.append(folder / f"{TIME.stem}.png")
+        _times(overhead, written[-1])
+    return written
+
+
+def shown(tiny: Evidence, overhead: Evidence) -> dict[str, str]:
+    """Each picture as the page shows it, by its place there; a sentence where there is no run yet."""
+    found = {}
+    for picture in (*PICTURES, TIME):
+        drawn = any((overhead if picture is TIME else tiny).runs.values())
+        place = picture.stem.replace("evidence", "picture")
+        found[place] = f"![{picture.said}](images/{picture.stem}.png)\n" if drawn else "Not run yet.\n"
+    return found
+
+
+def mean_curve(runs: Sequence[Sequence[tuple[int, float]]], window: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Of several runs' points: the steps [N] that all have, and [3, N] with the mean, the least and the largest value, each run
+    smoothed by a centred mean over ``window`` points, at the ends over what it still covers.
+    """
+    common = sorted(set.intersection(*(({step for step, _ in run}) for run in runs))) if runs else []
+    if not common:
+        return np.empty(0), np.empty((3, 0))
+    values = np.array([[dict(run)[step] for step in common] for run in runs])
+    ones = np.ones(min(window, len(common)))
+    weight = np.convolve(np.ones(len(common)), ones, mode="same")
+    smooth = np.array([np.convolve(run, ones, mode="same") / weight for run in values])
+    return np.array(common), np.stack([smooth.mean(0), smooth.min(0), smooth.max(0)])
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    layout = ConstrainedLayoutEngine(w_pad=0.10, h_pad=0.08, hspace=0.03, wspace=0.03)
+    figure = Figure(figsize=(width, height), dpi=110, layout=layout, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _curves(evidence: Evidence, picture: Picture, png: Path) -> None:
+    rates = list(evidence.sweep.axes["lr"])
+    figure = _figure(12.0, 3.9 * len(rates))
+    highest = []
+    for row, rate in enumerate(rates):
+        for column, (title, objectives) in enumerate((("compared with", BASELINES), ("its parts", ABLATIONS))):
+            axes = figure.add_subplot(len(rates), 2, 2 * row + column + 1)
+            lr = evidence.rate(rate)
+            _plain(axes, f"TEPO and what it is {title}, lr {lr}" if not column else f"TEPO and {title}, lr {lr}", picture.label)
+            axes.set_xlabel("step", fontsize=10, color=INK)
+            for name, colour in zip(objectives, COLOURS, strict=False):
+                _curve(axes, evidence, (name, rate), picture, colour)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize=8.5, framealpha=0.85, edgecolor="none", labelcolor=INK, ncols=2)
+            highest.append(axes)
+    low, high = min(axes.get_ylim()[0] for axes in highest), max(axes.get_ylim()[1] for axes in highest)
+    for axes in highest:
+        axes.set_ylim(min(low, 0.0) if low < 0.3 * high else low, high)
+    figure.savefig(png, format="png", metadata={"Software": None})
+
+
+def _curve(axes: Axes, evidence: Evidence, key: Key, picture: Picture, colour: str) -> None:
+    runs = [found for rows in evidence.rows(key) if (found := points(rows, picture.column))]
+    steps, values = mean_curve(runs, SMOOTHED if picture.smooth else 1)
+    if not steps.size:
+        return
+    mean, low, high = values * picture.scale
+    first = key[0] == "tepo"
+    label = f"{key[0]} ({len(runs)})"
+    axes.plot(steps, mean, color=colour, linewidth=2.4 if first else 1.5, label=label, zorder=4 if first else 3)
+    if len(runs) > 1:
+        axes.fill_between(steps, low, high, color=colour, alpha=0.14 if first else 0.07, linewidth=0, zorder=2)
+
+
+def _times(evidence: Evidence, png: Path) -> None:
+    """Time of a step beside GRPO's: each seed's ratio as a point, the mean with its interval beside them."""
+    figures = Figures(evidence)
+    objectives = [each for each in evidence.sweep.axes["objective"] if each != BASELINE and evidence.seeds((each,))]
+    figure = _figure(8.0, 1.2 + 0.6 * max(1, len(objectives)))
+    axes = figure.add_subplot(1, 1, 1)
+    _plain(axes, "Time of a step, as a ratio to GRPO's with the same seed", "")
+    axes.axvline(1.0, color=INK, linewidth=1)
+    for at, name in enumerate(objectives):
+        other = figures.of("step", (BASELINE,))
+        ratios = [value / other[s] for s, value in figures.of("step", (name,)).items() if value and other.get(s)]  # type: ignore[operator]
+        found = figures.against("step", (name,), (BASELINE,))
+        axes.plot(ratios, [at + 0.14] * len(ratios), "o", color=COLOURS[1], markersize=5, alpha=0.6)
+        if not math.isnan(found.low):
+            axes.plot([found.low, found.high], [at - 0.1] * 2, color=COLOURS[0], linewidth=2)
+        axes.plot([found.mean], [at - 0.1], "s", color=COLOURS[0], markersize=7)
+    axes.set_yticks(range(len(objectives)), objectives)
+    axes.set_ylim(len(objectives) - 0.5, -0.5)
+    axes.set_xlabel(
+        f"{FIGURES['step'].name}, ratio: seeds (round), mean and its 95 % interval (square)", fontsize=10, color=INK
+    )
+    figure.savefig(png, format="png", metadata={"Software": None})
+
+
+def _plain(axes: Axes, title: str, label: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, color=INK, pad=8)
+    axes.set_ylabel(label, fontsize=10, color=INK)
+    axes.grid(True, color=FAINT, linewidth=0.7, alpha=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#aab4be")
+    axes.tick_params(colors="#52606d", labelsize=9, length=3)

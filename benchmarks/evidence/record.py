@@ -1,0 +1,158 @@
+"""The raw metrics of a sweep as small text files, which the repository keeps: one for each combination of choices."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.bench.machine import describe_machine
+from tepo_megatron.sweep.file import SweepFile, SweepRun, read_sweep, runs_of
+from tepo_megatron.sweep.runner import is_done
+from tepo_megatron.train.metrics import read_metrics
+
+COLUMNS = (
+    *("accuracy/greedy", "eval/sampled/avg@16", "eval/sampled/pass@1", "eval/sampled/pass@4", "eval/sampled/pass@16"),
+    *("reward/mean", "reward/std", "response_len/mean", "response_len/truncated", "groups/zero_variance"),
+    *("groups/drawn", "groups/kept", "loss", "grad_norm", "lr", "update/skipped", "entropy/mean", "entropy/delta"),
+    *("entropy/delta_masked", "entropy/delta_unmasked", "mask/fraction", "kl/mean", "kl/masked", "ratio/mean", "ratio/min"),
+    *("ratio/max", "clip/low", "clip/high", "mismatch/kl", "canary/rollouts_max_gap", "time/step", "time/rollout"),
+    *("time/score", "time/update", "time/sync", "time/eval", "tokens/s"),
+)
+"""What is kept of a row of ``metrics.jsonl``, as docs/metrics.md explains it; six digits of each number."""
+
+Row = Mapping[str, float]
+Key = tuple[str, ...]
+"""A combination: its choices in the order of the sweep's axes."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of a sweep. ``runs``: combination → seed → the run's rows. ``dates``: a run's name → when it ended."""
+
+    sweep: SweepFile
+    runs: Mapping[Key, Mapping[int, Sequence[Row]]]
+    dates: Mapping[str, str] = field(default_factory=dict)
+    made_on: str = ""
+    """Machine and versions."""
+
+    @property
+    def keys(self) -> list[Key]:
+        """Every combination of the sweep, done or not, in its order."""
+        return list(dict.fromkeys(key_of(run) for run in runs_of(self.sweep)))
+
+    def seeds(self, key: Key) -> list[int]:
+        """The seeds that are done, in the order of the file."""
+        return [seed for seed in self.sweep.seeds if seed in self.runs.get(key, {})]
+
+    def rows(self, key: Key) -> list[Sequence[Row]]:
+        """Of each seed that is done."""
+        return [self.runs[key][seed] for seed in self.seeds(key)]
+
+    def rate(self, name: str) -> str:
+        """The number of a learning rate that is called ``name``, from its setting."""
+        return self.sweep.axes["lr"][name][0].partition("=")[2]
+
+
+def key_of(run: SweepRun) -> Key:
+    return tuple(run.choices.values())
+
+
+def collect(file: Path, folder: Path, results: Path) -> list[str]:
+    """Takes the metrics of every run that is done in ``folder`` into ``results``; others that are there stay. Returns their
+    names.
+
+    Raises ValueError where ``results`` holds runs of other settings, or a run's rows are not those of all its steps.
+    """
+    sweep = read_sweep(file)
+    settings = _settings(sweep)
+    before = _read_head(results)
+    if before and before["settings"] != settings:
+        raise ValueError(f"{results} holds runs of other settings than {file} has; remove that folder to begin it anew")
+    done = [run for run in runs_of(sweep, folder) if is_done(run)]
+    known = dict(read(file, results).runs)
+    dates = dict(before["dates"]) if before else {}
+    for run in done:
+        source = run.folder / "metrics.jsonl"
+        rows = [_kept(row) for row in read_metrics(source)]
+        if [row["step"] for row in rows] != list(range(len(rows))) or len(rows) < 2:
+            raise ValueError(f"{source}: its rows are not those of the steps from 0 on; remove the run and repeat it")
+        known[key_of(run)] = {**known.get(key_of(run), {}), run.seed: rows}
+        ended = datetime.datetime.fromtimestamp(source.stat().st_mtime, datetime.UTC)
+        dates[run.name] = ended.isoformat(timespec="minutes").removesuffix("+00:00") + "Z"
+    results.mkdir(parents=True, exist_ok=True)
+    for key, runs in known.items():
+        (results / f"{'-'.join(key)}.csv").write_text(_as_csv(runs), encoding="utf-8")
+    versions = {name: version(name) for name in ("torch", "megatron-core", "tepo-megatron")} | {
+        "python": platform.python_version()
+    }
+    made_on = f"{describe_machine().partition(', load')[0]}, " + ", ".join(
+        f"{name} {number}" for name, number in versions.items()
+    )
+    head = {"made_on": made_on, "seeds": list(sweep.seeds), "settings": settings, "dates": dict(sorted(dates.items()))}
+    (results / "sweep.json").write_text(json.dumps(head, indent=1) + "\n", encoding="utf-8")
+    return [run.name for run in done]
+
+
+def read(file: Path, results: Path) -> Evidence:
+    """What was collected; no run where nothing was."""
+    sweep = read_sweep(file)
+    head = _read_head(results)
+    if head is None:
+        return Evidence(sweep, {})
+    found = {}
+    for key in dict.fromkeys(key_of(run) for run in runs_of(sweep)):
+        path = results / f"{'-'.join(key)}.csv"
+        if path.is_file():
+            found[key] = _from_csv(path.read_text(encoding="utf-8"))
+    return Evidence(sweep, found, head["dates"], head["made_on"])
+
+
+def _settings(sweep: SweepFile) -> dict[str, list[str]]:
+    """Combination → all that its runs are given, but for seed and output: what must be equal for runs to be seeds of one."""
+    own = ("seed=", "output=")
+    return {"-".join(key_of(run)): [each for each in run.overrides if not each.startswith(own)] for run in runs_of(sweep)}
+
+
+def _read_head(results: Path) -> dict[str, Any] | None:
+    path = results / "sweep.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _kept(row: Mapping[str, Any]) -> Row:
+    found = {name: float(row[name]) for name in COLUMNS if row.get(name) is not None}
+    return {"step": int(row["step"]), **found}
+
+
+def _as_csv(runs: Mapping[int, Sequence[Row]]) -> str:
+    """A line for each step of each seed; columns that no row has are left out, and an empty cell is a missing number."""
+    used = [name for name in COLUMNS if any(name in row for rows in runs.values() for row in rows)]
+    text = StringIO(newline="")
+    out = csv.writer(text, lineterminator="\n")
+    out.writerow(["seed", "step", *used])
+    for seed in sorted(runs):
+        for row in runs[seed]:
+            out.writerow([seed, row["step"], *(f"{row[name]:.6g}" if name in row else "" for name in used)])
+    return text.getvalue()
+
+
+def _from_csv(text: str) -> dict[int, list[Row]]:
+    found: dict[int, list[Row]] = {}
+    for line in csv.DictReader(StringIO(text)):
+        found.setdefault(int(line["seed"]), []).append(dict(_numbers(line)))
+    return found
+
+
+def _numbers(line: Mapping[str, str]) -> Iterator[tuple[str, float]]:
+    for name, value in line.items():
+        if name == "step":
+            yield name, int(value)
+        elif name != "seed" and value:
+            yield name, float(value)

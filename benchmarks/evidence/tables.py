@@ -1,0 +1,153 @@
+"""The tables of docs/evidence.md, as Markdown, from what was collected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from benchmarks.evidence.claims import claims
+from benchmarks.evidence.figures import FIGURES, Estimate, interval, paired
+from benchmarks.evidence.record import Evidence, Key
+from tepo_megatron.bench.results import markdown
+
+LEARNING = ("70", "80", "90", "area", "greedy", "avg", "pass4", "pass16")
+DYNAMICS = ("entropy", "entropy90", "masked", "unmasked", "mask", "kl", "gradient", "spike", "clipped", "jitter", "fall")
+COMPARED = ("80", "90", "area", "greedy", "avg", "entropy", "gradient")
+TIMES = ("rollout", "score", "update", "step", "drawn")
+OVERHEAD = ("score", "update", "rollout", "step")
+BASELINE = "grpo"
+
+
+class Figures:
+    """The figures of every run of a sweep, each computed once."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+        self.budget = float(max((rows[-1]["step"] for runs in evidence.runs.values() for rows in runs.values()), default=0))
+        self._known: dict[tuple[str, Key], dict[int, float | None]] = {}
+
+    def of(self, name: str, key: Key) -> Mapping[int, float | None]:
+        """Seed → the figure, of a combination; empty where none is done."""
+        if (name, key) not in self._known:
+            runs = self.evidence.runs.get(key, {})
+            self._known[name, key] = {seed: FIGURES[name].of(runs[seed]) for seed in self.evidence.seeds(key)}
+        return self._known[name, key]
+
+    def cell(self, name: str, key: Key) -> str:
+        """The mean over the seeds that have the figure with its interval, and how many those are where not all do."""
+        values = self.of(name, key)
+        known = [value for value in values.values() if value is not None]
+        text = interval(known).text(FIGURES[name])
+        if len(known) == len(values):
+            return text
+        return f"{text} [{len(known)} of {len(values)}]" if known else "never" if FIGURES[name].reached else "–"
+
+    def against(self, name: str, one: Key, other: Key) -> Estimate:
+        return paired(FIGURES[name], self.of(name, one), self.of(name, other), self.budget)
+
+
+def make_tables(tiny: Evidence, overhead: Evidence) -> dict[str, str]:
+    """Every table of the page by its name, in its order."""
+    figures = Figures(tiny)
+    rates = list(tiny.sweep.axes["lr"])
+    found = {"state": state(tiny, overhead), "claims": claims(figures, rates)}
+    for rate in rates:
+        found[f"learning-{rate}"] = _by_objective(figures, rate, LEARNING)
+        found[f"against-{rate}"] = _against(figures, rate)
+        found[f"dynamics-{rate}"] = _by_objective(figures, rate, DYNAMICS)
+    found["parts"] = _parts(figures, rates)
+    found["overhead"] = _overhead(Figures(overhead))
+    found["time"] = _by_objective(figures, rates[0], TIMES)
+    return found
+
+
+def state(tiny: Evidence, overhead: Evidence) -> str:
+    """How many seeds of each combination are done, when and where they ran; and what is missing."""
+    parts = []
+    for name, evidence in (("tiny", tiny), ("overhead", overhead)):
+        keys, seeds = evidence.keys, len(evidence.sweep.seeds)
+        done, of = sum(len(evidence.seeds(key)) for key in keys), len(keys) * seeds
+        missing = "all are done" if done == of else f"**{of - done} are missing**, and the same commands go on with them"
+        when = f" Ended from {min(evidence.dates.values())} to {max(evidence.dates.values())}." if evidence.dates else ""
+        where = f" Collected on {evidence.made_on}." if evidence.made_on else ""
+        listed = ", ".join(map(str, evidence.sweep.seeds))
+        parts.append(f"`examples/evidence/{name}.yaml`: {done} of {of} runs, seeds {listed}; {missing}.{when}{where}\n")
+    rates = list(tiny.sweep.axes["lr"])
+    seeds = len(tiny.sweep.seeds)
+    counts = [
+        [objective, *(f"{len(tiny.seeds((objective, rate)))} of {seeds}" for rate in rates)]
+        for objective in tiny.sweep.axes["objective"]
+    ]
+    return "\n".join([*parts, markdown(["objective", *(f"runs done, lr {tiny.rate(rate)}" for rate in rates)], counts)])
+
+
+def _by_objective(figures: Figures, rate: str, names: Sequence[str]) -> str:
+    rows = [
+        [
+            objective,
+            str(len(figures.evidence.seeds((objective, rate)))),
+            *(figures.cell(name, (objective, rate)) for name in names),
+        ]
+        for objective in figures.evidence.sweep.axes["objective"]
+        if figures.evidence.seeds((objective, rate))
+    ]
+    return _table(["objective", "seeds", *(FIGURES[name].name for name in names)], rows)
+
+
+def _against(figures: Figures, rate: str) -> str:
+    """Each objective beside GRPO, seed by seed."""
+    rows = []
+    for objective in figures.evidence.sweep.axes["objective"]:
+        found = [figures.against(name, (objective, rate), (BASELINE, rate)) for name in COMPARED]
+        if objective != BASELINE and any(each.seeds for each in found):
+            cells = [each.text(FIGURES[name], ratio=FIGURES[name].ratio) for name, each in zip(COMPARED, found, strict=True)]
+            rows.append([objective, str(max(each.seeds for each in found)), *cells])
+    heads = [f"{FIGURES[name].name}{', ratio' if FIGURES[name].ratio else ', difference'}" for name in COMPARED]
+    return _table(["beside GRPO", "pairs", *heads], rows)
+
+
+def _parts(figures: Figures, rates: Sequence[str]) -> str:
+    """Likelihood and mask apart: the four corners are with and without each."""
+    corners = {(True, True): "tepo", (True, False): "no-mask", (False, True): "no-likelihood", (False, False): "neither"}
+    rows = []
+    for rate in rates:
+        for name in ("area", "greedy", "avg", "entropy"):
+            values = {corner: figures.of(name, (objective, rate)) for corner, objective in corners.items()}
+            seeds = [
+                seed for seed in figures.evidence.sweep.seeds if all(each.get(seed) is not None for each in values.values())
+            ]
+            effects = _effects([{corner: float(each[seed] or 0.0) for corner, each in values.items()} for seed in seeds])
+            if seeds:
+                cells = [effect.text(FIGURES[name]) for effect in effects]
+                rows.append([figures.evidence.rate(rate), FIGURES[name].name, str(len(seeds)), *cells])
+    return _table(["lr", "figure", "seeds", "of the likelihood", "of the mask", "together, beyond their sum"], rows)
+
+
+def _effects(values: Sequence[Mapping[tuple[bool, bool], float]]) -> tuple[Estimate, Estimate, Estimate]:
+    """Of a 2 × 2 design, over seeds: the mean effect of the first factor, of the second, and their interaction, which is what
+    both together do beyond the sum of what each does alone.
+    """
+    first = [(v[True, True] + v[True, False] - v[False, True] - v[False, False]) / 2 for v in values]
+    second = [(v[True, True] + v[False, True] - v[True, False] - v[False, False]) / 2 for v in values]
+    both = [v[True, True] - v[True, False] - v[False, True] + v[False, False] for v in values]
+    return interval(first), interval(second), interval(both)
+
+
+def _overhead(figures: Figures) -> str:
+    rows = []
+    for objective in figures.evidence.sweep.axes["objective"]:
+        key = (objective,)
+        if not figures.evidence.seeds(key):
+            continue
+        cells = [figures.cell(name, key) for name in OVERHEAD]
+        ratio = figures.against("step", key, (BASELINE,))
+        beside = "1" if objective == BASELINE else ratio.text(FIGURES["step"], ratio=True)
+        rows.append([objective, str(len(figures.evidence.seeds(key))), *cells, beside])
+    return _table(["objective", "seeds", *(FIGURES[name].name for name in OVERHEAD), "step, ratio to GRPO's"], rows)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns in which no row has anything are left out."""
+    if not rows:
+        return "Not run yet.\n"
+    used = [at for at in range(len(columns)) if any(row[at] != "–" for row in rows)]
+    return markdown([columns[at] for at in used], [[row[at] for at in used] for row in rows])

@@ -1,0 +1,283 @@
+"""The page of evidence: its figures by hand, its intervals by simulation, and the page as the command makes it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.evidence.claims import CLAIMS, half_the_time, judged, less, more
+from benchmarks.evidence.figures import FIGURES, Estimate, interval, jitter, largest_fall, paired
+from benchmarks.evidence.page import MOST_BYTES, SWEEPS, as_text, evidence_of, fill, make
+from benchmarks.evidence.pictures import mean_curve, shown
+from benchmarks.evidence.record import COLUMNS
+from benchmarks.evidence.tables import Figures, _effects, make_tables
+from tepo_megatron.sweep.file import read_sweep, runs_of
+
+ROOT = Path(__file__).parents[3]
+STEPS = 60
+
+
+def rows_of_run(rate: float, seed: int, *, start: float = 0.45, end: float = 0.97) -> list[dict[str, Any]]:
+    """A run that learns as 1 − exp(−rate · step), with a little noise of its seed's."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for step in range(STEPS + 1):
+        level = start + (end - start) * (1 - math.exp(-rate * step))
+        row: dict[str, Any] = {"step": step, "time/step": 2 + 0.1 * random.random(), "time/eval": 0.0}
+        if step % 2 == 0:
+            row["accuracy/greedy"] = min(1.0, max(0.0, level + 0.01 * random.normal()))
+        if step % 30 == 0:
+            row |= {f"eval/sampled/{name}": level for name in ("avg@16", "pass@1", "pass@4", "pass@16")}
+        if step:
+            row |= {"reward/mean": level, "grad_norm": 1 + random.random(), "entropy/mean": 0.2 * (1 - level)}
+            row |= {"mask/fraction": 0.3, "kl/mean": 1e-3, "entropy/delta_masked": -0.01, "entropy/delta_unmasked": 0.001}
+            row |= {"clip/low": 0.1, "clip/high": 0.1, "time/score": 0.2, "time/update": 0.6, "time/rollout": 0.8}
+        rows.append(row)
+    return rows
+
+
+def write_runs(file: Path, output: Path, seeds: Mapping[str, int], rate: Callable[[str, int], float]) -> None:
+    """A sweep's folder as its runs leave it: of each objective the first so many seeds are done, and the next has begun."""
+    for run in runs_of(read_sweep(file), output):
+        objective = run.choices["objective"]
+        if run.seed <= seeds.get(objective, 0):
+            run.folder.mkdir(parents=True)
+            lines = map(json.dumps, rows_of_run(rate(objective, run.seed), run.seed))
+            (run.folder / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+        if run.seed < seeds.get(objective, 0):
+            (run.folder / "model").mkdir()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A repository of what the command reads: the sweeps, the run's file and the page."""
+    for name in ("examples/evidence", "examples/tiny"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    (tmp_path / "docs").mkdir()
+    shutil.copyfile(ROOT / "docs/evidence.md", tmp_path / "docs/evidence.md")
+    return tmp_path
+
+
+# -- figures
+
+
+def test_figures_of_a_run_by_hand() -> None:
+    greedy = {0: 0.5, 2: 0.7, 4: 0.65, 6: 0.9, 8: 0.8}
+    rows = [{"step": step, **({"accuracy/greedy": greedy[step]} if step in greedy else {})} for step in range(9)]
+    for row in rows[1:]:
+        row |= {"entropy/mean": float(row["step"]), "grad_norm": float(row["step"]), "time/step": 3.0, "time/eval": 1.0}
+    found = {name: figure.of(rows) for name, figure in FIGURES.items()}
+    assert (found["70"], found["80"], found["90"]) == (2, 6, 6)
+    assert found["area"] == pytest.approx((0.5 / 2 + 0.7 + 0.65 + 0.9 + 0.8 / 2) / 4)
+    assert found["greedy"] == pytest.approx((0.65 + 0.9 + 0.8) / 3)
+    assert found["entropy90"] == statistics.fmean([4, 5, 6, 7, 8])
+    assert (found["gradient"], found["spike"], found["step"]) == (4.5, 8 / 4.5, 2.0)
+    assert found["fall"] == 0  # of means of three in a row: 0.617, 0.75, 0.783
+    assert (found["avg"], found["drawn"], found["kl"]) == (None, None, None)
+
+
+@given(values=st.lists(st.floats(0, 1), min_size=3, max_size=12))
+def test_the_largest_fall_is_that_of_every_pair(values: list[float]) -> None:
+    means = [sum(values[at : at + 3]) / 3 for at in range(len(values) - 2)]
+    pairs = [means[i] - means[j] for i in range(len(means)) for j in range(i, len(means))]
+    assert largest_fall(values) == pytest.approx(max(pairs), abs=1e-12)
+
+
+def test_the_jitter_of_noise_is_its_deviation_and_a_trend_is_none() -> None:
+    random = np.random.default_rng(0)
+    noise = 0.3 * random.normal(size=20_000)
+    assert jitter(list(noise + 0.01 * np.arange(20_000))) == pytest.approx(0.3, rel=0.03)
+    assert jitter([0.1 * step for step in range(9)]) == pytest.approx(0, abs=1e-12)
+
+
+def test_pairs_are_of_the_seeds_that_both_have() -> None:
+    one, other = {0: 0.9, 1: 0.8, 2: 0.7, 4: None}, {1: 0.6, 2: 0.6, 3: 0.1, 4: 0.5}
+    found = paired(FIGURES["area"], one, other, 60)
+    assert (found.seeds, found.mean) == (2, pytest.approx(0.15))
+    assert found.high - found.mean == pytest.approx(12.706 * statistics.stdev([0.2, 0.1]) / math.sqrt(2))
+    ratio = paired(FIGURES["80"], {0: 10, 1: 20}, {0: 20, 1: 10}, 60)
+    assert (ratio.mean, ratio.low * ratio.high) == (pytest.approx(1), pytest.approx(1))
+
+
+def test_a_run_that_never_got_there_counts_with_the_budget_and_is_said() -> None:
+    found = paired(FIGURES["90"], {0: 20, 1: 30, 2: None, 3: None}, {0: None, 1: 60, 2: 30, 3: None}, 60)
+    assert (found.seeds, found.at_most, found.at_least) == (3, 1, 1)
+    assert found.mean == pytest.approx((20 / 60 * 30 / 60 * 60 / 30) ** (1 / 3))
+    assert "[≤ in 1, ≥ in 1]" in found.text(FIGURES["90"], ratio=True)
+
+
+@given(st.lists(st.tuples(*[st.floats(-5, 5)] * 4), min_size=2, max_size=6))
+def test_the_two_parts_are_the_least_squares_of_their_design(values: list[tuple[float, ...]]) -> None:
+    corners = [(True, True), (True, False), (False, True), (False, False)]
+    effects = _effects([dict(zip(corners, each, strict=True)) for each in values])
+    design = np.array([[1, a / 2, b / 2, a * b / 4] for a, b in [(1, 1), (1, -1), (-1, 1), (-1, -1)]])
+    fitted = np.linalg.lstsq(np.tile(design, (len(values), 1)), np.array(values).ravel(), rcond=None)[0]
+    assert [each.mean for each in effects] == pytest.approx(list(fitted[1:]), abs=1e-9)
+
+
+# -- intervals
+
+
+def steps_in_twos(random: np.random.Generator, median: float, sigma: float, shape: tuple[int, int]) -> np.ndarray:
+    return np.asarray(2 * np.ceil(np.exp(np.log(median) + sigma * random.normal(size=shape)) / 2))
+
+
+TRIALS = (2500, 5)
+KINDS: Mapping[str, tuple[Callable[[np.random.Generator], np.ndarray], float]] = {
+    "normal": (lambda r: r.normal(0.3, 1, TRIALS), 0.3),
+    "shares of 200 problems": (lambda r: (r.binomial(600, 0.93, TRIALS) - r.binomial(600, 0.9, TRIALS)) / 600, 0.03),
+    "ratios of steps": (
+        lambda r: np.log(steps_in_twos(r, 14, 0.2, TRIALS) / steps_in_twos(r, 28, 0.2, TRIALS)),
+        math.log(14.98 / 28.98),
+    ),
+    "skewed alike": (lambda r: r.exponential(size=TRIALS) - r.exponential(size=TRIALS), 0.0),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_interval_of_five_seeds_covers_95_of_100(kind: str) -> None:
+    """Where values are far from symmetric it does not: the page says so, and the next test what."""
+    draw, true = KINDS[kind]
+    assert coverage(draw(np.random.default_rng(1)), true) == pytest.approx(0.95, abs=0.02)
+
+
+def test_the_coverage_of_skewed_values_is_what_the_page_says() -> None:
+    random = np.random.default_rng(2)
+    text = (ROOT / "docs/evidence.md").read_text()
+    exponential = coverage(random.exponential(size=TRIALS), 1.0)
+    log_normal = coverage(np.exp(0.5 * random.normal(size=TRIALS)), math.exp(0.125))
+    said = re.search(r"(\d+) % for\nexponential ones, (\d+) % for log-normal", text)
+    assert said is not None
+    assert [exponential, log_normal] == pytest.approx([int(each) / 100 for each in said.groups()], abs=0.015)
+
+
+def coverage(values: np.ndarray, true: float) -> float:
+    found = [interval(list(seeds)) for seeds in values]
+    return statistics.fmean(each.low <= true <= each.high for each in found)
+
+
+# -- claims
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (0.2, 0.45, "holds"),
+        (0.3, 0.8, "faster; half is within the interval"),
+        (0.6, 0.8, "faster, by less than half"),
+        (0.6, 1.1, "undecided"),
+        (1.1, 1.4, "the opposite"),
+    ],
+)
+def test_half_the_time(low: float, high: float, said: str) -> None:
+    assert half_the_time(Estimate((low + high) / 2, low, high, 5), 1.0) == said
+
+
+def test_what_is_claimed_has_to_be_on_its_side_of_nothing() -> None:
+    sides = [Estimate(0, low, high, 5) for low, high in ((1, 2), (-1, 1), (-2, -1))]
+    assert [more(each, 0) for each in sides] == ["holds", "undecided", "the opposite"]
+    assert [less(each, 0) for each in sides] == ["the opposite", "undecided", "holds"]
+
+
+def test_one_pair_is_no_verdict_and_a_run_of_ours_that_never_got_there_none_in_our_favour() -> None:
+    assert judged(CLAIMS[0], interval([0.5])) == "no interval"
+    assert judged(CLAIMS[0], Estimate(0.3, 0.2, 0.4, 5, at_least=1)) == "undecided: TEPO never got there in 1"
+
+
+# -- the page
+
+
+def test_the_page_is_what_the_command_makes_of_the_metrics_that_are_kept() -> None:
+    """No number of a table was put in by hand."""
+    tiny, overhead = (evidence_of(ROOT, name) for name in SWEEPS)
+    tables = make_tables(tiny, overhead)
+    assert (ROOT / "benchmarks/results/evidence/tables.md").read_text() == as_text(tables)
+    page = (ROOT / "docs/evidence.md").read_text()
+    assert page == fill(page, {**tables, **shown(tiny, overhead)})
+    kept = [path for path in (ROOT / "benchmarks/results/evidence").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in kept) < MOST_BYTES
+
+
+def test_an_unfinished_sweep_makes_the_page_and_a_second_one_adds_to_it(root: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    rates = {"tepo": 0.15, "grpo": 0.05}
+    file = root / "examples/evidence/tiny.yaml"
+    write_runs(
+        file, first, {"tepo": 2, "grpo": 2, "no-mask": 1}, lambda objective, seed: rates.get(objective, 0.1) + 0.01 * seed
+    )
+    said = make(root, {"tiny": first})
+    page = (root / "docs/evidence.md").read_text()
+    assert "10 runs are done" in said[0]
+    assert "10 of 130 runs, seeds 0, 1, 2, 3, 4; **120 are missing**" in page
+    assert "| grpo | 2 of 5 | 2 of 5 |" in page
+    assert "| dapo | 0 of 5 | 0 of 5 |" in page
+    assert "Not run yet." in page.split("<!-- overhead -->")[1].split("<!-- end -->")[0]
+    assert {path.name for path in (root / "docs/images").iterdir()} == {
+        f"evidence-{name}.png" for name in ("learning", "entropy", "chosen", "others", "gradient", "mask", "kl")
+    }
+    assert make(root, {})[0].startswith("wrote")
+    assert (root / "docs/evidence.md").read_text() == page
+
+    # Another session's folder has the third seed only; what was collected stays.
+    write_runs(file, second, {"tepo": 3, "grpo": 3}, lambda objective, seed: rates.get(objective, 0.1) + 0.01 * seed)
+    for run in runs_of(read_sweep(file), second):
+        if run.seed < 2 and run.folder.is_dir():
+            shutil.rmtree(run.folder)
+    make(root, {"tiny": second})
+    tiny = evidence_of(root, "tiny")
+    assert tiny.seeds(("tepo", "usual")) == [0, 1, 2]
+    figures = Figures(tiny)
+    ratio = figures.against("80", ("tepo", "usual"), ("grpo", "usual"))
+    assert ratio.seeds == 3
+    assert ratio.high < 1
+    lines = (root / "docs/evidence.md").read_text().splitlines()
+    cells = next(line for line in lines if "half the time" in line and "80 %" in line and "| grpo |" in line).split(" | ")
+    assert cells[3] == f"{ratio.text(FIGURES['80'], ratio=True)}, 3 pairs: **{half_the_time(ratio, 1.0)}**"
+    assert "holds" in cells[3] or "faster" in cells[3]
+
+
+def test_runs_of_other_settings_are_not_mixed(root: Path, tmp_path: Path) -> None:
+    file = root / "examples/evidence/overhead.yaml"
+    write_runs(file, tmp_path / "out", {"grpo": 1, "tepo": 1}, lambda objective, seed: 0.1)
+    make(root, {"overhead": tmp_path / "out"})
+    assert (root / "docs/images/evidence-time.png").is_file()
+    file.write_text(file.read_text().replace("train.steps=20", "train.steps=21"))
+    with pytest.raises(ValueError, match="runs of other settings"):
+        make(root, {"overhead": tmp_path / "out"})
+
+
+def test_a_run_without_all_its_rows_and_a_page_without_a_place_are_refused(root: Path, tmp_path: Path) -> None:
+    write_runs(root / "examples/evidence/overhead.yaml", tmp_path / "out", {"grpo": 1}, lambda objective, seed: 0.1)
+    metrics = tmp_path / "out/grpo-seed0/metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:5] + lines[7:]))
+    with pytest.raises(ValueError, match="its rows are not those of the steps"):
+        make(root, {"overhead": tmp_path / "out"})
+    page = root / "docs/evidence.md"
+    page.write_text(page.read_text().replace("<!-- parts -->", ""))
+    with pytest.raises(ValueError, match="places for"):
+        make(root, {})
+
+
+def test_the_curve_of_several_runs_is_over_the_steps_that_all_have() -> None:
+    steps, values = mean_curve([[(1, 1.0), (2, 2.0), (3, 6.0)], [(2, 4.0), (3, 8.0), (4, 9.0)]])
+    assert steps.tolist() == [2, 3]
+    assert values.tolist() == [[3, 7], [2, 6], [4, 8]]
+    assert mean_curve([[(1, 0.0), (2, 3.0), (3, 6.0)]], window=3)[1][0].tolist() == [1.5, 3, 4.5]
+
+
+def test_what_is_kept_is_explained() -> None:
+    explained = (ROOT / "docs/metrics.md").read_text()
+    own = {name for name in COLUMNS if not name.startswith("eval/")}
+    assert not [name for name in own if f"`{name}`" not in explained]
