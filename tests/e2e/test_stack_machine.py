@@ -64,5 +64,5 @@ def test_it_learns_what_its_readme_says(tmp_path: Path) -> None:
     """Held-out formulas, greedily; minutes, on two cores."""
     rows = train(tmp_path / "out", timeout_s=7200)
     greedy = [row["accuracy/greedy"] for row in rows if "accuracy/greedy" in row]
-    assert greedy[0] < 0.65
+    assert greedy[0] < 0.75
     assert greedy[-1] >= 0.85

@@ -61,7 +61,7 @@ def program_of(tree: Tree, rng: random.Random | None = None) -> str:
     left, right = operands
     if rng is not None and left == right and rng.random() < 0.5:
         return f"{program_of(left, rng)}d{operator}"
-    if rng is not None and rng.random() < (0.2 if operator in "+*" else 0.1):
+    if rng is not None and rng.random() < 0.1:
         exchanged = "" if operator in "+*" else "s"
         return f"{program_of(right, rng)}{program_of(left, rng)}{exchanged}{operator}"
     return f"{program_of(left, rng)}{program_of(right, rng)}{operator}"
@@ -107,7 +107,7 @@ def _from_left_to_right(tree: Tree) -> Tree:
     if tree[0] == "?":
         return ("?", tree[1], *(_from_left_to_right(each) for each in tree[2:]))
     leaves, operators = _in_order(tree)
-    found = leaves[0]
+    found: Tree = leaves[0]
     for operator, leaf in zip(operators, leaves[1:], strict=True):
         found = (operator, found, leaf)
     return found

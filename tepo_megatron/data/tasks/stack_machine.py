@@ -1,7 +1,7 @@
 """Programs for a small stack machine that compute a formula: ``x*(y+3)-z=`` is answered ``xy3+*z-``, or ``3y+x*z-``.
 
 The verifier ``stack_machine`` runs the program on inputs that are not in the prompt, so that every right program counts. With
-its end token a program has 6 to 14 characters. ``tepo_megatron/reward/stack_machine.py`` has the machine's instructions.
+its end token a program has 6 to 11 characters. ``tepo_megatron/reward/stack_machine.py`` has the machine's instructions.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _draw(drawn: Iterator[int]) -> Tree:
     def pick(count: int) -> int:
         return next(drawn) % count
 
-    return draw_choice(2 + pick(3), pick) if pick(4) == 0 else draw(3 + pick(3), pick)
+    return draw_choice(2 + pick(2), pick) if pick(4) == 0 else draw(3 + pick(2), pick)
 
 
 def _is_a_task(tree: Tree, tests: Sequence[Sequence[int]]) -> bool:

@@ -22,7 +22,7 @@ def test_problems_differ_and_their_answers_pass() -> None:
     assert len({problem.prompt for problem in problems}) == len({problem.id for problem in problems}) == len(problems)
     assert all(SCORE(problem, problem.answer) == 1 for problem in problems)
     assert all(set(problem.prompt + problem.answer) <= set(ALPHABET) for problem in problems)
-    assert max(len(problem.answer) for problem in problems) <= 11
+    assert max(len(problem.answer) for problem in problems) <= 8
 
 
 def test_the_split_is_the_published_one() -> None:
@@ -56,7 +56,7 @@ def test_without_noise_programs_are_right_in_several_ways(seed: int) -> None:
     examples = stack_machine.supervised_examples(400, 0.0, seed)
     assert examples == stack_machine.supervised_examples(400, 0.0, seed)
     assert all(SCORE(BY_PROMPT[prompt], program) == 1 for prompt, program in examples)
-    assert 0.3 < sum(program == BY_PROMPT[prompt].answer for prompt, program in examples) / 400 < 0.9
+    assert 0.5 < sum(program == BY_PROMPT[prompt].answer for prompt, program in examples) / 400 < 0.9
 
 
 @given(seed=st.integers(0, 2**32))
@@ -73,5 +73,5 @@ def test_noise_is_the_share_of_wrong_programs_and_heldout_formulas_are_not_shown
     assert len({prompt for prompt, _ in examples}) == 10_000
 
 
-HELDOUT_START = ["(z-(y+7))*z", "y*y*(9-5-x)", "(2+8)*(x*(y+y))", "y<z?9*(x+y):3"]
-TRAIN_END = "y*y+x-4"
+HELDOUT_START = ["(z-(y+7))*z", "y<z?9*2:4", "5*(y+(3-x))", "x<y?x:5+z"]
+TRAIN_END = "y<x?4:z+7"
