@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A training step beside that of TRL's GRPO: the same model, task and sizes, in alternation, on this machine's CPU.
 #
-#   bash benchmarks/against_trl.sh                      # both sizes, five rounds: about an hour on two idle cores
+#   bash benchmarks/against_trl.sh                      # both sizes, five rounds: about 45 minutes on two idle cores
 #   bash benchmarks/against_trl.sh --sizes tiny --rounds 2 --output out/against-trl
 #
 # The first call makes .venv-trl, an environment of its own with TRL. Writes against-trl.md and .json.

@@ -12,7 +12,7 @@ bash scripts/setup_cpu.sh
 stamp=.venv/.tepo-test
 wanted=$(cksum <requirements/test.txt)
 if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
-  say "installing what only the tests need, requirements/test.txt: Triton (690 MB), for the GPU kernels in its interpreter"
+  say "installing what only the tests need, requirements/test.txt: Triton (690 MB), for the GPU kernels in its interpreter, W&B and MLflow"
   .venv/bin/python -m pip install -qq --no-deps -r requirements/test.txt
   echo "$wanted" >"$stamp"
 fi

@@ -51,6 +51,8 @@ class Batch:
         of a sequence, which the sampler never computed,
       - ``sampling_mask_T``, of T tokens: those that could have been drawn in place of the *label*, also in the host's memory;
         scores are then among them. None outside the mask.
+    Where token values of the step are recorded:
+      - ``recorded_S`` int64: which of the step's sequences it is, where an update hands its token values back; −1 elsewhere.
     Where an auxiliary loss balances experts:
       - ``expert_load_LE`` int64 [layers, experts]: how many tokens of the mini-batch, which a micro-batch is a part of, each
         layer's router sent to each expert when it was scored.
@@ -71,6 +73,7 @@ class Batch:
     routed_experts_T: Tensor | None = None
     sampling_mask_T: SamplingMask | None = None
     expert_load_LE: Tensor | None = None
+    recorded_S: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -159,10 +162,12 @@ class ObjectiveOutput:
     ``numerator`` is a differentiable scalar: a *sum*, to be minimised. ``denominator`` is what the sum over all
     micro-batches and ranks is divided by, once; it was passed in, so it is the same on all of them. ``metrics`` maps a name
     to detached ``(sum, count)`` scalars that add up over micro-batches and ranks; ``extrema`` maps a name that ends in
-    ``/min`` or ``/max`` to a detached scalar.
+    ``/min`` or ``/max`` to a detached scalar. ``token_values``: detached values [T] of the micro-batch's tokens by their names
+    (``logprob_update``, ``entropy_change``, ``ratio``, ``masked``), for runs that record them; an objective may leave some out.
     """
 
     numerator: Tensor
     denominator: Tensor
     metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     extrema: Mapping[str, Tensor] = field(default_factory=dict)
+    token_values: Mapping[str, Tensor] = field(default_factory=dict)

@@ -107,6 +107,11 @@ def _run(command: Sequence[str], **environment: str) -> str:
     return done.stdout
 
 
+def counts(side: str, size: Size) -> bool:
+    """Whether a run is long enough for a side: under overlap the last steps have nothing more to sample, and would be all."""
+    return side != "overlap" or size.steps >= 8
+
+
 def medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     counted = rows[WARM_UP:]
     return {phase: statistics.median(row.get(phase, math.nan) for row in counted) for phase in PHASES}
@@ -119,7 +124,7 @@ def summary(values: Sequence[float]) -> str:
 def table(found: dict[str, list[dict[str, dict[str, float]]]]) -> str:
     rows = []
     for name, rounds in found.items():
-        for side in rounds[0]:
+        for side in (side for side in rounds[0] if counts(side, SIZES[name])):
             took = {phase: statistics.median(one[side][phase] for one in rounds) for phase in PHASES}
             phases = ["–" if math.isnan(took[phase]) else f"{took[phase]:.2f}" for phase in PHASES]
             ratios = [one[side]["step"] / one["TRL"]["step"] for one in rounds]
@@ -157,7 +162,7 @@ def main() -> None:
             model = models.get(name) or write_larger_model(work / name)
             for number in range(args.rounds):
                 steps: dict[str, Any] = {"TRL": run_trl(args.trl_python, model, problems, name)}
-                for side in args.sides.split(";"):
+                for side in (side for side in args.sides.split(";") if counts(side, size)):
                     out = work / f"{name}-{number}" / side.replace(", ", "-").replace(" ", "-")
                     steps[side] = run_ours(side, model, out, name, size, args.overrides)
                 one = {side: medians(rows) for side, rows in steps.items()}

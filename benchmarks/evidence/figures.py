@@ -212,4 +212,5 @@ def paired(figure: Figure, one: Mapping[int, float | None], other: Mapping[int, 
     if not figure.ratio:
         return interval([a - b for a, b in pairs])
     logs = interval([math.log(a / b) for a, b in pairs if a > 0 and b > 0])
-    return Estimate(*(math.exp(each) for each in (logs.mean, logs.low, logs.high)), logs.seeds, at_most, at_least)
+    mean, low, high = map(math.exp, (logs.mean, logs.low, logs.high))
+    return Estimate(mean, low, high, logs.seeds, at_most, at_least)

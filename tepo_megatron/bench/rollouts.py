@@ -71,7 +71,7 @@ def run(setting: RolloutSetting, say: Callable[[str], None]) -> tuple[list[DrawM
 
 
 def _measure_draws(setting: RolloutSetting, scratch: Path, say: Callable[[str], None]) -> list[DrawMeasurement]:
-    from tepo_megatron.config.rollout import ServerConfig
+    from tepo_megatron.config.rollout_server import ServerConfig
     from tepo_megatron.rollout.fleet import Fleet
     from tepo_megatron.rollout.requests import prompt_seed
     from tepo_megatron.rollout.resources import worker_cores

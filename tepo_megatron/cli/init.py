@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tepo_megatron.cli.errors import user_errors
+from tepo_megatron.cli.init_ask import ask
+from tepo_megatron.cli.init_data import DataOptions, ask_data
 from tepo_megatron.cli.init_file import Answers, run_text
 
 if TYPE_CHECKING:
+    from tepo_megatron.data.tokenizer import Tokenizer
     from tepo_megatron.types import Problem
 
-T = TypeVar("T")
+_VERIFIERS = "exact (the whole response), last_word, last_number, math, judge, or your own as file.py:function"
 
 
 def init(
     file: Annotated[Path, typer.Argument(metavar="[RUN.yaml]", help="The file to write.")] = Path("run.yaml"),
     model: Annotated[str | None, typer.Option("--model", metavar="FOLDER", help="Hugging Face folder of the model.")] = None,
-    train: Annotated[str | None, typer.Option("--train", metavar="FILE", help="JSON lines with prompt and answer.")] = None,
+    train: Annotated[
+        str | None, typer.Option("--train", metavar="PATH", help="Problems: JSON lines, JSON, CSV, Parquet, or a folder.")
+    ] = None,
     heldout: Annotated[
-        str | None, typer.Option("--heldout", metavar="FILE", help="The same, to evaluate on; - for none.")
+        str | None, typer.Option("--heldout", metavar="PATH", help="The same, to evaluate on; - for none.")
+    ] = None,
+    split: Annotated[str | None, typer.Option("--split", metavar="NAME", help="Of a folder: the split to train on.")] = None,
+    heldout_split: Annotated[
+        str | None, typer.Option("--heldout-split", metavar="NAME", help="The split to evaluate on.")
+    ] = None,
+    prompt_column: Annotated[
+        str | None, typer.Option("--prompt-column", metavar="NAME", help="Where the prompt is, if not in prompt or messages.")
+    ] = None,
+    answer_column: Annotated[
+        str | None, typer.Option("--answer-column", metavar="NAME", help="Where the answer is, if not in answer.")
+    ] = None,
+    chat_template: Annotated[
+        bool | None, typer.Option("--chat-template/--no-chat-template", help="Whether a prompt is a user's message.")
     ] = None,
     verifier: Annotated[
         str | None, typer.Option("--verifier", metavar="NAME", help="A built-in one, or file.py:function.")
@@ -41,43 +59,34 @@ def init(
 
     [dim]tepo init[/]
 
-    [dim]tepo init mine.yaml --model models/mine --train train.jsonl --heldout heldout.jsonl --verifier last_number --gpus 0[/]
+    [dim]tepo init mine.yaml --model models/mine --train train.csv --heldout test.csv --verifier last_number --gpus 0[/]
     """
     with user_errors():
+        from tepo_megatron.data.builtin import resolve_model_path
+        from tepo_megatron.data.tokenizer import load_tokenizer
+
         if file.exists() and not overwrite:
             raise ValueError(f"{file} is there already; give another name, or --overwrite")
-        folder = _ask("Model: a Hugging Face folder, or builtin:tiny", model, "--model", _model)
-        source, problems = _ask("Training problems: a JSON-lines file, or builtin:addition", train, "--train", _problems)
-        held, held_problems = _ask("Held-out problems to evaluate on (-: none)", heldout, "--heldout", _heldout, default="-")
-        name = _ask(
-            "Verifier: last_word, exact, last_number, math, or your own as file.py:function", verifier, "--verifier", _verifier
-        )
-        each = _ask("GPUs of this machine, or of a node (0: CPU)", gpus, "--gpus", _at_least(0), default=str(_gpus_here()))
-        count = _ask("Nodes of a cluster (1: this machine)", nodes, "--nodes", _at_least(1), default="1") if each else 1
-        text = run_text(Answers(folder, source, held, [*problems, *held_problems], name, each, count, output))
+        folder = ask("Model: a Hugging Face folder, or builtin:tiny", model, "--model", _model)
+        tokenizer = load_tokenizer(resolve_model_path(folder))
+        options = DataOptions(train, heldout, split, heldout_split, prompt_column, answer_column, chat_template)
+        data = ask_data(options, tokenizer)
+        typer.echo(f"  the model reads: {_read(tokenizer, data.train[0])}")
+        name = ask(f"Verifier: {_VERIFIERS}", verifier, "--verifier", _verifier(data.train))
+        each = ask("GPUs of this machine, or of a node (0: CPU)", gpus, "--gpus", _at_least(0), default=str(_gpus_here()))
+        count = ask("Nodes of a cluster (1: this machine)", nodes, "--nodes", _at_least(1), default="1") if each else 1
+        text = run_text(Answers(folder, data.section, [*data.train, *data.heldout], name, each, count, output))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     launch = "tepo launch" if count > 1 else "tepo train"
     typer.echo(f"wrote {file}; next: tepo doctor --run {file}, then {launch} {file}")
 
 
-def _ask(question: str, given: object, option: str, check: Callable[[str], T], *, default: str | None = None) -> T:
-    """The checked value of an option, or of an answer, which is asked for until it can be used. Where nobody answers, the
-    default; ValueError where there is none.
-    """
-    if given is not None:
-        return check(str(given))
-    while True:
-        try:
-            answer = typer.prompt(question, default=default)
-        except typer.Abort:
-            if default is None:
-                raise ValueError(f"{option} is not given, and nobody answers; give it") from None
-            return check(default)
-        try:
-            return check(answer)
-        except ValueError as error:
-            typer.echo(f"  {error}", err=True)
+def _read(tokenizer: Tokenizer, problem: Problem) -> str:
+    """The prompt as the model reads it, in one line."""
+    from tepo_megatron.data.prompts import encode_prompt
+
+    return tokenizer.show(encode_prompt(tokenizer, problem))[:200].replace("\n", "\\n")
 
 
 def _model(answer: str) -> str:
@@ -87,23 +96,19 @@ def _model(answer: str) -> str:
     return answer
 
 
-def _problems(answer: str) -> tuple[str, list[Problem]]:
-    from tepo_megatron.data.problems import load_problems
+def _verifier(problems: Sequence[Problem]) -> Callable[[str], str]:
+    def check(answer: str) -> str:
+        from tepo_megatron.reward.verifiers import check_reachable, resolve_verifier
 
-    found = load_problems(answer)
-    typer.echo(f"  {len(found)} problems; the first: {found[0].prompt[:80]!r}, answer {found[0].answer[:40]!r}")
-    return answer, found
+        resolve_verifier(answer)
+        lost = check_reachable(answer, problems)
+        if lost:
+            typer.echo(
+                f"  warning: {answer} refuses the answers of {lost} problems themselves: no response solves them", err=True
+            )
+        return answer
 
-
-def _heldout(answer: str) -> tuple[str | None, list[Problem]]:
-    return (None, []) if answer == "-" else _problems(answer)
-
-
-def _verifier(answer: str) -> str:
-    from tepo_megatron.reward.verifiers import resolve_verifier
-
-    resolve_verifier(answer)
-    return answer
+    return check
 
 
 def _at_least(least: int) -> Callable[[str], int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ _SMALL = 100_000_000
 
 _COMMENTS = {
     "model": "a Hugging Face folder: config.json, safetensors, tokenizer",
-    "data": "JSON lines with prompt and answer: docs/bring-your-own.md",
+    "data": "tepo data show prints what the model reads; several sources, templates, filters: docs/data.md",
     "reward": "or your own function (problem, response) -> float, as file.py:function: docs/rewards.md",
     "rollout": "a step has prompts_per_step × samples_per_prompt responses of at most max_new_tokens",
     "optimizer": "lr is the first field to turn where the reward stays flat: docs/metrics.md",
@@ -29,11 +29,10 @@ _COMMENTS = {
 
 @dataclass(frozen=True)
 class Answers:
-    """What there is: ``train`` and ``heldout`` name files of problems (``heldout`` None: none), which ``problems`` are."""
+    """What there is: ``data`` is that section of the run's file, ``problems`` are all that it stands for."""
 
     model: str
-    train: str
-    heldout: str | None
+    data: Mapping[str, Any]
     problems: Sequence[Problem]
     verifier: str
     gpus: int
@@ -65,7 +64,7 @@ def run_text(answers: Answers) -> str:
         "name": name,
         "output": str(answers.output or Path("out") / name),
         "model": {"path": answers.model, "dtype": "bfloat16" if on_gpus else "float32"},
-        "data": {"train": answers.train, "heldout": answers.heldout},
+        "data": dict(answers.data),
         "reward": {"verifier": answers.verifier},
         "rollout": {
             "prompts_per_step": 64,
@@ -76,7 +75,7 @@ def run_text(answers: Answers) -> str:
         "engine": {"platform": "cuda" if on_gpus else "cpu", "micro_batch_tokens": max(4096, longest + new)},
         "optimizer": {"lr": 5e-5 if model_parameters(spec) < _SMALL else 1e-6, "warmup_steps": 10},
         "train": {"steps": 100, "minibatches": 4, "save_every": 20},
-        "evaluate": {"every": 10 if answers.heldout else 0},
+        "evaluate": {"every": 10 if answers.data["heldout"] else 0},
     }
     return _as_yaml(_first_that_fits(run, answers) if on_gpus else run)
 

@@ -17,6 +17,7 @@ from tepo_megatron.cli.faults import faults
 from tepo_megatron.cli.init import init
 from tepo_megatron.cli.plan import plan
 from tepo_megatron.cli.plot import plot
+from tepo_megatron.cli.report import report
 from tepo_megatron.cli.samples import samples
 from tepo_megatron.cli.serve import serve
 from tepo_megatron.cli.status import status
@@ -73,6 +74,7 @@ app.command("status")(status)
 app.command("samples")(samples)
 app.command("plan")(plan)
 app.command("plot")(plot)
+app.command("report")(report)
 app.command("import")(import_command)
 app.command("export")(export_command)
 app.command("doctor")(doctor)

@@ -22,7 +22,8 @@ from tepo_megatron.config.objective_own import (
 from tepo_megatron.config.optimizer import OptimizerConfig
 from tepo_megatron.config.parallel import ParallelConfig
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.config.rollout import RolloutConfig, ServerConfig
+from tepo_megatron.config.rollout import RolloutConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.config.run import RunConfig
 from tepo_megatron.config.sampling import SamplingConfig
 from tepo_megatron.config.train import TrainConfig

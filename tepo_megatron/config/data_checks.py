@@ -53,6 +53,15 @@ def best_is_measured(run: RunSections) -> None:
         )
 
 
+def tokens_are_recorded(run: RunSections) -> None:
+    log = run.log
+    if log.token_samples and log.token_samples_every > run.train.steps:
+        raise ValueError(
+            f"log.token_samples_every = {log.token_samples_every} is more than train.steps = {run.train.steps}: token values "
+            f"of no step would be written; set it to {run.train.steps} or less"
+        )
+
+
 def rewards_are_weighed(run: RunSections) -> None:
     """GDPO weighs normalised components, a plain reward raw ones: neither set of weights stands in for the other."""
     advantage, weights = run.objective.advantage, run.reward.weights
@@ -119,6 +128,7 @@ CHECKS = (
     no_demonstration_beside_own_problems,
     a_group_can_be_compared,
     best_is_measured,
+    tokens_are_recorded,
     rewards_are_weighed,
     punishment_is_felt,
     programs_are_run_knowingly,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -80,7 +80,7 @@ def _check_columns(path: Path, config: SourceConfig) -> None:
         if column not in columns and column.partition(".")[0] not in columns:
             raise ValueError(
                 f"{path} has no column {column!r}, which fields.{field} names; its columns are: {', '.join(columns)}. Say "
-                f"which one it is, such as data.fields.{field}={columns[0]}"
+                f"which one it is, such as data.fields.{field}={_likely(field, columns)}"
             )
 
 
@@ -110,12 +110,12 @@ def _problem(row: Row, config: SourceConfig) -> Problem:
     fields, columns = config.fields or FieldsConfig(), row.written
     name = config.name
     if _get(columns, fields.id) not in (None, _ABSENT):
-        identity = _text(columns, fields.id)
+        identity = _text(columns, fields.id, "id")
         identity = f"{name}/{identity}" if name else identity
     else:
         identity = f"{name}:{row.name.rpartition(':')[2]}" if name else row.name
     prompt, messages, used = _read_prompt(columns, config, fields)
-    answer = _text(columns, fields.answer)
+    answer = _text(columns, fields.answer, "answer")
     others = columns.keys() - {used, fields.answer, fields.id}
     values = row.values() if others else {}
     metadata = {key: values[key] for key in columns if key in others}
@@ -138,7 +138,7 @@ def _read_prompt(
         prompt = _get(columns, fields.prompt)
         prompt = fill_template(config.template, columns, {} if prompt is _ABSENT else {"prompt": prompt})
         return prompt, _wrapped(prompt, config), None  # every column stays in the metadata: the prompt shows it otherwise
-    prompt = _text(columns, fields.prompt)
+    prompt = _text(columns, fields.prompt, "prompt")
     return prompt, _wrapped(prompt, config), fields.prompt
 
 
@@ -178,10 +178,17 @@ def _get(columns: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _text(columns: Mapping[str, Any], name: str) -> str:
+def _likely(field: str, columns: Sequence[str]) -> str:
+    """The column that an example of a setting names: questions are usually left of their answers."""
+    return columns[-1 if field == "answer" else 0]
+
+
+def _text(columns: Mapping[str, Any], name: str, field: str) -> str:
     value = _get(columns, name)
     if value is None or value is _ABSENT:
-        raise ValueError(f"{name!r} is missing (the keys are: {', '.join(columns) or 'none'})")
+        keys = list(columns)
+        hint = f"; if another key has it, say which one, such as data.fields.{field}={_likely(field, keys)}" if keys else ""
+        raise ValueError(f"{name!r} is missing (the keys are: {', '.join(keys) or 'none'}){hint}")
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)  # of a file that has numbers as numbers
     if not isinstance(value, str):

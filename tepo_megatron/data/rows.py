@@ -1,10 +1,11 @@
-"""The rows of a data file or folder: JSON lines, Parquet, and folders of either kind that Hugging Face's ``datasets`` makes.
+"""The rows of a data file or folder: JSON lines, a JSON list, CSV, Parquet, and folders that Hugging Face's ``datasets`` makes.
 
 Parquet and Arrow are read by pyarrow, batch by batch; ``datasets`` itself is not needed. Columns of raw bytes are left out.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,20 +42,32 @@ def read_rows(path: Path, split: str | None = None) -> Iterator[Row]:
             names file and line.
     """
     found = find_files(path, split)
-    if found.format == "json":
+    of_text = {"json": _json_rows, "list": _list_rows, "csv": _csv_rows}
+    if found.format in of_text:
         for file in found.files:
-            yield from _json_rows(file)
+            yield from of_text[found.format](file)
     else:
         yield from _arrow_rows(found)
 
 
 def columns_of(path: Path, split: str | None = None) -> tuple[str, ...] | None:
-    """The columns of a file that says so itself; None of JSON lines, where each line has its own."""
+    """The columns of a file that says so itself; None of JSON, where each row has its own."""
     found = find_files(path, split)
-    if found.format == "json":
+    if found.format in ("json", "list"):
         return None
+    if found.format == "csv":
+        with _csv_lines(found.files[0]) as (columns, _):
+            return tuple(columns)
     with _readable(found.files[0], found.format):
         return tuple(_open(found.files[0], found.format)[0])
+
+
+def first_columns(path: Path, split: str | None = None) -> list[str]:
+    """The columns of a file, or where each row has its own those of the first one. ValueError as `read_rows`."""
+    named = columns_of(path, split)
+    if named is None:
+        named = tuple(next((row.written for row in read_rows(path, split)), ()))
+    return list(named)
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
@@ -66,22 +79,78 @@ def _json_rows(path: Path) -> Iterator[Row]:
                 yield Row(place, f"{path.stem}:{number}", written, text)
 
 
+def _list_rows(path: Path) -> Iterator[Row]:
+    """One JSON list of objects, such as ``json.dump`` makes; read as a whole."""
+    text, written = _decode(path.read_bytes(), str(path), "")
+    for number, (entry, value) in enumerate(zip(written, json.loads(text), strict=True), start=1):
+        place = f"{path}, row {number}"
+        if not isinstance(entry, dict):
+            raise ValueError(f'{place}: not a JSON object; write {{"prompt": ..., "answer": ...}}')
+        yield Row(place, f"{path.stem}:{number}", entry, json.dumps(value))
+
+
+def _csv_rows(path: Path) -> Iterator[Row]:
+    """Every value is text, as it is written."""
+    with _csv_lines(path) as (columns, lines):
+        for line, cells in lines:
+            if len(cells) != len(columns):
+                raise ValueError(
+                    f"{path}:{line}: {len(cells)} columns, and the first line names {len(columns)} ({', '.join(columns)}); put "
+                    "text with a comma, a semicolon or a line break in it between double quotes"
+                )
+            yield Row(f"{path}:{line}", f"{path.stem}:{line}", dict(zip(columns, cells, strict=True)))
+
+
+@contextmanager
+def _csv_lines(path: Path) -> Iterator[tuple[list[str], Iterator[tuple[int, list[str]]]]]:
+    """The columns that the first line names, and behind it each row with the number of its first line. Columns are divided by
+    what the first line has most of: commas, semicolons or tabs. Turns what cannot be read into a sentence.
+    """
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            header = file.readline()
+            file.seek(0)
+            reader = csv.reader(file, delimiter=max(",;\t", key=header.count), strict=True)
+            columns = next(reader, [])
+            if not all(columns) or len(set(columns)) < len(columns):
+                named = ", ".join(map(repr, columns))
+                raise ValueError(f"{path}:1: the first line of a CSV file names each column once; this one has {named}")
+            yield columns, _numbered(reader)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 text (byte {error.start + 1}); save the file as UTF-8") from error
+        except csv.Error as error:
+            raise ValueError(f"{path}:{reader.line_num}: not CSV: {error}; JSON lines or Parquet take any text") from error
+
+
+def _numbered(reader: Any) -> Iterator[tuple[int, list[str]]]:
+    line = reader.line_num + 1
+    for cells in reader:
+        if cells:  # no blank line
+            yield line, cells
+        line = reader.line_num + 1
+
+
 def _parse(line: bytes, place: str) -> tuple[str, Mapping[str, Any]]:
-    try:
-        # utf-8-sig: editors on Windows start a file with a byte-order mark.
-        text = line.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{place}: not UTF-8 text (byte {error.start + 1} of the line); save the file as UTF-8") from error
-    try:
-        # A number stays as it was written: "1.50" must not become "1.5".
-        entry = json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: not JSON: {error.msg} at column {error.colno}") from error
-    except RecursionError as error:
-        raise ValueError(f"{place}: nested too deeply to be read") from error
+    text, entry = _decode(line, place, " of the line")
     if not isinstance(entry, dict):
         raise ValueError(f'{place}: not a JSON object; write {{"prompt": ..., "answer": ...}}')
     return text, entry
+
+
+def _decode(data: bytes, place: str, of: str) -> tuple[str, Any]:
+    """The text, and its value in which a number stays as it was written: "1.50" must not become "1.5"."""
+    try:
+        # utf-8-sig: editors on Windows start a file with a byte-order mark.
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place}: not UTF-8 text (byte {error.start + 1}{of}); save the file as UTF-8") from error
+    try:
+        return text, json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
+    except json.JSONDecodeError as error:
+        where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"{place}: not JSON: {error.msg} at {where}") from error
+    except RecursionError as error:
+        raise ValueError(f"{place}: nested too deeply to be read") from error
 
 
 def _arrow_rows(found: DataFiles) -> Iterator[Row]:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Format = Literal["json", "parquet", "arrow"]
+Format = Literal["json", "list", "csv", "parquet", "arrow"]
+"""``json``: JSON lines; ``list``: one JSON list of objects; ``csv``: also with semicolons or tabs."""
 
 _SHARD = re.compile(r"(?P<split>.+?)(-\d+-of-\d+)?")
-_SUFFIXES: Mapping[str, Format] = {".parquet": "parquet", ".jsonl": "json"}
+_SUFFIXES: Mapping[str, Format] = {".parquet": "parquet", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,9 @@ class DataFiles:
 
 
 def find_files(path: Path, split: str | None) -> DataFiles:
-    """The files of a path: a file, a data set that ``datasets`` has saved (``save_to_disk``), or a folder of Parquet or
-    JSON-lines files that are named by their split (``train.parquet``, ``data/train-00000-of-00002.parquet``), as on the Hub.
+    """The files of a path: a file, a data set that ``datasets`` has saved (``save_to_disk``), or a folder of Parquet,
+    JSON-lines or CSV files that are named by their split (``train.parquet``, ``data/train-00000-of-00002.parquet``), as on the
+    Hub.
 
     Raises:
         ValueError: nothing that can be read is there, or no such split, or several and none is named.
@@ -51,6 +53,20 @@ def find_files(path: Path, split: str | None) -> DataFiles:
     return _named_by_split(path, split)
 
 
+def splits_of(path: Path) -> list[str]:
+    """The names of a folder's splits; empty for a file, and for a folder that has none.
+
+    Raises:
+        ValueError: as :func:`find_files`, where nothing that can be read is there.
+    """
+    if path.is_dir() and (path / "dataset_dict.json").is_file():
+        return [str(each) for each in _json(path / "dataset_dict.json").get("splits") or []]
+    if not path.is_dir() or (path / "state.json").is_file():
+        find_files(path, None)
+        return []
+    return list(_files_by_split(path)[1])
+
+
 def _saved(folder: Path) -> DataFiles:
     """What ``Dataset.save_to_disk`` wrote: ``state.json`` names Arrow files beside it."""
     state = _json(folder / "state.json")
@@ -67,19 +83,24 @@ def _saved(folder: Path) -> DataFiles:
 
 
 def _named_by_split(folder: Path, split: str | None) -> DataFiles:
-    for form, suffix in ((form, suffix) for suffix, form in _SUFFIXES.items()):
-        found = sorted([*folder.glob(f"*{suffix}"), *folder.glob(f"data/*{suffix}")])
+    form, by_split = _files_by_split(folder)
+    chosen = _choose(folder, list(by_split), split)
+    return DataFiles(form, tuple(by_split[chosen]), f"{folder} ({chosen})", chosen)
+
+
+def _files_by_split(folder: Path) -> tuple[Format, dict[str, list[Path]]]:
+    """The files of each split, all of one format: the first of which there are any."""
+    for suffix, form in _SUFFIXES.items():
         by_split: dict[str, list[Path]] = {}
-        for file in found:
+        for file in sorted([*folder.glob(f"*{suffix}"), *folder.glob(f"data/*{suffix}")]):
             matched = _SHARD.fullmatch(file.stem)
             assert matched is not None
             by_split.setdefault(matched["split"], []).append(file)
         if by_split:
-            chosen = _choose(folder, list(by_split), split)
-            return DataFiles(form, tuple(by_split[chosen]), f"{folder} ({chosen})", chosen)
+            return form, by_split
     raise ValueError(
         f"the data path {folder} is a folder without a data set: neither dataset_dict.json nor state.json, as save_to_disk of "
-        "datasets writes them, nor files such as train.parquet or train.jsonl"
+        "datasets writes them, nor files such as train.parquet, train.jsonl or train.csv"
     )
 
 
@@ -97,11 +118,15 @@ def _choose(folder: Path, splits: list[str], split: str | None) -> str:
 
 
 def _format_of(path: Path) -> Format:
+    suffix = path.suffix.lower()
     with path.open("rb") as file:
-        starts = file.read(4)
-    if path.suffix == ".parquet" or starts == b"PAR1":
+        starts = file.read(64)
+    if suffix == ".parquet" or starts.startswith(b"PAR1"):
         return "parquet"
-    return "arrow" if path.suffix == ".arrow" else "json"
+    if suffix == ".json" and starts.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+        return "list"
+    by_suffix: dict[str, Format] = {".arrow": "arrow", ".csv": "csv", ".tsv": "csv"}
+    return by_suffix.get(suffix, "json")
 
 
 def _json(path: Path) -> Mapping[str, Any]:

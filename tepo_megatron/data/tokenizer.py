@@ -1,4 +1,4 @@
-"""Tokenizers behind one protocol: SentencePiece models, and whatever ``transformers.AutoTokenizer`` loads."""
+"""Tokenizers behind one protocol: SentencePiece models, and those of Hugging Face."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tepo_megatron.data.chat import chat_ids
+from tepo_megatron.data.pieces import piece_text
 from tepo_megatron.data.turns import turn_ids
 
 UNKNOWN_TEXT = "\ufffd"
@@ -67,13 +68,18 @@ class Tokenizer(Protocol):
     def show(self, ids: Sequence[int]) -> str:
         """The text of ids for people: as ``decode``, but special tokens are written as ``⟦name⟧``."""
 
+    def piece(self, token: int) -> str:
+        """The text of one id for people, as it reads in the middle of a text: as ``show``, but bytes that are no whole
+        character stand as ``⟨xx⟩``.
+        """
+
 
 def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     """Loads the tokenizer of a Hugging Face model folder.
 
-    A folder with ``tokenizer.model`` and no ``tokenizer.json`` is read by SentencePiece, any other by
-    ``transformers.AutoTokenizer`` (without running code from the folder). End tokens are the tokenizer's, and those that
-    ``generation_config.json`` adds.
+    A folder with ``tokenizer.model`` and no ``tokenizer.json`` is read by SentencePiece. ``tokenizer.json`` is read as it
+    stands, whatever the model's type is; without one ``transformers.AutoTokenizer`` decides (without running code from the
+    folder). End tokens are the tokenizer's, and those that ``generation_config.json`` adds.
 
     Raises:
         ValueError: the folder has no tokenizer, a damaged one, or one without an end token.
@@ -127,15 +133,22 @@ class SentencePieceTokenizer:
     def show(self, ids: Sequence[int]) -> str:
         return _show(ids, self._special, self.decode, self._processor.id_to_piece)
 
+    def piece(self, token: int) -> str:
+        return _piece(token, self, self._special, self._processor.id_to_piece)
+
 
 class HuggingFaceTokenizer:
-    """``transformers.AutoTokenizer``, with prompts as the folder's own configuration wants them."""
+    """A tokenizer of transformers, with prompts as the folder's own configuration wants them."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        # For some types of model AutoTokenizer takes the vocabulary out of tokenizer.json, and divides and joins text by rules
+        # of its own: other ids than those that the model was trained on, without a word, where the file has other rules.
+        whole = (folder / "tokenizer.json").is_file()
+        loader: Any = PreTrainedTokenizerFast if whole else AutoTokenizer
         with _reading(folder):
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            self._tokenizer: Any = loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         added = self._added = dict[int, Any](self._tokenizer.added_tokens_decoder)
         self.vocab_size = max(len(self._tokenizer), max(added, default=-1) + 1)
         self.bos_id: int | None = self._tokenizer.bos_token_id
@@ -165,6 +178,9 @@ class HuggingFaceTokenizer:
 
     def show(self, ids: Sequence[int]) -> str:
         return _show(ids, self._special, self.decode, self._tokenizer.convert_ids_to_tokens)
+
+    def piece(self, token: int) -> str:
+        return _piece(token, self, self._special, self._tokenizer.convert_ids_to_tokens)
 
     def turn_ids(self, messages: Sequence[tuple[str, str]], *, ended: bool) -> list[int]:
         special = [str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special]
@@ -230,6 +246,12 @@ def _show(ids: Sequence[int], special: Container[int], decode: Callable[[list[in
         run = []
         parts += [] if token is None else [f"⟦{name(int(token))}⟧"]
     return "".join(parts)
+
+
+def _piece(token: int, tokenizer: Tokenizer, special: Container[int], name: Callable[[int], Any]) -> str:
+    if token in special or token == tokenizer.unk_id or not 0 <= token < tokenizer.vocab_size:
+        return tokenizer.show([token])
+    return piece_text(token, tokenizer.encode("a"), tokenizer.decode, name)
 
 
 def _end_ids(own: int | None, folder: Path) -> tuple[int, ...]:

@@ -206,4 +206,6 @@ def _with_none(mask: SamplingMask, source: NDArray[np.int64], added: NDArray[np.
 
 def _filler(name: str, value: Tensor) -> int:
     """What padding has of a field."""
+    if name == "recorded_S":
+        return -1
     return not_recorded(value.itemsize) if name == "routed_experts_T" else 0

@@ -12,6 +12,7 @@ from torch import Tensor
 from tepo_megatron.engine.collectives import broadcast_json
 from tepo_megatron.engine.forward import Forward
 from tepo_megatron.engine.not_finite import NOT_FINITE
+from tepo_megatron.engine.token_values import on_every_rank
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.types import Batch, TokenScores
 
@@ -34,25 +35,18 @@ def score_micro_batches(
     """
 
     def keep(scores: TokenScores, micro: Batch) -> tuple[Tensor, dict[str, Any]]:
-        return scores.logprob.sum(), {"logprob": scores.logprob, "entropy": scores.entropy}
+        return scores.logprob.sum(), {"scores": torch.stack([scores.logprob, scores.entropy])}
 
     with torch.no_grad():
         kept = forward.run(chunks, batch, micro_batches, keep, train=False)
-    found = torch.zeros(2, batch.num_tokens, device=batch.tokens_T.device)
-    failed = torch.zeros(forward.ranks.world, device=found.device)
+    failed = torch.zeros(forward.ranks.world, device=batch.tokens_T.device)
     reasons = [scores[NOT_FINITE] for scores in kept if NOT_FINITE in scores]
     failed[forward.ranks.rank] = len(reasons)
     dist.all_reduce(failed)
     if failed.any():
         first = int(failed.nonzero()[0])
-        reason = broadcast_json(reasons[0] if reasons else None, source=first, device=found.device)
+        reason = broadcast_json(reasons[0] if reasons else None, source=first, device=failed.device)
         raise NotFiniteError(f"rank {first}: {reason}")
-    if forward.ranks.tp_rank == 0 and forward.ranks.cp_rank == 0:
-        # Only the last pipeline stage has scores; the list of the others is empty.
-        for sequences, scores in zip(micro_batches, kept, strict=False):
-            at = batch.token_index(sequences)
-            found[0, at] = scores["logprob"]
-            found[1, at] = scores["entropy"]
-    # Each token was scored by one data-parallel rank; adding zeros brings it to all, unchanged.
-    dist.all_reduce(found)
-    return TokenScores(logprob=found[0], entropy=found[1])
+    places = [batch.token_index(sequences) for sequences in micro_batches]
+    logprob_T, entropy_T = on_every_rank(forward, places, [micro["scores"] for micro in kept], (2, batch.num_tokens))
+    return TokenScores(logprob=logprob_T, entropy=entropy_T)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from tepo_megatron.engine.collectives import broadcast_json
 from tepo_megatron.engine.forward import Forward
 from tepo_megatron.engine.not_finite import find_not_finite, first_cause
 from tepo_megatron.engine.policy import Policy
+from tepo_megatron.engine.token_values import gather_recorded, keep_recorded
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.types import Batch, ObjectiveOutput, TokenScores
 
@@ -42,11 +43,12 @@ class StepObjective(Protocol):
 @dataclass(frozen=True)
 class UpdateResult:
     """The result of one optimizer step, the same on every rank. ``sums``: name → (sum, count); ``extrema``: ``…/min`` or
-    ``…/max`` → value.
+    ``…/max`` → value. ``token_values``: name → [R], of all R tokens of the sequences that ``Batch.recorded_S`` names, prompts
+    included, in the mini-batch's order; a value outside the loss mask means nothing.
 
     Where a number was not finite the optimizer step was skipped: ``skipped`` says the first cause, and ``not_finite`` what each
-    rank found. Weights, optimizer states and learning rate are then as before; loss and norm may be NaN, sums and extrema are
-    empty.
+    rank found. Weights, optimizer states and learning rate are then as before; loss and norm may be NaN, sums, extrema and
+    token values are empty.
     """
 
     loss: float
@@ -56,6 +58,7 @@ class UpdateResult:
     extrema: Mapping[str, float]
     skipped: str = ""
     not_finite: Sequence[Mapping[str, Any]] = ()
+    token_values: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def update(
@@ -75,13 +78,15 @@ def update(
     def loss(scores: TokenScores, micro: Batch) -> tuple[Tensor, dict[str, Any]]:
         output = objective(scores, micro, context)
         value = output.numerator / output.denominator  # of the whole mini-batch, on every rank and micro-batch the same
-        return value, {"loss": value.detach(), "metrics": output.metrics, "extrema": output.extrema}
+        kept = {"loss": value.detach(), "metrics": output.metrics, "extrema": output.extrema}
+        return value, kept | keep_recorded(output, micro)
 
     for ddp in policy.ddp:
         ddp.zero_grad_buffer()
     optimizer.zero_grad()
     biases = {name: bias.clone() for name, bias in policy.expert_biases.items()}
-    kept = forward.run(policy.ddp, batch, forward.micro_batches(batch), loss, train=True)
+    micro_batches = forward.micro_batches(batch)
+    kept = forward.run(policy.ddp, batch, micro_batches, loss, train=True)
     with forward.platform.megatron():
         # The norm is computed before step(), which would scale by it: a NaN must not reach the weights.
         optimizer.prepare_grads()
@@ -96,7 +101,8 @@ def update(
         optimizer.step()
         policy.param_gather.after_step()
     total, sums, extrema = _reduce(kept, forward)
-    return UpdateResult(total, grad_norm, optimizer.param_groups[0]["lr"], sums, extrema)
+    recorded = gather_recorded(forward, batch, micro_batches, kept)
+    return UpdateResult(total, grad_norm, optimizer.param_groups[0]["lr"], sums, extrema, token_values=recorded)
 
 
 def _reduce(

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from tepo_megatron.bridge.architecture import read_model_spec
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.data.sources import read_sources
 from tepo_megatron.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer

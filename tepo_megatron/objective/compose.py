@@ -15,7 +15,7 @@ from tepo_megatron.objective.checks import check_scores
 from tepo_megatron.objective.context import StepContext, prepare_step
 from tepo_megatron.objective.covariance import covariance_statistic
 from tepo_megatron.objective.mechanisms import choose_tokens
-from tepo_megatron.objective.metrics import measure
+from tepo_megatron.objective.metrics import measure, token_values
 from tepo_megatron.objective.mismatch import sampler_weights
 from tepo_megatron.objective.own import own_advantages
 from tepo_megatron.objective.ratio import sequence_sum
@@ -115,8 +115,9 @@ class Objective:
         numerator = -(
             token_weights(self.config.aggregation, values.mask_T, values.lengths_S, values.index_T) * objective_T
         ).sum()
-        metrics, extrema = measure(values, context, ratio_T, gain, weight_T, choices.chosen_T)
-        return ObjectiveOutput(numerator, context.denominator, metrics, extrema)
+        masked_T = choices.chosen_T
+        metrics, extrema = measure(values, context, ratio_T, gain, weight_T, masked_T)
+        return ObjectiveOutput(numerator, context.denominator, metrics, extrema, token_values(values, ratio_T, masked_T))
 
     def token_values(self, scores: TokenScores, batch: Batch, context: StepContext) -> TokenValues:
         """What a micro-batch's share of the loss is computed from, and what mechanisms choose tokens by; see ``__call__``."""

@@ -63,3 +63,9 @@ def measure(
         "ratio/max": torch.where(mask_T, ratio_T, -torch.inf).amax() if mask_T.numel() else ratio_T.new_tensor(-torch.inf),
     }
     return metrics, extrema
+
+
+def token_values(values: TokenValues, ratio_T: Tensor, masked_T: Tensor) -> dict[str, Tensor]:
+    """What :func:`measure` takes its means of, as it is at each token: detached views, nothing is computed."""
+    found = {"logprob_update": values.logprob_T.detach(), "ratio": ratio_T.detach(), "masked": masked_T}
+    return found if values.entropy_change_T is None else {**found, "entropy_change": values.entropy_change_T}

@@ -7,7 +7,7 @@ The built-in ones here return 0 or 1. This module imports nothing heavy, so that
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from difflib import get_close_matches
 from typing import Any
@@ -60,6 +60,33 @@ def last_number(problem: Problem, response: str) -> float:
     if expected is None:
         raise ValueError(f"the answer {problem.answer!r} has no number in it; use another verifier, or correct the data")
     return float(last_number_in(response) == expected)
+
+
+def check_reachable(name: str, problems: Iterable[Problem]) -> int:
+    """How many of the problems no response can solve, since a built-in verifier refuses the expected answer itself; 0 for
+    ``math`` and ``judge``, whose verdict is not known beforehand, and for the user's own.
+
+    Raises:
+        ValueError: none of them can be solved.
+    """
+    verifier = {"exact": exact, "last_number": last_number, "last_word": last_word}.get(name)
+    if verifier is None:
+        return 0
+    given = list(problems)
+    lost = [problem for problem in given if not _solves_itself(verifier, problem)]
+    if given and len(lost) == len(given):
+        raise ValueError(
+            f"the verifier {name} can give no response a reward: the expected answers themselves do not pass, such as "
+            f"{lost[0].answer[:60]!r} of problem {lost[0].id!r}; choose another one, such as exact"
+        )
+    return len(lost)
+
+
+def _solves_itself(verifier: Callable[[Problem, str], float], problem: Problem) -> bool:
+    try:
+        return verifier(problem, problem.answer) == 1
+    except ValueError:
+        return False
 
 
 def resolve_verifier(name: str) -> str:

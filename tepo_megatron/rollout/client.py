@@ -26,7 +26,8 @@ from tepo_megatron.rollout.faults import ServerFault, ServerGone, ServerSilent
 from tepo_megatron.rollout.frames import ABORT, SAMPLES
 from tepo_megatron.rollout.plugin.adapter_route import ADAPTER_NAME, USE
 from tepo_megatron.rollout.requests import Sample, Sampling
-from tepo_megatron.rollout.server import HEALTH_TIMEOUT_S, MODEL_NAME
+from tepo_megatron.rollout.server import HEALTH_TIMEOUT_S
+from tepo_megatron.rollout.server_program import MODEL_NAME
 from tepo_megatron.types import Response, TokenIds, WeightsVersion
 
 SLEEPS = frozenset({"weights", "kv_cache"})

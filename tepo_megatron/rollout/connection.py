@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from tepo_megatron.rollout.faults import ServerFault, ServerSilent
-from tepo_megatron.rollout.server import IDLE_CONNECTION_S
+from tepo_megatron.rollout.server_program import IDLE_CONNECTION_S
 
 
 class Connection:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.rollout.registry import Registration, claim, registered, retire, shared_key, with_own_address
 from tepo_megatron.rollout.server import is_healthy
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.rollout.cores import read_cores
 
 

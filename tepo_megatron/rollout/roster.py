@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tepo_megatron.bridge.architecture import read_model_spec
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.rollout.answers import read_vocab_size
 from tepo_megatron.rollout.client import INITIAL_WEIGHTS, Client
 from tepo_megatron.rollout.external import ExternalServer

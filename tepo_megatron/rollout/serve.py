@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.rollout.limits import check_machine, raise_open_files, weights_bytes
 from tepo_megatron.rollout.registry import Registration, is_retired, register, shared_key, with_own_address
 from tepo_megatron.rollout.requests import server_seed

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.rollout.external import ExternalServer, external_servers
 from tepo_megatron.rollout.limits import check_machine, raise_open_files, weights_bytes
 from tepo_megatron.rollout.requests import server_seed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tepo_megatron.config.rollout import SpeculativeConfig
+from tepo_megatron.config.rollout_server import SpeculativeConfig
 from tepo_megatron.rollout.answers import read_vocab_size
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.bridge.layouts import check_vllm_parallel
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 
 
 def check_server_split(config: ServerConfig, spec: ModelSpec) -> None:

@@ -11,6 +11,7 @@ from tepo_megatron.types import Batch, Rollout, WeightsVersion
 from tepo_megatron.watch.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
+    from tepo_megatron.engine.step import UpdateResult
     from tepo_megatron.train.resume import Resumed
     from tepo_megatron.train.weights import WeightPublisher
 
@@ -65,8 +66,10 @@ class Driver(Protocol):
         """Whether the run has a row of metrics of that step."""
 
     def log(self, step: int, row: Mapping[str, float]) -> None: ...
-    def note_row(self, row: Mapping[str, float]) -> None:
-        """The step's figures, as known when its updates are done: a checkpoint keeps them until they are logged."""
+    def note_step(self, step: int, row: Mapping[str, float], parts: Sequence[Batch], updates: Sequence[UpdateResult]) -> None:
+        """What is known of a step when its updates are done: its figures, which a checkpoint keeps until they are logged, and
+        token values of its scored mini-batches, which are written where they are recorded.
+        """
 
     def state(self) -> dict[str, Any]: ...
     def drop_step(self, step: int) -> None:
@@ -131,7 +134,7 @@ class NonRootDriver:
     def log(self, step: int, row: Mapping[str, float]) -> None:
         self._heartbeat.step(step)
 
-    def note_row(self, row: Mapping[str, float]) -> None:
+    def note_step(self, step: int, row: Mapping[str, float], parts: Sequence[Batch], updates: Sequence[UpdateResult]) -> None:
         return None
 
     def state(self) -> dict[str, Any]:

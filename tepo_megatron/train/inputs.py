@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +14,9 @@ from tepo_megatron.bridge.routes import rollout_fault
 from tepo_megatron.bridge.storage.convert import check_imported
 from tepo_megatron.bridge.storage.peft_folder import check_peft_folder
 from tepo_megatron.bridge.storage.stored import open_weights
-from tepo_megatron.config import LoraConfig, RunConfig
+from tepo_megatron.config import LoraConfig, RewardConfig, RunConfig
 from tepo_megatron.data.builtin import resolve_model_path
+from tepo_megatron.data.served_tokenizer import check_served_tokenizer
 from tepo_megatron.data.sources import TOO_LONG, Prompt, Source, read_sources
 from tepo_megatron.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from tepo_megatron.engine.checkpoint_folder import checkpoints, step_of
@@ -24,7 +25,7 @@ from tepo_megatron.engine.reduced_states import check_states
 from tepo_megatron.environments.calls import resolve_environment
 from tepo_megatron.evaluate.sets import EvaluationSet, load_sets
 from tepo_megatron.reward.by_source import reward_configs
-from tepo_megatron.reward.verifiers import resolve_verifier
+from tepo_megatron.reward.verifiers import check_reachable, resolve_verifier
 from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.record import read_rollouts, record_path
 from tepo_megatron.rollout.record_checks import check_rollouts
@@ -131,9 +132,11 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
     check_tokenizer(tokenizer, model_dir)
     if config.environment is not None:
         resolve_environment(config.environment.name)
-    for source, reward in reward_configs(config.reward, config.data).items():
-        if source or not (has_reward or config.environment is not None):
-            resolve_verifier(reward.verifier)
+    rewards = reward_configs(config.reward, config.data)
+    if has_reward or config.environment is not None:
+        del rewards[""]
+    for reward in rewards.values():
+        resolve_verifier(reward.verifier)
     load_filters(config.rollout.filter_groups)
     check_callbacks(config)
     replay = config.rollout.replay
@@ -151,13 +154,28 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
     evaluate = config.evaluate
     if evaluate.every and config.data.heldout is not None:
         heldout = read_sources(config.data, "heldout", tokenizer)
+    left_out = [notice for source in (*train, *heldout) for notice in source.notices]
+    if replay is None:
+        left_out += _unsolvable(rewards, train)
+    if config.servers_need_tokenizer and replay is None:
+        texts = (text for source in train for each in source.used for text in (each.prompt, each.answer))
+        check_served_tokenizer(tokenizer, model_dir, texts)
     _check_room(config, spec, [prompt for source in (*train, *heldout) for prompt in source.prompts if prompt.left_out is None])
     sets = load_sets(config, tokenizer, [name for name in evaluate.sets if evaluate.every_of(name)] if replay is None else ())
     for each in sets:
         check_set_room(config, spec, each)
-    left_out = [notice for source in (*train, *heldout) for notice in source.notices]
     left_out += [f"{each.name}: {each.left_out} left out, {TOO_LONG}" for each in sets if each.left_out]
     return Inputs(model_dir, spec, tokenizer, _problems(train), _problems(heldout), left_out, sets)
+
+
+def _unsolvable(rewards: Mapping[str, RewardConfig], sources: Sequence[Source]) -> list[str]:
+    """A notice for each source some of whose problems no response can solve. Raises ValueError where it is all of them."""
+    found = []
+    for source in sources:
+        reward = rewards.get(source.name) or rewards.get("")
+        if reward is not None and (lost := check_reachable(reward.verifier, source.used)):
+            found.append(f"{source.path}: {lost} problems whose own answer {reward.verifier} refuses: no response solves them")
+    return found
 
 
 def _problems(sources: Sequence[Source]) -> list[Problem]:

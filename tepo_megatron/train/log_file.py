@@ -65,9 +65,20 @@ def read_lines(path: Path) -> tuple[list[str], bool]:
 
 def replace_text(path: Path, text: str) -> None:
     """Replaces a file in one move, so that a crash leaves the old one or the new one."""
+    replace_bytes(path, text.encode("utf-8", errors="backslashreplace"))
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
+    """As :func:`replace_text`. What could not be written leaves nothing. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-    os.replace(partial, path)
+    try:
+        partial.write_bytes(data)
+        os.replace(partial, path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def _append(path: Path, piece: bytes) -> None:

@@ -12,7 +12,7 @@ from tepo_megatron.preemption import StopRequested
 from tepo_megatron.rollout.canary import due_prompt
 from tepo_megatron.train.driver import Driver
 from tepo_megatron.train.leaving import Leaving
-from tepo_megatron.train.minibatches import minibatches, trained_sequences
+from tepo_megatron.train.minibatches import mark_recorded, minibatches, trained_sequences
 from tepo_megatron.train.placement import takes_turns
 from tepo_megatron.train.resume import newest_whole
 from tepo_megatron.train.rollback import Rollback
@@ -82,7 +82,7 @@ class Loop:
         rollouts = self.with_servers(lambda: driver.collect(self.step))
         with driver.phase("score"):
             self.onload_trainer()
-            batch = engine.batch_from_root(rollouts)
+            batch = mark_recorded(engine.batch_from_root(rollouts), self.config.log, self.step + 1)
             noise = engine.measure_noise(batch) if self.noise_is_due() else {}
             # Mini-batches first: each is scored in the very micro-batches of its update, so that rounding, which depends on a
             # token's place in its micro-batch, cancels in ratios and in differences of entropies (decision 012).
@@ -101,7 +101,7 @@ class Loop:
             return
         self.step += 1
         row |= engine.memory() | engine.take_routing_metrics()
-        driver.note_row(row)
+        driver.note_step(self.step, row, scored, updates)
         self.save_if_due()
         self.from_root(lambda: None)
         self.update_weights()

@@ -1,4 +1,4 @@
-"""A step's batch divided into the mini-batches of its optimizer steps."""
+"""A step's batch divided into the mini-batches of its optimizer steps, and which of its sequences are recorded."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from hashlib import blake2b
 
 import torch
 
+from tepo_megatron.config import LogConfig
 from tepo_megatron.types import Batch
 
 
@@ -32,6 +33,25 @@ def trained_sequences(batch: Batch) -> list[int]:
     """The sequences with a token in the loss mask."""
     found: list[int] = batch.sequence_index_T[batch.loss_mask_T].unique().tolist()
     return found
+
+
+def mark_recorded(batch: Batch, log: LogConfig, step: int) -> Batch:
+    """The step's batch with ``recorded_S``, where the step is recorded; else as it is. ``step``: as its row is numbered.
+
+    Pure: every rank has the same batch, and marks the same sequences.
+    """
+    if not log.records_tokens(step):
+        return batch
+    recorded = recorded_places(batch.groups_S.tolist(), log.token_samples)
+    numbers_S = torch.full_like(batch.groups_S, -1)
+    numbers_S[recorded] = torch.tensor(recorded, dtype=numbers_S.dtype, device=numbers_S.device)
+    return batch.with_(recorded_S=numbers_S)
+
+
+def recorded_places(groups: Sequence[int], count: int) -> list[int]:
+    """Which of a step's sequences are of its first ``count`` groups; ``groups`` has the group of each."""
+    chosen = set(sorted(set(groups))[:count])
+    return [place for place, group in enumerate(groups) if group in chosen]
 
 
 def derive_seed(seed: int, step: int, purpose: str) -> int:

@@ -11,8 +11,12 @@ from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
+from tepo_megatron.preemption import stop_signals
 from tepo_megatron.train.figures import final_table
 from tepo_megatron.train.log_file import LogFile, read_lines, replace_text
+from tepo_megatron.train.loggers.client import Ending
+from tepo_megatron.train.loggers.installed import check_installed
+from tepo_megatron.train.loggers.loggers import Loggers
 from tepo_megatron.train.lost_time import fault_lines
 from tepo_megatron.train.metrics import MetricsWriter, read_metrics
 from tepo_megatron.train.plots import plot_curves
@@ -20,6 +24,8 @@ from tepo_megatron.train.progress import Progress
 from tepo_megatron.train.resume import resumes
 from tepo_megatron.train.run_folder import check_no_run, forget_start, unwritable_is_a_sentence
 from tepo_megatron.train.run_lock import RunLock
+from tepo_megatron.train.token_file import FOLDER, TokenSamples
+from tepo_megatron.train.token_log import TokenLog
 
 OF_CHOSEN_TOKENS = ("mask/fraction", "kl/masked", "entropy/delta_masked", "entropy/delta_unmasked")
 """Columns that only an objective that singles out tokens has: a mask that is not there masks nothing, not 0 %."""
@@ -34,8 +40,9 @@ class Output:
 
     def __init__(self, config: RunConfig, progress: Progress) -> None:
         """Raises ValueError if the folder cannot be written, another run uses it, it holds a run that this one does not resume,
-        or files of the one that it resumes are damaged.
+        files of the one that it resumes are damaged, or the package of a logger is not installed.
         """
+        check_installed(config.log)
         self.folder = config.output
         self.progress = progress
         self._finished = False
@@ -46,6 +53,7 @@ class Output:
         self._said: set[Path] = set()
         self._samples = LogFile(self.folder / "samples.jsonl", self.write_failed)
         self._train_samples = LogFile(self.folder / "train_samples.jsonl", self.write_failed)
+        self._tokens = TokenLog(self.folder, self.write_failed)
         self._lock = RunLock(self.folder)
         with unwritable_is_a_sentence(self.folder):
             left_behind = self._lock.take()
@@ -53,6 +61,7 @@ class Output:
                 check_no_run(config)
                 self.resumes = self._begins_at_checkpoint()
                 self._metrics = self._open_files()
+                self._loggers = Loggers(config, self.message, self._count_failures)
             except BaseException:
                 self._lock.release()
                 raise
@@ -96,6 +105,7 @@ class Output:
                 kept = [line for line, of in samples if of <= logged]
                 if cut or len(kept) < len(samples):
                     replace_text(file.path, "".join(line + "\n" for line in kept))
+            self._tokens.forget_after(step)
         return forgotten
 
     def message(self, text: str) -> None:
@@ -104,11 +114,13 @@ class Output:
     def write_row(self, step: int, row: Mapping[str, float]) -> dict[str, float]:
         """Returns what is written. Raises RuntimeError if another run has taken the folder over."""
         self._make_again_if_removed()
+        self._loggers.take_reports()
         failures, self._failures = self._failures, 0
         if not self._config.objective.chooses_tokens:
             row = {name: value for name, value in row.items() if name not in OF_CHOSEN_TOKENS}
         written = {"step": step, **row, "log/failed": float(failures)}
         self._metrics.write(step, written)
+        self._loggers.row_written()
         self.progress.step(step, row)
         return written
 
@@ -119,6 +131,13 @@ class Output:
     def write_train_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Appends readable responses that a step trains on to ``train_samples.jsonl``."""
         self._train_samples.append(_as_lines(step, samples))
+
+    def write_tokens(self, samples: TokenSamples) -> None:
+        """Writes the token values of a step to a file of its own; one of the same step is replaced."""
+        self._tokens.write(samples)
+
+    def _count_failures(self, count: int) -> None:
+        self._failures += count
 
     def write_failed(self, path: Path, error: OSError) -> None:
         """Counts a file of logs that could not be written; the first time for each folder it is said."""
@@ -136,6 +155,7 @@ class Output:
         self._metrics.close()
         self._samples.flush()
         self._train_samples.flush()
+        self._tokens.flush()
         metrics = self.folder / "metrics.jsonl"
         if self._metrics.waiting:
             self.message(f"{self._metrics.waiting} rows of {metrics} could not be written to the end, and are lost")
@@ -154,9 +174,11 @@ class Output:
             self.message(f"the run is complete, but its picture and table could not be made: {error}")
 
     def close(self) -> None:
-        """At the end, or after a failure: the terminal is given back, the files are complete up to the last row; what went
-        wrong before a failure is said.
+        """At the end, or after a failure: the terminal is given back, the files are complete up to the last row, loggers
+        have it or are given up; what went wrong before a failure is said.
         """
+        signals = stop_signals()
+        ending: Ending = "finished" if self._finished else "failed" if signals.requested is None else "stopped"
         metrics = self.folder / "metrics.jsonl"
         if not self._finished and metrics.exists():
             self._finished = True
@@ -165,6 +187,8 @@ class Output:
                     self.progress.message(f"  {line}")
         self.progress.close()
         self._metrics.close()
+        # A run that was asked to stop keeps a second for what is left of its end.
+        self._loggers.close(ending, max(0.0, signals.seconds_left() - 1))
         self._lock.release()
 
     def _make_again_if_removed(self) -> None:
@@ -206,8 +230,11 @@ def _read_samples(path: Path) -> tuple[list[tuple[str, int]], bool]:
 
 
 def _put_aside(folder: Path) -> None:
-    """Keeps what a run logged that left no checkpoint: ``metrics.jsonl`` becomes ``metrics.before-1.jsonl``, then 2."""
+    """Keeps what a run logged that left no checkpoint: ``metrics.jsonl`` becomes ``metrics.before-1.jsonl``, then 2; ``tokens``
+    becomes ``tokens.before-1``."""
     number = 1 + len(list(folder.glob("metrics.before-*.jsonl")))
     for name in ("metrics", "samples", "train_samples"):
         if (folder / f"{name}.jsonl").exists():
             (folder / f"{name}.jsonl").rename(folder / f"{name}.before-{number}.jsonl")
+    if (folder / FOLDER).exists():
+        (folder / FOLDER).rename(folder / f"{FOLDER}.before-{number}")

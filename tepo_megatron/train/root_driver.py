@@ -33,11 +33,13 @@ from tepo_megatron.train.schedule import idle_shares, make_schedule
 from tepo_megatron.train.skipped import write_skipped
 from tepo_megatron.train.source_figures import source_figures
 from tepo_megatron.train.step_rewards import StepRewards
+from tepo_megatron.train.token_samples import TokenRecorder
 from tepo_megatron.train.train_samples import train_samples
 from tepo_megatron.types import Batch, Rollout, WeightsVersion
 from tepo_megatron.watch.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
+    from tepo_megatron.engine.step import UpdateResult
     from tepo_megatron.train.weights import WeightPublisher
 
 T = TypeVar("T")
@@ -118,6 +120,7 @@ class RootDriver:
         """Figures of the step that is not logged yet."""
         self._said_noise = self._has_collected = False
         self._problems = {problem.id: problem for problem in inputs.train}
+        self._tokens = TokenRecorder(config.log, self._problems, inputs.tokenizer, output)
         self.lost = LostTime()
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -288,7 +291,8 @@ class RootDriver:
                 self._said_noise = True
         self.callbacks.tell("on_step_end", step, step, written)
 
-    def note_row(self, row: Mapping[str, float]) -> None:
+    def note_step(self, step: int, row: Mapping[str, float], parts: Sequence[Batch], updates: Sequence[UpdateResult]) -> None:
+        self._tokens.record(step, self.rollouts.rollouts, parts, updates)
         counts = {**self.rewards.take_figures(), "rollback/count": float(self._returns)}
         counts |= source_figures(self.rollouts.rollouts, self._problems)
         self._row = {**self.rollouts.take_figures(), **row, **counts, **self._canaries.take_figures()}

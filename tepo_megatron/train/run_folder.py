@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.engine.checkpoint_folder import checkpoints
+from tepo_megatron.train.loggers.installed import check_installed
 from tepo_megatron.train.run_lock import RunLock, check_free
 
 MADE_BY_A_RUN = (
@@ -26,6 +27,8 @@ MADE_BY_A_RUN = (
     "samples.before-*.jsonl",
     "train_samples.jsonl",
     "train_samples.before-*.jsonl",
+    "tokens/step_*",
+    "tokens.before-*",
     "curves.png",
     "model",
     "tensorboard/events.out.tfevents.*",
@@ -36,6 +39,10 @@ MADE_BY_A_RUN = (
     "status/*",
     "logs/server-*",
     "logs/hang-*",
+    "logs/wandb.log",
+    "logs/mlflow.log",
+    "wandb/*",
+    "mlflow/*",
 )
 """What ``--overwrite`` removes of an output folder; all else stays, such as what ``tepo launch`` has put there."""
 
@@ -52,6 +59,7 @@ def prepare_folder(config: RunConfig, *, overwrite: bool = False) -> None:
     folder = config.output
     if overwrite and config.train.resume:
         raise ValueError(f"--overwrite starts anew and train.resume = {config.train.resume} goes on; give one of the two")
+    check_installed(config.log)
     _check_writable(folder)
     with unwritable_is_a_sentence(folder):
         check_free(folder)
@@ -74,8 +82,11 @@ def _has_trained(metrics: Path) -> bool:
 
 
 def forget_start(folder: Path) -> None:
-    """Removes what a start without a trained step has logged: the next run writes its own first row."""
-    for pattern in ("metrics.jsonl", "samples.jsonl", "train_samples.jsonl", "tensorboard/events.out.tfevents.*"):
+    """Removes what a start without a trained step has logged: the next run writes its own first row, and is another one for W&B
+    and MLflow.
+    """
+    logged = ("metrics.jsonl", "samples.jsonl", "train_samples.jsonl", "tokens/step_*", "tensorboard/events.out.tfevents.*")
+    for pattern in (*logged, "wandb/sent.jsonl", "mlflow/sent.jsonl"):
         for path in folder.glob(pattern):
             path.unlink()
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -82,7 +80,7 @@ class TokenSamples:
     update: NDArray[np.int32]
     """[S]: in which optimizer step of the training step it was trained on, from 1; 0 in none."""
     reward: NDArray[np.float32]
-    """[S]: the reward that is trained on."""
+    """[S]: as the verifier gave it; what ``rollout.truncated: penalise`` takes off is in the advantage alone."""
     truncated: NDArray[np.bool_]
     """[S]: whether it was cut at the longest response allowed."""
 
@@ -170,19 +168,6 @@ def encode_tokens(samples: TokenSamples) -> bytes:
     arrays = {name: getattr(samples, name) for name in _ARRAYS}
     np.savez_compressed(file, meta=np.array(json.dumps(meta)), **arrays)
     return file.getvalue()
-
-
-def write_tokens(path: Path, data: bytes) -> None:
-    """Writes a file beside its place and renames it, so that there is a whole one or none. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_bytes(data)
-        os.replace(partial, path)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink()
-        raise
 
 
 def read_tokens(path: Path) -> TokenSamples:

@@ -106,6 +106,16 @@ OTHERS = [
     Layout(pp=4, vpp=2, model="eight"),
     Layout(pp=4, first=1, last=1, model="eight"),
 ]
+RECORDED_AND_NOT = [
+    Layout(),
+    VPP,
+    Layout(pp=2, last=1, model="tied"),
+    Layout(tp=2, pp=2, vpp=2),
+    Layout(dp=2, pp=2, vpp=2, distributed=True),
+    Layout(cp=2, pp=2, vpp=2, model="tied"),
+]
+"""Those that repeat their last update without recording."""
+
 SINGLE = [Layout(model=model, objective=name) for model, name in sorted({(each.model, each.objective) for each in OTHERS})]
 
 
@@ -145,7 +155,7 @@ def train(layout: Layout, folder: Path) -> dict[str, Any]:
     assert {name: tuple(param.shape) for name, param in engine.policy.params.items()} == dict(
         engine.layouts[engine.ranks.rank].params
     )
-    report: dict[str, Any] = {"initial": dict(engine.weights.stream()), "updates": []}
+    report: dict[str, Any] = {"initial": dict(engine.weights.stream()), "updates": [], "tokens": []}
     batch = engine.batch_from_root(rollouts() if engine.ranks.rank == 0 else None)
     forwarded: list[int] = []
     hook = engine.policy.chunks[-1].register_forward_pre_hook(lambda _, inputs: forwarded.append(inputs[0].numel()))
@@ -155,7 +165,8 @@ def train(layout: Layout, folder: Path) -> dict[str, Any]:
     report["prompt"] = engine.prompt_logprobs(PROMPT)
     report["noise"] = engine.measure_noise(batch)["entropy/noise/p99"]
     engine.counters.entropy_noise = 0.0
-    parts = [engine.score(part) for part in minibatches(batch, 2, seed=0, step=0)]
+    marked = batch.with_(recorded_S=torch.where(batch.groups_S == 0, -1, torch.arange(batch.num_sequences)))
+    parts = [engine.score(part) for part in minibatches(marked, 2, seed=0, step=0)]
     for number, part in enumerate(parts):
         if layout.resumes is not None and number == 0:
             engine.checkpoints.load(folder / layout.resumes.name / "step_000001")
@@ -166,9 +177,19 @@ def train(layout: Layout, folder: Path) -> dict[str, Any]:
             result = engine.update(part)
             assert not result.skipped
             report["updates"].append({"loss": result.loss, "grad_norm": result.grad_norm})
+            report["tokens"].append((number, part, result.token_values))
         if number == 0:
             engine.checkpoints.save(folder / layout.name, step=1, state={})
+            report["between"] = dict(engine.weights.stream()) if layout.world == 1 else None
     report["trained"] = dict(engine.weights.stream())
+    if layout in RECORDED_AND_NOT:
+        digest = engine.weights.version(0).digest
+        engine.checkpoints.load(folder / layout.name / "step_000001")
+        plain = engine.update(parts[1].with_(recorded_S=None))
+        assert not plain.token_values
+        report["without"] = {"loss": plain.loss, "grad_norm": plain.grad_norm, "sums": plain.sums}
+        report["with"] = {**report["updates"][-1], "sums": result.sums}
+        report["digests"] = (digest, engine.weights.version(0).digest)
     if layout in (VPP, Layout(tp=2, pp=2, vpp=2)):
         report["planted"] = [planted(engine, parts[1], kind) for kind in ("gradient", "logits")]
     parallel_state.destroy_model_parallel()
@@ -241,6 +262,17 @@ class Worlds:
             "prompt": [float(prompt[at, token]) for at, token in enumerate(PROMPT[1:])],
         }
 
+    def scores(self, model: str, batch: Batch, weights: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of a batch's tokens under other weights of the model, by transformers in float64."""
+        from transformers import AutoModelForCausalLM
+
+        made = AutoModelForCausalLM.from_pretrained(self.folder / model, dtype=torch.float64)
+        made.load_state_dict({name: tensor.double() for name, tensor in weights.items()})
+        with torch.no_grad():
+            rows = [made(tokens[None]).logits[0] for tokens in batch.tokens_T.split(batch.lengths_S.tolist())]
+        logprobs_TV = (torch.cat(rows) / TEMPERATURE).log_softmax(-1)
+        return logprobs_TV.gather(1, batch.labels_T[:, None])[:, 0], -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
@@ -277,6 +309,61 @@ def test_updates_and_weights_are_those_of_one_rank(worlds: Worlds, layout: Layou
         assert not torch.equal(tensor, single["initial"][name]), f"{name} was not trained"
         error = (reports[0]["trained"][name] - tensor).norm() / tensor.norm()
         assert error <= 1e-5, f"{name}: off by {error:.2e} of its norm"
+
+
+def recorded(part: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens of a mini-batch have values, and which of those are responses'."""
+    assert part.recorded_S is not None
+    at_R = (part.recorded_S >= 0)[part.sequence_index_T].nonzero()[:, 0]
+    return at_R, part.loss_mask_T[at_R]
+
+
+@pytest.mark.parametrize("layout", OTHERS, ids=lambda layout: layout.name)
+def test_values_of_single_tokens_are_those_of_one_rank(worlds: Worlds, layout: Layout) -> None:
+    """On every rank. In a first update nothing has moved yet: to the last bit."""
+    expected = {number: values for number, _, values in worlds.single(layout)["tokens"]}
+    for report in worlds.ranks(layout):
+        assert [number for number, _, _ in report["tokens"]] == ([1] if layout.resumes else [0, 1])
+        for number, part, found in report["tokens"]:
+            at_R, own_R = recorded(part)
+            assert found["ratio"].shape == at_R.shape
+            for name in ("logprob_update", "entropy_change", "ratio"):
+                torch.testing.assert_close(found[name][own_R], expected[number][name][own_R], atol=1e-5, rtol=1e-5)
+            if number == 0 and layout.model != "experts":
+                assert torch.equal(found["logprob_update"][own_R], part.old_logprobs_T[at_R][own_R])
+                assert not found["entropy_change"][own_R].any()
+                assert not found["masked"].any()
+            assert found["masked"].dtype == torch.bool
+            if layout.objective == "tepo":
+                held = (part.advantages_S[part.sequence_index_T[at_R]] > 0) & (found["entropy_change"] < -1e-5) & own_R
+                assert torch.equal(found["masked"], held)
+                assert held.any() == (number == 1)
+
+
+def test_values_of_single_tokens_match_transformers_in_float64(worlds: Worlds) -> None:
+    """Of the second update: with the weights after the first one, against those before."""
+    report = worlds.ranks(Layout())[0]
+    number, part, found = report["tokens"][1]
+    at_R, own_R = recorded(part)
+    before, after = (worlds.scores("four", part, weights) for weights in (report["initial"], report["between"]))
+    assert number == 1
+    torch.testing.assert_close(found["logprob_update"][own_R].double(), after[0][at_R][own_R], atol=2e-5, rtol=0)
+    change_R = (after[1] - before[1])[at_R][own_R]
+    assert change_R.abs().max() > 1e-4
+    torch.testing.assert_close(found["entropy_change"][own_R].double(), change_R, atol=5e-6, rtol=0)
+    delta_T = torch.where(part.loss_mask_T, after[0] - before[0], 0.0)
+    index_T, own_T = part.sequence_index_T, part.loss_mask_T.double()
+    sums_S, lengths_S = (torch.zeros(part.num_sequences).double().index_add(0, index_T, each_T) for each_T in (delta_T, own_T))
+    ratio_R = (sums_S / lengths_S).exp()[index_T[at_R]][own_R]
+    assert (ratio_R - 1).abs().max() > 1e-4
+    torch.testing.assert_close(found["ratio"][own_R].double(), ratio_R, atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("layout", RECORDED_AND_NOT, ids=lambda layout: layout.name)
+def test_recording_changes_no_bit(worlds: Worlds, layout: Layout) -> None:
+    for report in worlds.ranks(layout):
+        assert report["with"] == report["without"]
+        assert report["digests"][0] == report["digests"][1]
 
 
 @pytest.mark.parametrize("layout", OTHERS, ids=lambda layout: layout.name)

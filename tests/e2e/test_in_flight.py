@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.config.sampling import SamplingConfig
 from tepo_megatron.rollout.fleet import Fleet
 from tepo_megatron.types import Response, WeightsVersion

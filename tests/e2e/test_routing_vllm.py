@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.rollout.fleet import Fleet
 from tepo_megatron.rollout.record import write_rollouts
 from tepo_megatron.rollout.requests import Sampling

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tepo_megatron.config.rollout import ServerConfig, SpeculativeConfig
+from tepo_megatron.config.rollout_server import ServerConfig, SpeculativeConfig
 from tepo_megatron.rollout.fleet import Fleet
 from tepo_megatron.types import WeightsVersion
 from tests.e2e.test_rollout_server import EOS, greedy_after, random_model, sync

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 
 from tepo_megatron.rollout.record import read_rollouts
 from tepo_megatron.train.run_folder import MADE_BY_A_RUN
+from tepo_megatron.train.token_file import read_tokens, token_files
 from tests.support.kills import MEASURED_IN_SECONDS, assert_same_run, last_step, train_killed_at
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S, run_program
@@ -53,6 +55,9 @@ KEYS = {
 EVALUATION_KEYS = {
     *("accuracy/greedy", "accuracy/avg@k", "accuracy/pass@k", "heldout/reward_greedy", "heldout/reward_sampled"),
 }
+TOKENS = ["log.token_samples=8", "log.token_samples_every=5"]
+"""All of a step's groups."""
+
 EXPLAINED = set(re.findall(r"`([a-z][\w/@]*)`", (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()))
 CANARY = "canary/max_logprob_gap"
 CACHE_CANARY = "canary/cache_gap"
@@ -94,7 +99,7 @@ def wait_for_rows(process: subprocess.Popen[str], out: Path, count: int) -> None
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("run") / "out"
-    printed = train(f"output={folder}", *SMALL, "rollout.record=true", "train.save_every=5", "log.train_samples=2")
+    printed = train(f"output={folder}", *SMALL, "rollout.record=true", "train.save_every=5", "log.train_samples=2", *TOKENS)
     (folder.parent / "printed.txt").write_text(printed)
     yield folder
     assert_none_names(folder)
@@ -163,6 +168,33 @@ def test_recorded_rollouts_carry_the_version_that_sampled_them(trained: Path) ->
         assert (row["weights_version/min"], row["weights_version/max"]) == (step, step)
 
 
+def test_values_of_single_tokens_are_those_of_rollouts_and_rows(trained: Path) -> None:
+    files = token_files(trained)
+    assert list(files) == [5, 10]
+    for step, path in files.items():
+        found, drawn, row = read_tokens(path), read_rollouts(trained / "rollouts", step - 1), rows(trained)[step]
+        assert [found.ids[found.tokens_of(at)].tolist() for at in range(32)] == [each.response_ids.tolist() for each in drawn]
+        assert found.logprob_sampler.tolist() == [value for each in drawn for value in each.sampler_logprobs.tolist()]
+        assert found.reward.tolist() == [each.reward for each in drawn]
+        assert [found.prompts[at].problem for at in found.prompt] == [each.problem_id for each in drawn]
+        assert all(found.text_of(at).removesuffix("⟦<eos>⟧") == each.text for at, each in enumerate(drawn))
+        assert set(found.version.tolist()) == {step - 1}
+        assert np.abs(found.logprob_trainer - found.logprob_sampler).max() < 1e-4
+        first = np.repeat(found.update, found.lengths) == 1
+        assert sorted(np.unique(found.update)) == [1, 2]
+        assert not found.entropy_change[first].any()
+        assert (found.ratio[first] == 1).all()
+        assert not found.masked[first].any()
+        assert ((found.advantage > 0) & (found.entropy_change < 0))[found.masked].all()
+        for name, values in {
+            "ratio/mean": found.ratio,
+            "mask/fraction": found.masked,
+            "entropy/delta": found.entropy_change,
+        }.items():
+            assert values.mean(dtype=np.float64) == pytest.approx(row[name], rel=1e-4), name
+        assert row["mask/fraction"] > 0
+
+
 def sweep(file: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tepo_megatron", "sweep", str(file), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -217,7 +249,7 @@ WEIGHTS = "model/model.safetensors"
 
 
 def test_replayed_rollouts_reproduce_the_run_to_the_last_bit(trained: Path, replayed: Path) -> None:
-    """The same rollouts give the metrics and weights of the first run."""
+    """The same rollouts give the metrics and weights of the first run, which recorded values of tokens, as this one did not."""
     assert without_times(replayed) == without_answers(trained)
     assert (replayed / WEIGHTS).read_bytes() == (trained / WEIGHTS).read_bytes()
 
@@ -231,10 +263,13 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(trained: Path, repla
     train(f"output={out}", *SMALL, replay, "train.steps=4", runner=TORCHRUN)
     metrics = out / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
-    train(f"output={out}", *SMALL, replay, "train.resume=true", runner=TORCHRUN)
+    tokens = ["log.token_samples=8", f"log.token_samples_every={STEPS}"]
+    train(f"output={out}", *SMALL, replay, "train.resume=true", *tokens, runner=TORCHRUN)
     assert [row["step"] for row in rows(out)] == list(range(STEPS + 1))
     assert without_times(out) == without_times(replayed) == without_answers(trained)
     assert (out / WEIGHTS).read_bytes() == (replayed / WEIGHTS).read_bytes() == (trained / WEIGHTS).read_bytes()
+    (found,) = token_files(out).values()
+    assert found.read_bytes() == token_files(trained)[STEPS].read_bytes()
 
 
 @pytest.mark.faults  # tests/e2e/test_faults_quick.py has kills for every day

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,23 @@ def write_jsonl(path: Path, rows: Rows) -> str:
     """One object a line; returns the path as text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def write_list(path: Path, rows: Rows) -> str:
+    """One JSON list, as ``json.dump`` writes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(list(rows), indent=1))
+    return str(path)
+
+
+def write_csv(path: Path, rows: Rows, delimiter: str = ",") -> str:
+    """With a header, as a spreadsheet saves it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(rows)
     return str(path)
 
 

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.rollout.client import PROGRESS
 from tepo_megatron.rollout.fleet import Fleet
 from tepo_megatron.rollout.frames import SAMPLES

@@ -14,7 +14,8 @@ import pytest
 
 from tepo_megatron.bridge.storage.manifest import DamagedCheckpoint
 from tepo_megatron.config import EngineConfig, EvaluateConfig, ObjectiveConfig, RolloutConfig, RunConfig, TrainConfig
-from tepo_megatron.config.rollout import CanaryConfig, ServerConfig
+from tepo_megatron.config.rollout import CanaryConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.config.train import RollbackConfig
 from tepo_megatron.engine.batch import pack
 from tepo_megatron.engine.saving import Saved
@@ -250,7 +251,10 @@ class Recorder:
     def has_logged(self, step: int) -> bool:
         return self.row == step
 
-    def note_row(self, row: dict[str, float]) -> None:
+    def note_step(self, step: int, row: dict[str, float], parts: list[Batch], updates: list[UpdateResult]) -> None:
+        assert step == self.drawn
+        assert [part.num_sequences for part in parts] == [3, 3]
+        assert len(updates) == 2
         self.noted_row = row
 
     def log(self, step: int, row: dict[str, float]) -> None:

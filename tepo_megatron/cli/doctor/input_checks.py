@@ -37,8 +37,14 @@ def _problems(config: RunConfig) -> Check:
     counts = f"{len(inputs.train)} problems to train on, {len(inputs.heldout)} held out"
     counts += "".join(f", {len(each.problems)} in {each.name}" for each in inputs.sets)
     left_out = "".join(f"; {notice}" for notice in inputs.left_out)
-    status: Status = "ok" if inputs.heldout or inputs.sets else "warn"
-    advice = "" if status == "ok" else "nothing is evaluated: give data.heldout to see whether the model gets better"
+    advice = ""
+    trained = {(problem.prompt, problem.messages) for problem in inputs.train}
+    both = sum((problem.prompt, problem.messages) in trained for problem in inputs.heldout)
+    if not inputs.heldout and not inputs.sets:
+        advice = "nothing is evaluated: give data.heldout to see whether the model gets better"
+    elif both:
+        advice = f"{both} of the held-out prompts are trained on, too: take them out of one of the two"
+    status: Status = "warn" if advice else "ok"
     shown = config.model.path if config.model.path.startswith(BUILTIN) else str(inputs.model_dir)
     return Check("model and data", status, f"{shown}; {counts}{left_out}", advice, needed=True)
 

@@ -18,6 +18,7 @@ from tepo_megatron.data.builtin import resolve_model_path
 from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.registry import registered
 from tepo_megatron.rollout.split import check_server_split
+from tepo_megatron.train.loggers.installed import check_installed, sections
 
 _GIB = 2**30
 _BYTES_PER_CHECKPOINT_BYTE = 8
@@ -43,6 +44,8 @@ def run_checks(config: RunConfig) -> list[Callable[[], Check]]:
         checks.append(partial(_quantization, config))
     if server.tp > 1:
         checks.append(partial(_server_split, config))
+    if sections(config.log):
+        checks.append(partial(_loggers, config))
     for number, check in enumerate(checks):
         setattr(check, "__name__", f"_run_{number}")  # noqa: B010  # what diagnose() calls a check that fails by itself
     return checks
@@ -80,6 +83,16 @@ def _quantization(config: RunConfig) -> Check:
     except ValueError as error:
         return Check("quantization", "fail", quantization, str(error), needed=True)
     return Check("quantization", "ok", quantization, needed=True)
+
+
+def _loggers(config: RunConfig) -> Check:
+    """Whether the packages of the loggers that are switched on are here; not whether their servers answer."""
+    detail = ", ".join(f"log.{kind}" for kind in sections(config.log))
+    try:
+        check_installed(config.log)
+    except ValueError as error:
+        return Check("loggers", "fail", detail, str(error), needed=True)
+    return Check("loggers", "ok", detail, needed=True)
 
 
 def _server_split(config: RunConfig) -> Check:

@@ -14,7 +14,7 @@ from tepo_megatron.bridge.transfer import transports
 from tepo_megatron.bridge.transfer.transport import Member, TransportSpec, connect, listen
 from tepo_megatron.bridge.transfer.transports import find_transport, join, transport_names
 from tepo_megatron.bridge.transfer.transports.gloo import GlooGroup
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 
 MODULE = """
 from tepo_megatron.bridge.transfer.transport import TransportSpec

@@ -14,6 +14,9 @@ from tepo_megatron.cli.doctor.input_checks import input_checks
 from tepo_megatron.cli.main import app
 from tepo_megatron.config.load import load_run
 from tepo_megatron.data.builtin import resolve_model_path
+from tepo_megatron.data.tokenizer import load_tokenizer
+from tests.support.chat_tokenizer import write_chat_tokenizer
+from tests.support.data_files import write_parquet
 
 runner = CliRunner()
 
@@ -58,6 +61,78 @@ def test_options_are_not_asked_and_without_held_out_problems_nothing_is_evaluate
     config = load_run(own / "new" / "mine.yaml")
     assert (config.data.heldout, config.evaluate.every) == (None, 0)
     assert config.rollout.server.max_model_len == config.rollout.sampling.max_new_tokens + 6  # 10+1= and what begins a text
+
+
+@pytest.fixture
+def chatty(own: Path) -> Path:
+    """The model with a tokenizer that has a chat template."""
+    folder = own / "chatty"
+    shutil.copytree(own / "model", folder, ignore=shutil.ignore_patterns("tokenizer*", "special*"))
+    tokenizer = load_tokenizer(write_chat_tokenizer(folder))
+    settings = json.loads((folder / "config.json").read_text())
+    fitting = {"vocab_size": tokenizer.vocab_size, "eos_token_id": tokenizer.eos_ids[0]}
+    (folder / "config.json").write_text(json.dumps({**settings, **fitting}))
+    return own
+
+
+def test_columns_and_the_chat_template_are_asked_and_shown(chatty: Path) -> None:
+    """A CSV file whose columns have other names; the answers that cannot be used are said, and asked again."""
+    for name, first in (("train", 10), ("test", 50)):
+        rows = [f"{at}+1,{at + 1}" for at in range(first, first + 5)]
+        (chatty / f"{name}.csv").write_text("\n".join(["task,solution", *rows]) + "\n")
+    answers = ["chatty", "train.csv", "tusk", "task", "solution", "train.csv", "test.csv", "maybe", "", "last_word"]
+    done = runner.invoke(app, ["init"], input="\n".join([*answers, "0"]) + "\n")
+    assert done.exit_code == 0, done.output
+    for said in (
+        "'tusk' is no column of train.csv; task, solution",
+        "train.csv is trained on; give other",
+        "'maybe' is no answer",
+    ):
+        assert said in done.stderr
+    assert "the model reads: ⟦" in done.stdout
+    config = load_run(chatty / "run.yaml")
+    assert (config.data.train, config.data.heldout, config.data.chat_template) == ("train.csv", "test.csv", True)
+    assert (config.data.fields.prompt, config.data.fields.answer) == ("task", "solution")
+    words = ["--model", "chatty", "--train", "train.csv", "--prompt-column", "task", "--answer-column", "solution"]
+    words += ["--verifier", "exact", "--gpus", "0", "--no-chat-template", "--overwrite", "--heldout", "train.csv"]
+    refused = runner.invoke(app, ["init", *words])
+    assert (refused.exit_code, "train.csv is trained on" in refused.stderr) == (1, True)
+    done = runner.invoke(app, ["init", *words[:-2]])
+    assert done.exit_code == 0, done.output
+    assert not load_run(chatty / "run.yaml").data.chat_template
+
+
+def test_a_folder_with_splits_is_asked_which_and_its_test_split_is_proposed(own: Path) -> None:
+    rows = [{"question": f"{at}+1=", "answer": f"{at + 1}"} for at in range(10, 30)]
+    for split, some in (("train", rows[:10]), ("test", rows[9:])):
+        write_parquet(own / "sums" / "data" / f"{split}-00000-of-00001.parquet", some)
+    answers = ["model", "sums", "dev", "train", "question", "", "", "exact", "0"]
+    done = runner.invoke(app, ["init"], input="\n".join(answers) + "\n")
+    assert done.exit_code == 0, done.output
+    assert "'dev' is no split of sums; test, train" in done.stderr
+    assert "warning: 1 of their prompts are trained on, too" in done.stderr
+    config = load_run(own / "run.yaml")
+    assert [(each.path, each.split) for each in (*config.data.train_sources, *config.data.heldout_sources)] == [
+        ("sums", "train"),
+        ("sums", "test"),
+    ]
+    (check, _) = diagnose(input_checks(config))
+    assert (check.status, "1 of the held-out prompts are trained on, too" in check.advice) == ("warn", True)
+    words = ["--model", "model", "--train", "sums", "--prompt-column", "question", "--verifier", "exact", "--gpus", "0"]
+    done = runner.invoke(app, ["init", *words, "--split", "train", "--heldout-split", "train", "--overwrite"])
+    assert (done.exit_code, "the split train of sums is trained on" in done.stderr) == (1, True)
+
+
+def test_a_verifier_that_refuses_the_answers_themselves_is_said(own: Path) -> None:
+    (own / "words.jsonl").write_text('{"prompt": "1+1=", "answer": "is 2"}\n')
+    (own / "mixed.jsonl").write_text('{"prompt": "1+1=", "answer": "is 2"}\n{"prompt": "1+2=", "answer": "3"}\n')
+    for name, code, said in (
+        ("words", 1, "the verifier last_word can give no response a reward"),
+        ("mixed", 0, "warning: last_word refuses the answers of 1 problems themselves"),
+    ):
+        words = ["--model", "model", "--train", f"{name}.jsonl", "--verifier", "last_word", "--gpus", "0"]
+        done = runner.invoke(app, ["init", *words])
+        assert (done.exit_code, said in done.stderr) == (code, True), done.stderr
 
 
 def test_what_nobody_answers_is_named(own: Path) -> None:

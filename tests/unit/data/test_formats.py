@@ -16,7 +16,7 @@ from tepo_megatron.config.data import SourceConfig
 from tepo_megatron.config.prompts import FieldsConfig
 from tepo_megatron.data.problems import load_problems
 from tepo_megatron.types import Problem
-from tests.support.data_files import save_to_disk, write_jsonl, write_parquet
+from tests.support.data_files import save_to_disk, write_csv, write_jsonl, write_list, write_parquet
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "1+1=", "answer": "2", "id": "one", "level": 3, "tags": ["a", "b"], "of": {"book": "x"}},
@@ -48,10 +48,52 @@ def test_every_format_gives_the_same_problems(tmp_path: Path) -> None:
         source(save_to_disk(tmp_path / "splits", {"train": ROWS, "test": ROWS[1:]}), split="train"),
         source(save_to_disk(tmp_path / "one_split", {"train": ROWS})),
         source(hub, split="train"),
+        source(write_list(tmp_path / "list" / "a.json", ROWS)),
     ):
         found = load_problems(each)
         assert found == expected, each
         assert beside(found) == beside(expected)
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+@given(rows=st.lists(st.tuples(words, words), min_size=1, max_size=5))
+def test_any_text_survives_csv(tmp_path_factory: pytest.TempPathFactory, delimiter: str, rows: list[tuple[str, str]]) -> None:
+    """Also with quotes, delimiters and line breaks in it; every problem is called by the line that it begins in."""
+    folder = tmp_path_factory.mktemp("data")
+    named = [{"prompt": f"{p}\n,;", "answer": a, "level": "1.50"} for p, a in rows]
+    found = load_problems(write_csv(folder / "set.csv", named, delimiter))
+    assert found == [Problem(f"set:{2 + 2 * at}", f"{p}\n,;", a) for at, (p, a) in enumerate(rows)]
+    assert found[0].metadata == {"level": "1.50"}
+    for split in ("train", "test"):
+        write_csv(folder / "hub" / f"{split}.csv", named, delimiter)
+    in_folder = load_problems(source(folder / "hub", split="test"))
+    assert [(each.prompt, each.answer) for each in in_folder] == [(each.prompt, each.answer) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "a.csv",
+            b"prompt,answer\n1+1=,2,3\n",
+            r"a\.csv:2: 3 columns, and the first line names 2 \(prompt, answer\); put text",
+        ),
+        ("a.csv", b"prompt,answer\n\n1+1=\n", r"a\.csv:3: 1 columns, and the first line names 2"),
+        ("a.csv", b"prompt,prompt\n1,2\n", r"a\.csv:1: the first line of a CSV file names each column once; this one has"),
+        ("a.csv", b'prompt,answer\n"1,2\n', r"a\.csv:2: not CSV: .*; JSON lines or Parquet take any text"),
+        ("a.csv", b"prompt,answer\n\xff,2\n", r"a\.csv: not UTF-8 text \(byte 15\); save the file as UTF-8"),
+        ("a.csv", b"prompt,answer\n", r"a\.csv has no problem in it"),
+        ("a.csv", b"question,answer\n1,2\n", r"a\.csv has no column 'prompt', .* such as data\.fields\.prompt=question"),
+        ("a.json", b'[{"prompt": "x", "answer": "y"}, 3]', r"a\.json, row 2: not a JSON object"),
+        ("a.json", b'[{"prompt": "x",\n "answer": }]', r"a\.json: not JSON: .* at line 2, column 12"),
+        ("a.json", b'[{"question": "x", "answer": 2}]', r"a\.json, row 1: 'prompt' is missing .*data\.fields\.prompt=question"),
+        ("a.jsonl", b'{"prompt": "x", "solution": 2}', r"a\.jsonl:1: 'answer' is missing .*data\.fields\.answer=solution"),
+    ],
+)
+def test_what_cannot_be_read_of_a_file_of_text_is_named(tmp_path: Path, name: str, text: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(text)
+    with pytest.raises(ValueError, match=message):
+        load_problems(str(tmp_path / name))
 
 
 @given(rows=st.lists(st.tuples(words, words), min_size=1, max_size=5))

@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from importlib.resources import files
 from pathlib import Path
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.data.prompts import encode_prompt
+from tepo_megatron.data.served_tokenizer import check_served_tokenizer
 from tepo_megatron.data.tasks import addition
 from tepo_megatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer, check_tokenizer, load_tokenizer
 from tepo_megatron.data.train_tokenizer import ALPHABET, train_char_tokenizer
@@ -50,9 +52,11 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plain_text(folder: Path, text: str) -> list[int]:
     """The ids of text, also where it looks like a special token."""
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
-    ids: list[int] = AutoTokenizer.from_pretrained(folder).encode(text, add_special_tokens=False, split_special_tokens=True)
+    ids: list[int] = PreTrainedTokenizerFast.from_pretrained(folder).encode(
+        text, add_special_tokens=False, split_special_tokens=True
+    )
     return ids
 
 
@@ -99,6 +103,10 @@ class TestShippedTokenizer:
         train_char_tokenizer(texts, tmp_path)
         for name in ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"):
             assert (tmp_path / name).read_bytes() == (TINY / name).read_bytes()
+
+    def test_pieces(self, tiny: Tokenizer) -> None:
+        assert "".join(tiny.piece(token) for token in tiny.encode(" 3 + 4\n")) == " 3 + 4\n"
+        assert [tiny.piece(token) for token in (2, 3, 64)] == ["⟦<eos>⟧", "\ufffd", "\ufffd"]
 
     def test_no_chat_template(self, tiny: Tokenizer) -> None:
         with pytest.raises(ValueError, match=r"no chat template.*set data\.chat_template = false"):
@@ -170,10 +178,89 @@ class TestByteLevelTokenizer:
         ids = tokenizer.encode("two numbers")
         assert tokenizer.decode([1, *ids[:2], 2, 10**5, *ids[2:], 0]).replace("\ufffd", "", 1) == "two numbers"
 
+    @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="⟨⟩"), max_size=30))
+    def test_pieces_are_the_text_with_the_bytes_of_divided_characters(self, byte_level: Path, text: str) -> None:
+        tokenizer = load_tokenizer(byte_level)
+        pieces = [tokenizer.piece(token) for token in tokenizer.encode(text)]
+        divided = re.compile(r"⟨([0-9A-F]{2})⟩")
+        parts = [bytes.fromhex(part) if at % 2 else part.encode() for at, part in enumerate(divided.split("".join(pieces)))]
+        assert b"".join(parts) == text.encode()
+        assert all(not divided.search(piece) or "\ufffd" not in piece for piece in pieces)
+
+    def test_pieces_of_special_tokens_have_their_names(self, byte_level: Path) -> None:
+        tokenizer = load_tokenizer(byte_level)
+        assert [tokenizer.piece(token) for token in (0, 1, 10**5)] == ["⟦<|end|>⟧", "⟦<|user|>⟧", "\ufffd"]
+
     def test_generation_config_adds_end_tokens(self, byte_level: Path, tmp_path: Path) -> None:
         folder = Path(shutil.copytree(byte_level, tmp_path / "model"))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
         assert load_tokenizer(folder).eos_ids == (0, 2)
+
+
+@given(text=st.text(st.sampled_from("ab éß€😀 "), max_size=12).map(str.strip))
+def test_pieces_of_a_vocabulary_that_falls_back_to_bytes(falls_back: Tokenizer, text: str) -> None:
+    """A SentencePiece model with words, which adds a space before the first."""
+    pieces = [falls_back.piece(token) for token in falls_back.encode(text)]
+    split = re.split(r"⟨([0-9A-F]{2})⟩", "".join(pieces))
+    found = b"".join(bytes.fromhex(part) if at % 2 else part.encode() for at, part in enumerate(split)).decode()
+    assert found == falls_back.decode(falls_back.encode("a " + text))[1:] if text else found == ""
+
+
+@pytest.fixture(scope="module")
+def falls_back(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("falls_back")
+    with (folder / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["a b ab ba aba", "ab é"]), model_writer=file, model_type="bpe", vocab_size=273,
+            byte_fallback=True, minloglevel=2, num_threads=1, hard_vocab_limit=False,
+        )  # fmt: skip
+    return load_tokenizer(folder)
+
+
+class TestOwnTokenizer:
+    """A tokenizer with rules of its own beside a config.json of a type for which transformers has other rules."""
+
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+        from tokenizers import Tokenizer as Core
+        from transformers import PreTrainedTokenizerFast
+
+        core = Core(models.BPE())
+        words = [pre_tokenizers.Split(Regex(r" ?\d+"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        core.pre_tokenizer = pre_tokenizers.Sequence(words)
+        core.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False)
+        core.train_from_iterator([f"sort {at} {at + 7} 1024" for at in range(90)], trainer)
+        folder = tmp_path_factory.mktemp("own")
+        PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>").save_pretrained(folder)
+        return folder
+
+    @pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "Qwen2Tokenizer", "LlamaTokenizerFast"])
+    @pytest.mark.parametrize("model_type", ["qwen2", "llama", "mistral"])
+    @given(text=st.lists(st.sampled_from(["sort", " 1024", " 37", "7", " ", "\n", "ä"]), max_size=8).map("".join))
+    def test_its_file_is_read_as_it_stands(self, folder: Path, model_type: str, named: str, text: str) -> None:
+        from tokenizers import Tokenizer as Core
+
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": named}))
+        core, tokenizer = Core.from_file(str(folder / "tokenizer.json")), load_tokenizer(folder)
+        assert tokenizer.encode(text) == core.encode(text, add_special_tokens=False).ids
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.vocab_size == core.get_vocab_size()
+
+    def test_strings_that_vllm_would_look_for_in_another_text_are_refused(self, folder: Path, byte_level: Path) -> None:
+        (folder / "config.json").write_text('{"model_type": "qwen2"}')
+        with pytest.raises(
+            ValueError, match=r"AutoTokenizer, and that divides or joins text otherwise than .*such as '37 1024'"
+        ):
+            check_served_tokenizer(load_tokenizer(folder), folder, ["37 1024"])
+        for fine in (byte_level, TINY):
+            check_served_tokenizer(load_tokenizer(fine), fine, ["37 1024", "the sum"])
 
 
 class TestCheck:

@@ -144,10 +144,10 @@ def test_servers_of_adapters_are_told_a_rank_that_vllm_takes(rank: int, served: 
         log=tmp_path / "log",
         adapter_rank=config.adapter_rank,
     )
-    command = server._command(on_gpu=True)
+    command = server.program.command(on_gpu=True)
     assert command[command.index("--max-lora-rank") + 1] == str(served)
     assert "--enable-lora" in command
-    assert {AWAITS_VARIABLE, ADAPTER_VARIABLE} <= server._environment(on_gpu=True).keys()
+    assert {AWAITS_VARIABLE, ADAPTER_VARIABLE} <= server.program.environment(on_gpu=True).keys()
     assert load_run(None, [f"model.lora.rank={rank}"]).adapter_rank is None
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.evaluate import EvaluateConfig
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.config.sampling import SamplingConfig
 from tepo_megatron.data.tasks import addition
 from tepo_megatron.data.tokenizer import load_tokenizer

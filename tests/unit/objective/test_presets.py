@@ -153,6 +153,25 @@ def test_loss_and_gradient_are_the_formula(preset, rows, seed, spread):
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+@settings(max_examples=10)
+@given(rows=masks(), seed=st.integers(0, 99), spread=st.sampled_from([0.3, 1.5]))
+def test_the_values_of_single_tokens_are_those_that_the_metrics_are_means_of(preset, rows, seed, spread):
+    """And have no gradient: a run may keep them."""
+    batch, scores = make_batch(rows, seed=seed, spread=spread)
+    objective = build_objective(ObjectiveConfig(preset=preset))
+    batch = batch.with_(advantages_S=objective.advantages(batch))
+    found = objective(scores, batch, objective.prepare(batch))
+    on_T = batch.loss_mask_T
+    for name, metric in {"ratio": "ratio/mean", "masked": "mask/fraction", "entropy_change": "entropy/delta"}.items():
+        value_T = found.token_values[name]
+        assert not value_T.requires_grad
+        torch.testing.assert_close(value_T[on_T].double().sum(), found.metrics[metric][0], rtol=1e-9, atol=1e-12)
+    assert torch.equal(found.token_values["logprob_update"][on_T], scores.logprob.detach()[on_T])
+    without = objective(scores, batch.with_(old_entropy_T=None), objective.prepare(batch)) if preset == "grpo" else None
+    assert without is None or "entropy_change" not in without.token_values
+
+
 def test_every_preset_has_its_formula():
     """Clip-Cov draws tokens; it is tested below."""
     assert set(FORMULAS) | {"clip_cov"} == set(PRESETS)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.reward.verifiers import VERIFIERS, exact, last_number, last_word, load_verifier
+from tepo_megatron.reward.verifiers import VERIFIERS, check_reachable, exact, last_number, last_word, load_verifier
 from tepo_megatron.types import Problem
 
 
@@ -21,6 +21,16 @@ def test_last_word(words: list[str], answer: str, space: str) -> None:
     assert last_word(_problem(answer), space.join([*words, answer])) == 1.0
     assert last_word(_problem(answer), space.join([answer, *words, answer + "x"])) == 0.0
     assert last_word(_problem(answer), "".join([*words, "x", answer])) == 0.0
+
+
+@pytest.mark.parametrize(("name", "solvable", "never"), [("last_word", "95", "7 15"), ("last_number", "is 95", "ninety")])
+def test_a_verifier_that_refuses_the_expected_answers_themselves_is_found(name: str, solvable: str, never: str) -> None:
+    assert check_reachable(name, [_problem(solvable), _problem(never), _problem(solvable)]) == 1
+    with pytest.raises(ValueError, match=rf"the verifier {name} can give no response a reward: .*{never!r} of problem 'p'"):
+        check_reachable(name, [_problem(never)])
+    for other in ("exact", "math", "judge", "mine.py:f"):
+        assert check_reachable(other, [_problem(never)]) == 0
+    assert check_reachable(name, []) == 0
 
 
 def test_last_word_of_nothing() -> None:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.evaluate.standalone import evaluate_model, without_trainer
 from tepo_megatron.rollout.client import GENERATE
 from tepo_megatron.rollout.fleet import Fleet
@@ -106,8 +106,8 @@ def test_servers_of_a_training_run_read_no_weights_and_others_do(tmp_path: Path)
     ):
         assert config.starts_with_dummies(trained=trained) == dummy, config
         server = Server(config, model_dir=tmp_path, dtype="float32", cores="0", key="k", log=tmp_path / "log", dummy=dummy)
-        assert (DUMMY_FORMAT in server._command(on_gpu=True)) == dummy
-        assert (AWAITS_VARIABLE in server._environment(on_gpu=True)) == dummy
+        assert (DUMMY_FORMAT in server.program.command(on_gpu=True)) == dummy
+        assert (AWAITS_VARIABLE in server.program.environment(on_gpu=True)) == dummy
 
 
 def test_a_fleet_of_servers_without_weights_has_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_nccl_of_the_servers_takes_the_interface_that_the_run_names(tmp_path: Pa
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     config = ServerConfig(interface="ib0")
     server = Server(config, model_dir=tmp_path, dtype="float32", cores="0", key="k", log=tmp_path / "log")
-    assert server._environment(on_gpu=True)["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert server.program.environment(on_gpu=True)["NCCL_SOCKET_IFNAME"] == "ib0"
     environment: dict[str, str] = {}
     monkeypatch.setattr("tepo_megatron.engine.connections.os.environ", environment)
     set_interface(None)

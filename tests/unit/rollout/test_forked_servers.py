@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.rollout.cores import read_cores
 from tepo_megatron.rollout.plugin import ROUTES_VARIABLE
 from tepo_megatron.rollout.plugin.forks import FORK_VARIABLE, leave_parent, take_cores
@@ -64,7 +64,7 @@ def test_a_server_that_is_to_return_experts_does_on_a_cpu_too(cores: str, worker
     def made(on_gpu: bool, **options: Any) -> tuple[list[str], dict[str, str]]:
         config = ServerConfig(**options)
         server = Server(config, model_dir=Path("model"), dtype="float32", cores=cores, key="key", log=Path("log"))
-        return server._command(on_gpu), server._environment(on_gpu)
+        return server.program.command(on_gpu=on_gpu), server.program.environment(on_gpu=on_gpu)
 
     command, environment = made(False, routing_replay=True)
     assert "--enable-return-routed-experts" in command
@@ -95,7 +95,7 @@ def test_a_server_that_is_to_return_experts_does_on_a_cpu_too(cores: str, worker
 )
 def test_processes_are_forks_where_each_worker_has_its_cores(cores: str, tp: int, on_gpu: bool, forks: bool) -> None:
     server = Server(ServerConfig(tp=tp), model_dir=Path("model"), dtype="float32", cores=cores, key="key", log=Path("log"))
-    command, environment = server._command(on_gpu), server._environment(on_gpu)
+    command, environment = server.program.command(on_gpu=on_gpu), server.program.environment(on_gpu=on_gpu)
     assert (FORK_VARIABLE in environment) == forks
     assert ("tepo_megatron.rollout.plugin.bound_worker.BoundWorker" in command) == forks
     assert ("--distributed-executor-backend" in command) == (forks and tp == 1)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.rollout.client import Client
 from tepo_megatron.rollout.fleet import Fleet, ServerDied
 from tepo_megatron.rollout.frames import SAMPLES
@@ -246,7 +246,7 @@ def test_only_colocated_servers_are_started_with_sleep_mode(tmp_path: Path) -> N
     for placement in ("local", "colocated"):
         config = ServerConfig(placement=placement)
         server = Server(config, model_dir=tmp_path, dtype="float32", cores="0", key="k", log=tmp_path / "log")
-        assert ("--enable-sleep-mode" in server._command(True)) == (placement == "colocated")
+        assert ("--enable-sleep-mode" in server.program.command(on_gpu=True)) == (placement == "colocated")
 
 
 def test_servers_get_their_gpus_in_order_by_the_names_that_the_trainer_sees(
@@ -255,7 +255,7 @@ def test_servers_get_their_gpus_in_order_by_the_names_that_the_trainer_sees(
     config = ServerConfig(tp=2, count=2, placement="colocated")
     fleet = Fleet(config, model_dir=tmp_path, dtype="float32", stop_token_ids=[2], log_dir=tmp_path, first_gpu=1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9,4,5,6,7")
-    seen = [server._environment(True)["CUDA_VISIBLE_DEVICES"] for server in fleet._servers]  # type: ignore[union-attr]
+    seen = [server.program.environment(on_gpu=True)["CUDA_VISIBLE_DEVICES"] for server in fleet._servers]  # type: ignore[union-attr]
     assert seen == ["4,5", "6,7"]
     assert visible_gpus(range(2, 4), None) == "2,3"
     with pytest.raises(ValueError, match=r"run on GPU 3, but CUDA_VISIBLE_DEVICES = 0,1 shows 2"):

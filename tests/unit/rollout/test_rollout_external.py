@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.rollout import external
 from tepo_megatron.rollout.external import ExternalServer
 from tepo_megatron.rollout.registry import Registration, is_retired, register, registered, retire, shared_key, with_own_address

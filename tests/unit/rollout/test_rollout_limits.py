@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.rollout import limits
 from tepo_megatron.rollout.fleet import Fleet
 from tepo_megatron.rollout.limits import GIB, MIB, Machine, check_machine, connections, needed, this_machine, weights_bytes
@@ -69,7 +69,7 @@ def test_a_fleet_is_refused_before_anything_is_started(tmp_path: Path, monkeypat
 
 ASK = """
 import json, resource, sys
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.rollout.limits import check_machine, raise_open_files
 name, soft, hard = json.loads(sys.argv[1])
 if name:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from tepo_megatron.cli.doctor.command import diagnose
 from tepo_megatron.cli.doctor.run_checks import run_checks
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.rollout.quantization import check_quantization
 from tepo_megatron.rollout.server import Server
 
@@ -93,7 +93,7 @@ def _quantization(config: RunConfig) -> list[Any]:
 
 @pytest.mark.parametrize("quantization", ["none", "fp8_per_channel"])
 def test_vllm_is_told(quantization: str, tmp_path: Path) -> None:
-    command = server(quantization, tmp_path)._command(on_gpu=False)
+    command = server(quantization, tmp_path).program.command(on_gpu=False)
     assert ("--quantization" in command) == (quantization != "none")
     if quantization != "none":
         assert command[command.index("--quantization") + 1] == quantization

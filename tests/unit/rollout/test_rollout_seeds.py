@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.rollout.fleet import Fleet
 from tepo_megatron.rollout.requests import Sample
 from tepo_megatron.train.minibatches import derive_seed

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.rollout import ServerConfig
+from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.rollout.cores import read_cores
 from tepo_megatron.rollout.resources import bind_cores, cores_of, free_port, reserve_port
 from tepo_megatron.rollout.server import Server
@@ -315,4 +315,4 @@ def test_the_environment_carries_the_key_and_nothing_of_torchrun(tmp_path: Path,
 def test_the_command_line_does_not_carry_the_key(tmp_path: Path) -> None:
     one = Server(ServerConfig(), model_dir=tmp_path, dtype="float32", cores="0", key="the-key", log=tmp_path / "log")
     for on_gpu in (False, True):
-        assert not any("the-key" in part for part in one._command(on_gpu))
+        assert not any("the-key" in part for part in one.program.command(on_gpu=on_gpu))

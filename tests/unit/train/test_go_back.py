@@ -90,7 +90,7 @@ def test_no_problem_comes_again_and_rows_and_time_are_accounted_for(driver: Root
     assert driver.output.last_step == 1
     seen |= offending | problems_of(driver, 1)
     assert len(seen) == 20  # three steps', the offending one's, and the last one's: all different
-    driver.note_row({"response_tokens": 4.0, "update/skipped": 0.0})
+    driver.note_step(2, {"response_tokens": 4.0, "update/skipped": 0.0}, [], [])
     driver.log(2, {"response_tokens": 4.0, "update/skipped": 0.0})
     row = read_metrics(driver.output.folder / "metrics.jsonl")[-1]
     assert row["rollback/count"] == 2

@@ -181,6 +181,34 @@ def test_a_model_of_ones_own_needs_problems_before_anything_starts(tmp_path: Pat
         read(RunConfig.model_validate({"model": {"path": str(model)}}))
 
 
+def test_the_tokenizer_is_compared_with_vllms_where_vllm_looks_for_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr("tepo_megatron.train.inputs.check_served_tokenizer", lambda *given: seen.extend(given[2]))
+    sampling = {"max_new_tokens": 16}
+    read(RunConfig.model_validate({"rollout": {"sampling": sampling}}))
+    assert not seen
+    read(RunConfig.model_validate({"rollout": {"sampling": {**sampling, "stop": ["\n"]}}}))
+    assert seen[0].endswith("=")
+    assert seen[1].isdecimal()
+
+
+def test_answers_that_the_verifier_refuses_itself_end_the_start(tmp_path: Path) -> None:
+    """All of a source: a sentence; some: a notice. A source's own verifier counts, and a replay asks for none."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "is 2"}\n{"prompt": "2+1=", "answer": "3"}\n')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "1+1=", "answer": "is 2"}\n')
+
+    def inputs(verifier: str) -> list[str]:
+        sources = [{"path": f"{tmp_path}/a.jsonl"}, {"path": f"{tmp_path}/b.jsonl", "verifier": verifier}]
+        document = {"data": {"train": sources, "heldout": None}, "rollout": {"sampling": {"max_new_tokens": 16}}}
+        config = RunConfig.model_validate({**document, "evaluate": {"every": 0}})
+        return read_inputs(config, resolve_model_path(config.model.path)).left_out
+
+    with pytest.raises(ValueError, match=r"the verifier last_word can give no response a reward: .*'is 2' of problem 'b:1'"):
+        inputs("last_word")
+    (notice,) = inputs("exact")
+    assert notice == f"{tmp_path}/a.jsonl: 1 problems whose own answer last_word refuses: no response solves them"
+
+
 def test_heads_that_vllm_has_no_attention_for_are_refused_before_a_server_fails_four_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,9 @@ from tepo_megatron.train.metrics import read_metrics
 from tepo_megatron.train.output import Output
 from tepo_megatron.train.progress import NoProgress
 from tepo_megatron.train.run_lock import FILE, RunLock, read_holder
+from tepo_megatron.train.token_file import read_tokens, token_files
 from tests.support.disks import files_of_at_most
+from tests.support.token_values import made_up_tokens
 
 LAST = 4
 
@@ -77,6 +79,54 @@ def test_training_responses_beyond_the_checkpoint_are_forgotten_too(tmp_path: Pa
     again.write_train_samples(3, [{"response": "\udcff"}])
     again.close()
     assert steps(tmp_path / "train_samples.jsonl") == [1, 2, 3]
+
+
+def test_values_of_tokens_are_logged_as_all_else(tmp_path: Path) -> None:
+    """Forgotten beyond the checkpoint, also where they wait for room; put aside, and not left to another run."""
+    first, _ = open_output(tmp_path)
+    for step in (1, 2, 3):
+        first.write_tokens(made_up_tokens(step))
+        first.write_row(step, {})
+    first.close()
+    again, said = open_output(tmp_path, resume=True)
+    again.resume_from(2)
+    assert list(token_files(tmp_path)) == [1, 2]
+    with files_of_at_most(100):
+        for step in (3, 4):
+            again.write_tokens(made_up_tokens(step, seed=1))
+    assert said[-1].startswith(
+        f"{tmp_path / 'tokens' / 'step_0000003.npz'} cannot be written: File too large. The run goes on;"
+    )
+    assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == ["step_0000001.npz", "step_0000002.npz"]
+    again.resume_from(3)  # went back, while two files waited
+    again.write_tokens(made_up_tokens(5))
+    again.write_row(5, {})
+    again.close()
+    assert list(token_files(tmp_path)) == [1, 2, 3, 5]
+    assert read_tokens(token_files(tmp_path)[3]) == made_up_tokens(3, seed=1)
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["log/failed"] == 2
+
+
+def test_values_that_wait_are_written_at_the_end(tmp_path: Path) -> None:
+    output, _ = open_output(tmp_path)
+    output.write_row(0, {"lr": 0.5})
+    with files_of_at_most(100):
+        output.write_tokens(made_up_tokens(1))
+    output.finish()
+    output.close()
+    assert read_tokens(token_files(tmp_path)[1]) == made_up_tokens(1)
+
+
+@pytest.mark.parametrize("resume", [False, "auto"])
+def test_values_of_tokens_of_a_run_without_a_checkpoint_are_not_the_next_ones(resume: bool | str, tmp_path: Path) -> None:
+    first, _ = open_output(tmp_path)
+    first.write_row(0, {})
+    first.write_tokens(made_up_tokens(1))  # ended before the row of its first step
+    first.close()
+    document = {"output": str(tmp_path), "train": {"resume": resume}, "log": {"tensorboard": False}}
+    Output(RunConfig.model_validate(document), NoProgress()).close()
+    assert token_files(tmp_path) == {}
+    assert (tmp_path / "tokens.before-1" / "step_0000001.npz").exists() == (resume == "auto")
 
 
 def leave(folder: Path, rows: int, sampled: set[int]) -> None:

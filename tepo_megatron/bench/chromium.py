@@ -1,0 +1,217 @@
+"""A headless Chromium through the pipe of its DevTools protocol: pages are opened, asked, clicked, and photographed.
+
+Nothing but the browser is needed (Debian: ``apt-get install chromium``); it runs in a folder of its own, which is removed.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import itertools
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+TIMEOUT_S = 300.0
+"""For one answer; a machine with much to do may take long to start the browser."""
+
+_START = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+"""The browser reads messages from file descriptor 3 and writes them to 4."""
+
+_LOWEST_FD = 20
+"""The pipes' own descriptors are none of these two."""
+
+
+def find_chromium() -> str | None:
+    """The first of ``NAMES`` on the path."""
+    return next((found for name in NAMES if (found := shutil.which(name))), None)
+
+
+class NavigatedError(RuntimeError):
+    """The page loaded itself or another one before it answered."""
+
+
+class Page:
+    """One tab. ``problems`` grows by what goes wrong in it: exceptions, errors of the console, what its policy forbade."""
+
+    def __init__(self, pipes: _Pipes, session: str) -> None:
+        self._pipes, self._session = pipes, session
+        self.problems: list[str] = []
+        self.requests: list[str] = []
+        """Addresses that the page asked for, its own first."""
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """Calls a method of the protocol and returns its result. Raises RuntimeError where it fails."""
+        number = self._pipes.send(method, params, self._session)
+        while True:
+            message = self._pipes.receive()
+            if message.get("id") == number:
+                if "error" in message and "navigated" in message["error"].get("message", ""):
+                    raise NavigatedError(f"the page was left before it answered {method}")
+                if "error" in message:
+                    raise RuntimeError(f"the browser refused {method}: {message['error'].get('message')}")
+                return dict(message["result"])
+            self._note(message)
+
+    def open(self, path: Path, state: str = "") -> None:
+        """Loads a file, ``state`` behind its ``#``, and waits until the page says that it is drawn or that it failed."""
+        self.call("Page.navigate", url="about:blank")
+        self.call("Page.navigate", url=f"{path.resolve().as_uri()}#{state}")
+        self.wait_for("document.body?.dataset.ready || document.body?.dataset.failed")
+
+    def evaluate(self, expression: str) -> Any:
+        """The value of a JavaScript expression, awaited. Raises RuntimeError with its exception."""
+        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in result:
+            raise RuntimeError(f"{expression}: {_exception(result['exceptionDetails'])}")
+        return result["result"].get("value")
+
+    def wait_for(self, expression: str) -> Any:
+        """The value of an expression as soon as it is true. Raises RuntimeError when that takes too long."""
+        end = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < end:
+            with suppress(NavigatedError):
+                if value := self.evaluate(expression):
+                    return value
+            time.sleep(0.02)
+        raise RuntimeError(f"the page never came to {expression}; its problems: {self.problems}")
+
+    def press(self, key: str) -> None:
+        """A key, down and up, such as ``ArrowRight`` or ``c``."""
+        text = {"text": key} if len(key) == 1 else {}
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
+
+    def point(self, selector: str, share: float = 0.5) -> None:
+        """Moves the mouse over an element, at this share of its width."""
+        box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
+        x, y = self.evaluate(f"(b => [b.left + {share} * b.width, b.top + b.height / 2])({box})")
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def resize(self, width: int, height: int, *, dark: bool = False, scale: float = 1.0) -> None:
+        """The window's size in pixels of CSS, and the theme that the system is said to prefer."""
+        phone = width < 600
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=phone)
+        preferred = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[preferred])
+
+    def screenshot(self, png: Path) -> None:
+        """What the window shows."""
+        png.parent.mkdir(parents=True, exist_ok=True)
+        png.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+
+    def _note(self, message: Mapping[str, Any]) -> None:
+        params = message.get("params", {})
+        match message.get("method"):
+            case "Runtime.exceptionThrown":
+                self.problems.append(_exception(params["exceptionDetails"]))
+            case "Log.entryAdded" if params["entry"]["level"] == "error":
+                self.problems.append(str(params["entry"]["text"]))
+            case "Runtime.consoleAPICalled" if params["type"] in ("error", "assert"):
+                self.problems.append(" ".join(str(each.get("value")) for each in params["args"]))
+            case "Network.requestWillBeSent":
+                self.requests.append(str(params["request"]["url"]))
+
+
+@contextmanager
+def chromium(program: str | None = None) -> Iterator[Page]:
+    """Starts the browser with one empty tab and ends it. Raises RuntimeError where there is none, or it does not start."""
+    program = program or find_chromium()
+    if program is None:
+        raise RuntimeError(f"no Chromium is installed (looked for {', '.join(NAMES)}); on Debian: apt-get install chromium")
+    with tempfile.TemporaryDirectory(prefix="tepo-chromium-", ignore_cleanup_errors=True) as profile:
+        pipes = _Pipes()
+        ends = (str(pipes.browser_reads), str(pipes.browser_writes))
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _START, *ends, program, *_options(profile)],
+            pass_fds=(pipes.browser_reads, pipes.browser_writes),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        pipes.close_browser_side()
+        try:
+            target = pipes.ask("Target.createTarget", url="about:blank")["targetId"]
+            yield Page(pipes, pipes.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"])
+        finally:
+            with suppress(OSError, RuntimeError):
+                pipes.send("Browser.close", {})
+            pipes.close()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _options(profile: str) -> Sequence[str]:
+    sandbox = ("--no-sandbox",) if os.geteuid() == 0 else ()  # it refuses to start as root with one
+    return (
+        *("--headless=new", "--remote-debugging-pipe", f"--user-data-dir={profile}", "--disable-gpu", "--hide-scrollbars"),
+        *("--no-first-run", "--disable-extensions", "--disable-background-networking", "--disable-dev-shm-usage", *sandbox),
+    )
+
+
+def _exception(details: Mapping[str, Any]) -> str:
+    return str(details.get("exception", {}).get("description") or details.get("text"))
+
+
+class _Pipes:
+    """Messages to and from the browser: JSON, each ended by a zero byte."""
+
+    def __init__(self) -> None:
+        reads, self._out = os.pipe()
+        self._in, writes = os.pipe()
+        self.browser_reads, self.browser_writes = (fcntl.fcntl(each, fcntl.F_DUPFD, _LOWEST_FD) for each in (reads, writes))
+        os.close(reads)
+        os.close(writes)
+        self._numbers = itertools.count(1)
+        self._buffer = b""
+        self._messages: list[dict[str, Any]] = []
+
+    def close_browser_side(self) -> None:
+        os.close(self.browser_reads)
+        os.close(self.browser_writes)
+
+    def close(self) -> None:
+        os.close(self._in)
+        os.close(self._out)
+
+    def send(self, method: str, params: Mapping[str, Any], session: str | None = None) -> int:
+        """Returns the number by which the answer is known."""
+        number = next(self._numbers)
+        message = {"id": number, "method": method, "params": params, **({"sessionId": session} if session else {})}
+        rest = memoryview(json.dumps(message).encode() + b"\0")
+        while rest:
+            rest = rest[os.write(self._out, rest) :]
+        return number
+
+    def ask(self, method: str, **params: Any) -> dict[str, Any]:
+        """The result of a method of the browser as a whole."""
+        number = self.send(method, params)
+        while (message := self.receive()).get("id") != number:
+            pass
+        return dict(message["result"])
+
+    def receive(self) -> dict[str, Any]:
+        """The next message. Raises RuntimeError where none comes, or the browser has ended."""
+        while not self._messages:
+            ready, _, _ = select.select([self._in], [], [], TIMEOUT_S)
+            data = os.read(self._in, 2**20) if ready else b""
+            if not data:
+                raise RuntimeError("Chromium has ended" if ready else f"Chromium said nothing for {TIMEOUT_S:.0f} s")
+            *whole, self._buffer = (self._buffer + data).split(b"\0")
+            self._messages += [json.loads(each) for each in whole]
+        return self._messages.pop(0)

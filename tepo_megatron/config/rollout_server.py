@@ -1,0 +1,228 @@
+"""``rollout.server``: the vLLM servers that sample."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+
+from tepo_megatron.config.base import Seconds, Section
+
+
+class SpeculativeConfig(Section):
+    """Speculative decoding: a server guesses the next tokens, from where the last ones stood before in the prompt and the
+    response, or by a draft model, and the model checks all guesses in one pass. Log-probs are the model's, and samples are
+    distributed as without it; they are other samples. It pays where guesses are good and few are drawn at a time."""
+
+    num_speculative_tokens: PositiveInt = 4
+    """Tokens guessed at a time, at most. More cost more where they are wrong."""
+
+    draft_model: Path | None = None
+    """Folder of a smaller model in Hugging Face's format, of the policy's vocabulary, which guesses. Its weights stay as they
+    are when the policy's are updated: as the policy moves away from it, fewer guesses hold. Default: n-grams guess."""
+
+    prompt_lookup_min: PositiveInt = 2
+    """Fewest of the last tokens that must have stood before, for a guess."""
+
+    prompt_lookup_max: PositiveInt = 4
+    """Most of the last tokens that are looked for; the longest match is taken."""
+
+    @model_validator(mode="after")
+    def _lengths_are_a_range(self) -> "SpeculativeConfig":
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min = {self.prompt_lookup_min} is above prompt_lookup_max = {self.prompt_lookup_max}, so that "
+                "nothing would be looked for; set it lower"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_of_the_two_guesses(self) -> "SpeculativeConfig":
+        given = sorted({"prompt_lookup_min", "prompt_lookup_max"} & self.model_fields_set)
+        if self.draft_model is not None and given:
+            raise ValueError(f"{given[0]} is for n-grams, and draft_model guesses here; leave one of the two out")
+        return self
+
+
+class ServerConfig(Section):
+    placement: Literal["local", "colocated", "external"] = "local"
+    """``local``: the trainer starts the servers on its own machine, on GPUs that it does not use itself. ``colocated``: on its
+    own GPUs, and the two take turns; all on one machine, and not run on a GPU yet. ``external``: ``tepo serve`` runs them
+    elsewhere, and they are found in ``registry``; ``tepo launch`` sets both where a run has nodes for rollouts."""
+
+    registry: Path | None = None
+    """Folder on a disk that all nodes share: external servers write their addresses there, and the run's key lies there."""
+
+    interface: str | None = None
+    """Interface of the nodes' inner network, such as ib0: external servers listen on its address only. Default: the address
+    that the node's own host name resolves to."""
+
+    count: PositiveInt = 1
+    """How many servers to start; prompts are spread over them."""
+
+    tp: PositiveInt = 1
+    """Tensor-parallel size of each server."""
+
+    host: str = "127.0.0.1"
+    """The address that local servers listen on: one of this machine's, not a wildcard. Anyone who reaches it and holds the
+    run's key can change the weights."""
+
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """First port to try; the next free one is taken. 0 lets the operating system choose."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What weights and activations are kept in, in the servers; ``auto`` is ``model.dtype``."""
+
+    quantization: Literal["none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"] = "none"
+    """What the servers round the weights of linear layers to when they receive them, with one scale for each tensor, output
+    channel or block of 128 × 128: vLLM's online quantization, under its names. Needs dtype bfloat16."""
+
+    max_model_len: PositiveInt | None = None
+    """Largest length of prompt and response together, in tokens; default: what the model's config allows."""
+
+    max_num_seqs: PositiveInt = 512
+    """Most sequences that a server decodes at once; more wait."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """The part of each GPU's memory that a server takes while awake; ``engine.gpu_memory_fraction`` bounds the trainer."""
+
+    cpu_kv_cache_gib: PositiveInt = 1
+    """Memory of a worker for the KV cache where there is no GPU, in GiB."""
+
+    cpu_threads: str = "auto"
+    """Where there is no GPU: the cores of each worker, as ``VLLM_CPU_OMP_THREADS_BIND`` has them, such as ``0``, ``0-3`` or
+    ``0|1`` for two workers. ``auto`` gives each worker one. ``all`` shares all cores of the machine among its workers, for
+    servers that sample while the trainer waits (``train.schedule = sync``)."""
+
+    load_format: Literal["auto", "dummy", "model"] = "auto"
+    """What a server holds when it starts. ``dummy``: numbers that mean nothing, and it refuses to sample until the trainer has
+    sent its weights; nothing is read from the disk. ``model``: the weights of ``model.path``, read by every server. ``auto``:
+    ``dummy`` in training and in tepo serve, where the trainer's weights come before the first sample, if transfer is
+    ``reshard``, whose plan proves that it fills every parameter, and no draft model is to be read; else ``model``."""
+
+    start_timeout_s: Seconds = 900.0
+    """Seconds that a server may take from its start to its first answer. The default is many times what one needs on a machine
+    without other work, 15 to 60: one that ends is seen at once, so that this is waited for only where it hangs. A large model
+    may need more, to be read from a slow disk or for its kernels to be compiled."""
+
+    request_timeout_s: Seconds = 300.0
+    """Seconds that a server may go without progress: without an answer to a request, or, while it samples, without a new token
+    of any of its requests; a response may take longer. After that it counts as dead, is killed and started again. The default
+    is what vLLM itself gives its workers for one step."""
+
+    max_retries: NonNegativeInt = 3
+    """How often a request for samples is sent again, to another server where there is one, after an answer that cannot be
+    right: malformed, status 5xx, a connection that broke. A server that fails more often in a row is started again; 0: at
+    once."""
+
+    transfer: Literal["reshard", "gather"] = "reshard"
+    """How weights reach the servers. ``reshard``: every trainer rank sends its shards straight to the workers that need them.
+    ``gather``: rank 0 gathers each full tensor and broadcasts it, for models that the bridge's table does not know in vLLM."""
+
+    transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
+    """What shards travel over. ``gloo``: sockets, through the memory of the hosts. ``nccl``: from GPU to GPU, where trainer and
+    servers have GPUs of their own. ``ipc``: within a GPU, where they are colocated; what must go to another GPU goes to the
+    trainer's rank there first, by NCCL. ``auto``: ``gloo`` where the trainer runs on a CPU, ``ipc`` where they are colocated,
+    ``nccl`` otherwise, or ``gloo`` again where a server turns out to be on a GPU of the trainer's. NCCL and IPC have not been
+    run on a GPU yet."""
+
+    transfer_timeout_s: Seconds = 120.0
+    """How long one message of a weight update may take before the update counts as failed."""
+
+    max_restarts: NonNegativeInt = 3
+    """How many times in a run servers that died, hung or kept answering wrongly are started again, over all servers. The run
+    stops at the next one, with the first cause."""
+
+    speculative: SpeculativeConfig | None = None
+    """Speculative decoding, ``{}`` for n-grams with the defaults; default: none. Not run on a GPU yet."""
+
+    routing_replay: bool = False
+    """For models with experts: the servers return the experts that their routers chose for every token, and the trainer replays
+    them in scores and updates, so that both sides compute with the same experts (rollout routing replay, R3: docs/moe.md). A
+    token costs layers × experts per token bytes. With ``rollout.replay`` the recorded rollouts must have them."""
+
+    extra_args: tuple[str, ...] = ()
+    """More arguments for ``vllm.entrypoints.openai.api_server``, as on its command line."""
+
+    def served_dtype(self, model_dtype: str) -> str:
+        """The servers' dtype for a trainer in ``model_dtype``: ``dtype``, with ``auto`` resolved."""
+        return model_dtype if self.dtype == "auto" else self.dtype
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Seconds that a weight update may wait for servers: one that died is started again, answers, and takes the weights."""
+        return self.start_timeout_s + self.request_timeout_s + self.transfer_timeout_s
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a draft model guesses; vLLM fills it as it fills the policy, and no update brings its weights."""
+        return self.speculative is not None and self.speculative.draft_model is not None
+
+    def starts_with_dummies(self, *, trained: bool) -> bool:
+        """Whether servers read no weights. ``trained``: a weight update comes before their first sample."""
+        own_format = any(each.split("=")[0] == "--load-format" for each in self.extra_args)
+        if self.load_format == "auto":
+            return trained and self.transfer == "reshard" and not own_format and not self.drafts
+        return self.load_format == "dummy"
+
+    @field_validator("host")
+    @classmethod
+    def _no_wildcard(cls, host: str) -> str:
+        if host in ("", "0.0.0.0", "::"):  # noqa: S104
+            raise ValueError(
+                f"{host!r} is no address that trainer and servers can reach each other at; name one of this machine's"
+            )
+        return host
+
+    @model_validator(mode="after")
+    def _dummy_weights_are_all_replaced(self) -> "ServerConfig":
+        if self.load_format == "dummy" and self.transfer == "gather":
+            raise ValueError(
+                "load_format = dummy needs transfer = reshard, whose plan proves that every parameter is filled; with "
+                "transfer = gather what no tensor brings would stay as it is: set load_format = model"
+            )
+        if self.quantization != "none" and self.drafts:
+            raise ValueError(
+                f"quantization = {self.quantization} with speculative.draft_model has not been tested; leave one of the two out"
+            )
+        if self.load_format == "dummy" and self.drafts:
+            raise ValueError(
+                "load_format = dummy with speculative.draft_model: vLLM would fill the draft model with dummies too, and no "
+                "update brings its weights; set load_format = auto"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _external_servers_need_a_registry(self) -> "ServerConfig":
+        if self.placement == "external" and self.registry is None:
+            raise ValueError("placement = external needs registry: a folder that all nodes share, such as OUT/servers")
+        if self.placement == "colocated" and self.registry is not None:
+            raise ValueError(
+                "placement = colocated starts the servers on the trainer's GPUs, but registry is for external ones; leave "
+                "registry out, or set placement = external"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_are_those_of_drawn_tokens(self) -> "ServerConfig":
+        if self.routing_replay and self.speculative is not None:
+            raise ValueError(
+                "routing_replay = true with speculative: the experts of guesses that the model rejects would stand between "
+                "those of drawn tokens; leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _transport_fits_the_placement(self) -> "ServerConfig":
+        if self.transport not in ("auto", "gloo") and self.transfer == "gather":
+            raise ValueError(f"transport = {self.transport} is for transfer = reshard; gather broadcasts over gloo")
+        if self.transport == "ipc" and self.placement != "colocated":
+            raise ValueError(
+                f"transport = ipc needs trainer and servers on the same GPUs, but placement = {self.placement} puts them "
+                "apart; set transport = nccl, or placement = colocated"
+            )
+        if self.transport == "nccl" and self.placement == "colocated":
+            raise ValueError(
+                "transport = nccl needs a GPU for each of its ranks, and with placement = colocated trainer and servers share "
+                "theirs; set transport = ipc"
+            )
+        return self

@@ -1,0 +1,225 @@
+"""Reports in a real headless Chromium: drawn without a problem, read by keys, filtered, loaded anew; nothing in them runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tepo_megatron.bench.chromium import Page, chromium, find_chromium
+from tepo_megatron.report import runs
+from tepo_megatron.report.page import Options, write_report
+from tepo_megatron.train.token_file import read_tokens, token_file
+from tests.support.report_runs import HOSTILE, write_run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed (Debian: apt-get install chromium)"),
+]
+TABS = ("overview", "curves", "time", "settings", "faults", "samples")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Page]:
+    with chromium() as page:
+        yield page
+
+
+@pytest.fixture
+def page(browser: Page) -> Iterator[Page]:
+    """The tab, which must have met no problem at the end of the test and have asked for nothing but its own file."""
+    browser.problems.clear()
+    browser.requests.clear()
+    browser.resize(1280, 900)
+    yield browser
+    assert browser.problems == []
+    assert {url.partition("#")[0].rpartition("/")[2] for url in browser.requests} <= {"page.html", "about:blank"}
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two seeds of one kind, of which the first has tokens and a hostile response, and a run of other settings."""
+    folder = tmp_path_factory.mktemp("report")
+    write_run(folder / "runs" / "tepo-seed0", steps=70, recorded=(10, 30, 70), hostile=True)
+    write_run(folder / "runs" / "tepo-seed1", steps=70, seed=1)
+    write_run(folder / "runs" / "grpo-seed0", steps=40, seed=2, settings={"optimizer": {"lr": 1e-4}})
+    write_report([folder / "runs"], folder / "page.html", Options())
+    return folder / "page.html"
+
+
+def texts(page: Page, selector: str) -> list[str]:
+    return list(page.evaluate(f"[...document.querySelectorAll({json.dumps(selector)})].map(each => each.textContent)"))
+
+
+def set_field(page: Page, selector: str, value: str) -> None:
+    setting = (
+        f"field.value = {json.dumps(value)}; for (const kind of ['input', 'change']) field.dispatchEvent(new Event(kind));"
+    )
+    page.evaluate(f"(field => {{ {setting} }})(document.querySelector({json.dumps(selector)}))")
+
+
+def strengths(page: Page) -> list[float]:
+    """How strong the colour of each token of the first response is, 0 for none."""
+    opacity = "Number(each.style.backgroundColor.match(/, ([\\d.]+)\\)$/)?.[1] ?? 0)"
+    return list(page.evaluate(f"[...document.querySelectorAll('.response:first-child .token')].map(each => {opacity})"))
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
+def test_every_tab_is_drawn_in_both_themes_and_on_a_phone(width: int, height: int, page: Page, html: Path) -> None:
+    for dark in (False, True):
+        page.resize(width, height, dark=dark)
+        for tab in TABS:
+            page.open(html, f"tab={tab}")
+            assert page.evaluate("document.body.dataset.failed") is None
+            assert page.evaluate("document.documentElement.dataset.theme") == ("dark" if dark else "light")
+            assert len(page.evaluate("document.getElementById('main').innerText")) > 200, tab
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, tab
+
+
+def test_what_a_model_wrote_is_shown_and_not_run(page: Page, html: Path) -> None:
+    for kind in ("heldout", "tokens"):
+        page.open(html, f"tab=samples&kind={kind}&words=onerror")
+        page.wait_for("document.querySelectorAll('.response').length")
+        assert HOSTILE in texts(page, ".prompt-box")
+        assert any(HOSTILE in text for text in texts(page, ".response .text"))
+        assert page.evaluate("typeof window.attacked") == "undefined"
+        assert page.evaluate("document.images.length") == 0
+        assert page.evaluate("document.scripts.length") == 3
+    # The policy is a wall of its own: what would be put into the page as HTML does not run either.
+    page.evaluate(f"document.body.insertAdjacentHTML('beforeend', {json.dumps(HOSTILE)})")
+    page.wait_for("document.images.length")
+    assert page.evaluate("new Promise(done => setTimeout(() => done(typeof window.attacked), 50))") == "undefined"
+    assert page.problems
+    page.problems.clear()
+    page.requests.clear()
+
+
+def test_a_curve_is_read_by_mouse_and_keys_and_zoomed(page: Page, html: Path) -> None:
+    page.open(html, "tab=curves&find=entropy/mean&smooth=0&by=each")
+    chart = '[data-chart="entropy/mean"] svg'
+    page.wait_for(f"document.querySelectorAll('{chart.replace(chr(34), chr(92) + chr(34))} path').length")
+    page.point(chart, 0.5)
+    tip = page.evaluate("document.getElementById('tip').innerText")
+    assert "entropy/mean · step" in tip
+    assert all(name in tip for name in ("tepo-seed0", "tepo-seed1", "grpo-seed0"))
+    page.evaluate(f"document.querySelector({json.dumps(chart)}).focus()")
+    page.press("Home")
+    row = json.loads((html.parent / "runs" / "tepo-seed0" / "metrics.jsonl").read_text().splitlines()[1])
+    tip = page.evaluate("document.getElementById('tip').innerText")
+    assert "step 1" in tip
+    assert f"{row['entropy/mean']:.4g}" in tip
+    page.press("Escape")
+    assert page.evaluate("document.getElementById('tip').hidden")
+    page.evaluate("zoomTo(10, 20)")
+    assert page.evaluate("charts.values().next().value.low") == 10
+    page.press("Escape")
+    assert page.evaluate("drawing.from") is None
+
+
+def test_seeds_are_drawn_together_and_by_a_settings_value(page: Page, html: Path) -> None:
+    page.open(html, "tab=curves&find=reward/mean")
+    assert page.evaluate("linesOf('reward/mean').map(line => line.label)") == ["grpo-seed0", "tepo (2)"]
+    line = page.evaluate("linesOf('reward/mean')[1]")
+    rows = [
+        {row["step"]: row.get("reward/mean") for row in map(json.loads, path.read_text().splitlines())}
+        for path in sorted((html.parent / "runs").glob("tepo-*/metrics.jsonl"))
+    ]
+    at = line["x"].index(37)
+    values = [each[37] for each in rows]
+    np.testing.assert_allclose(
+        [line["low"][at], line["y"][at], line["high"][at]], [min(values), np.mean(values), max(values)], rtol=1e-5
+    )
+    set_field(page, ".tools select", "optimizer.lr")
+    assert sorted(page.evaluate("compared().map(each => each.label)")) == ["optimizer.lr 0.0001", "optimizer.lr 5e-05"]
+    assert "by=optimizer.lr" in page.evaluate("location.hash")
+    page.evaluate("document.querySelector('.chip').click()")
+    assert page.evaluate("compared().length") == 1
+
+
+def test_filters_leave_what_they_say(page: Page, html: Path) -> None:
+    page.open(html, "tab=samples&kind=tokens")
+    groups = page.evaluate("finder.shown.length")
+    assert groups == 12
+    set_field(page, '[aria-label="reward, most"]', "0")
+    shown = page.evaluate("finder.shown.map(group => group.responses.map(response => response.reward))")
+    assert 0 < len(shown) <= groups
+    assert all(0 in rewards for rewards in shown)
+    page.evaluate("choose(finder.shown.findIndex(group => group.mixed))")
+    rewards = page.evaluate("finder.shown[finder.at].responses.map(response => response.reward)")
+    assert page.evaluate("[...document.querySelectorAll('.response')].map(each => each.classList.contains('out'))") == [
+        bool(each) for each in rewards
+    ]
+    set_field(page, '[aria-label="reward, most"]', "")
+    set_field(page, ".tools select[data-name=step]", "30")
+    assert set(page.evaluate("finder.shown.map(group => group.step)")) == {30}
+    set_field(page, '[aria-label="tokens, least"]', "999")
+    assert "No sample passes" in page.evaluate("document.querySelector('.detail').innerText")
+
+
+def test_tokens_have_the_colours_and_values_of_the_run(page: Page, html: Path) -> None:
+    page.open(html, "tab=samples&kind=tokens&step=30&sort=first")
+    samples = read_tokens(token_file(html.parent / "runs" / "tepo-seed0", 30))
+    page.evaluate("choose(1)")
+    there = samples.tokens_of(8)  # the first response of the second group
+    assert texts(page, ".response:first-child .token") == [samples.pieces[each] for each in samples.ids[there].tolist()]
+    drawn = strengths(page)
+    logprobs = samples.logprob_sampler[there]
+    assert int(np.argmax(drawn)) == int(np.argmin(logprobs))
+    assert drawn[int(np.argmax(logprobs))] < 0.4 < max(drawn)
+    page.evaluate("document.querySelector('.response .text').focus()")
+    page.press("ArrowRight")
+    page.press("ArrowRight")
+    tip: str = page.evaluate("document.getElementById('tip').innerText")
+    values = dict(line.rsplit("\t", 1) for line in tip.splitlines() if "\t" in line)
+    assert values["token"] == "2"
+    assert float(values["entropy"].replace("−", "-")) == pytest.approx(samples.entropy[there][1], rel=0.01)
+    assert float(values["trainer − sampler"].replace("−", "-")) == pytest.approx(
+        samples.logprob_trainer[there][1] - samples.logprob_sampler[there][1], rel=0.01
+    )
+    page.evaluate("document.activeElement.blur()")
+    seen = [page.evaluate("colouring()")]
+    while seen[-1] != "none":
+        page.press("c")
+        seen.append(page.evaluate("colouring()"))
+        if seen[-1] == "masked":
+            marked = np.array(strengths(page)) > 0
+            assert marked.tolist() == samples.masked[there].tolist()
+    assert len(seen) == 10
+    page.press("j")
+    assert page.evaluate("finder.at") == 2
+
+
+def test_an_open_page_follows_the_run_and_stays_as_it_is(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "run_status", lambda folder: (["made up: so it stands"], True))
+    folder, path = write_run(tmp_path / "run", steps=40, recorded=(10, 20)), tmp_path / "page.html"
+    write_report([folder], path, Options(refresh=2, title="before"))
+    page.open(path, "tab=samples&kind=tokens&colour=entropy&paused=1")
+    page.evaluate("choose(5)")
+    chosen = page.evaluate("keyOf(finder.shown[finder.at])")
+    write_run(folder, steps=41, recorded=(30,))  # newer groups come before it
+    write_report([folder], path, Options(refresh=3600, title="after"))
+    page.evaluate("document.querySelector('.state .button').click()")  # no longer paused
+    page.wait_for("document.querySelector('h1')?.textContent === 'after' && document.body.dataset.ready")
+    assert page.evaluate("keyOf(finder.shown[finder.at])") == chosen
+    assert page.evaluate("finder.at") != 5
+    assert page.evaluate("colouring()") == "entropy"
+    assert "1 running" in texts(page, ".bar .state span.good")[0]
+
+
+def test_a_run_of_90_steps_with_3000_samples_is_shown(page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No clock is asserted; the figures are printed."""
+    folder = write_run(tmp_path / "run", recorded=range(1, 91), groups=5)
+    written = write_report([folder], tmp_path / "page.html", Options())
+    found: dict[str, Any] = {}
+    for tab in ("overview", "samples"):
+        page.open(tmp_path / "page.html", f"tab={tab}")
+        found[tab] = page.evaluate("Number(document.body.dataset.ready)")
+    assert page.evaluate("SAMPLES.groups.reduce((sum, group) => sum + group.responses.length, 0)") == written.samples == 3160
+    assert 0 < page.evaluate("document.querySelectorAll('.entry').length") < 60  # of 407: only those in sight are made
+    with capsys.disabled():
+        size = f"{written.bytes / 1e6:.2f} MB, {written.samples} samples"
+        print(f"\n{size}; drawn after {found['overview']:.0f} ms, with samples {found['samples']:.0f} ms")
