@@ -37,6 +37,10 @@ def find_chromium() -> str | None:
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
+class NavigatedError(RuntimeError):
+    """The page loaded itself or another one before it answered."""
+
+
 class Page:
     """One tab. ``problems`` grows by what goes wrong in it: exceptions, errors of the console, what its policy forbade."""
 
@@ -54,6 +58,8 @@ class Page:
         while True:
             message = self._pipes.receive()
             if message.get("id") == number:
+                if "error" in message and "navigated" in message["error"].get("message", ""):
+                    raise NavigatedError(f"the page was left before it answered {method}")
                 if "error" in message:
                     raise RuntimeError(f"the browser refused {method}: {message['error'].get('message')}")
                 return dict(message["result"])
@@ -75,11 +81,12 @@ class Page:
     def wait_for(self, expression: str) -> Any:
         """The value of an expression as soon as it is true. Raises RuntimeError when that takes too long."""
         end = time.monotonic() + TIMEOUT_S
-        while not (value := self.evaluate(expression)):
-            if time.monotonic() > end:
-                raise RuntimeError(f"the page never came to {expression}; its problems: {self.problems}")
+        while time.monotonic() < end:
+            with suppress(NavigatedError):
+                if value := self.evaluate(expression):
+                    return value
             time.sleep(0.02)
-        return value
+        raise RuntimeError(f"the page never came to {expression}; its problems: {self.problems}")
 
     def press(self, key: str) -> None:
         """A key, down and up, such as ``ArrowRight`` or ``c``."""

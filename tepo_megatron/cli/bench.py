@@ -197,6 +197,9 @@ def rollouts_command(
 def report_command(
     outputs: Annotated[list[Path], typer.Argument(metavar="OUT", help="Output folders of runs, or of a sweep.")],
     repeats: Annotated[int, typer.Option("--repeats", help="Loads of each part; the median counts.", min=1)] = 5,
+    state: Annotated[
+        str, typer.Option("--state", help="What is looked at, as in the page's address: mixed=1&colour=entropy.")
+    ] = "",
     page: Annotated[Path, typer.Option("--page", help="Where the report is written to.")] = Path("report.html"),
     pictures: Annotated[
         Path | None, typer.Option("--pictures", help="Folder for pictures of every part: desktop and phone, light and dark.")
@@ -207,13 +210,13 @@ def report_command(
 
     [dim]tepo bench report out/tiny[/]
 
-    [dim]tepo bench report out/tiny --pictures out/pictures[/]
+    [dim]tepo bench report out/tiny --pictures docs/images --state 'mixed=1&colour=entropy_change'[/]
     """
     from tepo_megatron.report.page import Options, write_report
 
     written = write_report(outputs, page, Options())
     parts = ("overview", "curves", "time", "settings", "faults", "samples")
-    loads = page_load.measure(page, parts, repeats, pictures)
+    loads = page_load.measure(page, parts, repeats, state=state, pictures=pictures)
     show_table(page_load.COLUMNS, [page_load.cells(load) for load in loads], as_json=as_json)
     typer.echo(f"{written.path}: {written.bytes / 1e6:.2f} MB, {written.samples} samples of {written.runs} runs", err=as_json)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ def run_text(answers: Answers) -> str:
             "shorten the prompts, or take another model"
         )
     new = min(_LONGEST_RESPONSE, spec.max_positions - longest)
-    name = answers.model.rstrip("/").rpartition("/")[2].removeprefix("builtin:") or "run"
+    name = os.path.basename(os.path.abspath(answers.model.removeprefix("builtin:"))) or "run"
     on_gpus = answers.gpus > 0
     run: dict[str, Any] = {
         "name": name,

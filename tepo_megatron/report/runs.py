@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,9 @@ Row = Mapping[str, Any]
 
 MOST_HANG_TEXT = 20_000
 """Characters of a hang's report that the page shows."""
+
+BEGINS_S = 300.0
+"""So long after its configuration was written a run that has said nothing yet may still be starting its ranks."""
 
 _EVENTS = {**COUNTED, **LOST, "log/failed": "log files that could not be written"}
 _AGO = re.compile(r",? [\d:.]+(?: s)? ago")
@@ -70,9 +74,7 @@ def find_runs(paths: Sequence[Path]) -> dict[str, Path]:
     """
     found: list[Path] = []
     for path in paths:
-        folder = path.parent if path.name == "metrics.jsonl" else path
-        inside = [folder] if _is_run(folder) else [each for each in _folders(folder) if _is_run(each)]
-        inside = inside or [each for one in _folders(folder) for each in _folders(one) if _is_run(each)]
+        inside = runs_in(path)
         if not inside:
             raise ValueError(
                 f"{path} holds no run: neither it nor a folder in it has a metrics.jsonl or resolved.yaml; give the output"
@@ -80,6 +82,15 @@ def find_runs(paths: Sequence[Path]) -> dict[str, Path]:
             )
         found += [each for each in inside if each.resolve() not in {one.resolve() for one in found}]
     return dict(zip(_names(found), found, strict=True))
+
+
+def runs_in(path: Path) -> list[Path]:
+    """The folders of runs that a path stands for: itself, those in it, or those in its folders; none where it holds none."""
+    folder = path.parent if path.name == "metrics.jsonl" else path
+    if _is_run(folder):
+        return [folder]
+    inside = [each for each in _folders(folder) if _is_run(each)]
+    return inside or [each for one in _folders(folder) for each in _folders(one) if _is_run(each)]
 
 
 def _is_run(folder: Path) -> bool:
@@ -113,6 +124,7 @@ def read_run(name: str, folder: Path) -> Run:
         return Run(name, folder, rows, said="only its metrics are here")
     settings = _settings(resolved)
     lines, goes_on = run_status(folder)
+    begins = not rows and not any((folder / "status").glob("rank-*.json")) and time.time() - resolved.stat().st_mtime < BEGINS_S
     earlier = sorted(folder.glob("resolved.*.yaml"), key=_natural)
     hangs = [(path.name, _text(path)) for path in sorted((folder / "logs").glob("hang-*.txt"))]
     return Run(
@@ -120,8 +132,8 @@ def read_run(name: str, folder: Path) -> Run:
         folder,
         rows,
         settings=settings,
-        said=_AGO.sub("", lines[0].removeprefix(f"{json.loads(settings.get('name', 'null'))}: ")),
-        goes_on=goes_on,
+        said="begins" if begins else _AGO.sub("", lines[0].removeprefix(f"{json.loads(settings.get('name', 'null'))}: ")),
+        goes_on=goes_on or begins,
         earlier=[(path.name, _settings(path)) for path in earlier],
         hangs=hangs,
     )

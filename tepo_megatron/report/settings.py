@@ -35,18 +35,16 @@ def compared(runs: Sequence[Settings]) -> list[dict[str, Any]]:
     """Every path that a run has, in the order of the files: its value in each run (None where it has none), whether all values
     are the default, and whether they differ. A setting that another version of the software did not have is at its default.
     """
-    usual: dict[str, set[str]] = {}
+    paths = dict.fromkeys(path for run in runs for path in run)
+    usual = {path: {"{}", "[]", "null"} for path in paths}  # an empty section has no default of its own
     for row in schema_rows():
         usual.setdefault(row.path, set()).add(_plain(row.default))
-    paths = dict.fromkeys(path for run in runs for path in run)
     return [
         {
             "path": path,
             "values": [run.get(path) for run in runs],
-            "differs": _differ(
-                [run.get(path, "" if _was_unknown(path, run) else None) for run in runs], usual.get(path, set())
-            ),
-            "usual": path in IDENTITY or all(run.get(path) is None or _plain(run[path]) in usual.get(path, ()) for run in runs),
+            "differs": _differ([run.get(path, "" if _was_unknown(path, run) else None) for run in runs], usual[path]),
+            "usual": path in IDENTITY or all(run.get(path) is None or _plain(run[path]) in usual[path] for run in runs),
         }
         for path in paths
     ]
@@ -62,7 +60,6 @@ def _was_unknown(path: str, run: Settings) -> bool:
 def _differ(values: Sequence[str | None], usual: set[str]) -> bool:
     """``""`` stands for the default."""
     plain = {value if not value else _plain(value) for value in values}
-    usual = usual | {"{}", "[]", "null"}
     return len(plain - {""} if plain - {""} <= usual else plain) > 1
 
 

@@ -7,7 +7,6 @@ and waits for the main thread, which alone revives servers and sends weights: af
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -17,6 +16,7 @@ from typing import Protocol
 from tepo_megatron.reward.pool import RewardResult
 from tepo_megatron.rollout.fleet import ServerDied
 from tepo_megatron.train import gather
+from tepo_megatron.train.busy_clock import BusyClock
 from tepo_megatron.types import Problem, Response, ResponseText
 
 LOOK_S = 0.2
@@ -66,45 +66,6 @@ class Group:
     def oldest(self) -> int:
         """The step of the oldest weights that drew one of its tokens."""
         return min(version.step for response in self.responses.values() for _, version in response.versions)
-
-
-class BusyClock:
-    """Seconds in which the servers have something to sample. For several threads; ``clock`` gives seconds, never goes back."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock, self._lock = clock, threading.Lock()
-        self._busy, self._holds = False, 0
-        self._seconds, self._mark = 0.0, clock()
-
-    def set(self, busy: bool) -> None:
-        """From now on they have something, or nothing."""
-        with self._lock:
-            self._charge()
-            self._busy = busy
-
-    def hold(self) -> None:
-        """From now on they cannot sample: they take weights, or work for another."""
-        with self._lock:
-            self._charge()
-            self._holds += 1
-
-    def release(self) -> None:
-        with self._lock:
-            self._charge()
-            self._holds -= 1
-
-    def take(self) -> float:
-        """The seconds since the last call; starts anew."""
-        with self._lock:
-            self._charge()
-            seconds, self._seconds = self._seconds, 0.0
-            return seconds
-
-    def _charge(self) -> None:
-        now = self._clock()
-        if self._busy and not self._holds:
-            self._seconds += now - self._mark
-        self._mark = now
 
 
 class AheadSampler:

@@ -18,7 +18,7 @@ from tepo_megatron.cli.doctor.check import Check, has_gpu
 from tepo_megatron.cli.doctor.environment_checks import CHECKS, LAUNCH_CHECKS
 from tepo_megatron.cli.doctor.node_checks import node_checks, node_names
 from tepo_megatron.cli.errors import user_errors
-from tepo_megatron.cli.options import AsJson
+from tepo_megatron.cli.options import AsJson, Overrides, load_config
 
 _COLOURS = {"ok": "green", "warn": "yellow", "missing": "dim", "fail": "red"}
 
@@ -62,6 +62,7 @@ def doctor_table(checks: Sequence[Check], purpose: str = "A run on CPU") -> Tabl
 
 
 def doctor(
+    overrides: Overrides = None,
     as_json: AsJson = False,
     launch: Annotated[bool, typer.Option("--launch", help="Only what submitting jobs needs.")] = False,
     run: Annotated[
@@ -76,16 +77,17 @@ def doctor(
     Exit code 1 if something that a run on CPU (or on this machine's GPU) needs is missing or broken, or a node does not answer.
 
     [dim]tepo doctor --run examples/tiny/run.yaml[/]
+
+    [dim]tepo doctor model.path=models/mine data.train=train.csv reward.verifier=exact[/]
     """
     wanted = list(LAUNCH_CHECKS if launch else CHECKS)
     with user_errors():
         names = node_names(nodes) if nodes is not None else []
-        if run is not None:
+        if run is not None or overrides:
             from tepo_megatron.cli.doctor.input_checks import input_checks
             from tepo_megatron.cli.doctor.run_checks import run_checks
-            from tepo_megatron.config.load import load_run
 
-            config = load_run(run)
+            config = load_config(run, overrides or ())
             wanted += [*run_checks(config), *input_checks(config)]
     checks = diagnose(wanted) + (node_checks(names) if names else [])
     if as_json:

@@ -86,7 +86,7 @@ class Chart {
   curve(line) {
     const found = [];
     const stroke = { fill: 'none', stroke: line.colour, 'stroke-linejoin': 'round', 'stroke-dasharray': line.dash };
-    if (line.low) found.push(svg('path', { d: this.band(line), fill: line.colour, opacity: 0.15 }));
+    if (line.low) found.push(svg('path', { d: this.band(line), fill: line.colour, opacity: Math.min(0.16, 0.6 / this.drawn.length).toFixed(3) }));
     else if (line.dense && drawing.smooth > 0) found.push(svg('path', { ...stroke, d: this.path(line, line.y), 'stroke-width': 1, opacity: 0.28 }));
     found.push(svg('path', { ...stroke, d: this.path(line, line.shown), 'stroke-width': 1.9 }));
     if (!line.dense) {

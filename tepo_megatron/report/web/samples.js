@@ -175,7 +175,7 @@ function tokenCards(group, name) {
     const advantage = tokens.advantage?.[response.at];
     return el('section', { class: `response${passes(response) ? '' : ' out'}`, 'aria-label': `response ${at + 1}` },
       cardFacts(response, [
-        advantage !== undefined && !Number.isNaN(advantage) ? ['adv', number(advantage, 3)] : null, held === null ? null : ['held back', percent(held, 0)],
+        advantage !== undefined && !Number.isNaN(advantage) ? ['adv', number(advantage, 3)] : null, held === null ? null : ['held back', percent(held, 0)], ['update', response.update || 'none'],
       ]),
       name === 'none' ? null : tokenStrip(tokens, response, name, { newest, oldest }),
       tokenText(tokens, response, name, { newest, oldest }, `Response ${at + 1}, reward ${number(response.reward)}`));
@@ -239,7 +239,10 @@ function samplesTab() {
   const node = el('div', {}, hint, filterTools(), colourTools(),
     el('p', { class: 'small quiet', style: { 'margin-bottom': '8px' } }, finder.count, leftOut(), el('span', { class: 'mouse' }, ' · keys: ', ...['j', 'k'].map((key) => el('kbd', { text: key })), ' next and previous prompt, ', el('kbd', { text: 'c' }), ' next colour, ', el('kbd', { text: '/' }), ' find')),
     el('div', { class: 'samples' }, finder.list, finder.detail));
-  requestAnimationFrame(filtered);
+  requestAnimationFrame(() => {
+    filtered();
+    node.querySelector('[data-colour][aria-pressed="true"]')?.scrollIntoView({ inline: 'center', block: 'nearest' });
+  });
   return node;
 }
 

@@ -29,7 +29,7 @@ function settingsTable(choice, wanted) {
     return values.length === 1 ? plain(values[0]) : values.map(plain).join(', ');
   };
   const rows = DATA.settings.filter((row) => {
-    const kind = choice === 'all' || (choice === 'differ' ? row.differs : !row.usual);
+    const kind = choice === 'all' || (choice === 'differ' ? row.differs && row.path !== 'output' : !row.usual);
     return kind && (row.path.includes(wanted) || row.values.some((value) => value?.includes(wanted)));
   });
   if (!rows.length) return el('p', { class: 'quiet', style: { padding: '12px' }, text: wanted ? 'No setting fits.' : 'Nothing: the settings are the same.' });
@@ -37,7 +37,7 @@ function settingsTable(choice, wanted) {
     el('thead', {}, el('tr', {}, el('th', { scope: 'col', class: 'left', text: 'setting' }), ...columns.map((column) => el('th', { scope: 'col', class: 'left', text: column.label })))),
     el('tbody', {}, rows.map((row) => {
       const values = columns.map((column) => valueIn(row, column)), usual = mode(values);
-      return el('tr', {}, el('th', { scope: 'row', class: 'mono', text: row.path }),
+      return el('tr', {}, el('th', { scope: 'row', class: 'mono' }, row.path.split('.').flatMap((part, at) => (at ? [el('wbr'), `.${part}`] : [part]))),
         ...values.map((value) => el('td', { class: `words mono${columns.length > 2 && value !== usual ? ' differs' : ''}`, text: value })));
     })));
 }

@@ -57,6 +57,8 @@ class Loggers:
         for process in processes:
             in_time = process.wait_until(deadline)
             self._take(process)
+            if in_time and process.failed():
+                self._failed(process, "the process that logs has ended")
             if not in_time:
                 process.kill()
                 self._say(
@@ -120,6 +122,10 @@ class _LoggerProcess:
 
     def lives(self) -> bool:
         return self._process.poll() is None
+
+    def failed(self) -> bool:
+        """Whether the process has ended otherwise than it should."""
+        return self._process.poll() not in (None, 0)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """A line that finds the pipe full is left out: the process looks at the file anyway, and has thousands to read."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -40,8 +42,8 @@ class WandbClient:
             group=given["group"],
             tags=given["tags"],
             id=run_id or self._new_id,
-            # Offline there is nobody to ask; the id alone joins the folders when they are synced.
-            resume="allow" if self._mode == "online" else None,
+            # Offline too: for such a folder wandb sync asks the server for the run's state, and goes on behind its rows.
+            resume="allow",
             mode=self._mode,
             dir=str(self._given.folder),
             config=dict(self._given.config),
@@ -52,6 +54,12 @@ class WandbClient:
         self._run.define_metric(_STEP, hidden=True)
         self._run.define_metric("*", step_metric=_STEP)
         return str(self._run.id)
+
+    def forget(self) -> None:
+        """W&B's own process may be gone: a signal to every process of a job ends it."""
+        with contextlib.suppress(Exception):  # the connection is broken, and says so once more
+            self._wandb.teardown()
+        self._run = None
 
     def where(self) -> str:
         return (
@@ -77,6 +85,8 @@ class WandbClient:
             "disable_code": True,
             "disable_git": True,
             "silent": True,
+            "x_transaction_log_flush_interval": 1.0,  # what is not on the disk is lost with its process
+            "x_stats_pid": os.getppid(),  # of rank 0, not of this process
             # Left alone, the end of a run waits for the network for ever. What has not left the disk then is an error.
             "finish_timeout": 0.8 * self._given.finish_timeout_s,
             "finish_timeout_raises": True,

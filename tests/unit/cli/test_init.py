@@ -19,6 +19,7 @@ from tests.support.chat_tokenizer import write_chat_tokenizer
 from tests.support.data_files import write_parquet
 
 runner = CliRunner()
+INIT = ("--model", "model", "--train", "train.jsonl", "--verifier", "exact", "--gpus", "0")
 
 
 @pytest.fixture
@@ -55,9 +56,12 @@ def test_answers_become_a_run_that_the_doctor_finds_fit(own: Path) -> None:
 
 
 def test_options_are_not_asked_and_without_held_out_problems_nothing_is_evaluated(own: Path) -> None:
-    words = ["--model", "model", "--train", "train.jsonl", "--verifier", "exact", "--gpus", "0"]
+    words = list(INIT)
     done = runner.invoke(app, ["init", "new/mine.yaml", *words])
     assert done.exit_code == 0, done.output
+    for named, called in (("model/.", "model"), ("builtin:tiny", "tiny")):
+        assert runner.invoke(app, ["init", "x.yaml", "--overwrite", "--model", named, *words[2:]]).exit_code == 0
+        assert load_run(own / "x.yaml").output == Path("out") / called
     config = load_run(own / "new" / "mine.yaml")
     assert (config.data.heldout, config.evaluate.every) == (None, 0)
     assert config.rollout.server.max_model_len == config.rollout.sampling.max_new_tokens + 6  # 10+1= and what begins a text
@@ -133,6 +137,17 @@ def test_a_verifier_that_refuses_the_answers_themselves_is_said(own: Path) -> No
         words = ["--model", "model", "--train", f"{name}.jsonl", "--verifier", "last_word", "--gpus", "0"]
         done = runner.invoke(app, ["init", *words])
         assert (done.exit_code, said in done.stderr) == (code, True), done.stderr
+
+
+def test_the_doctor_takes_settings_over_a_file_and_without_one(own: Path) -> None:
+    settings = ["model.path=model", "data.train=train.jsonl", "data.heldout=heldout.jsonl", "rollout.sampling.max_new_tokens=9"]
+    done = runner.invoke(app, ["doctor", "--json", *settings])
+    found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert found["model and data"]["detail"].endswith("5 problems to train on, 5 held out")
+    assert runner.invoke(app, ["init", *INIT]).exit_code == 0
+    done = runner.invoke(app, ["doctor", "--json", "--run", "run.yaml", "reward.verifier=last_wrod"])
+    found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert (done.exit_code, "did you mean last_word?" in found["verifier"]["advice"]) == (1, True)
 
 
 def test_what_nobody_answers_is_named(own: Path) -> None:

@@ -197,11 +197,12 @@ def test_an_open_page_follows_the_run_and_stays_as_it_is(page: Page, tmp_path: P
     monkeypatch.setattr(runs, "run_status", lambda folder: (["made up: so it stands"], True))
     folder, path = write_run(tmp_path / "run", steps=40, recorded=(10, 20)), tmp_path / "page.html"
     write_report([folder], path, Options(refresh=2, title="before"))
-    page.open(path, "tab=samples&kind=tokens&colour=entropy")
+    page.open(path, "tab=samples&kind=tokens&colour=entropy&paused=1")
     page.evaluate("choose(5)")
     chosen = page.evaluate("keyOf(finder.shown[finder.at])")
     write_run(folder, steps=41, recorded=(30,))  # newer groups come before it
-    write_report([folder], path, Options(refresh=2, title="after"))
+    write_report([folder], path, Options(refresh=3600, title="after"))
+    page.evaluate("document.querySelector('.state .button').click()")  # no longer paused
     page.wait_for("document.querySelector('h1')?.textContent === 'after' && document.body.dataset.ready")
     assert page.evaluate("keyOf(finder.shown[finder.at])") == chosen
     assert page.evaluate("finder.at") != 5

@@ -125,19 +125,23 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path: Path, m
 
 
 def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it goes on the page loads itself again; the last one does not."""
+    """It waits for the run; while that goes on the page loads itself again; the last page does not."""
     from tepo_megatron.report import runs
 
-    folder, page = write_run(tmp_path / "run", steps=2), tmp_path / "run" / "report.html"
+    folder, page = tmp_path / "run", tmp_path / "run" / "report.html"
     states, seen = iter([True, True, False]), []
     monkeypatch.setattr(runs, "run_status", lambda folder: (["made up: so it stands"], next(states)))
 
     def sleep(seconds: int) -> None:
-        seen.append((seconds, data(page.read_text(), "figures")["refresh"]))
+        if not folder.exists():  # the command is there before the run
+            write_run(folder, steps=2)
+        else:
+            seen.append((seconds, data(page.read_text(), "figures")["refresh"]))
 
     monkeypatch.setattr("tepo_megatron.cli.report.time.sleep", sleep)
     done = runner.invoke(app, ["report", str(folder), "--watch", "7"])
     assert done.exit_code == 0, done.output
     assert seen == [(7, 7), (7, 7)]
+    assert done.stderr == f"waits for a run in {folder}\n"
     assert data(page.read_text(), "figures")["refresh"] == 0
     assert [line.count("which goes on") for line in done.stdout.splitlines()] == [1, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,14 @@ def test_a_run_goes_on_as_its_heartbeat_says(tmp_path: Path) -> None:
     run = read_run("run", folder)
     assert run.goes_on
     assert run.said.startswith("runs, step 3 of 90 done")
+
+
+def test_a_run_that_has_said_nothing_yet_begins(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=0)
+    (folder / "metrics.jsonl").unlink()
+    assert (read_run("run", folder).said, read_run("run", folder).goes_on) == ("begins", True)
+    os.utime(folder / "resolved.yaml", (1e9, 1e9))
+    assert not read_run("run", folder).goes_on
 
 
 def test_faults_hangs_and_what_a_resumption_changed_are_told(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""W&B and MLflow themselves, without a network: what a run leaves is read back with their own readers.
+"""W&B and MLflow themselves: what a run leaves on the disk is read back with their own readers.
 
 Both packages are in requirements/test.txt; without one of them its test is skipped.
 """
@@ -8,17 +8,20 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import struct
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.train.metrics import read_metrics
 from tepo_megatron.train.output import Output
 from tepo_megatron.train.progress import NoProgress
+from tests.support.wandb_server import wandb_server
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 PLANTED = "sk-planted-in-the-kwargs"
@@ -61,64 +64,62 @@ def no_secret_in(folder: Path) -> None:
             assert PLANTED.encode() not in content, path
 
 
-def records(path: Path) -> Iterator[Any]:
-    """The records of a ``.wandb`` file, as W&B's own protocol has them: after seven bytes that name the format blocks of 32 KiB
-    with pieces behind checksum, length and type.
-    """
-    from wandb.proto import wandb_internal_pb2
-
-    data, at, whole = path.read_bytes(), 7, b""
-    assert data[:4] == b":W&B"
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:  # no room for a head: the block is filled up
-            at += 32768 - at % 32768
-            continue
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        whole += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last of several
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(whole)
-            yield record
-            whole = b""
+def end_wandbs_own_process(output: Output) -> None:
+    """Once the run is known to the server."""
+    (logger,) = output._loggers._processes
+    while not (reports := logger.reports()):
+        assert logger.lives()
+        time.sleep(0.05)
+    assert [sorted(report) for report in reports] == [["note"]]
+    (core,) = [child for child in psutil.Process(logger._process.pid).children() if "wandb-core" in child.name()]
+    core.terminate()
+    while core.status() != psutil.STATUS_ZOMBIE:  # W&B's client waits for it at its own end
+        time.sleep(0.05)
 
 
 @needs("wandb")
-def test_an_offline_run_of_wandb_has_every_row_and_goes_on_in_the_same_run(
+def test_a_run_of_wandb_has_every_row_offline_and_online_and_goes_on_in_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It fails, is resumed, both offline; ``wandb sync`` reads both folders and sends them; then it is resumed online, where a
+    signal to every process of the job ends W&B's own.
+    """
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    section = {"wandb": {"project": "tepo", "mode": "offline", "tags": ["tiny"], "group": "seeds"}}
+    section: dict[str, Any] = {"project": "tepo", "mode": "offline", "tags": ["tiny"], "group": "seeds"}
     folder = tmp_path / "out"
-    rows = run_twice(folder, section)
-    files = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
-    assert len(files) == 2
-    found = [list(records(path)) for path in files]
-    runs = [record.run for each in found for record in each if record.WhichOneof("record_type") == "run"]
-    assert {run.run_id for run in runs} == {files[0].stem.removeprefix("run-")}
-    assert {(run.project, run.display_name, run.run_group, tuple(run.tags)) for run in runs} == {
-        ("tepo", "tiny", "seeds", ("tiny",))
-    }
-    rates = []
-    for each in found:
-        given = {item.key: json.loads(item.value_json) for record in each for item in record.run.config.update}
-        rates.append(given["optimizer"]["lr"])
-    assert rates == [1e-4, 2e-4]
-    assert [[record.exit.exit_code for record in each if record.HasField("exit")] for each in found] == [[1], [0]]
-    logged = [_history(record) for each in found for record in each if record.HasField("history")]
-    assert [row["_step"] for row in logged] == list(range(6))  # it never falls, so that nothing is thrown away
-    assert [row["step"] for row in logged] == [0, 1, 2, 3, 3, 4]
-    for row, there in zip(rows, [*logged[:3], *logged[4:]], strict=True):
+    rows = run_twice(folder, {"wandb": section})
+    folders = sorted(folder.glob("wandb/offline-run-*"))
+    assert len(folders) == 2
+    with wandb_server() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+        sync = [sys.executable, "-m", "wandb", "sync", *map(str, folders)]
+        done = subprocess.run(sync, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        third = open_output(folder, {"wandb": section | {"mode": "online"}}, resume=True, lr=2e-4)
+        third.resume_from(4)
+        end_wandbs_own_process(third)
+        rows.append(third.write_row(5, {"reward/mean": 0.5}))
+        third.finish()
+        third.close()
+    run_id = folders[0].name.rpartition("-")[2]
+    assert server.ids == {run_id}
+    run = server.run
+    assert (run["name"], run["project"], run["displayName"], run["groupName"]) == (run_id, "tepo", "tiny", "seeds")
+    assert list(run["tags"]) == ["tiny"]
+    config = json.loads(run["config"])
+    assert config["optimizer"]["value"]["lr"] == 2e-4
+    assert config["reward"]["value"]["kwargs"] == {"api_key": "***"}
+    assert server.exit_codes == [1, 0, 0]
+    assert [row["_step"] for row in server.history] == list(range(7))  # it never falls, so that nothing is thrown away
+    assert [row["step"] for row in server.history] == [0, 1, 2, 3, 3, 4, 5]
+    for row, there in zip(rows, [*server.history[:3], *server.history[4:]], strict=True):
         assert {key: there.get(key) for key in row} == row
-    axes = {
-        record.metric.glob_name: record.metric.step_metric for each in found for record in each if record.HasField("metric")
-    }
-    assert axes["*"] == "step"
+    metrics = config["_wandb"]["value"]["m"]  # in W&B's short form: 1 is a name, 2 a pattern, 5 its x axis by number
+    (every,) = [metric for metric in metrics if metric.get("2") == "*"]
+    assert metrics[every["5"] - 1]["1"] == "step"
     no_secret_in(folder / "wandb")
-
-
-def _history(record: Any) -> dict[str, Any]:
-    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+    no_secret_in(folder / "logs")
 
 
 @needs("mlflow", "sqlalchemy", "alembic")
