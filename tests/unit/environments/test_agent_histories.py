@@ -216,6 +216,7 @@ def test_calls_of_tools_come_back_as_they_were_written(calls: Any, before: str, 
     assert body["choices"][0]["finish_reason"] == ("tool_calls" if calls else "stop")
     found = [(each["function"]["name"], json.loads(each["function"]["arguments"])) for each in message.get("tool_calls", [])]
     assert found == calls
+    assert (message["content"] or "") == before
     talk = Conversation()
     talk.heard(asked.messages, None)
     talk.answered(answer.message)
