@@ -31,10 +31,12 @@ class ResponseText(str):
     """What a verifier gets as a response: its text, a ``str``, with what else is known of it.
 
     ``finish_reason`` is ``"stop"`` (the model ended it) or ``"length"`` (cut at the longest response allowed). What is made of
-    it, such as ``response.strip()``, is a plain ``str``.
+    it, such as ``response.strip()``, is a plain ``str``. ``prompt_tokens``: of a turn of an episode, how many tokens the model
+    had read; 0 elsewhere.
     """
 
     finish_reason: str
+    prompt_tokens: int = 0
     _ids: Iterable[int]
 
     def __new__(cls, text: str, token_ids: Iterable[int] = (), finish_reason: str = "stop") -> ResponseText:

@@ -1,10 +1,12 @@
 """Collects the runs of the evidence's sweeps, and makes every table and picture of docs/evidence.md of what was collected.
 
     tepo sweep examples/evidence/tiny.yaml                 # goes on where it was interrupted
+    tepo sweep examples/evidence/stack_machine.yaml
     tepo sweep examples/evidence/overhead.yaml
-    python -m benchmarks.evidence --tiny out/evidence-tiny --overhead out/evidence-overhead
+    python -m benchmarks.evidence --tiny out/evidence-tiny --stack-machine out/evidence-stack-machine \\
+        --overhead out/evidence-overhead
 
-Both folders may be unfinished or left out: what was collected before stays in benchmarks/results/evidence, and the page says
+The folders may be unfinished or left out: what was collected before stays in benchmarks/results/evidence, and the page says
 which seeds are there. Without a folder, tables and pictures are made anew from what is there.
 """
 
@@ -20,7 +22,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.evidence", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for name in SWEEPS:
-        parser.add_argument(f"--{name}", type=Path, metavar="FOLDER", help=f"output of examples/evidence/{name}.yaml")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=Path, metavar="FOLDER", help=f"output of examples/evidence/{name}.yaml"
+        )
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[2], help="repository whose page is made")
     given = parser.parse_args()
     folders = {name: folder for name in SWEEPS if (folder := getattr(given, name)) is not None}

@@ -46,31 +46,39 @@ PICTURES = (
     Picture("evidence-mask", "mask/fraction", "chosen tokens, %", "Share of chosen tokens by step", scale=100.0),
     Picture("evidence-kl", "kl/mean", "KL from the old policy, 10⁻³ nats", "KL from the old policy by step", scale=1e3),
 )
+OF_SECOND = (
+    Picture("evidence-second-learning", "accuracy/greedy", "held-out greedy, %", "Held-out greedy by step", False, 100.0),
+    Picture("evidence-second-entropy", "entropy/mean", "entropy, nats a token", "Entropy by step"),
+)
 TIME = Picture("evidence-time", "time/step", "", "Time of a step beside GRPO's")
 
 
-def draw(tiny: Evidence, overhead: Evidence, folder: Path) -> list[Path]:
+def draw(tiny: Evidence, second: Evidence, overhead: Evidence, folder: Path) -> list[Path]:
     """Writes every picture for which there is a run; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    if any(tiny.runs.values()):
-        for picture in PICTURES:
+    for picture, evidence in _pictures(tiny, second, overhead):
+        if any(evidence.runs.values()):
             written.append(folder / f"{picture.stem}.png")
-            _curves(tiny, picture, written[-1])
-    if any(overhead.runs.values()):
-        written.append(folder / f"{TIME.stem}.png")
-        _times(overhead, written[-1])
+            if picture is TIME:
+                _times(evidence, written[-1])
+            else:
+                _curves(evidence, picture, written[-1])
     return written
 
 
-def shown(tiny: Evidence, overhead: Evidence) -> dict[str, str]:
+def shown(tiny: Evidence, second: Evidence, overhead: Evidence) -> dict[str, str]:
     """Each picture as the page shows it, by its place there; a sentence where there is no run yet."""
     found = {}
-    for picture in (*PICTURES, TIME):
-        drawn = any((overhead if picture is TIME else tiny).runs.values())
+    for picture, evidence in _pictures(tiny, second, overhead):
+        drawn = any(evidence.runs.values())
         place = picture.stem.replace("evidence", "picture")
         found[place] = f"![{picture.said}](images/{picture.stem}.png)\n" if drawn else "Not run yet.\n"
     return found
+
+
+def _pictures(tiny: Evidence, second: Evidence, overhead: Evidence) -> list[tuple[Picture, Evidence]]:
+    return [*((picture, tiny) for picture in PICTURES), *((picture, second) for picture in OF_SECOND), (TIME, overhead)]
 
 
 def mean_curve(runs: Sequence[Sequence[tuple[int, float]]], window: int = 1) -> tuple[np.ndarray, np.ndarray]:

@@ -45,25 +45,35 @@ class Figures:
         return paired(FIGURES[name], self.of(name, one), self.of(name, other), self.budget)
 
 
-def make_tables(tiny: Evidence, overhead: Evidence) -> dict[str, str]:
+SECOND = "second-"
+"""Before the names of the second task's tables."""
+
+
+def make_tables(tiny: Evidence, second: Evidence, overhead: Evidence) -> dict[str, str]:
     """Every table of the page by its name, in its order."""
-    figures = Figures(tiny)
     rates = list(tiny.sweep.axes["lr"])
-    found = {"state": state(tiny, overhead), "claims": claims(figures, rates)}
+    found = {"state": state({"tiny": tiny, "stack_machine": second, "overhead": overhead})}
+    figures = Figures(tiny)
+    found |= _comparison(figures)
     for rate in rates:
-        found[f"learning-{rate}"] = _by_objective(figures, rate, LEARNING)
         found[f"against-{rate}"] = _against(figures, rate)
         found[f"dynamics-{rate}"] = _by_objective(figures, rate, DYNAMICS)
-    found["parts"] = _parts(figures, rates)
     found["overhead"] = _overhead(Figures(overhead))
     found["time"] = _by_objective(figures, rates[0], TIMES)
-    return found
+    return found | {SECOND + name: table for name, table in _comparison(Figures(second)).items()}
 
 
-def state(tiny: Evidence, overhead: Evidence) -> str:
+def _comparison(figures: Figures) -> dict[str, str]:
+    """The claims, how each objective learns, and the two parts."""
+    rates = list(figures.evidence.sweep.axes["lr"])
+    learning = {f"learning-{rate}": _by_objective(figures, rate, LEARNING) for rate in rates}
+    return {"claims": claims(figures, rates), **learning, "parts": _parts(figures, rates)}
+
+
+def state(sweeps: Mapping[str, Evidence]) -> str:
     """How many seeds of each combination are done, when and where they ran; and what is missing."""
-    parts = []
-    for name, evidence in (("tiny", tiny), ("overhead", overhead)):
+    parts, counts = [], []
+    for name, evidence in sweeps.items():
         keys, seeds = evidence.keys, len(evidence.sweep.seeds)
         done, of = sum(len(evidence.seeds(key)) for key in keys), len(keys) * seeds
         missing = "all are done" if done == of else f"**{of - done} are missing**, and the same commands go on with them"
@@ -71,13 +81,15 @@ def state(tiny: Evidence, overhead: Evidence) -> str:
         where = f" Collected on {evidence.made_on}." if evidence.made_on else ""
         listed = ", ".join(map(str, evidence.sweep.seeds))
         parts.append(f"`examples/evidence/{name}.yaml`: {done} of {of} runs, seeds {listed}; {missing}.{when}{where}\n")
-    rates = list(tiny.sweep.axes["lr"])
-    seeds = len(tiny.sweep.seeds)
-    counts = [
-        [objective, *(f"{len(tiny.seeds((objective, rate)))} of {seeds}" for rate in rates)]
-        for objective in tiny.sweep.axes["objective"]
-    ]
-    return "\n".join([*parts, markdown(["objective", *(f"runs done, lr {tiny.rate(rate)}" for rate in rates)], counts)])
+        counts += [[name, key[0], *_done(evidence, key[0])] for key in dict.fromkeys((key[0],) for key in keys)]
+    return "\n".join([*parts, markdown(["sweep", "objective", "seeds done"], counts)])
+
+
+def _done(evidence: Evidence, objective: str) -> list[str]:
+    """Of each learning rate, if there are several."""
+    seeds = len(evidence.sweep.seeds)
+    done = {key: f"{len(evidence.seeds(key))} of {seeds}" for key in evidence.keys if key[0] == objective}
+    return [", ".join(f"lr {evidence.rate(key[1])}: {text}" if key[1:] else text for key, text in done.items())]
 
 
 def _by_objective(figures: Figures, rate: str, names: Sequence[str]) -> str:

@@ -3,9 +3,10 @@ played.
 
     .venv/bin/python examples/environments/make_warm_start.py guess_number out/guess_number_start     (about half a minute)
 
-The player knows the rules and no more, so that RL has something to find: it guesses at random, asks the calculator for sums
-with a wrong digit, and does not always believe it. Training is next-token cross-entropy through the same engine as TEPO, on
-what the player wrote; what the environment answered is context, as in RL.
+The player knows the rules and has no plan, so that RL has something to find: it guesses at random, though at times among the
+numbers that the answers leave; it asks the calculator for sums with a wrong digit, and does not always believe it. Training is
+next-token cross-entropy through the same engine as TEPO, on what the player wrote; what the environment answered is context,
+as in RL.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import asyncio
 import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,17 +33,39 @@ from tepo_megatron.environments.games import GuessNumber
 from tepo_megatron.types import Batch, ObjectiveOutput, Problem, ResponseText, Rollout, TokenScores, WeightsVersion
 from tepo_megatron.user_code import load_user_code
 
-Player = Callable[[Problem, str, random.Random], str]
-"""What it writes, given the problem and the last answer (empty: none yet)."""
+Turns = Sequence[tuple[str, str]]
+"""What was written and what was answered, so far."""
+
+Player = Callable[[Problem, Turns, random.Random], str]
+"""What it writes next."""
 
 
-def guesses_any(highest: int) -> Player:
-    return lambda problem, answer, rng: str(rng.randint(1, highest))
+def guesses(highest: int, answer_to: Callable[[int, int], str], heeds: float) -> Player:
+    """Guesses at random from 1 to ``highest``; in a share ``heeds`` of its guesses only what all answers leave.
+
+    ``answer_to(number, guess)`` is the game's. Without any heed a model learns to end with what it began by chance: a policy
+    gradient improves a first guess by how well the later ones are made.
+    """
+
+    def next_guess(problem: Problem, turns: Turns, rng: random.Random) -> str:
+        numbers = range(1, highest + 1)
+        left = [each for each in numbers if all(answer_to(each, int(guess)) == answer for guess, answer in turns)]
+        return str(rng.choice(left if rng.random() < heeds else numbers))
+
+    return next_guess
 
 
-def uses_a_calculator(problem: Problem, answer: str, rng: random.Random) -> str:
-    if answer:
-        return answer.strip("[]") if rng.random() < 0.7 else str(rng.randint(20, 198))
+def smaller_or_larger(number: int, guess: int) -> str:
+    return "" if guess == number else ("<" if number < guess else ">")
+
+
+def how_far(number: int, guess: int) -> str:
+    return str(abs(number - guess))
+
+
+def uses_a_calculator(problem: Problem, turns: Turns, rng: random.Random) -> str:
+    if turns:
+        return turns[-1][1].strip("[]") if rng.random() < 0.7 else str(rng.randint(20, 198))
     if rng.random() < 0.5:
         return str(rng.randint(20, 198))
     asked = list(problem.prompt.removesuffix("="))
@@ -56,9 +79,9 @@ def tasks() -> dict[str, tuple[str, Callable[[], Any], Player]]:
     distance = load_user_code(f"{own / 'distance.py'}:Distance", "the example's environment")
     calculator: dict[str, Any] = {"begin": "(", "end": ")", "open": "[", "close": "]"}
     return {
-        "guess_number": ("builtin:guess-number", GuessNumber, guesses_any(7)),
+        "guess_number": ("builtin:guess-number", GuessNumber, guesses(7, smaller_or_larger, heeds=0.5)),
         "calculator": ("builtin:addition", lambda: Calculator(**calculator), uses_a_calculator),
-        "own_env": (str(own / "problems.jsonl"), distance, guesses_any(9)),
+        "own_env": (str(own / "problems.jsonl"), distance, guesses(9, how_far, heeds=0.6)),
     }
 
 
@@ -88,13 +111,14 @@ async def play(environment: Any, problem: Problem, player: Player, tokenizer: To
     await value(environment.reset(problem, seed=0))
     ids: list[int] = []
     mask: list[bool] = []
-    answer, done = "", False
+    turns: list[tuple[str, str]] = []
+    done = False
     while not done and len(mask) < 60:
-        text = player(problem, answer, rng)
+        text = player(problem, turns, rng)
         own = [*tokenizer.encode(text), tokenizer.eos_ids[0]]
         result = await value(environment.step(ResponseText(text, own)))
-        answer, done = result.observation or "", result.done
-        theirs = [] if done else tokenizer.encode(answer)
+        turns, done = [*turns, (text, result.observation or "")], result.done
+        theirs = [] if done else tokenizer.encode(turns[-1][1])
         ids += [*own, *theirs]
         mask += [True] * len(own) + [False] * len(theirs)
     prompt = tokenizer.prompt_ids(problem.prompt)

@@ -1,9 +1,11 @@
-"""Makes the model that the tiny run starts from: a 0.6 M-parameter Llama that has seen sums, some of them wrong, and is unsure.
+"""Makes the models that the tiny runs start from: a 0.6 M-parameter Llama that has seen solutions, some of them wrong, and is
+unsure.
 
-    .venv/bin/python examples/tiny/make_warm_start.py OUT     (about a minute)
+    .venv/bin/python examples/tiny/make_warm_start.py OUT                           (sums; about a minute)
+    .venv/bin/python examples/tiny/make_warm_start.py OUT --task stack-machine
 
 Supervised training through the same Megatron engine as TEPO, with next-token cross-entropy in the objective's place. The
-result, in Hugging Face format, ships as tepo_megatron/data/builtin/tiny.
+results, in Hugging Face format, ship as tepo_megatron/data/builtin/tiny and …/stack-machine.
 """
 
 from __future__ import annotations
@@ -11,19 +13,21 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import torch
 from rich.progress import track
 
 from tepo_megatron.config import EngineConfig, ObjectiveConfig, OptimizerConfig, RunConfig, TrainConfig
-from tepo_megatron.data.tasks.addition import supervised_examples, train_problems
+from tepo_megatron.data.tasks import addition, stack_machine
 from tepo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.data.train_tokenizer import train_char_tokenizer
 from tepo_megatron.engine.engine import Engine
 from tepo_megatron.types import Batch, ObjectiveOutput, Rollout, TokenScores, WeightsVersion
+
+TASKS: Mapping[str, ModuleType] = {"addition": addition, "stack-machine": stack_machine}
 
 
 class CrossEntropy:
@@ -43,7 +47,7 @@ class CrossEntropy:
         return ObjectiveOutput(-(scores.logprob * batch.loss_mask_T).sum(), context.denominator)
 
 
-def random_model(folder: Path, seed: int) -> None:
+def random_model(folder: Path, seed: int, task: ModuleType) -> None:
     """The architecture, with random weights and the tokenizer of the task."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -63,7 +67,7 @@ def random_model(folder: Path, seed: int) -> None:
         eos_token_id=2,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    train_char_tokenizer((problem.prompt for problem in train_problems()), folder)
+    train_char_tokenizer((problem.prompt for problem in task.train_problems()), folder)
 
 
 def as_rollouts(examples: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[Rollout]:
@@ -80,6 +84,7 @@ def as_rollouts(examples: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--task", choices=TASKS, default="addition")
     parser.add_argument("--steps", type=int, default=190)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--noise", type=float, default=0.1, help="fraction of the solutions with a slip")
@@ -89,7 +94,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         start = Path(folder)
-        random_model(start, args.seed)
+        random_model(start, args.seed, TASKS[args.task])
         tokenizer = load_tokenizer(start)
         config = RunConfig(
             engine=EngineConfig(micro_batch_tokens=8192),
@@ -98,7 +103,8 @@ def main() -> None:
             train=TrainConfig(steps=args.steps, minibatches=1),
         )
         engine = Engine(config, start, objective=CrossEntropy())
-        examples = as_rollouts(supervised_examples(args.steps * args.batch, args.noise, args.seed), tokenizer)
+        written = TASKS[args.task].supervised_examples(args.steps * args.batch, args.noise, args.seed)
+        examples = as_rollouts(written, tokenizer)
         for step in track(range(args.steps), description="supervised steps"):
             batch = engine.batch_from_root(examples[step * args.batch : (step + 1) * args.batch])
             result = engine.update(batch)

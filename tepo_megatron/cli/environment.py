@@ -34,13 +34,16 @@ def serve(
     [dim]tepo environment serve run.yaml --host 10.0.0.7 --key-file keys/environment[/]
     """
     with user_errors():
-        config = load_config(run, overrides or ()).environment
+        loaded = load_config(run, overrides or ())
+        config = loaded.environment
         if config is None:
             raise ValueError(f"{run} has no section environment; there is nothing to serve")
-        from tepo_megatron.environments.service import EnvironmentService, make_key
+        from tepo_megatron.environments.keys import make_key
+        from tepo_megatron.environments.service import EnvironmentService
 
         try:
-            service = EnvironmentService(config, host=host, port=port, key=make_key(key_file))
+            key = make_key(key_file)
+            service = EnvironmentService(config, host=host, port=port, key=key, sampling=loaded.rollout.sampling)
         except OSError as error:
             raise ValueError(
                 f"{host}:{port} cannot be listened on ({error.strerror}); give another --host or --port"

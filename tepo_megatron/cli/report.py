@@ -65,6 +65,7 @@ def report(
     target = output or (outputs[0] if single else Path()) / "report.html"
     options = Options(title, tuple(metrics or ()), samples, size, refresh=watch or 0)
     said = ""
+    going: bool | None = None
     with user_errors():
         while watch and (missing := [path for path in outputs if not runs_in(path)]):
             if said != (said := f"waits for a run in {', '.join(map(str, missing))}"):
@@ -72,8 +73,8 @@ def report(
             time.sleep(watch)
         while True:
             written = write_report(outputs, target, options)
-            if said != (said := _told(written)) and not as_json:
-                typer.echo(said)
+            if going != (going := written.goes_on) and not as_json:
+                typer.echo(_told(written))
             if watch is None or not written.goes_on:
                 break
             time.sleep(watch)

@@ -107,6 +107,23 @@ def punishment_is_felt(run: RunSections) -> None:
         )
 
 
+def programs_are_run_knowingly(run: RunSections) -> None:
+    """Of environments ``EnvironmentConfig`` asks the same."""
+    given = {"reward.verifier": run.reward.verifier}
+    given |= {f"evaluate.sets.{name}.verifier": each.verifier or "" for name, each in run.evaluate.sets.items()}
+    given |= {f"the verifier of the source {each.called}": each.verifier or "" for each in run.data.train_sources}
+    given |= {f"the verifier of the source {each.called}": each.verifier or "" for each in run.data.heldout_sources}
+    field = next((field for field, verifier in given.items() if verifier == "python_tests"), None)
+    if field is None:
+        return
+    if not run.reward.run_code:
+        raise ValueError(
+            f"{field} = python_tests runs programs that the model writes; set reward.run_code = true if you mean it"
+        )
+    if run.reward.network:
+        raise ValueError(f"{field} = python_tests has no network; leave reward.network out")
+
+
 CHECKS = (
     no_demonstration_beside_own_problems,
     a_group_can_be_compared,
@@ -114,5 +131,6 @@ CHECKS = (
     tokens_are_recorded,
     rewards_are_weighed,
     punishment_is_felt,
+    programs_are_run_knowingly,
 )
 """In the order in which they are made."""

@@ -5,10 +5,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
+from tepo_megatron.config.agent import AgentConfig
 from tepo_megatron.config.base import Section
 
 BUILTIN_ENVIRONMENTS = ("guess_number", "calculator", "python")
 """The environments that ship with the package; ``python`` runs what the model writes."""
+
+OUTSIDE = "outside"
+"""The name of agents that run elsewhere, and ask for their episodes over HTTP."""
 
 
 class EnvironmentConfig(Section):
@@ -17,15 +21,19 @@ class EnvironmentConfig(Section):
     ``max_failed`` apply to them. docs/environments.md has the protocol."""
 
     name: str
-    """``guess_number``, ``calculator``, ``python``, or your own class as ``path/file.py:Class`` or ``package.module:Class``."""
+    """``guess_number``, ``calculator``, ``python``, or your own class as ``path/file.py:Class`` or ``package.module:Class``;
+    with ``adapter: agent`` a function of yours, or ``outside``."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """What the class is made with, once an episode, as keyword arguments. No place for a secret: a run's folder keeps its
     configuration."""
 
-    adapter: Literal["none", "gymnasium", "skyrl_gym", "openenv"] = "none"
-    """The interface that ``name`` has: ``none`` is this package's, the others are those of these libraries (text
-    environments)."""
+    adapter: Literal["none", "gymnasium", "skyrl_gym", "openenv", "agent"] = "none"
+    """The interface that ``name`` has: ``none`` is this package's; ``agent`` is a function that calls the model over the OpenAI
+    protocol (docs/agents.md); the others are those of these libraries (text environments)."""
+
+    agent: AgentConfig | None = None
+    """How an agent's requests become an episode, with ``adapter: agent``. null: as by default."""
 
     max_turns: PositiveInt = 8
     """Turns of the model in an episode, at most; one that is not done by then is cut."""
@@ -96,12 +104,46 @@ class EnvironmentConfig(Section):
             raise ValueError("environment.name = python has no network; leave environment.network out")
         return self
 
+    @model_validator(mode="after")
+    def _agents_are_agents(self) -> "EnvironmentConfig":
+        if self.adapter != "agent":
+            if self.agent is not None or self.name == OUTSIDE:
+                given = "environment.agent" if self.agent is not None else f"environment.name = {OUTSIDE}"
+                raise ValueError(f"{given} without environment.adapter = agent; set it")
+            return self
+        if self.name in BUILTIN_ENVIRONMENTS:
+            raise ValueError(f"environment.name = {self.name} is an environment, and no agent; leave environment.adapter out")
+        if self.network is False:
+            raise ValueError("environment.network = false with adapter = agent: an agent reaches the model over this machine's")
+        settings = self.agent_settings
+        if self.workers > 1 and settings.port:
+            raise ValueError(
+                f"environment.workers = {self.workers} cannot share environment.agent.port = {settings.port}; leave one of the "
+                "two out"
+            )
+        if self.name == OUTSIDE and (settings.port == 0 or settings.key_file is None):
+            raise ValueError(
+                f"environment.name = {OUTSIDE} needs environment.agent.port and environment.agent.key_file, with which agents "
+                "ask for episodes"
+            )
+        return self
+
+    @property
+    def agent_settings(self) -> AgentConfig:
+        """``agent``, or its defaults."""
+        return self.agent or AgentConfig()
+
     def decides(self) -> dict[str, Any]:
         """What of it decides how an episode goes, as JSON values."""
         where = {"workers", "concurrency", "servers", "key_file", "max_restarts"}
-        return self.model_dump(mode="json", exclude=where)
+        found = self.model_dump(mode="json", exclude={*where, "agent"})
+        if self.adapter == "agent":
+            found["agent"] = self.agent_settings.model_dump(mode="json", exclude={"port", "key_file"})
+        return found
 
     @property
     def cuts_network(self) -> bool:
         """Whether environments run without network."""
+        if self.adapter == "agent":
+            return False
         return not self.network and (self.network is False or ":" not in self.name)

@@ -77,7 +77,7 @@ class EvaluationSetConfig(PromptsConfig):
     majority: Literal["auto", "verifier", "text", "none"] = "auto"
     """When two answers are the same, for maj@k. ``verifier``: when the verifier takes one for the other. ``text``: when their
     final answers are the same text, but for spaces, case and the like. ``auto``: ``verifier`` for exact, last_word, last_number
-    and math, else ``text``. ``none``: no maj@k."""
+    and math, ``none`` for python_tests and stack_machine, else ``text``. ``none``: no maj@k."""
 
     correct_at: Annotated[float | None, Field(allow_inf_nan=False)] = None
     """As ``evaluate.correct_at``, for this set. null: as there."""

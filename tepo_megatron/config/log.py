@@ -32,7 +32,7 @@ class LogConfig(Section):
 
     token_samples: NonNegativeInt = 0
     """Groups of a step whose responses are written token by token to ``<output>/tokens``, the first ones: log-probs of sampler
-    and trainer, entropy and its change, advantage, mask, ratio, version. ``tepo report`` shows them. About 25 bytes a token;
+    and trainer, entropy and its change, advantage, mask, ratio, version. ``tepo report`` shows them. About 20 bytes a token;
     0: none, and nothing is computed for it."""
 
     token_samples_every: PositiveInt = 10

@@ -13,8 +13,10 @@ _OWN_METRICS = ("mean", "std", "failed")
 class RewardConfig(Section):
     verifier: str = "last_word"
     """``last_word``, ``exact``, ``last_number``, ``math`` (by the math-verify library), ``judge`` (a model behind an
-    OpenAI-compatible address), or your own function ``(problem, response) -> float`` as ``path/file.py:function`` or
-    ``package.module:function``. docs/rewards.md has the other forms. A reward of 1 or more counts as a correct answer."""
+    OpenAI-compatible address), ``python_tests`` (runs the model's program and the problem's tests in a sandbox),
+    ``stack_machine`` (the same with programs for a small stack machine), or your own function
+    ``(problem, response) -> float`` as ``path/file.py:function`` or ``package.module:function``. docs/rewards.md has the other
+    forms. A reward of 1 or more counts as a correct answer."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Where the verifier is a class: what it is made with, once a worker, as keyword arguments. No place for a secret: a run's
@@ -48,6 +50,10 @@ class RewardConfig(Section):
     """Whether a verifier reaches the network, this machine's own addresses included. null: ``judge`` does, and so does your
     own, which may ask one; the other built-in ones do not. false takes it away where the kernel allows it;
     ``tepo doctor`` says whether it does."""
+
+    run_code: bool = False
+    """Lets ``python_tests`` run programs that the model writes: in a process with limits, without network, in a folder that is
+    removed afterwards. It is no virtual machine: what this user may read, such a program may read."""
 
     failed_reward: float | None = None
     """The reward of a response whose verifier raised, returned no finite number, or passed a limit. null: it has none and

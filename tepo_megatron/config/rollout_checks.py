@@ -66,7 +66,8 @@ def overlap_can_be_borne(run: RunSections) -> None:
 def episodes_can_be_played(run: RunSections) -> None:
     if run.environment is None or run.rollout.replay is not None:
         return
-    if run.reward.model_fields_set & {"verifier", "kwargs"}:
+    default = type(run.reward)()  # which a complete configuration (resolved.yaml) names too
+    if (run.reward.verifier, run.reward.kwargs) != (default.verifier, default.kwargs):
         raise ValueError(
             f"reward.verifier = {run.reward.verifier} with environment.name = {run.environment.name}: rewards come from "
             "the environment; leave reward.verifier and reward.kwargs out, or give them to the environment by its kwargs"

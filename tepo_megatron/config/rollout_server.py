@@ -37,7 +37,8 @@ class SpeculativeConfig(Section):
 
     @model_validator(mode="after")
     def _one_of_the_two_guesses(self) -> "SpeculativeConfig":
-        given = sorted({"prompt_lookup_min", "prompt_lookup_max"} & self.model_fields_set)
+        fields = type(self).model_fields  # a complete configuration (resolved.yaml) names the defaults too
+        given = [name for name in ("prompt_lookup_max", "prompt_lookup_min") if getattr(self, name) != fields[name].default]
         if self.draft_model is not None and given:
             raise ValueError(f"{given[0]} is for n-grams, and draft_model guesses here; leave one of the two out")
         return self

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from tepo_megatron.data.chat import chat_ids
+from tepo_megatron.data.chat import AnyMessage, chat_ids
 from tepo_megatron.data.pieces import piece_text
 from tepo_megatron.data.turns import turn_ids
 
@@ -20,6 +20,8 @@ _NO_CHAT = (
     ", which prompts of messages and chat_template = true need; use an instruct model's tokenizer, or plain prompts and set "
     "data.chat_template = false"
 )
+
+Tools = Sequence[Mapping[str, Any]] | None
 
 
 class Tokenizer(Protocol):
@@ -48,8 +50,9 @@ class Tokenizer(Protocol):
         special tokens in it are read as the tokenizer reads them: a text may have been in a chat template before.
         """
 
-    def chat_ids(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """The ids that a model reads for (role, content) messages in the chat template, up to where the answer begins.
+    def chat_ids(self, messages: Sequence[AnyMessage], *, tools: Tools = None) -> list[int]:
+        """The ids that a model reads for messages in the chat template, up to where the answer begins. ``tools``: functions
+        that it describes, as the OpenAI protocol has them.
 
         What the template writes may be special tokens; text of a content that looks like one stays text.
 
@@ -57,9 +60,9 @@ class Tokenizer(Protocol):
             ValueError: there is no template, or it does not take these messages.
         """
 
-    def turn_ids(self, messages: Sequence[tuple[str, str]], *, ended: bool) -> list[int]:
-        """The ids with which a chat goes on behind an answer: its end, unless its last token was one (``ended``), (role,
-        content) messages, and what begins the next answer.
+    def turn_ids(self, messages: Sequence[AnyMessage], *, ended: bool) -> list[int]:
+        """The ids with which a chat goes on behind an answer: its end, unless its last token was one (``ended``), messages, and
+        what begins the next answer.
 
         Raises:
             ValueError: there is no chat template, or it does not take the messages.
@@ -122,10 +125,10 @@ class SentencePieceTokenizer:
         begin = [self.bos_id] if self._adds_bos and self.bos_id is not None else []
         return begin + self.encode(text)
 
-    def chat_ids(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+    def chat_ids(self, messages: Sequence[AnyMessage], *, tools: Tools = None) -> list[int]:
         raise ValueError(f"a SentencePiece tokenizer.model has no chat template{_NO_CHAT}")
 
-    def turn_ids(self, messages: Sequence[tuple[str, str]], *, ended: bool) -> list[int]:
+    def turn_ids(self, messages: Sequence[AnyMessage], *, ended: bool) -> list[int]:
         raise ValueError(
             "the environment returned messages, and a SentencePiece tokenizer.model has no chat template; return text"
         )
@@ -171,10 +174,10 @@ class HuggingFaceTokenizer:
         # A tokenizer set up for training may close every text; a prompt is not over.
         return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id else ids
 
-    def chat_ids(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+    def chat_ids(self, messages: Sequence[AnyMessage], *, tools: Tools = None) -> list[int]:
         if not self._tokenizer.chat_template:
             raise ValueError(f"the model's tokenizer has no chat template{_NO_CHAT}")
-        return chat_ids(self._tokenizer, messages, [str(token) for token in self._added.values() if token.special])
+        return chat_ids(self._tokenizer, messages, [str(token) for token in self._added.values() if token.special], tools)
 
     def show(self, ids: Sequence[int]) -> str:
         return _show(ids, self._special, self.decode, self._tokenizer.convert_ids_to_tokens)
@@ -182,7 +185,7 @@ class HuggingFaceTokenizer:
     def piece(self, token: int) -> str:
         return _piece(token, self, self._special, self._tokenizer.convert_ids_to_tokens)
 
-    def turn_ids(self, messages: Sequence[tuple[str, str]], *, ended: bool) -> list[int]:
+    def turn_ids(self, messages: Sequence[AnyMessage], *, ended: bool) -> list[int]:
         special = [str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         return turn_ids(self._tokenizer, messages, ended=ended, special=special, end_ids=self.eos_ids)
 

@@ -1,8 +1,9 @@
 """The episodes of one worker process: made, asked, and what they answer checked. Imports no NumPy.
 
 A call is ``["reset", [id, prompt, answer, metadata, messages, source], seed, alone]``, ``["step", text, packed ids in base 64,
-finish reason]`` or ``["end"]``. Its answer is ``{"error": sentence}``, or what a :class:`StepResult` holds, the observation as
-``["text", text]``, ``["ids", numbers]``, ``["messages", messages]`` or null; to ``["end"]`` nothing else.
+finish reason, tokens before]`` or ``["end"]``. Its answer is ``{"error": sentence}``, or what a :class:`StepResult` holds, the
+observation as ``["text", text]``, ``["ids", numbers]``, ``["messages", messages]``, ``["chat", a ChatRequest's]`` or null;
+to ``["end"]`` nothing else.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import asyncio
 import inspect
 import json
 import sys
-from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tepo_megatron.environments.adapters import ADAPTERS
-from tepo_megatron.environments.host import read_problem
+from tepo_megatron.environments.chat_requests import ChatRequest
+from tepo_megatron.environments.host import read_action, read_problem
 from tepo_megatron.environments.protocol import StepResult
-from tepo_megatron.problem import ResponseText
+from tepo_megatron.environments.talks import EpisodeError
 from tepo_megatron.reward.calls import check_value
 from tepo_megatron.reward.failure import place_of, why_it_raised
 from tepo_megatron.user_code import load_user_code, locate_user_code
@@ -30,16 +31,22 @@ BUILTIN: Mapping[str, str] = {
 }
 """The environments that ship with the package, as ``module:class``."""
 
+OUTSIDE = "outside"
+"""Agents that run elsewhere; there is nothing to import."""
+
 Answer = dict[str, Any]
 
 
 def resolve_environment(name: str) -> str:
-    """Returns where an environment is, without importing it: ``module:Class``, or ``/path/of/file.py:Class``.
+    """Returns where an environment is, without importing it: ``module:Class``, or ``/path/of/file.py:Class``; ``outside`` as it
+    is.
 
     Raises ValueError: neither a built-in one, nor of one of these forms, nor in a file that is there.
     """
     if ":" in name:
         return locate_user_code(name, f"the environment {name!r}")
+    if name == OUTSIDE:
+        return name
     if name not in BUILTIN:
         raise ValueError(
             f"unknown environment {name!r}; known: {', '.join(BUILTIN)}, or your own as path/file.py:Class or "
@@ -54,6 +61,7 @@ class Desk:
     def __init__(self, setup: Mapping[str, Any]) -> None:
         """Raises ValueError: the environment cannot be imported or made, or has no ``reset`` and ``step``."""
         self._setup = setup
+        self._agents: Any = None
         self._make = self._maker()
         self._episodes: dict[int, Any] = {}
         first = self._first()
@@ -68,6 +76,11 @@ class Desk:
 
     def __bool__(self) -> bool:
         return bool(self._episodes)
+
+    @property
+    def worn(self) -> bool:
+        """Whether too many of the agents that it ran go on after their episodes."""
+        return self._agents is not None and not self and self._agents.worn
 
     async def answer(self, number: int, call: Sequence[Any]) -> Answer:
         """Answers a call to an episode, within its limit of time where it is ``async``. Nothing that the environment does
@@ -88,10 +101,9 @@ class Desk:
                     observation = await _value(method(read_problem(given[0]), seed=given[1]))
                     return self._checked(StepResult(observation), "reset", method)
                 method = self._episodes[number].step
-                text, ids, finish_reason = given
-                return self._checked(
-                    await _value(method(ResponseText.unpack(text, b64decode(ids), finish_reason))), kind, method
-                )
+                return self._checked(await _value(method(read_action(given))), kind, method)
+        except EpisodeError as failed:
+            return {"error": str(failed)}
         # SystemExit too: an environment that calls sys.exit() must not end the worker.
         except BaseException as error:
             late = isinstance(error, TimeoutError) and limit.expired()
@@ -102,6 +114,9 @@ class Desk:
 
     def _maker(self) -> Callable[[], Any]:
         name, kwargs, adapter = self._setup["name"], self._setup["kwargs"], self._setup["adapter"]
+        if adapter == "agent":
+            self._agents = _agents(name, kwargs, self._setup)
+            return self._agents.episode
         found = load_user_code(resolve_environment(name), f"the environment {name!r}")
         if getattr(found, "runs_code", False) and not self._setup["run_code"]:
             raise ValueError(
@@ -146,12 +161,27 @@ def _nothing() -> None:
     """What an environment without ``close`` does at its end."""
 
 
+def _agents(name: str, kwargs: Mapping[str, Any], setup: Mapping[str, Any]) -> Any:
+    try:
+        from tepo_megatron.environments.agents import Agents
+    except ModuleNotFoundError as error:
+        if error.name != "aiohttp":
+            raise
+        raise ValueError(
+            "environment.adapter = agent needs aiohttp for the address that agents call; pip install 'tepo-megatron[agents]'"
+        ) from error
+    solve = None if name == OUTSIDE else load_user_code(resolve_environment(name), f"the agent {name!r}")
+    return Agents(solve, kwargs, setup)
+
+
 async def _value(found: Any) -> Any:
     return await found if inspect.isawaitable(found) else found
 
 
 def _observation(given: Any) -> tuple[list[Any] | None, str | None]:
     """An observation as it travels, or why it is none."""
+    if isinstance(given, ChatRequest):
+        return ["chat", given.as_json()], None
     if given is None or isinstance(given, str):
         return (["text", given] if given else None), None
     given = given.tolist() if hasattr(given, "tolist") else given

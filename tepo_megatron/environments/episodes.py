@@ -53,8 +53,8 @@ class EpisodeLimits:
 
 @dataclass(frozen=True)
 class EpisodeEnd:
-    """How an episode went. ``reward``: the sum over its turns; ``error``: it failed, and why. ``seconds``: of the
-    environment.
+    """How an episode went. ``reward``: the sum over its turns; ``error``: it failed, and why. ``seconds``: of the environment.
+    ``new_histories``: how often an agent began its conversation anew.
     """
 
     turns: int
@@ -63,6 +63,7 @@ class EpisodeEnd:
     restarts: int
     seconds: float
     error: str | None = None
+    new_histories: int = 0
 
 
 class EpisodeSink(Protocol):
@@ -89,6 +90,9 @@ class _Episode:
     turns: int = 0
     reward: Reward = 0.0
     tool_errors: int = 0
+    new_histories: int = 0
+    most: int | None = None
+    """Tokens of the next turn, where an agent bounds it."""
     seconds: float = 0.0
 
 
@@ -186,6 +190,7 @@ class EpisodeStream:
         if behind.size:
             seed = prompt_seed(seed, behind.size)
         room = self.limits.room(episode.prompt.size, behind.size)
+        room = room if episode.most is None else min(room, episode.most)
         self.inner.submit(number, np.concatenate([episode.prompt, behind]), seed, room=room, home=number)
 
     def _take_turn(self, number: Hashable, _: int, turn: Response) -> None:
@@ -195,8 +200,9 @@ class EpisodeStream:
             return  # its worker was lost meanwhile, and it was begun again
         episode.drawn = turn if episode.context is None else joined(episode.context, turn)
         episode.turns += 1
-        text = self.decode(turn.response_ids.tolist())
-        self.host.call(number, step_call(ResponseText(text, turn.response_ids, turn.finish_reason)))
+        action = ResponseText(self.decode(turn.response_ids.tolist()), turn.response_ids, turn.finish_reason)
+        action.prompt_tokens = episode.prompt.size + episode.drawn.response_ids.size - turn.response_ids.size
+        self.host.call(number, step_call(action))
 
     def _take_answer(self, found: EpisodeAnswer) -> None:
         episode = self._open.get(found.episode)
@@ -227,20 +233,29 @@ class EpisodeStream:
         return bool(answer["done"])
 
     def _go_on(self, number: int, episode: _Episode, observation: Sequence[Any] | None) -> None:
+        if observation is not None and observation[0] == "chat":
+            self._hear(episode, observation[1])
         drawn = episode.drawn
         ended = None if drawn is None else int(drawn.response_ids[-1]) in self.end_ids
-        ids = self.observations.ids(observation, ended=ended)
+        ids = self.observations.ids(observation, ended=ended, opening=episode.prompt)
         behind = (0 if drawn is None else drawn.response_ids.size) + ids.size
         if self.limits.room(episode.prompt.size, behind) < 1:
             if drawn is None:
                 raise ValueError(
-                    f"the prompt's {episode.prompt.size} tokens and the {ids.size} of the environment's reset leave no room "
-                    "for a turn; raise environment.max_tokens, or shorten them"
+                    f"the prompt's {episode.prompt.size} tokens and the {ids.size} that the environment begins with leave no "
+                    "room for a turn; raise environment.max_tokens, or shorten them"
                 )
             self._finish(number, "length")
             return
         episode.context = observed(drawn, ids) if ids.size else drawn
         self._ask(number, episode)
+
+    def _hear(self, episode: _Episode, request: Mapping[str, Any]) -> None:
+        """An agent's request: how long the answer may be, and whether what was said before is dropped."""
+        episode.most = request["max_tokens"]
+        if request["begins"] and episode.drawn is not None:
+            episode.drawn = episode.context = None
+            episode.new_histories += 1
 
     def _begin_again(self, found: EpisodeAnswer, episode: _Episode) -> None:
         suspected = episode.suspected + found.suspect
@@ -257,7 +272,15 @@ class EpisodeStream:
         episode = self._open[number]
         self._leave(number)
         response = self._nothing() if episode.drawn is None else replace(episode.drawn, finish_reason=reason)
-        end = EpisodeEnd(episode.turns, episode.reward, episode.tool_errors, episode.restarts, episode.seconds, error)
+        end = EpisodeEnd(
+            episode.turns,
+            episode.reward,
+            episode.tool_errors,
+            episode.restarts,
+            episode.seconds,
+            error,
+            episode.new_histories,
+        )
         self.sink.note(episode.problem, response, end)
         self._ready.append((episode.key, episode.index, response))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -69,7 +69,16 @@ def read_problem(given: list[Any]) -> Problem:
 
 def step_call(action: ResponseText) -> list[Any]:
     """The call that tells an episode what the model wrote."""
-    return ["step", str(action), b64encode(action.packed_ids).decode(), action.finish_reason]
+    return ["step", str(action), b64encode(action.packed_ids).decode(), action.finish_reason, action.prompt_tokens]
+
+
+def read_action(given: list[Any]) -> ResponseText:
+    """What the model wrote, of such a call."""
+    text, ids, finish_reason, *prompt_tokens = given
+    action = ResponseText.unpack(text, b64decode(ids), finish_reason)
+    if prompt_tokens:  # trainers of before did not say
+        (action.prompt_tokens,) = prompt_tokens
+    return action
 
 
 END = ["end"]

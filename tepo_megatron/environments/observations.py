@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tepo_megatron.data.chat import AnyMessage
 from tepo_megatron.types import TokenIds, token_ids
 
 
@@ -14,18 +15,21 @@ class Observations:
     """Encodes observations for one model.
 
     ``encode`` gives the ids of text, without special tokens around it; ``turn_ids`` those with which a chat goes on behind an
-    answer: its end, unless its last token was one (``ended``), then (role, content) messages, up to where the next answer
-    begins. ``unknown``: the id of characters that the tokenizer does not know. Ids are below ``vocab_size``.
+    answer: its end, unless its last token was one (``ended``), then messages, up to where the next answer begins; ``chat_ids``
+    those of a whole chat up to there, with the tools that it names. Without the latter an agent's messages are read as plain
+    text. ``unknown``: the id of characters that the tokenizer does not know. Ids are below ``vocab_size``.
     """
 
     encode: Callable[[str], Sequence[int]]
-    turn_ids: Callable[[Sequence[tuple[str, str]], bool], Sequence[int]]
+    turn_ids: Callable[[Sequence[AnyMessage], bool], Sequence[int]]
     unknown: int | None
     vocab_size: int
+    chat_ids: Callable[[Sequence[AnyMessage], Any], Sequence[int]] | None = None
 
-    def ids(self, observation: Sequence[Any] | None, *, ended: bool | None) -> TokenIds:
+    def ids(self, observation: Sequence[Any] | None, *, ended: bool | None, opening: TokenIds | None = None) -> TokenIds:
         """The ids of an observation as workers send it (``calls``); none for None. ``ended``: whether the turn before it ended
-        with an end token; None: there was no turn.
+        with an end token; None: there was no turn. ``opening``: the prompt with which an agent's chat begins (``openings``),
+        which is left out of it.
 
         Raises ValueError, with a sentence: ids outside the vocabulary, text that the tokenizer does not know, messages where
         nothing was written yet or there is no chat template.
@@ -33,6 +37,8 @@ class Observations:
         if observation is None:
             return token_ids(())
         kind, given = observation
+        if kind == "chat":
+            return self._chat(given, ended=ended, opening=opening)
         if kind == "ids":
             return self._checked(given)
         if kind == "text":
@@ -44,6 +50,29 @@ class Observations:
             )
         pairs = [(str(each["role"]), str(each["content"])) for each in given]
         return self._known(self.turn_ids(pairs, ended), " ".join(content for _, content in pairs))
+
+    def _chat(self, request: Mapping[str, Any], *, ended: bool | None, opening: TokenIds | None) -> TokenIds:
+        """Of what an agent asks (``ChatRequest``): the whole chat where it begins, else its new messages."""
+        messages, tools = request["messages"], request["tools"]
+        text = " ".join(message["content"] for message in messages)
+        if self.chat_ids is None:
+            if tools:
+                raise ValueError(
+                    "the agent sends tools, which need a chat template; set environment.agent.chat_template = true, or have "
+                    "the agent describe its tools in a message"
+                )
+            return self._known([token for message in messages for token in self.encode(message["content"])], text)
+        if not request["begins"]:
+            return self._known(self.turn_ids(messages, bool(ended)), text)
+        ids = self._known(self.chat_ids(messages, tools), text)
+        if opening is None:
+            return ids
+        if ids[: opening.size].tolist() != opening.tolist():
+            raise ValueError(
+                f"the agent's chat begins with token {ids[:1].tolist()} in the model's chat template, and others begin with "
+                f"{opening.tolist()}: all prompts of a run begin alike; use another template, or chat_template = false"
+            )
+        return ids[opening.size :]
 
     def _checked(self, ids: Sequence[int]) -> TokenIds:
         for at, token in enumerate(ids):

@@ -12,11 +12,13 @@ from typing import Any
 
 from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.environment import EnvironmentConfig
+from tepo_megatron.config.environment import OUTSIDE, EnvironmentConfig
+from tepo_megatron.config.sampling import SamplingConfig
 from tepo_megatron.data.tokenizer import Tokenizer
 from tepo_megatron.environments.episodes import EpisodeEnd, EpisodeLimits, EpisodeStream
 from tepo_megatron.environments.host import EnvironmentHost, reset_call
 from tepo_megatron.environments.observations import Observations
+from tepo_megatron.environments.openings import opening_of
 from tepo_megatron.environments.remote import RemoteEnvironments
 from tepo_megatron.environments.workers import EnvironmentWorkers
 from tepo_megatron.reward.by_source import Pool, open_verifiers
@@ -41,6 +43,7 @@ class _Counts:
     episodes: int = 0
     tool_errors: int = 0
     restarts: int = 0
+    new_histories: int = 0
     seconds: float = 0.0
 
 
@@ -77,9 +80,12 @@ class EpisodePool:
             lambda messages, ended: tokenizer.turn_ids(messages, ended=ended),
             tokenizer.unk_id,
             self.vocab_size,
+            (lambda messages, tools: tokenizer.chat_ids(messages, tools=tools))
+            if environment.agent_settings.chat_template
+            else None,
         )
         self._limits = EpisodeLimits(environment.max_turns, environment.max_tokens, self.max_length, environment.max_restarts)
-        self.host = open_host(environment)
+        self.host = open_host(environment, self.config.rollout.sampling)
 
     @property
     def notice(self) -> str | None:
@@ -88,6 +94,10 @@ class EpisodePool:
     @property
     def scores_groups(self) -> bool:
         return False
+
+    @property
+    def _plays_agents(self) -> bool:
+        return self._environment.adapter == "agent"
 
     @property
     def unfinished(self) -> int:
@@ -129,9 +139,10 @@ class EpisodePool:
         groups: list[dict[int, Response]] = [{} for _ in prompts]
         counted, self._counts = self._counts, _Counts()  # a row counts the step's episodes alone
         inner = fleet.sample_stream(Sampling(temperature, max_new_tokens, **truncation), on_move=on_move)
+        opening = opening_of(self._environment, self.tokenizer)
         with self.stream(inner, lambda at: problems[at]) as stream:
             for at, prompt in enumerate(prompts):
-                stream.submit(at, prompt, prompt_seed(seed, at), n)
+                stream.submit(at, prompt if opening is None else opening, prompt_seed(seed, at), n)
             while stream.unfinished:
                 if (found := stream.next(None)) is not None:
                     groups[found[0]][found[1]] = found[2]
@@ -148,6 +159,7 @@ class EpisodePool:
         counts.episodes += 1
         counts.tool_errors += end.tool_errors
         counts.restarts += end.restarts
+        counts.new_histories += end.new_histories
         counts.seconds += end.seconds
         key = _key(problem, response.response_ids.tobytes())
         self._results.setdefault(key, deque()).append(self._result(problem, response, end))
@@ -171,11 +183,12 @@ class EpisodePool:
         self._finished.clear()
 
     def rehearse(self, problems: Sequence[Problem]) -> None:
-        """Has the environment begin an episode of each of the first few problems.
+        """Has the environment begin an episode of each of the first few problems. Agents outside may come later, and are not
+        rehearsed.
 
         Raises ValueError where none of them begins: with the line that raised, where it did.
         """
-        tried = problems[:_REHEARSED]
+        tried = problems[: _REHEARSED if self._environment.name != OUTSIDE else 0]
         errors: list[str] = []
         for problem in tried:
             number = next(self._numbers)
@@ -206,6 +219,7 @@ class EpisodePool:
             "environment/tool_errors": counts.tool_errors / counts.episodes,
             "environment/restarts": float(counts.restarts),
             "environment/seconds": counts.seconds / counts.episodes,
+            **({"environment/new_histories": counts.new_histories / counts.episodes} if self._plays_agents else {}),
         }
 
     def another(self) -> EpisodePool:
@@ -251,9 +265,9 @@ class EpisodePool:
         return RewardResult(failed, f"problem {problem.id!r}: {error}", seconds=end.seconds)
 
 
-def open_host(config: EnvironmentConfig) -> EnvironmentHost:
-    """What runs a run's environments: processes of this machine, or servers. Raises as either."""
-    return RemoteEnvironments(config) if config.servers else EnvironmentWorkers(config)
+def open_host(config: EnvironmentConfig, sampling: SamplingConfig) -> EnvironmentHost:
+    """What runs a run's environments: processes of this machine, or servers. Raises as either. ``sampling``: how it draws."""
+    return RemoteEnvironments(config, sampling) if config.servers else EnvironmentWorkers(config, sampling)
 
 
 def open_pool(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, given: Any = None) -> Pool | EpisodePool:

@@ -1,27 +1,14 @@
-"""A Python interpreter as a tool: each program in a process of its own, with limits, without network, in an empty folder."""
+"""A Python interpreter as a tool: each program runs in a sandbox (``reward/sandbox.py``)."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import resource
-import signal
-import sys
-import tempfile
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
-from typing import BinaryIO
 
 from tepo_megatron.environments.protocol import StepResult
 from tepo_megatron.problem import Problem, ResponseText
+from tepo_megatron.reward.sandbox import Sandbox, require_no_network
 from tepo_megatron.reward.verifiers import load_verifier
-
-_MOST_PRINTED = 4 * 2**20
-"""Bytes that a program may print."""
-
-_ENVIRONMENT: Mapping[str, str] = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
-"""All that a program sees of the machine's variables; ``HOME`` and ``TMPDIR`` are its folder."""
 
 
 class PythonTool:
@@ -50,12 +37,11 @@ class PythonTool:
         memory_mb: int = 256,
         output: int = 2000,
     ) -> None:
-        if shares_network():
-            raise RuntimeError("the kernel does not take the network away from it, and the model's programs would have one")
+        require_no_network()
         self._program = re.compile(re.escape(begin) + r"(.*?)" + (re.escape(end) if end else "$"), re.S)
         self._open, self._close = open, close
         self._verify = load_verifier(verifier)
-        self._seconds, self._memory_mb, self._output = seconds, memory_mb, output
+        self._sandbox, self._output = Sandbox(seconds, memory_mb), output
         self._problem: Problem | None = None
 
     def reset(self, problem: Problem, seed: int) -> None:
@@ -71,86 +57,12 @@ class PythonTool:
 
     async def _run(self, program: str) -> tuple[str, bool]:
         """What a program printed, and whether it failed."""
-        with tempfile.TemporaryDirectory(prefix="tepo-python-", ignore_cleanup_errors=True) as folder:
-            # A pipe of our own: with asyncio's, wait() waits for its end too, which is not seen where it is no longer read.
-            async with _read_end() as (printed, write_end):
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-I",  # neither this package's folders nor the user's variables
-                    "-S",  # the standard library alone
-                    "-c",
-                    program,
-                    cwd=folder,
-                    env={**_ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=write_end,
-                    stderr=asyncio.subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=self._limit,
-                )
-                write_end.close()
-                try:
-                    return await self._read(process, printed)
-                finally:
-                    with suppress(ProcessLookupError):  # also what it has started
-                        os.killpg(process.pid, signal.SIGKILL)
-                    await process.wait()
-
-    async def _read(self, process: asyncio.subprocess.Process, stdout: asyncio.StreamReader) -> tuple[str, bool]:
-        head, tail, printed = b"", b"", 0
-        try:
-            async with asyncio.timeout(self._seconds):
-                while piece := await stdout.read(1 << 14):
-                    printed += len(piece)
-                    head = (head + piece)[: 4 * self._output]
-                    tail = (tail + piece)[-4 * self._output :]
-                    if printed > _MOST_PRINTED:
-                        return f"error: it printed more than {_MOST_PRINTED} bytes", True
-                code = await process.wait()
-        except TimeoutError:
-            return f"error: it ran longer than {self._seconds:g} s", True
-        if code != 0:
-            lines = tail.decode("utf-8", "replace").strip().splitlines()
-            return f"error: {lines[-1][: self._output] if lines else f'it ended with {code}'}", True
-        text = head.decode("utf-8", "replace").strip()
+        ran = await self._sandbox.run(("-c", program), kept=4 * self._output)
+        if ran.limit is not None:
+            return f"error: {ran.limit}", True
+        if ran.status != 0:
+            lines = ran.tail.decode("utf-8", "replace").strip().splitlines()
+            return f"error: {lines[-1][: self._output] if lines else f'it ended with {ran.status}'}", True
+        text = ran.head.decode("utf-8", "replace").strip()
         shown = text if len(text) <= self._output else f"{text[: self._output]} ..."
         return shown or "(it printed nothing)", not shown
-
-    def _limit(self) -> None:
-        """In the new process, before the program."""
-        for what, most in (
-            (resource.RLIMIT_CPU, int(self._seconds) + 1),
-            (resource.RLIMIT_AS, self._memory_mb * 10**6),
-            (resource.RLIMIT_FSIZE, 10**7),
-            (resource.RLIMIT_NOFILE, 64),
-            (resource.RLIMIT_NPROC, 0),  # root may start some nevertheless
-            (resource.RLIMIT_CORE, 0),
-        ):
-            _, hard = resource.getrlimit(what)
-            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-            resource.setrlimit(what, (most, most))
-
-
-@asynccontextmanager
-async def _read_end() -> AsyncIterator[tuple[asyncio.StreamReader, BinaryIO]]:
-    """A pipe: what reads it, and its other end, which the caller may close earlier."""
-    reads, writes = os.pipe()
-    stream = asyncio.StreamReader()
-    with os.fdopen(writes, "wb", 0) as write_end:
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(reads, "rb", 0)
-        )
-        try:
-            yield stream, write_end
-        finally:
-            transport.close()
-
-
-def shares_network() -> bool:
-    """Whether this process has the network of the one that started it."""
-    try:
-        return os.readlink("/proc/self/ns/net") == os.readlink(f"/proc/{os.getppid()}/ns/net")
-    except PermissionError:  # of another namespace of users
-        return False
-    except OSError:
-        return True

@@ -12,8 +12,10 @@ from typing import Any
 import httpx
 
 from tepo_megatron.config.environment import EnvironmentConfig
+from tepo_megatron.config.sampling import SamplingConfig
 from tepo_megatron.environments.host import END, EpisodeAnswer
-from tepo_megatron.environments.service import SESSION, described, read_key
+from tepo_megatron.environments.keys import read_key
+from tepo_megatron.environments.service import SESSION, described
 
 _WAIT_S = 10.0
 """How long a server is asked to wait for an answer."""
@@ -43,10 +45,10 @@ class RemoteEnvironments:
     answers.
     """
 
-    def __init__(self, config: EnvironmentConfig) -> None:
+    def __init__(self, config: EnvironmentConfig, sampling: SamplingConfig | None = None) -> None:
         assert config.key_file is not None, "the configuration asks for one"
         key = read_key(config.key_file)
-        self._config = config
+        self._config, self._wanted = config, described(config, sampling)
         self._inbox: SimpleQueue[tuple[_Server, list[Any] | str]] = SimpleQueue()
         self._home: dict[int, _Server] = {}
         self._found: list[EpisodeAnswer] = []
@@ -111,9 +113,8 @@ class RemoteEnvironments:
             base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=_WAIT_S + _SLACK_S, trust_env=False
         )
         server = _Server(url, http)
-        wanted = described(self._config)
         try:
-            reply = http.post(SESSION, json={"environment": wanted})
+            reply = http.post(SESSION, json={"environment": self._wanted})
         except httpx.HTTPError as error:
             raise RuntimeError(f"environment.servers: {url} does not answer ({error or type(error).__name__})") from error
         if reply.status_code == 401:

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import hmac
 import json
-import os
 import secrets
-import stat
 import sys
 import threading
 import time
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from tepo_megatron.config.environment import EnvironmentConfig
+from tepo_megatron.config.sampling import SamplingConfig
+from tepo_megatron.environments.agent_setup import shared_setup
 from tepo_megatron.environments.host import EpisodeAnswer
 from tepo_megatron.environments.workers import EnvironmentWorkers
 
@@ -42,34 +41,10 @@ _LOOK_S = 0.002
 _IDLE_S = 0.5
 
 
-def described(config: EnvironmentConfig) -> dict[str, Any]:
+def described(config: EnvironmentConfig, sampling: SamplingConfig | None) -> dict[str, Any]:
     """What trainer and server must agree on."""
-    return {"name": config.name, "adapter": config.adapter, "kwargs": config.kwargs}
-
-
-def make_key(path: Path) -> str:
-    """The key in a file that only its owner reads; made if it is not there. Raises ValueError for one that others can read."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_urlsafe(32))
-    return read_key(path)
-
-
-def read_key(path: Path) -> str:
-    """The key of a file. Raises ValueError: there is none, or others than its owner can read or write it."""
-    try:
-        found, key = path.stat(), path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ValueError(
-            f"environment.key_file = {path} cannot be read ({error.strerror}); 'tepo environment serve' writes it, and it must "
-            "be where the trainer sees it"
-        ) from error
-    if stat.S_IMODE(found.st_mode) & (stat.S_IRWXG | stat.S_IRWXO) or found.st_uid != os.geteuid():
-        raise ValueError(f"environment.key_file = {path} can be read by others than you; chmod 600 it, or remove it")
-    if not key:
-        raise ValueError(f"environment.key_file = {path} is empty; remove it, and 'tepo environment serve' writes another")
-    return key
+    agent = {"agent": shared_setup(config.agent_settings, sampling)} if config.adapter == "agent" else {}
+    return {"name": config.name, "adapter": config.adapter, "kwargs": config.kwargs, **agent}
 
 
 @dataclass(eq=False)
@@ -82,13 +57,16 @@ class _Session:
 
 class EnvironmentService:
     """Serves ``config``'s environment at ``host``:``port`` (0: any free one) until :meth:`stop`; ``url`` is where.
+    ``sampling``: how the run draws, which agents must know.
 
     Whoever reaches the address and has ``key`` can run the environment. Raises as ``EnvironmentWorkers``; OSError where the
     address cannot be had.
     """
 
-    def __init__(self, config: EnvironmentConfig, *, host: str, port: int, key: str) -> None:
-        self._config, self._key = config, key
+    def __init__(
+        self, config: EnvironmentConfig, *, host: str, port: int, key: str, sampling: SamplingConfig | None = None
+    ) -> None:
+        self._described, self._key = described(config, sampling), key
         self._inbox: SimpleQueue[tuple[_Session, list[Any]]] = SimpleQueue()
         self._sessions: dict[str, _Session] = {}
         self._owners: dict[int, tuple[_Session, int]] = {}
@@ -98,7 +76,7 @@ class EnvironmentService:
         self._http.service = self
         self.url = f"http://{host}:{self._http.server_port}"
         try:
-            self._workers = EnvironmentWorkers(config)
+            self._workers = EnvironmentWorkers(config, sampling)
         except BaseException:
             self._http.server_close()
             raise
@@ -190,7 +168,7 @@ class EnvironmentService:
         return 400, {"error": "neither calls nor a question for answers"}
 
     def _begin_session(self, body: Any) -> tuple[int, Any]:
-        wanted, own = body.get("environment") if isinstance(body, dict) else None, described(self._config)
+        wanted, own = body.get("environment") if isinstance(body, dict) else None, self._described
         if wanted != own:
             return 409, {"error": f"this server runs {own}, not {wanted}; start it with the run's configuration"}
         name = secrets.token_hex(8)
@@ -207,7 +185,9 @@ def _are_calls(body: Any) -> bool:
 
 def _is_call(call: list[Any]) -> bool:
     match call:
-        case ["reset", [str(), str(), str(), dict(), list(), str()], int(), bool()] | ["step", str(), str(), str()] | ["end"]:
+        case ["reset", [str(), str(), str(), dict(), list(), str()], int(), bool()] | ["end"]:
+            return True
+        case ["step", str(), str(), str()] | ["step", str(), str(), str(), int()]:
             return True
     return False
 

@@ -24,10 +24,14 @@ from typing import Any
 from tepo_megatron.environments.calls import Desk
 from tepo_megatron.reward.child import has_grown, limit_processor_time, read_lines, redirect_standard_streams, reply
 from tepo_megatron.reward.failure import NO_MEMORY
-from tepo_megatron.reward.limits import has_a_free_file, leave_network, limit_file_size, limit_memory, limit_process
+from tepo_megatron.reward.limits import OPEN_FILES, has_a_free_file, leave_network, limit_file_size, limit_memory, limit_process
 
 SETUP = ("name", "adapter", "kwargs", "timeout_s", "memory_mb", "file_mb", "run_code")
-"""Fields of ``environment`` that a worker is told, beside ``network`` and ``path``, where modules are looked for."""
+"""Fields of ``environment`` that a worker is told, beside ``concurrency``, ``network``, ``agent`` (``agent_setup``'s, or null)
+and ``path``, where modules are looked for."""
+
+_FILES_OF_AGENT = 8
+"""Files and sockets that an agent's episode may take: its side of a connection, the address's, and an event loop of its own."""
 
 
 def main() -> None:
@@ -47,7 +51,7 @@ def _serve() -> None:
     setup = {**json.loads(line), "what": "environment", "section": "environment"}
     # Before there is a second thread: the kernel moves only one at a time.
     network = None if setup["network"] else leave_network()
-    limit_process()
+    limit_process(OPEN_FILES + (_FILES_OF_AGENT * setup["concurrency"] if setup["agent"] else 0))
     inbox: SimpleQueue[Any] = SimpleQueue()
     Thread(target=read_lines, args=(requests, inbox), daemon=True).start()
     sys.path[:] = setup["path"]
@@ -79,7 +83,7 @@ class _Served:
         started = time.monotonic()
         answer = await self.desk.answer(episode, call)
         if not self.ended:
-            grown = has_grown(self.loaded, self.setup["memory_mb"]) or not has_a_free_file()
+            grown = has_grown(self.loaded, self.setup["memory_mb"]) or not has_a_free_file() or self.desk.worn
             self.ended = grown and not self.desk
             reply(self.replies, [number, answer, time.monotonic() - started, self.ended])
 

@@ -12,6 +12,8 @@ from itertools import count
 from typing import Any
 
 from tepo_megatron.config.environment import EnvironmentConfig
+from tepo_megatron.config.sampling import SamplingConfig
+from tepo_megatron.environments.agent_setup import agent_setup
 from tepo_megatron.environments.calls import resolve_environment, took_too_long
 from tepo_megatron.environments.host import END, EpisodeAnswer
 from tepo_megatron.environments.worker import SETUP
@@ -63,7 +65,8 @@ def _running(worker: _Worker) -> list[_Call]:
 
 
 class EnvironmentWorkers:
-    """``config.workers`` processes, ready when the constructor returns; an ``EnvironmentHost``.
+    """``config.workers`` processes, ready when the constructor returns; an ``EnvironmentHost``. ``sampling``: how the run
+    draws, which agents must know.
 
     An episode goes to the worker that has the fewest, at most ``config.concurrency`` of them; more wait for one to end. If a
     call raises, returns what is no answer or passes a limit, its episode has failed. A worker that hangs or dies is replaced:
@@ -73,8 +76,9 @@ class EnvironmentWorkers:
     Raises ValueError: an environment that cannot be found, imported or made. RuntimeError: a worker does not start.
     """
 
-    def __init__(self, config: EnvironmentConfig) -> None:
+    def __init__(self, config: EnvironmentConfig, sampling: SamplingConfig | None = None) -> None:
         self._config = config
+        self._agent = agent_setup(config, sampling)
         self._name = resolve_environment(config.name)
         self._selector = selectors.DefaultSelector()
         self._workers: list[_Worker] = []
@@ -146,7 +150,10 @@ class EnvironmentWorkers:
         setup = {name: getattr(config, name) for name in SETUP}
         # A file by its whole path: the worker may look for it from another folder.
         name = self._name if ":" in config.name else config.name
-        process.send({**setup, "name": name, "path": sys.path, "network": not config.cuts_network}, _START_TIMEOUT_S)
+        # Two processes cannot have one port; agents of this package's own processes find any.
+        agent = self._agent if self._agent is None or not alone else {**self._agent, "port": 0}
+        setup |= {"name": name, "agent": agent, "concurrency": config.concurrency}
+        process.send({**setup, "path": sys.path, "network": not config.cuts_network}, _START_TIMEOUT_S)
         return worker
 
     def _begin(self, worker: _Worker, episode: int, call: list[Any]) -> None:

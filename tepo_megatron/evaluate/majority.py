@@ -26,6 +26,8 @@ _SIMPLE_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 def notion_of(majority: str, verifier: str) -> Notion | None:
     """When two answers are the same, from ``evaluate.sets.NAME.majority``; None: it is not asked."""
+    if majority == "auto" and verifier in ("python_tests", "stack_machine"):
+        return None  # two programs that do the same are seldom the same text
     if majority == "auto":
         return "verifier" if verifier in ("exact", "last_word", "last_number", "math") else "text"
     return None if majority == "none" else "verifier" if majority == "verifier" else "text"

@@ -81,9 +81,14 @@ def make_verifier(name: str, kwargs: Mapping[str, Any], setup: Mapping[str, Any]
     """Imports a verifier, unless it is ``given``, and makes it, where it is a class.
 
     Raises:
-        ValueError: it cannot be imported or made, with the line of its own file; or it has no form that can be called.
+        ValueError: it cannot be imported or made, with the line of its own file; it has no form that can be called; or it runs
+            what a model writes without ``run_code``.
     """
     found = load_verifier(name) if given is None else given
+    if getattr(found, "runs_code", False) and not setup["run_code"]:
+        raise ValueError(
+            f"the verifier {name!r} runs programs that the model writes; set reward.run_code = true if you mean it"
+        )
     if inspect.isclass(found):
         try:
             found = found(**kwargs)

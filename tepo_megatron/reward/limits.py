@@ -38,10 +38,10 @@ def leave_network() -> str | None:
     return None
 
 
-def limit_process() -> None:
+def limit_process(open_files: int = OPEN_FILES) -> None:
     """No core dumps, and a bound on open files; before the verifier is imported."""
     _lower(resource.RLIMIT_CORE, 0)
-    _lower(resource.RLIMIT_NOFILE, OPEN_FILES)
+    _lower(resource.RLIMIT_NOFILE, open_files)
 
 
 def limit_memory(megabytes: int) -> int:

@@ -23,7 +23,11 @@ VERIFIERS: Mapping[str, str] = {
 }
 """The built-in verifiers by name, as ``module:function``."""
 
-VERIFIER_CLASSES: Mapping[str, str] = {"judge": "tepo_megatron.reward.judge:Judge"}
+VERIFIER_CLASSES: Mapping[str, str] = {
+    "judge": "tepo_megatron.reward.judge:Judge",
+    "python_tests": "tepo_megatron.reward.python_tests:PythonTests",
+    "stack_machine": "tepo_megatron.reward.stack_machine:StackMachine",
+}
 """The built-in verifiers that are made with ``reward.kwargs``, as ``module:class``."""
 
 GIVEN = "(python):"

@@ -37,7 +37,7 @@ from tepo_megatron.reward.limits import (
     limit_process,
 )
 
-SETUP = ("kwargs", "timeout_s", "memory_mb", "file_mb")
+SETUP = ("kwargs", "timeout_s", "memory_mb", "file_mb", "run_code")
 """Fields of ``reward`` that a worker is told, beside ``verifier``, ``network`` and ``path``, where modules are looked for."""
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.data.mixture import make_sampler
-from tepo_megatron.data.prompts import encode_prompt
+from tepo_megatron.environments.openings import prompt_of
 from tepo_megatron.environments.pool import stream_of
 from tepo_megatron.evaluate.answers import Scorer
 from tepo_megatron.preemption import stop_signals
@@ -67,7 +67,7 @@ class RolloutCollector:
         self._draws = Draws(
             make_sampler(inputs.train, config.data, config.seed),
             samples=rollout.samples_per_prompt,
-            encode=lambda problem: encode_prompt(inputs.tokenizer, problem),
+            encode=lambda problem: prompt_of(config.environment, inputs.tokenizer, problem),
             begin_step=lambda step, carried: StepGroups(step, rollout, filters, carried),
         )
         self._store = journal.group_store(self._identity, active=self._dynamic)

@@ -23,6 +23,7 @@ from tepo_megatron.engine.checkpoint_folder import checkpoints, step_of
 from tepo_megatron.engine.plugins import check_plugins
 from tepo_megatron.engine.reduced_states import check_states
 from tepo_megatron.environments.calls import resolve_environment
+from tepo_megatron.environments.openings import opening_of
 from tepo_megatron.evaluate.sets import EvaluationSet, load_sets
 from tepo_megatron.reward.by_source import reward_configs
 from tepo_megatron.reward.verifiers import check_reachable, resolve_verifier
@@ -132,6 +133,7 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
     check_tokenizer(tokenizer, model_dir)
     if config.environment is not None:
         resolve_environment(config.environment.name)
+        opening_of(config.environment, tokenizer)
     rewards = reward_configs(config.reward, config.data)
     if has_reward or config.environment is not None:
         del rewards[""]

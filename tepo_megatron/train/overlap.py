@@ -10,7 +10,7 @@ from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.data.mixture import make_sampler
-from tepo_megatron.data.prompts import encode_prompt
+from tepo_megatron.environments.openings import prompt_of
 from tepo_megatron.preemption import stop_signals
 from tepo_megatron.reward.pool import RewardResult
 from tepo_megatron.rollout.fleet import Fleet
@@ -198,7 +198,7 @@ class Overlap:
         problem = self._by_id[problem_id]
         if number is None:
             number, self._drawn = self._drawn, self._drawn + 1
-        prompt = encode_prompt(self._inputs.tokenizer, problem)
+        prompt = prompt_of(self._config.environment, self._inputs.tokenizer, problem)
         return Group(number, problem, prompt)
 
     def _read(self, response: Response) -> ResponseText:

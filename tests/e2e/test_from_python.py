@@ -1,4 +1,6 @@
-"""`tepo_megatron.train(…)` in one process that trains four times, with closures; from recorded rollouts, so without servers."""
+"""`tepo_megatron.train(…)` in one process that trains four times, with closures, and once on ranks that it starts; from
+recorded rollouts, so without servers.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +58,31 @@ class Mine(tepo_megatron.Callback):
         told.append(["end", step, None])
 
 
+BESIDE = """
+import json
+from pathlib import Path
+import tepo_megatron
+
+def one(problem, response):
+    return 1.0
+
+class Heard(tepo_megatron.Callback):
+    def on_step_end(self, step, metrics):
+        with Path(__file__).with_name("heard.jsonl").open("a") as file:
+            print(json.dumps([step, metrics.get("loss")]), file=file)
+"""
+
+
+def train_on_ranks(out):
+    """What it trains with are names of a file, since ranks are processes of their own."""
+    (folder / "beside.py").write_text(BESIDE)
+    sys.path.append(str(folder))
+    import beside
+    ranks = {"engine.parallel": {"tp": 2, "sequence_parallel": True}}
+    result = tepo_megatron.train(run, reward=beside.one, callbacks=[beside.Heard], output=folder / out, **settings, **ranks)
+    return {"losses": result.column("loss"), "model": str(result.model)}
+
+
 def train(out, callback, **options):
     told.clear()
     note = {"steps": None, "error": None}
@@ -75,6 +102,7 @@ notes = {
     "stopped": train("cut", Mine(stop=1)),
     "failed": train("cut", Mine(fail=2), resume=True),
     "resumed": train("cut", Mine(), resume=True),
+    "ranks": train_on_ranks("ranks"),
 }
 assert dict(os.environ) == environment
 assert [signal.getsignal(number) for number in (2, 15, 10)] == handlers
@@ -130,3 +158,16 @@ def test_a_run_that_callbacks_end_goes_on_to_the_same_bits(trained: Path) -> Non
     assert rows(trained / "cut") == rows(trained / "whole")
     weights = "model/model.safetensors"
     assert (trained / "cut" / weights).read_bytes() == (trained / "whole" / weights).read_bytes()
+
+
+def test_a_run_on_ranks_that_it_starts_is_the_run_of_one(trained: Path) -> None:
+    """But for the order of sums; its callback is told by rank 0, of each step once."""
+    steps, losses = noted(trained)["ranks"]["losses"]
+    assert steps == [1, 2, 3]
+    assert losses == pytest.approx([row["loss"] for row in rows(trained / "whole")[1:]], rel=1e-3, abs=1e-6)
+    heard = [json.loads(line) for line in (trained / "heard.jsonl").read_text().splitlines()]
+    assert heard == [[0, None], *([step, loss] for step, loss in zip(steps, losses, strict=True))]
+    resolved = (trained / "ranks" / "resolved.yaml").read_text()
+    assert f"verifier: {trained}/beside.py:one" in resolved
+    assert f"{trained}/beside.py:Heard" in resolved
+    assert noted(trained)["ranks"]["model"] == str(trained / "ranks" / "model")

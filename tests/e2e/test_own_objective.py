@@ -77,3 +77,16 @@ def test_a_run_trains_with_it_and_is_not_resumed_with_another(tmp_path: Path) ->
     )
     assert not (tmp_path / "wrong").exists()
     assert_none_names(out)
+
+
+@pytest.mark.learns
+@pytest.mark.timeout(7200)
+def test_the_run_learns(tmp_path: Path) -> None:
+    """With the settings of its file."""
+    command = [sys.executable, "-m", "tepo_megatron", "train", str(EXAMPLE / "run.yaml"), f"output={tmp_path}/out"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=7000, check=False)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    greedy = [row["accuracy/greedy"] for row in rows if row.get("accuracy/greedy") is not None]
+    print("held out, greedy:", greedy)
+    assert greedy[-1] > greedy[0] + 0.2

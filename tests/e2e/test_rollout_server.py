@@ -552,7 +552,7 @@ def test_a_tensor_that_does_not_fit_is_named_and_the_rest_is_consumed(fleet: Fle
     assert not isinstance(caught.value, ServerDied)
     assert next(stream, None) is None
     assert fleet.weights_version is None
-    assert_none_names(only_server(fleet)._model)
+    assert_none_names(only_server(fleet).program.model_dir)
 
 
 def test_a_model_folder_without_a_model_is_reported_with_the_end_of_the_log(tmp_path: Path) -> None:

@@ -5,15 +5,15 @@ own.
 from __future__ import annotations
 
 import random
-from base64 import b64decode
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tepo_megatron.environments.chat_requests import ChatRequest
 from tepo_megatron.environments.episodes import EpisodeEnd
-from tepo_megatron.environments.host import EpisodeAnswer, read_problem
+from tepo_megatron.environments.host import EpisodeAnswer, read_action, read_problem
 from tepo_megatron.environments.protocol import StepResult
-from tepo_megatron.problem import Problem, ResponseText
+from tepo_megatron.problem import Problem
 from tepo_megatron.rollout.stream import Result
 from tepo_megatron.types import Response, WeightsVersion, token_ids
 
@@ -100,9 +100,11 @@ class FakeHost:
             environment = self._episodes[episode] = self.make()
             result = StepResult(environment.reset(read_problem(call[1]), seed=call[2]))
         else:
-            result = self._episodes[episode].step(ResponseText.unpack(call[1], b64decode(call[2]), call[3]))
-        told = result.observation
+            result = self._episodes[episode].step(read_action(call[1:]))
+        told: Any = result.observation
         kind = "text" if isinstance(told, str) else "ids"
+        if isinstance(told, ChatRequest):
+            kind, told = "chat", told.as_json()
         answer = {"reward": result.reward, "done": result.done, "tool_error": result.tool_error}
         self._found.append(EpisodeAnswer(episode, {**answer, "observation": None if not told else [kind, told]}))
 

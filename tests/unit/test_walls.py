@@ -71,6 +71,7 @@ PLANTED = (
     Planted("rollout/plugin/shards.py", "import megatron.core", "megatron"),
     Planted("cli/launch.py", "import nemo_run", "nemo"),
     Planted("reward/recorded.py", "import pyarrow", "pyarrow"),
+    Planted("rollout/client.py", "import aiohttp", "aiohttp"),
     Planted("launch/job.py", "import torch", "torch"),
     Planted("config/run.py", "from tepo_megatron.types import Batch; import torch", "torch"),
     Planted("bridge/layouts/table.py", "import torch", "torch"),  # launch reaches it

@@ -11,6 +11,7 @@ from tepo_megatron.cli.doctor.check import Check, Status
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import BUILTIN
 from tepo_megatron.config.environment import EnvironmentConfig
+from tepo_megatron.config.sampling import SamplingConfig
 
 
 def input_checks(config: RunConfig) -> list[Callable[[], Check]]:
@@ -49,12 +50,12 @@ def _problems(config: RunConfig) -> Check:
     return Check("model and data", status, f"{shown}; {counts}{left_out}", advice, needed=True)
 
 
-def _environment(config: EnvironmentConfig) -> Check:
+def _environment(config: EnvironmentConfig, sampling: SamplingConfig) -> Check:
     """Whether the environment can be made, in a process with the run's limits or on its servers."""
     from tepo_megatron.environments.pool import open_host
 
     try:
-        with closing(open_host(config)) as host:
+        with closing(open_host(config, sampling)) as host:
             notice = host.notice or ""
     except (ValueError, RuntimeError) as error:
         return Check("environment", "fail", config.name, str(error), needed=True)
@@ -67,7 +68,7 @@ def _verifier(config: RunConfig) -> Check:
     from tepo_megatron.train.step_rewards import ready_pool
 
     if config.environment is not None:
-        return _environment(config.environment)
+        return _environment(config.environment, config.rollout.sampling)
     try:
         problems = [
             replace(problem, source=source.called) for source in config.data.train_sources for problem in load_problems(source)

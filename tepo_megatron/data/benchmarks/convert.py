@@ -15,8 +15,8 @@ def convert(name: str, benchmark: Benchmark, rows: Iterable[Row]) -> list[Proble
     """The problems of a benchmark, in the order of its file; ids are ``name/…``.
 
     Raises:
-        ValueError: a column that the rows lack, a row without a prompt or an answer, or an id that comes twice, with the number
-            of the row.
+        ValueError: a column that the rows lack, a row without a prompt, an answer or tests, or an id that comes twice, with the
+            number of the row.
     """
     found: dict[str, Problem] = {}
     for number, row in enumerate(rows, start=1):
@@ -32,7 +32,10 @@ def convert(name: str, benchmark: Benchmark, rows: Iterable[Row]) -> list[Proble
             "prompt": _text(benchmark.prompt(row), "prompt", number),
             "answer": _text(benchmark.answer(row), "answer", number),
             **{column: row[column] for column in benchmark.kept if row.get(column) is not None},
+            **benchmark.more(row),
         }
+        if "tests" in problem and not problem["tests"]:
+            raise ValueError(f"row {number} has no tests")
         if problem["id"] in found:
             raise ValueError(f"row {number} has the id {own!r}, which another row has too")
         found[problem["id"]] = problem

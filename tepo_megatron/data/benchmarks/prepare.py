@@ -108,7 +108,7 @@ def sets_yaml(folder: Path, lock: Mapping[str, Mapping[str, Any]]) -> str:
             "sha256": entry["prepared_sha256"],
             "verifier": benchmark.verifier,
             "samples": benchmark.samples,
-            **given.get("all", {}),
+            **given.get(benchmark.prompts, {}),
             **given.get(name, {}),
         }
     head = "# Written by tepo data prepare: tepo eval MODEL --run benchmarks.yaml, or base: benchmarks.yaml in a run.\n"
@@ -117,7 +117,8 @@ def sets_yaml(folder: Path, lock: Mapping[str, Mapping[str, Any]]) -> str:
 
 @cache
 def templates() -> Mapping[str, Mapping[str, Any]]:
-    """Families of models → fields of an evaluation set, for all benchmarks (``all``) and for one by its name."""
+    """Families of models → fields of an evaluation set, for all benchmarks of answers (``all``), for all of programs
+    (``code``), and for one by its name."""
     text = files("tepo_megatron.data.benchmarks").joinpath("templates.yaml").read_text(encoding="utf-8")
     found: Mapping[str, Mapping[str, Any]] = yaml.safe_load(text)
     return found

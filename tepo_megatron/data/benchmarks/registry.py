@@ -17,7 +17,7 @@ class Benchmark:
     first preparation records it. ``problems`` is how many rows it has; ``samples`` how many are usually drawn of each.
 
     ``prompt``, ``answer`` and ``id`` read a row; what they return is checked by ``convert``. ``kept`` are columns that are kept
-    as metadata.
+    as metadata; ``more`` reads further metadata of a row.
     """
 
     title: str
@@ -30,10 +30,16 @@ class Benchmark:
     id: Callable[[Row], Any] | None = None
     sha256: str | None = None
     kept: tuple[str, ...] = ()
+    more: Callable[[Row], Row] = lambda row: {}
     verifier: str = "math"
     samples: int = 4
     columns: tuple[str, ...] = field(default=())
     """Which the file must have."""
+
+    @property
+    def prompts(self) -> str:
+        """Which of a family's prompts are for it: those for answers, or those for programs."""
+        return "code" if self.verifier == "python_tests" else "all"
 
 
 def find_benchmark(name: str) -> Benchmark:
@@ -70,6 +76,50 @@ def _olympiad_answer(row: Row) -> Any:
     """A list of answers, each in dollar signs or not; several parts are asked for in their order."""
     parts = [str(each).strip().strip("$") for each in row["final_answer"] or []]
     return ", ".join(parts)
+
+
+def _humaneval_answer(row: Row) -> Any:
+    """The whole function: the solution alone begins with an indented line."""
+    return f"{row['prompt']}{row['canonical_solution']}"
+
+
+def _humaneval_tests(row: Row) -> Row:
+    """Its test defines ``check``, which takes the function; what stands before the function are imports and helpers."""
+    name = row["entry_point"]
+    before = re.split(rf"^def {re.escape(name)}\b", row["prompt"], maxsplit=1, flags=re.M)[0]
+    return {"tests": [f"{row['test']}\ncheck({name})\n"], "setup": before, "entry_point": name, "stub": row["prompt"]}
+
+
+def _mbpp_prompt(column: str) -> Callable[[Row], Any]:
+    """The task and its tests, which name the function: the benchmark shows them."""
+    return lambda row: (
+        row[column] and f"{row[column].strip()}\n\nYour code should pass these tests:\n\n" + "\n".join(row["test_list"])
+    )
+
+
+def _mbpp_tests(row: Row) -> Row:
+    setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or [])
+    return {"tests": list(row["test_list"]), "setup": setup}
+
+
+def _mbpp(title: str, file: str, sha256: str, problems: int, **changes: Any) -> Benchmark:
+    given: dict[str, Any] = {
+        "prompt": _mbpp_prompt("text"),
+        "columns": ("task_id", "text", "code", "test_list", "test_setup_code"),
+    }
+    return Benchmark(
+        title=title,
+        repository="google-research-datasets/mbpp",
+        revision="4bb6404fdc6cacfda99d4ac4205087b89d32030c",
+        file=file,
+        sha256=sha256,
+        problems=problems,
+        answer=_column("code"),
+        id=_column("task_id"),
+        more=_mbpp_tests,
+        verifier="python_tests",
+        **{**given, **changes},
+    )
 
 
 BENCHMARKS: Mapping[str, Benchmark] = {
@@ -172,6 +222,41 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         columns=("question", "answer"),
         prompt=_column("question"),
         answer=_number_after_hashes,
+        samples=1,
+    ),
+    "humaneval": Benchmark(
+        title="HumanEval",
+        repository="openai/openai_humaneval",
+        revision="7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544",
+        file="openai_humaneval/test-00000-of-00001.parquet",
+        sha256="2f2871a15fbc95b6c683043359f4ed8e144c5a1c4f24f25f66bc51f598dfcfb6",
+        problems=164,
+        columns=("task_id", "prompt", "canonical_solution", "test", "entry_point"),
+        prompt=_column("prompt"),
+        answer=_humaneval_answer,
+        id=_column("task_id"),
+        more=_humaneval_tests,
+        verifier="python_tests",
+    ),
+    "mbpp": _mbpp(
+        "MBPP, test",
+        "full/test-00000-of-00001.parquet",
+        "566fd53060ffba5766dace1d1e2f4c38906781526de222b0dfbdbc325b696c77",
+        500,
+    ),
+    "mbpp-sanitized": _mbpp(
+        "MBPP, sanitized test",
+        "sanitized/test-00000-of-00001.parquet",
+        "e9e9efa2c0d59ef5e55537a9d126b8f875d5ac010a8d75628d76824884e15850",
+        257,
+        prompt=_mbpp_prompt("prompt"),
+        columns=("task_id", "prompt", "code", "test_list", "test_imports"),
+    ),
+    "mbpp-train": _mbpp(
+        "MBPP, training part",
+        "full/train-00000-of-00001.parquet",
+        "09d125ca31edacb7800be8c67c45abff618faf0214ff551291817d06bdb914ae",
+        374,
         samples=1,
     ),
 }

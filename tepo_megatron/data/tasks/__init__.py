@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from tepo_megatron.data.tasks import addition, guess_number
+from tepo_megatron.data.tasks import addition, guess_number, stack_machine
 from tepo_megatron.types import Problem
 
 BUILTIN_TASKS: Mapping[str, Callable[[], list[Problem]]] = {
@@ -12,4 +12,6 @@ BUILTIN_TASKS: Mapping[str, Callable[[], list[Problem]]] = {
     "addition-heldout": addition.heldout_problems,
     "guess-number": guess_number.train_problems,
     "guess-number-heldout": guess_number.heldout_problems,
+    "stack-machine": stack_machine.train_problems,
+    "stack-machine-heldout": stack_machine.heldout_problems,
 }

@@ -35,6 +35,9 @@ class Client(Protocol):
     def open(self, run_id: str | None) -> str:
         """Begins a run, or goes on with the one of this id. Returns its id."""
 
+    def forget(self) -> None:
+        """Lets go of a connection that failed, whatever state it is in; :meth:`open` makes another one."""
+
     def where(self) -> str:
         """Where the user finds the run."""
 

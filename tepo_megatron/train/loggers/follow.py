@@ -52,7 +52,11 @@ class SentRows:
         self.run_id = run_id
 
     def add(self, step: int, checksum: int) -> None:
-        """Keeps that a row was logged; those of this step and of later ones no longer count."""
+        """Keeps that a row was logged; those of this step and of later ones no longer count. A file that was removed with the
+        folder is begun again.
+        """
+        if not self.path.exists():
+            self.begin(str(self.run_id))
         with self.path.open("a") as file:
             file.write(json.dumps([step, checksum]) + "\n")
         self._note(step, checksum)

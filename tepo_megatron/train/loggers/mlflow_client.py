@@ -48,6 +48,9 @@ class MlflowClient:
         self._log_config()
         return self._run_id
 
+    def forget(self) -> None:
+        self._client = None
+
     def where(self) -> str:
         return f"run {self._run_id} of {self._uri if self._is_own else 'the tracking server'}"
 

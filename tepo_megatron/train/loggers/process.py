@@ -53,7 +53,7 @@ class Session:
         self._sent = SentRows(run.folder / kind / "sent.jsonl")
         self._follower = Follower(run.folder / "metrics.jsonl", self._sent)
         self._client: Client | None = None
-        self._is_open = False
+        self._is_open = self._has_said_where = False
         self._not_before = -math.inf
         self._wait = _RETRY_S[0]
 
@@ -66,19 +66,33 @@ class Session:
         return self._attempt(self._pass_on, at_once=at_once)
 
     def finish(self, ending: Ending) -> None:
-        """Logs what is left. Where W&B was not reached until now, it writes the run to the disk instead."""
+        """Logs what is left. Where W&B is not reached, it writes that to the disk instead."""
         has_failed = self._not_before > -math.inf
-        if has_failed and not self._is_open and self._client is not None:
+        if has_failed and not self._has_said_where and self._client is not None:
             self._client.go_offline()
-        if not self.pass_on(at_once=True) and not self._is_open and self._client is not None and self._client.go_offline():
+        was_open = self._is_open
+        done = self.pass_on(at_once=True) or (was_open and self.pass_on(at_once=True))
+        if not done and self._client is not None and self._client.go_offline():
+            self._has_said_where = False
             self.pass_on(at_once=True)
         self._follower.close()
         if self._is_open and self._client is not None:
             try:
-                self._client.finish(ending)
+                self._end(self._client, ending)
             except Exception as error:
                 traceback.print_exc()
                 self._tell({"note": f"the end of the run was not taken: {without_secrets(_sentence(error))}"})
+
+    def _end(self, client: Client, ending: Ending) -> None:
+        try:
+            client.finish(ending)
+        except TimeoutError:
+            raise
+        except Exception:  # W&B's own process may be gone; another start replaces it
+            traceback.print_exc()
+            client.forget()
+            client.open(self._sent.run_id)
+            client.finish(ending)
 
     def _attempt(self, work: Callable[[], None], *, at_once: bool = False) -> bool:
         if not at_once and self._clock() < self._not_before:
@@ -90,6 +104,9 @@ class Session:
             self._not_before = self._clock() + self._wait
             self._wait = min(2 * self._wait, _RETRY_S[1])
             self._tell({"failed": without_secrets(_sentence(error))})
+            if self._client is not None:
+                self._client.forget()
+            self._is_open = False
             return False
         self._wait = _RETRY_S[0]
         return True
@@ -103,7 +120,9 @@ class Session:
         if self._sent.run_id is None:
             self._sent.begin(run_id)
         self._is_open = True
-        self._tell({"note": without_secrets(self._client.where())})
+        if not self._has_said_where:
+            self._has_said_where = True
+            self._tell({"note": without_secrets(self._client.where())})
 
     def _pass_on(self) -> None:
         self._open()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Mapping
@@ -54,6 +55,12 @@ class WandbClient:
         self._run.define_metric("*", step_metric=_STEP)
         return str(self._run.id)
 
+    def forget(self) -> None:
+        """W&B's own process may be gone: a signal to every process of a job ends it."""
+        with contextlib.suppress(Exception):  # the connection is broken, and says so once more
+            self._wandb.teardown()
+        self._run = None
+
     def where(self) -> str:
         return (
             f"{self._run.dir.removesuffix('/files')} (wandb sync sends it)" if self._mode == "offline" else str(self._run.url)
@@ -78,6 +85,7 @@ class WandbClient:
             "disable_code": True,
             "disable_git": True,
             "silent": True,
+            "x_transaction_log_flush_interval": 1.0,  # what is not on the disk is lost with its process
             "x_stats_pid": os.getppid(),  # of rank 0, not of this process
             # Left alone, the end of a run waits for the network for ever. What has not left the disk then is an error.
             "finish_timeout": 0.8 * self._given.finish_timeout_s,

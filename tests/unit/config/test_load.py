@@ -71,6 +71,20 @@ def test_what_is_dumped_loads_as_the_same_run(config: RunConfig, tmp_path_factor
     assert differing.model_dump() == config.model_dump()
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["environment.name=calculator"],
+        ["environment={name: mine.py:Game, max_turns: 2}", "reward.failed_reward=0"],
+        ["rollout.server.speculative={draft_model: small}"],
+    ],
+)
+def test_a_complete_configuration_names_defaults_that_cannot_be_set_and_loads(given: list[str], tmp_path: Path) -> None:
+    """The verifier beside an environment, lengths of n-grams beside a draft model; as ranks that a program starts read it."""
+    config = load_run(None, given)
+    assert load_run(write(tmp_path, dump_resolved(config))).model_dump() == config.model_dump()
+
+
 def test_the_difference_to_the_defaults_is_only_that() -> None:
     assert dump_diff(RunConfig()) == ""
     assert dump_diff(load_run(None, ["train.steps=7"])) == "train:\n  steps: 7\n"

@@ -18,8 +18,10 @@ from tepo_megatron.data.benchmarks.convert import convert
 from tepo_megatron.data.benchmarks.prepare import LOCK, SETS, prepare, templates
 from tepo_megatron.data.benchmarks.registry import BENCHMARKS, Benchmark
 from tepo_megatron.data.digest import file_digest
+from tests.support import code_rows
 
 FILES: Mapping[str, list[dict[str, Any]]] = {
+    **code_rows.FILES,
     "math500": [
         {
             "problem": "What is $2+3$?",
@@ -105,6 +107,7 @@ FILES: Mapping[str, list[dict[str, Any]]] = {
     ],
 }
 EXPECTED: Mapping[str, list[tuple[str, str, str]]] = {
+    **code_rows.EXPECTED,
     "math500": [
         ("math500/test/prealgebra/1.json", "What is $2+3$?", "5"),
         ("math500/test/algebra/2.json", "Halve $1$.", "\\frac{1}{2}"),
@@ -171,12 +174,26 @@ def test_a_published_file_becomes_problems(name: str, small: Callable[[str], Pat
     assert done.recorded == (BENCHMARKS[name].sha256 is None)
     given = yaml.safe_load((tmp_path / "out" / SETS).read_text())["evaluate"]["sets"][name]
     assert given["sha256"] == file_digest(done.path)
-    assert "\\boxed{}" in given["template"]
+    assert ("```python" if BENCHMARKS[name].verifier == "python_tests" else "\\boxed{}") in given["template"]
 
 
 def test_what_else_is_known_of_a_problem_is_kept(small: Callable[[str], Path], tmp_path: Path) -> None:
     kept = lines(prepare("olympiadbench", tmp_path / "out", source=small("olympiadbench")).path)[1]
     assert (kept["unit"], kept["error"], kept["answer_type"]) == ("m^2", "1e-2", "Numerical")
+
+
+def test_tests_are_kept_beside_what_they_need(small: Callable[[str], Path], tmp_path: Path) -> None:
+    found = {name: lines(prepare(name, tmp_path / "out", source=small(name)).path) for name in ("humaneval", "mbpp")}
+    first, second = found["humaneval"]
+    assert (first["setup"], first["entry_point"]) == ("from typing import List\n\n\n", "evens")
+    assert (second["setup"], second["stub"]) == (
+        FILES["humaneval"][1]["prompt"].split("def quarter")[0],
+        FILES["humaneval"][1]["prompt"],
+    )
+    assert second["tests"] == [f"{FILES['humaneval'][1]['test']}\ncheck(quarter)\n"]
+    assert (found["mbpp"][1]["setup"], found["mbpp"][1]["tests"]) == ("ZERO = 0", FILES["mbpp"][1]["test_list"])
+    with pytest.raises(ValueError, match="row 1 has no tests"):
+        convert("mbpp", BENCHMARKS["mbpp"], [{**FILES["mbpp"][0], "test_list": []}])
 
 
 @pytest.mark.parametrize("name", ["math500", "minerva"], ids=["known", "recorded at the first preparation"])
@@ -191,6 +208,19 @@ def test_a_changed_file_is_refused_by_its_digest(name: str, small: Callable[[str
     assert ((out / f"{name}.jsonl").read_bytes(), (out / LOCK).read_bytes()) == before
     prepare(name, out, source=folder, accept_changed=True)
     assert prepare(name, out, source=folder).source_sha256 == file_digest(path)
+
+
+@pytest.mark.parametrize("name", ["humaneval", "mbpp"])
+def test_one_test_that_was_changed_is_refused(
+    name: str, small: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = small(name)
+    prepare(name, tmp_path / "out", source=folder)
+    column = "test" if name == "humaneval" else "test_setup_code"
+    monkeypatch.setitem(FILES, name, [{**row, column: f"{row[column]}\n"} for row in FILES[name]])
+    write(name, tmp_path / "published" / name)
+    with pytest.raises(ValueError, match=r"has the SHA-256 .*another file, of which figures are not comparable"):
+        prepare(name, tmp_path / "out", source=folder)
 
 
 def test_part_of_a_file_is_refused(small: Callable[[str], Path], tmp_path: Path) -> None:
@@ -216,7 +246,7 @@ def test_a_family_stays_what_it_was(small: Callable[[str], Path], tmp_path: Path
 
 def test_templates_are_of_families_and_known_benchmarks() -> None:
     for family, entries in templates().items():
-        assert set(entries) - {"about", "all"} <= set(BENCHMARKS), family
+        assert set(entries) - {"about", "all", "code"} <= set(BENCHMARKS), family
         assert entries["about"]
 
 

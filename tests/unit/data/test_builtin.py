@@ -62,7 +62,7 @@ def test_missing_shards(folder: Path) -> None:
 
 
 def test_builtin_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="known: builtin:tiny; did you mean builtin:tiny"):
+    with pytest.raises(ValueError, match="known: builtin:stack-machine, builtin:tiny; did you mean builtin:tiny"):
         resolve_model_path("builtin:tinny")
     for escape in ("builtin:", "builtin:..", "builtin:tiny/..", "builtin:../builtin/tiny"):
         with pytest.raises(ValueError, match="unknown built-in model"):

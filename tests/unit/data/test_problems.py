@@ -87,7 +87,8 @@ def test_unknown_builtin_names_the_known_and_the_nearest() -> None:
         load_problems("builtin:adition")
     with pytest.raises(
         ValueError,
-        match=r"known: builtin:addition, builtin:addition-heldout, builtin:guess-number, builtin:guess-number-heldout$",
+        match=r"known: builtin:addition, builtin:addition-heldout, builtin:guess-number, builtin:guess-number-heldout, "
+        r"builtin:stack-machine, builtin:stack-machine-heldout$",
     ):
         load_problems("builtin:zzz")
     with pytest.raises(ValueError, match="did you mean builtin:addition"):

@@ -16,9 +16,10 @@ import pytest
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.environment import EnvironmentConfig
+from tepo_megatron.environments.keys import make_key, read_key
 from tepo_megatron.environments.pool import EpisodePool
 from tepo_megatron.environments.remote import RemoteEnvironments
-from tepo_megatron.environments.service import EnvironmentService, make_key, read_key
+from tepo_megatron.environments.service import EnvironmentService
 from tepo_megatron.problem import Problem
 from tests.support.episodes import VOCABULARY, FakeSamples
 from tests.unit.environments.test_workers import HOSTILE, PROMPT, Letters, play

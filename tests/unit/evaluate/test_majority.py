@@ -94,6 +94,9 @@ def test_final_answers(verifier: str, text: str, answer: str | None) -> None:
         ("verifier", "mine.py:f", "verifier"),
         ("text", "math", "text"),
         ("none", "math", None),
+        ("auto", "python_tests", None),
+        ("auto", "stack_machine", None),
+        ("text", "stack_machine", "text"),
     ],
 )
 def test_notions(majority: str, verifier: str, notion: str | None) -> None:

@@ -55,7 +55,7 @@ assert plan_json(found) and list(plan_tables(found))
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, "code"])
 def test_the_recipes_fit_and_state_their_assumption(name: str) -> None:
     found = plan(str(EXAMPLES / name / "run.yaml"))
     assert found.problems == ()

@@ -165,7 +165,7 @@ def test_tables_are_of_what_is_done(tmp_path: Path) -> None:
     assert "| tepo | low | 2 | 0.600 ± 1.271 |" in (tmp_path / "sweep.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["tiny", "overhead"])
+@pytest.mark.parametrize("name", ["tiny", "stack_machine", "overhead"])
 def test_the_evidence_begins_with_every_objective_once(name: str) -> None:
     """An interrupted sweep is of use after its first seed; and a run's configuration is what its name says."""
     sweep = read_sweep(EVIDENCE / f"{name}.yaml")

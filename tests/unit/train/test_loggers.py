@@ -88,6 +88,9 @@ def test_a_list_of_what_was_sent_may_be_cut_but_not_damaged(tmp_path: Path) -> N
     sent.add(1, 22)
     again = SentRows(path)
     assert (again.run_id, again.rows, again.count) == ("abc", [(0, 11), (1, 22)], 2)
+    path.unlink()
+    again.add(2, 33)
+    assert (SentRows(path).run_id, SentRows(path).rows) == ("abc", [(2, 33)])
     path.write_text('{"id": "abc"}\n[0]\n')
     with pytest.raises(ValueError, match=r"sent\.jsonl is damaged .*; remove it"):
         SentRows(path)
@@ -102,6 +105,7 @@ class Faulty:
     def __init__(self, failures: int, *, has_disk: bool = False) -> None:
         self.failures, self.has_disk = failures, has_disk
         self.steps: list[int] = []
+        self.forgotten = 0
         self.opened: list[str | None] = []
         self.ending: Ending | None = None
 
@@ -113,6 +117,9 @@ class Faulty:
         self._fail()
         self.opened.append(run_id)
         return run_id or "new"
+
+    def forget(self) -> None:
+        self.forgotten += 1
 
     def where(self) -> str:
         return "https://user:key@there"
@@ -156,6 +163,7 @@ def test_what_could_not_be_sent_is_sent_later_and_no_failure_is_hidden(
         assert len(failed) == (min(failures, 1) if hurry else failures)
         session.finish("finished")
     assert all(each["failed"] == "ConnectionError" for each in failed)
+    assert client.forgotten == len([each for each in told if "failed" in each])
     if not hurry or failures <= 1:  # the end tries once more
         assert (client.steps, client.ending) == (list(range(10)), "finished")
         assert [each for each in told if "note" in each] == [{"note": f"https://{HIDDEN}@there"}]
@@ -171,6 +179,24 @@ def test_a_run_that_never_reached_its_server_is_written_to_the_disk_at_its_end(t
     session.finish("failed")
     assert (client.steps, client.ending, client.opened) == ([0], "failed", [None])
     assert [sorted(each) for each in told] == [["failed"], ["note"]]  # the end does not wait for the network once more
+
+
+@pytest.mark.parametrize(("error", "ending"), [(ConnectionError("gone"), "stopped"), (TimeoutError("too slow"), None)])
+def test_an_end_that_is_not_taken_is_tried_again_unless_time_is_up(error: OSError, ending: str | None, tmp_path: Path) -> None:
+    client = Faulty(0)
+    session, told = session_of(client, tmp_path, iter([0.0] * 100))
+    finish, errors = client.finish, [error]
+
+    def fails_once(ending: Ending) -> None:
+        if errors:
+            raise errors.pop()
+        finish(ending)
+
+    setattr(client, "finish", fails_once)  # noqa: B010
+    session.open()
+    session.finish("stopped")
+    assert client.ending == ending
+    assert [each["note"] for each in told[1:]] == ([] if ending else ["the end of the run was not taken: too slow"])
 
 
 # -- secrets

@@ -10,9 +10,11 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tepo_megatron.config import RunConfig
@@ -62,11 +64,26 @@ def no_secret_in(folder: Path) -> None:
             assert PLANTED.encode() not in content, path
 
 
+def end_wandbs_own_process(output: Output) -> None:
+    """Once the run is known to the server."""
+    (logger,) = output._loggers._processes
+    while not (reports := logger.reports()):
+        assert logger.lives()
+        time.sleep(0.05)
+    assert [sorted(report) for report in reports] == [["note"]]
+    (core,) = [child for child in psutil.Process(logger._process.pid).children() if "wandb-core" in child.name()]
+    core.terminate()
+    while core.status() != psutil.STATUS_ZOMBIE:  # W&B's client waits for it at its own end
+        time.sleep(0.05)
+
+
 @needs("wandb")
 def test_a_run_of_wandb_has_every_row_offline_and_online_and_goes_on_in_the_same_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails, is resumed, both offline; ``wandb sync`` reads both folders and sends them; then it is resumed online."""
+    """It fails, is resumed, both offline; ``wandb sync`` reads both folders and sends them; then it is resumed online, where a
+    signal to every process of the job ends W&B's own.
+    """
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     section: dict[str, Any] = {"project": "tepo", "mode": "offline", "tags": ["tiny"], "group": "seeds"}
     folder = tmp_path / "out"
@@ -81,6 +98,7 @@ def test_a_run_of_wandb_has_every_row_offline_and_online_and_goes_on_in_the_same
         assert done.returncode == 0, done.stderr
         third = open_output(folder, {"wandb": section | {"mode": "online"}}, resume=True, lr=2e-4)
         third.resume_from(4)
+        end_wandbs_own_process(third)
         rows.append(third.write_row(5, {"reward/mean": 0.5}))
         third.finish()
         third.close()

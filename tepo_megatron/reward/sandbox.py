@@ -1,0 +1,135 @@
+"""Python programs that a model wrote, each in a process of its own: with limits, without network, in an empty folder."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import BinaryIO
+
+_MOST_PRINTED = 4 * 2**20
+"""Bytes that a program may print."""
+
+_ENVIRONMENT: Mapping[str, str] = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+"""All that a program sees of the machine's variables; ``HOME`` and ``TMPDIR`` are its folder."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What became of a program: the first and the last bytes that it wrote, and its exit status; or, where a limit ended it,
+    which one as a sentence."""
+
+    head: bytes
+    tail: bytes
+    status: int | None
+    limit: str | None = None
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """Runs programs by this Python with the standard library alone. Each has ``seconds`` of the clock and of processor time,
+    ``memory_mb`` 10⁶ bytes of memory, 64 open files of 10 MB each, and starts no process (unless this user is root). Its folder
+    and what it has started go when it ends.
+
+    It has the network of the process that calls; :func:`require_no_network` sees that this is none. It is no virtual machine:
+    what this user may read, a program may read.
+    """
+
+    seconds: float
+    memory_mb: int
+
+    async def run(self, arguments: Sequence[str], *, kept: int, given: bytes = b"") -> Ran:
+        """Runs ``python ARGUMENTS`` with ``given`` as its input. ``kept``: how many bytes of its output are returned, of the
+        first and of the last. Raises OSError where the machine starts no process."""
+        with (
+            tempfile.TemporaryDirectory(prefix="tepo-python-", ignore_cleanup_errors=True) as folder,
+            tempfile.TemporaryFile() as stdin,
+        ):
+            stdin.write(given)
+            stdin.seek(0)
+            # A pipe of our own: with asyncio's, wait() waits for its end too, which is not seen where it is no longer read.
+            async with _read_end() as (printed, write_end):
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-I",  # neither this package's folders nor the user's variables
+                    "-S",  # the standard library alone
+                    *arguments,
+                    cwd=folder,
+                    env={**_ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
+                    stdin=stdin,
+                    stdout=write_end,
+                    stderr=asyncio.subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=self._limit,
+                )
+                write_end.close()
+                try:
+                    return await self._read(process, printed, kept)
+                finally:
+                    with suppress(ProcessLookupError):  # also what it has started
+                        os.killpg(process.pid, signal.SIGKILL)
+                    await process.wait()
+
+    async def _read(self, process: asyncio.subprocess.Process, stdout: asyncio.StreamReader, kept: int) -> Ran:
+        head, tail, printed = b"", b"", 0
+        try:
+            async with asyncio.timeout(self.seconds):
+                while piece := await stdout.read(1 << 14):
+                    printed += len(piece)
+                    head = (head + piece)[:kept]
+                    tail = (tail + piece)[-kept:]
+                    if printed > _MOST_PRINTED:
+                        return Ran(head, tail, None, f"it printed more than {_MOST_PRINTED} bytes")
+                return Ran(head, tail, await process.wait())
+        except TimeoutError:
+            return Ran(head, tail, None, f"it ran longer than {self.seconds:g} s")
+
+    def _limit(self) -> None:
+        """In the new process, before the program."""
+        for what, most in (
+            (resource.RLIMIT_CPU, int(self.seconds) + 1),
+            (resource.RLIMIT_AS, self.memory_mb * 10**6),
+            (resource.RLIMIT_FSIZE, 10**7),
+            (resource.RLIMIT_NOFILE, 64),
+            (resource.RLIMIT_NPROC, 0),  # root may start some nevertheless
+            (resource.RLIMIT_CORE, 0),
+        ):
+            _, hard = resource.getrlimit(what)
+            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(what, (most, most))
+
+
+def require_no_network() -> None:
+    """Raises RuntimeError where this process has the network of the one that started it: then a model's programs would too."""
+    if _shares_network():
+        raise RuntimeError("the kernel does not take the network away from it, and the model's programs would have one")
+
+
+def _shares_network() -> bool:
+    try:
+        return os.readlink("/proc/self/ns/net") == os.readlink(f"/proc/{os.getppid()}/ns/net")
+    except PermissionError:  # of another namespace of users
+        return False
+    except OSError:
+        return True
+
+
+@asynccontextmanager
+async def _read_end() -> AsyncIterator[tuple[asyncio.StreamReader, BinaryIO]]:
+    """A pipe: what reads it, and its other end, which the caller may close earlier."""
+    reads, writes = os.pipe()
+    stream = asyncio.StreamReader()
+    with os.fdopen(writes, "wb", 0) as write_end:
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(reads, "rb", 0)
+        )
+        try:
+            yield stream, write_end
+        finally:
+            transport.close()

@@ -1,0 +1,77 @@
+"""The formulas that programs for the stack machine are asked for, and what a warm start sees of them."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tepo_megatron.data.problems import load_problems
+from tepo_megatron.data.tasks import stack_machine
+from tepo_megatron.data.tasks.formulas import LEAVES, text_of
+from tepo_megatron.data.train_tokenizer import ALPHABET
+from tepo_megatron.reward.stack_machine import StackMachine
+
+BY_PROMPT = {problem.prompt: problem for problem in stack_machine.train_problems()}
+SCORE = StackMachine().score
+
+
+def test_problems_differ_and_their_answers_pass() -> None:
+    train, heldout = load_problems("builtin:stack-machine"), load_problems("builtin:stack-machine-heldout")
+    assert (len(train), len(heldout)) == (10_000, 200)
+    problems = train + heldout
+    assert len({problem.prompt for problem in problems}) == len({problem.id for problem in problems}) == len(problems)
+    assert all(SCORE(problem, problem.answer) == 1 for problem in problems)
+    assert all(set(problem.prompt + problem.answer) <= set(ALPHABET) for problem in problems)
+    assert max(len(problem.answer) for problem in problems) <= 8
+
+
+def test_the_split_is_the_published_one() -> None:
+    """Formulas come from digests, so these hold on every machine and version."""
+    assert [problem.id for problem in stack_machine.heldout_problems()[:4]] == HELDOUT_START
+    assert stack_machine.train_problems()[-1].id == TRAIN_END
+
+
+def test_tests_tell_a_choice_from_its_branches() -> None:
+    programs = {problem.id: problem.answer for problem in BY_PROMPT.values()} | {leaf: leaf for leaf in LEAVES}
+    found = 0
+    for problem in BY_PROMPT.values():
+        _, asked, branches = problem.id.partition("?")
+        for branch in branches.split(":") if asked else ():
+            if branch in programs:
+                found += 1
+                assert SCORE(problem, programs[branch]) == 0, problem
+    assert found > 1000
+
+
+def test_brackets_are_where_they_are_needed() -> None:
+    assert text_of(("-", "x", ("-", "y", "3"))) == "x-(y-3)"
+    assert text_of(("-", ("-", "x", "y"), "3")) == "x-y-3"
+    assert text_of(("*", ("+", "x", "1"), ("*", "y", "z"))) == "(x+1)*(y*z)"
+    assert text_of(("?", ("<", "x", "y"), ("+", "x", "1"), ("*", "y", "2"))) == "x<y?x+1:y*2"
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=10, deadline=None)
+def test_without_noise_programs_are_right_in_several_ways(seed: int) -> None:
+    examples = stack_machine.supervised_examples(400, 0.0, seed)
+    assert examples == stack_machine.supervised_examples(400, 0.0, seed)
+    assert all(SCORE(BY_PROMPT[prompt], program) == 1 for prompt, program in examples)
+    assert 0.5 < sum(program == BY_PROMPT[prompt].answer for prompt, program in examples) / 400 < 0.9
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=10, deadline=None)
+def test_every_slip_fails_a_test(seed: int) -> None:
+    examples = stack_machine.supervised_examples(200, 1.0, seed)
+    assert all(SCORE(BY_PROMPT[prompt], program) == 0 for prompt, program in examples)
+
+
+def test_noise_is_the_share_of_wrong_programs_and_heldout_formulas_are_not_shown() -> None:
+    examples = stack_machine.supervised_examples(10_000, 0.3, 0)
+    wrong = sum(SCORE(BY_PROMPT[prompt], program) == 0 for prompt, program in examples)
+    assert abs(wrong / 10_000 - 0.3) < 0.03  # 6.5 standard deviations
+    assert len({prompt for prompt, _ in examples}) == 10_000
+
+
+HELDOUT_START = ["(z-(y+7))*z", "y<z?9*2:4", "5*(y+(3-x))", "x<y?x:5+z"]
+TRAIN_END = "y<x?4:z+7"

@@ -1,0 +1,249 @@
+"""What an agent sends beside what was said: what is new of it, what is read of requests, and that no token is written twice."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepo_megatron.config.agent import AgentConfig
+from tepo_megatron.config.sampling import SamplingConfig
+from tepo_megatron.data.tokenizer import load_tokenizer
+from tepo_megatron.environments.agent_setup import shared_setup
+from tepo_megatron.environments.chat_messages import Conversation, Message, read_messages
+from tepo_megatron.environments.chat_requests import ChatRequest, RefusedError, chunks, completion, read_answer, read_request
+from tepo_megatron.environments.episodes import EpisodeLimits, EpisodeStream
+from tepo_megatron.environments.observations import Observations
+from tepo_megatron.environments.protocol import StepResult
+from tepo_megatron.problem import Problem, ResponseText
+from tests.support.chat_tokenizer import write_chat_tokenizer
+from tests.support.episodes import END, VOCABULARY, Ends, FakeHost, FakeSamples
+
+SAMPLING = shared_setup(AgentConfig(), SamplingConfig(temperature=0.7, stop=("a",)))["sampling"]
+
+texts = st.text("abc", max_size=4)
+new = st.lists(st.tuples(st.sampled_from(["user", "tool", "system"]), texts), min_size=1, max_size=3)
+"""What an agent says before an answer."""
+
+
+def said(pairs: Any) -> list[Message]:
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+@given(st.lists(st.tuples(new, texts), min_size=1, max_size=4), new, st.data())
+def test_what_goes_on_is_known_and_everything_else_is_another_history(turns: Any, more: Any, data: st.DataObject) -> None:
+    talk = Conversation()
+    messages: list[Message] = []
+    for told, answer in turns:
+        messages = [*messages, *said(told)]
+        assert talk.new(messages, None) == said(told)
+        talk.heard(messages, None)
+        talk.answered({"role": "assistant", "content": answer})
+        spaces = data.draw(st.sampled_from(["", " ", "\n"]))
+        messages = [*messages, {"role": "assistant", "content": f"{spaces}{answer.strip()}{spaces}"}]
+    whole = [*messages, *said(more)]
+    assert talk.new(whole, None) == said(more)
+    assert talk.new(messages, None) is None  # nothing new
+    assert talk.new(whole, [{"type": "function", "function": {"name": "f"}}]) is None
+    at = data.draw(st.integers(0, len(messages) - 1))
+    edited = [*whole[:at], {**whole[at], "content": f"{whole[at]['content'].strip()}d"}, *whole[at + 1 :]]
+    assert talk.new(edited, None) is None
+    assert f"message {at} (" in talk.why_not(edited, None)
+    dropped = [*whole[:at], *whole[at + 1 :]]
+    same = dropped[: len(messages)] == messages and len(dropped) > len(messages)  # where two messages are equal
+    assert (talk.new(dropped, None) is not None) == same
+
+
+class Scripted:
+    """An agent that says what its problem's metadata has, of which some begin anew."""
+
+    def __init__(self, wrote: dict[str, list[Any]]) -> None:
+        self.wrote = wrote
+
+    def reset(self, problem: Problem, seed: int) -> ChatRequest:
+        self.script, self.turns = list(problem.metadata["script"]), self.wrote.setdefault(problem.id, [])
+        return self._next()
+
+    def step(self, action: ResponseText) -> StepResult:
+        self.turns[-1].append(action)
+        return StepResult(self._next()) if self.script else StepResult(reward=1.0, done=True)
+
+    def _next(self) -> Any:
+        messages, begins, most = self.script.pop(0)
+        self.turns.append([messages, begins or len(self.turns) == 0, most])
+        return ChatRequest(tuple(said(messages)), self.turns[-1][1], None, most)
+
+
+def encode(text: str) -> list[int]:
+    return [10 + "abc".index(letter) for letter in text]
+
+
+ROLE = {"user": 3, "tool": 4, "system": 5, "assistant": 6}
+OPENING, GENERATE = 7, 6
+
+
+def rendered(messages: Any) -> list[int]:
+    return [token for each in messages for token in (ROLE[each["role"]], *encode(each["content"]), END)]
+
+
+TEMPLATE = Observations(
+    encode,
+    lambda messages, ended: [*([] if ended else [END]), *rendered(messages), GENERATE],
+    None,
+    VOCABULARY,
+    lambda messages, tools: [OPENING, *rendered(messages), GENERATE],
+)
+PLAIN = Observations(encode, lambda messages, ended: [], None, VOCABULARY)
+
+
+@pytest.mark.parametrize("template", [True, False])
+@given(st.data())
+def test_an_episode_is_what_was_said_and_each_token_of_the_model_once(template: bool, data: st.DataObject) -> None:
+    """Its last conversation, written down by hand: the agent's messages encoded once, the model's tokens as they were drawn."""
+    begins = st.booleans()
+    script = data.draw(st.lists(st.tuples(new, begins, st.none() | st.integers(1, 3)), min_size=1, max_size=5))
+    wrote: dict[str, list[Any]] = {}
+    order = random.Random(data.draw(st.integers(0, 9)))
+    samples, ends = FakeSamples(order), Ends()
+    problem = Problem("p", "", "", {"script": script})
+    stream = EpisodeStream(
+        samples,  # type: ignore[arg-type]
+        FakeHost(lambda: Scripted(wrote), order),
+        lambda at: problem,
+        TEMPLATE if template else PLAIN,
+        lambda ids: "",
+        EpisodeLimits(9, None, 400),
+        frozenset([END]),
+        ends,
+    )
+    with stream:
+        stream.submit(0, [OPENING], 5)
+        while (found := stream.next(1.0)) is None:
+            pass
+    response = found[2]
+    turns = wrote["p"]
+    first = max(at for at, turn in enumerate(turns) if turn[1])
+    ids: list[int] = []
+    mask: list[bool] = []
+    for messages, begun, most, action in turns[first:]:
+        if not template:
+            told = [token for _, content in messages for token in encode(content)]
+        elif begun:
+            told = [*rendered(said(messages)), GENERATE]
+        else:
+            told = [*([] if ids[-1] == END else [END]), *rendered(said(messages)), GENERATE]
+        assert action.prompt_tokens == 1 + len(ids) + len(told)
+        assert most is None or len(action.token_ids) <= most
+        ids += [*told, *action.token_ids]
+        mask += [*[False] * len(told), *[True] * len(action.token_ids)]
+    assert response.response_ids.tolist() == ids
+    assert (response.loss_mask is None and all(mask)) or response.loss_mask.tolist() == mask
+    ((_, _, end),) = ends.found
+    assert (end.error, end.reward, end.turns) == (None, 1.0, len(script))
+    assert end.new_histories == sum(begun for _, begun, *_ in turns[1:])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        (
+            "temperature",
+            0.5,
+            r"temperature = 0.5, and the run draws with rollout.sampling.temperature = 0.7: .*ignore=\[temperature\]",
+        ),
+        ("top_p", 0.9, "rollout.sampling.top_p = 1.0"),
+        ("top_k", 5, "rollout.sampling.top_k = null"),
+        ("stop", ["b"], r'rollout.sampling.stop = \["a"\]'),
+        ("n", 2, "n = 2 is not answered here"),
+        ("logprobs", True, "logprobs = true is not answered here"),
+        ("presence_penalty", 0.1, "would change what the model writes"),
+        ("response_format", {"type": "json_object"}, r"ignore=\[response_format\]"),
+        ("tool_choice", "required", r"ignore=\[tool_choice\]"),
+        ("reasoning_effort", "low", r"ignore=\[reasoning_effort\]"),
+        ("seed", 3, "the run gives each turn a seed of its own"),
+        ("guided_json", {}, "guided_json is not known here"),
+        ("max_tokens", 0, "max_tokens = 0 must be a whole number"),
+        ("tools", [{"name": "f"}], "tools must be a list"),
+        ("messages", [], "messages must be a list of at least one message"),
+        ("messages", [{"role": "robot", "content": ""}], "has the role 'robot'"),
+        ("messages", [{"role": "user"}], r"messages\[0\] has no content"),
+        ("messages", ["hello"], r"messages\[0\] must be an object"),
+        ("messages", [{"role": "assistant", "content": "so"}], "the last message is the assistant's"),
+        ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "a part of type 'image_url'"),
+    ],
+)
+def test_what_would_not_be_the_runs_distribution_is_refused(field: str, value: Any, message: str) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], field: value}
+    with pytest.raises(RefusedError, match=message) as refused:
+        read_request(body, SAMPLING, frozenset())
+    assert set(refused.value.body()["error"]) == {"message", "type", "param", "code"}
+    if field in ("temperature", "stop", "seed", "reasoning_effort"):
+        assert read_request(body, SAMPLING, frozenset([field])).messages == body["messages"]
+
+
+def test_what_says_the_same_or_nothing_is_taken() -> None:
+    usual = {"temperature": 0.7, "top_p": 1, "top_k": 0, "stop": "a", "n": 1, "seed": None, "frequency_penalty": 0.0}
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    body = {"messages": [{"role": "developer", "content": parts}], "max_tokens": 9, "max_completion_tokens": 5, **usual}
+    asked = read_request(body, SAMPLING, frozenset())
+    assert asked.messages == [{"role": "system", "content": "hi"}]
+    assert (asked.max_tokens, asked.stream, asked.tools) == (5, False, None)
+
+
+names = st.text("abc_", min_size=1, max_size=5)
+arguments = st.dictionaries(names, st.none() | st.integers() | st.text(max_size=5), max_size=3)
+
+
+@given(st.lists(st.tuples(names, arguments), max_size=3), texts, st.booleans())
+def test_calls_of_tools_come_back_as_they_were_written(calls: Any, before: str, stream: bool) -> None:
+    """Through the protocol and back: the agent's copy of the model's message is the model's message."""
+    written = before + "".join(
+        f"\n<tool_call>\n{json.dumps({'name': name, 'arguments': given})}\n</tool_call>" for name, given in calls
+    )
+    action = ResponseText(written, [1, 2, 3])
+    asked = read_request({"messages": [{"role": "user", "content": "hi"}]}, SAMPLING, frozenset())
+    answer = read_answer(action, "hermes")
+    assert not answer.malformed
+    body = json.loads(json.dumps(completion(asked, answer, action)))
+    message = body["choices"][0]["message"]
+    if stream:
+        message = chunks(body, usage=False)[0]["choices"][0]["delta"]
+    assert body["choices"][0]["finish_reason"] == ("tool_calls" if calls else "stop")
+    found = [(each["function"]["name"], json.loads(each["function"]["arguments"])) for each in message.get("tool_calls", [])]
+    assert found == calls
+    talk = Conversation()
+    talk.heard(asked.messages, None)
+    talk.answered(answer.message)
+    results = [{"role": "tool", "content": "1", "tool_call_id": "x"}] * max(1, len(calls))
+    assert talk.new(read_messages([*asked.messages, message, *results]), None) == results
+    assert read_answer(ResponseText("<tool_call>{</tool_call>"), "hermes").malformed
+    assert "tool_calls" not in read_answer(action, "text").message
+
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for m in messages %}<|{{ 'user' if m.role == 'tool' else m.role }}|>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_a_chat_with_tools_is_rendered_once_and_goes_on_behind_the_models_tokens(tmp_path: Path) -> None:
+    """Beginning, the model's tokens and the tool's result are the whole chat's tokens; names of special tokens stay text."""
+    tokenizer = load_tokenizer(write_chat_tokenizer(tmp_path, TOOLS_TEMPLATE))
+    tools = [{"type": "function", "function": {"name": "add", "description": "not <|end|> of it"}}]
+    asked = [{"role": "user", "content": "<|end|>1+2"}]
+    wrote = '[add {"a": 1}]'
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    result = {"role": "tool", "content": "3", "tool_call_id": "c"}
+    begin = tokenizer.chat_ids(asked, tools=tools)
+    rest = tokenizer.turn_ids([result], ended=False)
+    whole = tokenizer.chat_ids([*asked, {"role": "assistant", "content": "", "tool_calls": [call]}, result], tools=tools)
+    assert tokenizer.show([*begin, *tokenizer.encode(wrote), *rest]) == tokenizer.show(whole)
+    assert begin.count(0) == 2  # the end token itself, of the system's and the user's message
+    assert tokenizer.chat_ids([("user", "hi")]) == tokenizer.chat_ids([{"role": "user", "content": "hi"}])

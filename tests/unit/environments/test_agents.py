@@ -1,0 +1,269 @@
+"""Agents on the real OpenAI client in worker processes: what they say is read, and whatever they do is their own episode's."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.environments.agent_setup import agent_setup
+from tepo_megatron.environments.calls import Desk
+from tepo_megatron.environments.pool import EpisodePool
+from tepo_megatron.problem import Problem
+from tepo_megatron.reward.pool import RewardResult
+from tepo_megatron.types import Response, ResponseText
+from tests.support.episodes import END, VOCABULARY, FakeSamples
+from tests.unit.environments.test_workers import Letters
+
+pytest.importorskip("openai")
+pytest.importorskip("aiohttp")
+
+AGENTS = f"{Path(__file__).parents[2] / 'support' / 'odd_agents.py'}"
+
+FAILS = {
+    "asks nothing": "the agent ended without asking the model anything",
+    "raises at once": r"the agent raised KeyError: 'gone', at .*odd_agents.py:\d+: \"raise KeyError",
+    "raises": r"the agent raised KeyError: 'gone', at .*odd_agents.py:\d+: \"raise KeyError",
+    "exits": "the agent raised SystemExit: 3",
+    "hangs": "the environment took longer in step than environment.timeout_s = 4 s",
+    "another key": "the agent raised AuthenticationError: Error code: 401 - .*no episode has this API key",
+    "another temperature": "temperature = 0.5, and the run draws with rollout.sampling.temperature = 1.0",
+    "a seed": "seed = 1: the run gives each turn a seed of its own",
+    "several answers": "n = 2 is not answered here",
+    "a format": r"response_format = {\"type\": \"json_object\"} would change what the model writes",
+    "an unknown field": "guided_regex is not known here",
+    "edits": r"another history than what was said: message 0 \(user\) was '0' and is '3'; an episode is trained on as one",
+    "forgets": "another history than what was said: message 0",
+    "edits the model's": r"another history than what was said: message 1 \(assistant\) was .* and is 'I said something else'",
+    "goes on for the model": "the last message is the assistant's",
+    "an image": r"messages\[2\] has a part of type 'image_url'; the model reads text alone",
+    "unknown text": "the environment's observation has characters that the tokenizer does not know: 'é'",
+    "too large": "the request is larger than environment.agent.max_request_mb allows",
+    "returns nothing": "the agent returned nothing, and no reward; return a number, send one to /v1/reward, or set",
+    "returns text": "the agent returned text, and no reward",
+    "no number": "the environment returned nan, not a finite number",
+}
+"""What an agent does → what is said of its episode."""
+
+REWARDS = {"fine": 1.0, "the run's own": 1.0, "posts": 0.25, "never ends": 0.0}
+
+
+class Begun(Letters):
+    """A tokenizer that puts a token before a text."""
+
+    def encode(self, text: str) -> list[int]:
+        return [10 + ord(each) - ord("a") if "a" <= each <= "z" else super(Begun, self).encode(each)[0] for each in text]
+
+    def prompt_ids(self, text: str) -> list[int]:
+        return [1, *self.encode(text)]
+
+
+def config(solve: str = "solve", agent: dict[str, Any] | None = None, **more: Any) -> RunConfig:
+    settings = {"chat_template": False, "max_request_mb": 1, **(agent or {})}
+    environment = {"name": f"{AGENTS}:{solve}", "adapter": "agent", "timeout_s": 4.0, "max_turns": 5, "agent": settings, **more}
+    return RunConfig.model_validate({"environment": environment})
+
+
+@contextmanager
+def opened(found: RunConfig) -> Iterator[EpisodePool]:
+    with EpisodePool(found, Begun(), VOCABULARY, 120) as pool:  # type: ignore[arg-type]
+        yield pool
+
+
+def play(pool: EpisodePool, does: list[str]) -> list[tuple[Response, RewardResult, FakeSamples]]:
+    problems = [Problem(what, "", what) for what in does]
+    samples: Any = FakeSamples(random.Random(0))
+    found = {}
+    with pool.stream(samples, lambda at: problems[at]) as stream:
+        for at in range(len(problems)):
+            stream.submit(at, (1,), 7 * at)
+        while stream.unfinished:
+            if (result := stream.next(1.0)) is not None:
+                found[result[0]] = result[2]
+    answers = [(problems[at], ResponseText("", found[at].response_ids)) for at in sorted(found)]
+    return [(found[at], result, samples) for at, result in zip(sorted(found), pool.score(answers), strict=True)]
+
+
+def test_a_failing_agent_is_one_failed_sample_and_the_others_go_on() -> None:
+    does = [*FAILS, *REWARDS, "fine"]
+    with opened(config()) as pool:
+        played = play(pool, does)
+        figures = pool.take_figures()
+    for what, (response, result, samples) in zip(does, played, strict=True):
+        if what in FAILS:
+            assert result.reward is None, what
+            assert re.search(FAILS[what], str(result.error)), result.error
+            continue
+        assert (what, result.error, result.reward) == (what, None, REWARDS[what])
+        assert (response.finish_reason == "length") >= (what == "never ends")
+        assert response.loss_mask is not None
+        context = response.response_ids[~response.loss_mask]
+        assert context.tolist() == [3, *[4] * (len(context) - 1)]  # "0", and "1" each time: nothing of the model's
+        asked = [prompt for _, prompt, *_ in samples.asked]
+        assert sum((1, *response.response_ids.tolist())[: len(prompt)] == prompt for prompt in asked) >= len(context)
+    assert figures["environment/restarts"] == 0
+    assert figures["environment/new_histories"] == 0
+
+
+def test_settings_say_what_is_ignored_what_is_dropped_and_who_rates() -> None:
+    """Fields that the run decides on; the last of two histories; text that a verifier rates; an agent that is async and
+    streams."""
+    agent = {"ignore": ["temperature", "seed"], "history": "restart", "verifier": f"{AGENTS}:is_not_empty"}
+    with opened(config(agent=agent)) as pool:
+        played = play(pool, ["another temperature", "a seed", "forgets", "edits", "returns nothing", "returns text"])
+        figures = pool.take_figures()
+    assert [result.error for _, result, _ in played] == [None] * 6
+    assert [result.reward for _, result, _ in played] == [1.0, 1.0, 1.0, 1.0, 1.0, 0.5]
+    assert figures["environment/new_histories"] == 2 / 6
+    forgot, edited = played[2][0], played[3][0]
+    assert forgot.response_ids[:1].tolist() == [4]  # of the last conversation alone
+    assert edited.response_ids[:1].tolist() == [6]
+    for response in (forgot, edited):
+        assert response.loss_mask is not None
+        runs = "".join("m" if own else "c" for own in response.loss_mask.tolist())
+        assert "cm" not in runs.lstrip("c").lstrip("m")
+    with opened(config("solve_async")) as pool:
+        ((response, result, _),) = play(pool, ["any"])
+    assert (result.error, result.reward) == (None, 1.0)
+    assert response.loss_mask is not None
+    assert response.response_ids[~response.loss_mask].tolist() == [5, 3, 3, 4]
+
+
+def test_an_agent_outside_takes_its_episode_and_sends_its_reward(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    agent = {"port": port, "key_file": str(tmp_path / "key")}
+    with opened(outside(agent)) as pool:
+        key = (tmp_path / "key").read_text()
+        told: list[Any] = []
+
+        def work() -> None:
+            root = f"http://127.0.0.1:{port}"
+            for _ in range(2):
+                while True:
+                    try:
+                        found = httpx.post(f"{root}/episodes", headers={"Authorization": f"Bearer {key}"}, timeout=90)
+                        break
+                    except httpx.ConnectError:
+                        time.sleep(0.1)  # it listens from the first episode on
+                told.append(httpx.post(f"{root}/episodes", headers={"Authorization": "Bearer no"}).status_code)
+                told.append(httpx.get(f"{root}/nothing").json()["error"]["message"])
+                episode = found.json()
+                own = {"Authorization": f"Bearer {episode['api_key']}"}
+                base = episode["base_url"]
+                told.append(httpx.get(f"{base}/models", headers=own).json()["data"][0]["id"])
+                asked = {"model": "policy", "messages": episode["problem"]["messages"]}
+                answer = httpx.post(f"{base}/chat/completions", json=asked, headers=own, timeout=90).json()
+                assert answer["choices"][0]["message"]["role"] == "assistant"
+                httpx.post(f"{base}/reward", json={"reward": float(episode["problem"]["answer"])}, headers=own)
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        problems = [Problem(f"p{at}", "012", str(at)) for at in (2, 3)]
+        samples: Any = FakeSamples(random.Random(0))
+        found = {}
+        with pool.stream(samples, lambda at: problems[at]) as stream:
+            for at in range(2):
+                stream.submit(at, (1,), 7 * at)
+            while stream.unfinished:
+                if (result := stream.next(1.0)) is not None:
+                    found[result[0]] = result[2]
+        thread.join(60)
+        results = pool.score([(problems[at], ResponseText("", found[at].response_ids)) for at in range(2)])
+    assert [(result.error, result.reward) for result in results] == [(None, 2.0), (None, 3.0)]
+    assert [found[at].response_ids[:3].tolist() for at in range(2)] == [[3, 4, 5]] * 2
+    assert told[0] == 401
+    assert "GET /nothing is not served here" in told[1]
+    assert told[2] == "policy"
+
+
+def outside(agent: dict[str, Any]) -> RunConfig:
+    environment = {"name": "outside", "adapter": "agent", "timeout_s": 60.0, "agent": {"chat_template": False, **agent}}
+    return RunConfig.model_validate({"environment": environment})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "guess_number"}, "guess_number is an environment, and no agent"),
+        ({"adapter": "none"}, "environment.agent without environment.adapter = agent"),
+        ({"network": False}, "environment.network = false with adapter = agent"),
+        ({"workers": 2, "agent": {"port": 8600}}, "environment.workers = 2 cannot share environment.agent.port = 8600"),
+        ({"name": "outside"}, "outside needs environment.agent.port and environment.agent.key_file"),
+        ({"agent": {"ignore": ["n"]}}, "environment.agent.ignore"),
+        ({"agent": {"ignore": ["seed", "seed"]}}, "names a field twice"),
+    ],
+)
+def test_agents_that_cannot_be_are_refused_before_anything_starts(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"solve": "is_not_empty"}, r"the agent '.*:is_not_empty' is called with \(problem, base_url=…, api_key=…\)"),
+        ({"kwargs": {"depth": 3}}, r"which it does not take \(got an unexpected keyword argument 'depth'\)"),
+        ({"agent": {"verifier": "judge"}}, "environment.agent.verifier = .* must be a function of one response"),
+        ({"agent": {"verifier": "nobody"}}, "unknown verifier 'nobody'"),
+    ],
+)
+def test_an_agent_that_cannot_be_called_is_refused_at_the_start(change: dict[str, Any], message: str) -> None:
+    environment = config(**change).environment
+    assert environment is not None
+    with pytest.raises(ValueError, match=message):
+        Desk({**environment.model_dump(), "agent": agent_setup(environment, None)})
+
+
+def test_a_tokenizer_without_a_beginning_is_refused() -> None:
+    """END is in no prompt: all prompts of agents are the token that chats begin with."""
+    from tepo_megatron.environments.openings import opening_of, prompt_of
+
+    environment = config().environment
+    assert prompt_of(environment, Begun(), Problem("p", "0", "")) == (1,)  # type: ignore[arg-type]
+    assert END not in prompt_of(environment, Begun(), Problem("p", "0", ""))  # type: ignore[arg-type]
+
+    class Bare(Letters):
+        def prompt_ids(self, text: str) -> list[int]:
+            return self.encode(text)
+
+    with pytest.raises(ValueError, match="the model's tokenizer has no begin token"):
+        opening_of(environment, Bare())  # type: ignore[arg-type]
+
+
+def test_agents_that_run_on_wear_their_process_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no episode left, and more of them than are left behind; one that ends in time does not count."""
+    from tepo_megatron.environments import agents
+
+    monkeypatch.setattr(agents, "_MOST_STUCK", 1)
+    environment = config("runs_on").environment
+    assert environment is not None
+    desk = Desk({**environment.model_dump(), "timeout_s": 30.0, "agent": agent_setup(environment, None)})
+    given = ["", "", "", {}, [], ""]
+
+    async def play() -> list[bool]:
+        worn = []
+        for at in range(3):
+            call = desk.answer(at, ["reset", given, at, False])
+            answer = await call
+            assert answer is not None
+            assert answer["observation"][0] == "chat"
+            worn.append(desk.worn)
+            await desk.answer(at, ["end"])
+            while at == 0 and any(each.name == "agent" for each in threading.enumerate()):
+                await asyncio.sleep(0.01)  # it hears that its episode is over
+            worn.append(desk.worn)
+        return worn
+
+    assert asyncio.run(play()) == [False, False, False, False, False, True]

@@ -1,0 +1,104 @@
+"""The stack machine against the values of formulas, which are computed without it; and what a program may do to it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepo_megatron.config.reward import RewardConfig
+from tepo_megatron.data.tasks.formulas import draw, draw_choice, program_of, value_of
+from tepo_megatron.reward.pool import RewardPool
+from tepo_megatron.reward.stack_machine import MachineError, StackMachine, run
+from tepo_megatron.types import Problem
+
+DOUBLE = Problem("p", "x+x=", "xx+", {"tests": [[[2, 0, 0], 4], [[0, 1, 1], 0], [[-3, 0, 0], -6]]})
+
+
+@given(
+    leaves=st.integers(2, 6),
+    choice=st.booleans(),
+    seed=st.integers(0, 2**32),
+    inputs=st.lists(st.integers(-20, 20), min_size=3, max_size=3),
+)
+def test_each_way_to_write_a_program_gives_the_formulas_value(leaves: int, choice: bool, seed: int, inputs: list[int]) -> None:
+    rng = random.Random(seed)
+    pick: Callable[[int], int] = rng.randrange
+    tree = draw_choice(leaves, pick) if choice else draw(leaves, pick)
+    expected = value_of(tree, inputs)
+    assert run(program_of(tree), inputs) == expected
+    assert run(" \n".join(program_of(tree, rng)), inputs) == expected
+
+
+@pytest.mark.parametrize(
+    ("program", "result"),
+    [
+        ("x[1-]", 0),
+        ("0x[s1+s1-]p", 7),  # counts to x
+        ("1[p0]9+", 9),
+        ("0[1+]9+", 9),  # not once
+        ("xyp", 7),
+        ("xys-", -4),
+        ("xy<z0?", 0),
+        ("yx<z0?", 5),
+    ],
+)
+def test_what_formulas_do_not_use(program: str, result: int) -> None:
+    assert run(program, [7, 3, 5]) == result
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("", "it left 0 values"),
+        ("xy", "it left 2 values"),
+        ("x+", r"\+ takes 2, and there are 1"),
+        ("xy?", r"\? takes 3"),
+        ("1[]", "it runs longer than 1000 steps"),
+        ("1[d]", "it holds more than 100 values"),
+        ("9[d*]", "a value beyond"),
+        ("x]", r"a \] has no \["),
+        ("[x", r"a \[ has no \]"),
+        ("xy@", "'@' is no instruction"),
+        ("x²", "'²' is no instruction"),
+        ("z", "there is no input z"),
+    ],
+)
+def test_a_program_without_a_result_says_why(program: str, why: str) -> None:
+    with pytest.raises(MachineError, match=why):
+        run(program, [7, 3])
+
+
+def test_its_limits_can_be_set() -> None:
+    assert run("x[1-]", [500, 0, 0], steps=5000) == 0
+    with pytest.raises(MachineError, match="longer than 5 steps"):
+        run("x[1-]", [500, 0, 0], steps=5)
+    with pytest.raises(MachineError, match="more than 2 values"):
+        run("xyz++", [1, 2, 3], depth=2)
+    with pytest.raises(ValueError, match="steps = 0 lets no program run"):
+        StackMachine(steps=0)
+
+
+@pytest.mark.parametrize(
+    ("program", "whole", "share"),
+    [("xx+", 1, 1), ("2x*", 1, 1), ("x2*y-z+", 1, 1), ("xx*", 0, 2 / 3), ("xxx", 0, 0), ("", 0, 0)],
+)
+def test_every_right_program_counts_and_a_part_where_it_is_wanted(program: str, whole: float, share: float) -> None:
+    assert StackMachine().score(DOUBLE, program) == whole
+    assert StackMachine(partial=True).score(DOUBLE, program) == pytest.approx(share)
+
+
+def test_a_problem_without_tests_is_an_error_of_the_data() -> None:
+    with pytest.raises(ValueError, match="the problem has no tests"):
+        StackMachine().score(Problem("p", "x+x=", "xx+"), "xx+")
+
+
+def test_it_runs_in_the_rewards_processes() -> None:
+    with RewardPool(RewardConfig(verifier="stack_machine", kwargs={"partial": True})) as pool:
+        pool.rehearse([DOUBLE])
+        found = pool.score([(DOUBLE, program) for program in ("xx+", "xx*", "1[]", "[")])
+    assert [result.reward for result in found] == pytest.approx([1, 2 / 3, 0, 0])
+    assert all(result.error is None for result in found)
