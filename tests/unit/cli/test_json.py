@@ -100,7 +100,7 @@ def test_a_shell_completes_settings_and_commands() -> None:
         ("rollout.num_generations=8", "rollout.samples_per_prompt"),
         ("objective.beta=0.1", "objective.kl.coefficient"),
         ("engine.temprature=1", "rollout.sampling.temperature"),
-        ("verifyer=exact", "reward.verifier"),
+        ("verifyer=exact", "reward.verifier or environment.agent.verifier"),
     ],
 )
 def test_a_key_of_another_place_or_trainer_finds_its_field(override: str, fields: str) -> None:

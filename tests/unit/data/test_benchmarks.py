@@ -217,7 +217,7 @@ def test_one_test_that_was_changed_is_refused(
     folder = small(name)
     prepare(name, tmp_path / "out", source=folder)
     column = "test" if name == "humaneval" else "test_setup_code"
-    monkeypatch.setitem(FILES, name, [{**row, column: f"{row[column]}\n"} for row in FILES[name]])  # type: ignore[arg-type]
+    monkeypatch.setitem(FILES, name, [{**row, column: f"{row[column]}\n"} for row in FILES[name]])
     write(name, tmp_path / "published" / name)
     with pytest.raises(ValueError, match=r"has the SHA-256 .*another file, of which figures are not comparable"):
         prepare(name, tmp_path / "out", source=folder)
