@@ -109,9 +109,10 @@ class AgentEpisode:
         self._last = action
         self._talk.give(action)
         mistake = self._talk.malformed
-        found: Any = await self._talk.wait()  # an observation of this package's own making
+        found = await self._talk.wait()
         if isinstance(found, ChatRequest):
-            return StepResult(found, tool_error=mistake)
+            asked: Any = found  # an observation that only this package makes
+            return StepResult(asked, tool_error=mistake)
         self._check(found)
         return StepResult(reward=self._reward(found.result), done=True, tool_error=mistake)
 
