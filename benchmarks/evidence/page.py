@@ -26,14 +26,14 @@ def make(root: Path, folders: Mapping[str, Path]) -> list[str]:
             raise ValueError(f"{folder} is no folder; give the output of examples/evidence/{name}.yaml")
         done = collect(root / f"examples/evidence/{name}.yaml", folder, results_of(root, name))
         said.append(f"{folder}: {len(done)} runs are done")
-    sweeps = [evidence_of(root, name) for name in SWEEPS]
-    tables = make_tables(*sweeps)
-    pictures = draw(*sweeps, root / "docs/images")
+    tiny, second, overhead = (evidence_of(root, name) for name in SWEEPS)
+    tables = make_tables(tiny, second, overhead)
+    pictures = draw(tiny, second, overhead, root / "docs/images")
     written = root / "benchmarks/results/evidence/tables.md"
     written.parent.mkdir(parents=True, exist_ok=True)
     written.write_text(as_text(tables), encoding="utf-8")
     page = root / "docs/evidence.md"
-    page.write_text(fill(page.read_text(encoding="utf-8"), {**tables, **shown(*sweeps)}), encoding="utf-8")
+    page.write_text(fill(page.read_text(encoding="utf-8"), {**tables, **shown(tiny, second, overhead)}), encoding="utf-8")
     size = sum(path.stat().st_size for path in written.parent.rglob("*") if path.is_file())
     if size > MOST_BYTES:
         raise ValueError(f"{written.parent} has {size} bytes, more than {MOST_BYTES}; keep fewer columns")
