@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.rollout.cores import read_cores
 from tepo_megatron.rollout.resources import bind_cores, cores_of, free_port, reserve_port
 from tepo_megatron.rollout.server import Server
+from tepo_megatron.rollout.server_program import ServerProgram
 
 HOST = "127.0.0.1"
 
@@ -210,18 +212,19 @@ def test_the_supervisor_refuses_to_run_in_anothers_group() -> None:
 # -- the server object around them
 
 
-class StandInServer(Server):
-    command: list[str]
+@dataclass(frozen=True)
+class StandInProgram(ServerProgram):
+    line: tuple[str, ...] = ()
 
-    def _command(self, on_gpu: bool) -> list[str]:
-        return self.command
+    def command(self, *, on_gpu: bool, port: int = 0) -> list[str]:
+        return list(self.line)
 
 
-def server(tmp_path: Path, command: list[str]) -> StandInServer:
-    made = StandInServer(
-        ServerConfig(), model_dir=tmp_path, dtype="float32", cores="0", key="the-key", log=tmp_path / "logs" / "server.log"
-    )
-    made.command = command
+def server(tmp_path: Path, command: list[str]) -> Server:
+    """A server whose processes are those of ``command``."""
+    log = tmp_path / "logs" / "server.log"
+    made = Server(ServerConfig(), model_dir=tmp_path, dtype="float32", cores="0", key="the-key", log=log)
+    made.program = StandInProgram(**vars(made.program), line=tuple(command))
     return made
 
 
@@ -265,11 +268,8 @@ def test_the_log_shows_the_first_error_of_the_last_start(tmp_path: Path) -> None
     one = server(tmp_path, [sys.executable, "-c", "print('OldError: of the first start')"])
     one.start()
     assert eventually(lambda: not one.alive)
-    one.command = [
-        sys.executable,
-        "-c",
-        "print('INFO ok', 'RuntimeError: the cause', *range(30), 'LateError: a consequence', sep='\\n')",
-    ]
+    later = "print('INFO ok', 'RuntimeError: the cause', *range(30), 'LateError: a consequence', sep='\\n')"
+    one.program = StandInProgram(**{**vars(one.program), "line": (sys.executable, "-c", later)})
     one.start()
     assert eventually(lambda: not one.alive)
     shown = one.log_end(5)
