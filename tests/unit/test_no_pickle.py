@@ -38,6 +38,7 @@ CALLS = {
 """Names that must not be called or passed on, with what they do."""
 
 _PIPES = "arguments and results by pipes between a parent and its children"
+_PROGRAMS = "programs that the model wrote, where reward.run_code says so: within limits, without network (reward/sandbox.py)"
 
 ALLOWED = {
     ("tepo_megatron/rollout/plugin/signed.py", "pickle"): "reads only what carries a signature under the run's key",
@@ -47,6 +48,8 @@ ALLOWED = {
     ("tepo_megatron/bench/recipes.py", "torch.multiprocessing"): _PIPES,
     ("tepo_megatron/faults/configs.py", "multiprocessing"): _PIPES,
     ("tepo_megatron/faults/strangers.py", "multiprocessing"): _PIPES,
+    ("tepo_megatron/reward/run_tests.py", "exec"): _PROGRAMS,
+    ("tepo_megatron/reward/run_tests.py", "compile"): _PROGRAMS,
 }
 
 

@@ -57,7 +57,7 @@ def test_a_draft_model_reaches_vllm_if_it_is_one_of_the_policys_vocabulary(tmp_p
     ("server", "message"),
     [
         (
-            {"speculative": {"draft_model": "d", "prompt_lookup_max": 4}},
+            {"speculative": {"draft_model": "d", "prompt_lookup_max": 3}},
             "prompt_lookup_max is for n-grams",
         ),
         ({"speculative": {"draft_model": "d"}, "load_format": "dummy"}, "would fill the draft model with dummies too"),

@@ -47,7 +47,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RootDriv
     tokenizer = SimpleNamespace(eos_ids=(2,), encode=lambda text, **_options: (3, 4), decode=lambda ids: "text")
     problems = [Problem(f"p{at}", "1+1=", "2") for at in range(100)]
     config = RunConfig.model_validate({"output": tmp_path / "out", "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2}})
-    monkeypatch.setattr(collect, "encode_prompt", lambda tokenizer, problem, **_options: (3, 4))
+    monkeypatch.setattr(collect, "prompt_of", lambda environment, tokenizer, problem: (3, 4))
     inputs: Any = SimpleNamespace(
         tokenizer=tokenizer,
         train=problems,
