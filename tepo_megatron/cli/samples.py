@@ -14,6 +14,7 @@ import typer
 
 from tepo_megatron.cli.errors import user_errors
 from tepo_megatron.cli.options import AsJson
+from tepo_megatron.train.log_file import parse_samples
 
 Row = Mapping[str, Any]
 
@@ -74,16 +75,7 @@ def find_samples(output: Path, *, train: bool) -> Path:
 def read_samples(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of samples; a last line that was cut off is left out. Raises ValueError with the line that is none."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    rows = []
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: not a sample: {error}; remove the line") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}:{number}: not a sample: an object was expected; remove the line")
-        rows.append(row)
-    return rows
+    return list(parse_samples(path, lines[:-1]))
 
 
 def _of_set(rows: list[dict[str, Any]], path: Path, name: str | None) -> list[dict[str, Any]]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from tepo_megatron.report.choose import SampleGroup
-from tepo_megatron.train.log_file import read_lines
+from tepo_megatron.train.log_file import parse_samples, read_lines
 
 Row = Mapping[str, Any]
 
@@ -26,23 +25,12 @@ def read_samples(run: int, folder: Path, kind: str) -> list[SampleGroup]:
     path = folder / FILES[kind]
     if not path.is_file():
         return []
-    rows = list(_rows(path))
+    rows: list[Row] = list(parse_samples(path, read_lines(path)[0]))
     if kind == "heldout":
         return [_group(run, kind, [row], [*_evaluated(row)]) for row in rows]
     together = groupby(rows, lambda row: (row.get("step", 0), row.get("group"), row.get("problem")))
     groups = [list(members) for _, members in together]
     return [_group(run, kind, members, [_response(row, "") for row in members]) for members in groups]
-
-
-def _rows(path: Path) -> Iterator[Row]:
-    for number, line in enumerate(read_lines(path)[0], start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: not a sample: {error}; remove the line") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}:{number}: not a sample: an object was expected; remove the line")
-        yield row
 
 
 def _evaluated(row: Row) -> Iterator[dict[str, Any]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 Failed = Callable[[Path, OSError], None]
 """Is told of every attempt to write a file that failed."""
@@ -61,6 +63,18 @@ def read_lines(path: Path) -> tuple[list[str], bool]:
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}:{number}: not UTF-8 text (byte {error.start} of the line); remove the line") from error
     return read, bool(rest)
+
+
+def parse_samples(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The rows of the lines of a file of samples. Raises ValueError with the line that is none."""
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: not a sample: {error}; remove the line") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}:{number}: not a sample: an object was expected; remove the line")
+        yield row
 
 
 def replace_text(path: Path, text: str) -> None:
