@@ -15,7 +15,7 @@ from tepo_megatron.cli.options import AsJson
 def sweep(
     file: Annotated[Path, typer.Argument(metavar="SWEEP.yaml", help="A run's file, axes of settings, and seeds.")],
     output: Annotated[Path | None, typer.Option("--output", help="Folder of all runs, in place of the file's.")] = None,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at a time on this machine.")] = 1,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at a time here, each on its share of the cores.")] = 1,
     part: Annotated[
         str | None, typer.Option("--part", metavar="K/N", help="Only the runs of the K-th of N jobs, for a Slurm array.")
     ] = None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from types import FrameType
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import ConfigError, load_run
+from tepo_megatron.rollout.resources import available_cores
 from tepo_megatron.sweep.file import SweepFile, SweepRun
 from tepo_megatron.train.figures import duration
 from tepo_megatron.train.metrics import read_metrics
@@ -72,8 +75,22 @@ def _differing(one: object, other: object, path: str = "") -> Iterator[str]:
         yield path
 
 
+def core_shares(cores: Sequence[int], jobs: int) -> list[list[int]]:
+    """The cores of each of ``jobs`` runs at a time: as equal as can be, apart where there are enough, one each where not."""
+    if jobs >= len(cores):
+        return [[cores[job % len(cores)]] for job in range(jobs)]
+    return [list(cores[job * len(cores) // jobs : (job + 1) * len(cores) // jobs]) for job in range(jobs)]
+
+
+def _use_cores(cores: Sequence[int]) -> None:
+    """Binds this thread, and with it the processes that it starts from now on."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+
+
 class Sweep:
-    """Runs, ``jobs`` of them at a time. Signals that ask to stop are passed on to the runs, which save what they trained."""
+    """Runs, ``jobs`` of them at a time, each on its share of the cores: two that bound their servers by themselves would
+    take the same ones. Signals that ask to stop are passed on to the runs, which save what they trained."""
 
     def __init__(self, sweep: SweepFile, runs: Sequence[SweepRun], *, say: Say, jobs: int = 1) -> None:
         """``say`` takes the lines of progress. Raises ValueError as :func:`check_runs`."""
@@ -91,7 +108,10 @@ class Sweep:
         )
         ended = {run.name: Ended(run, "done") for run in self._runs if is_done(run)}
         begin, of = time.monotonic(), len(waiting)
-        with self._signals(), ThreadPoolExecutor(self._jobs, thread_name_prefix="sweep") as pool:
+        shares: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        for share in core_shares(available_cores(), self._jobs):
+            shares.put(share)
+        with self._signals(), ThreadPoolExecutor(self._jobs, "sweep", lambda: _use_cores(shares.get())) as pool:
             pending: set[Future[Ended]] = {pool.submit(self._one, run) for run in waiting}
             while pending:
                 finished, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
 import math
+import os
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,9 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config.load import load_run
 from tepo_megatron.sweep.file import SweepFile, read_sweep, runs_of, shard
-from tepo_megatron.sweep.runner import check_runs, is_done
+from tepo_megatron.sweep.runner import Sweep, check_runs, core_shares, is_done
 from tepo_megatron.sweep.table import Spread, area, figures_of_run, find, table, write_tables
+from tests.support.programs import TIMEOUT_S
 
 EVIDENCE = Path(__file__).parents[3] / "examples" / "evidence"
 AXES = {"objective": {"tepo": "objective.preset=tepo", "grpo": ["objective.preset=grpo"]}, "lr": {"low": "optimizer.lr=1e-5"}}
@@ -56,6 +60,42 @@ def test_the_parts_of_several_jobs_are_all_runs_once(count: int, parts: int) -> 
     dealt = [run.name for k in range(parts) for run in shard(runs, f"{k + 1}/{parts}")]
     assert sorted(dealt) == sorted(run.name for run in runs)
     assert len(shard(runs, f"1/{parts}")) - len(shard(runs, f"{parts}/{parts}")) in (0, 1)
+
+
+@given(cores=st.sets(st.integers(0, 300), min_size=1, max_size=40), jobs=st.integers(1, 50))
+def test_runs_at_a_time_share_the_cores(cores: set[int], jobs: int) -> None:
+    shares = core_shares(sorted(cores), jobs)
+    assert len(shares) == jobs
+    assert set().union(*shares) == cores
+    sizes = [len(share) for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+    if jobs <= len(cores):
+        assert sum(sizes) == len(cores)  # none is in two
+    else:
+        assert set(sizes) == {1}
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="has one core")
+def test_two_runs_at_a_time_start_on_cores_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each says its cores, and waits until the other has."""
+    program = tmp_path / "run"
+    program.write_text(
+        f"#!{sys.executable}\nimport os, sys, time, pathlib\nhere = pathlib.Path({str(tmp_path)!r})\n"
+        "(here / f'{os.getpid()}.said').write_text(repr(sorted(os.sched_getaffinity(0))))\n"
+        f"until = time.monotonic() + {TIMEOUT_S}\n"
+        "while len(list(here.glob('*.said'))) < 2 and time.monotonic() < until: time.sleep(0.01)\n",
+        encoding="utf-8",
+    )
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    before = os.sched_getaffinity(0)
+    sweep = read_sweep(write(tmp_path, seeds=[0, 1], attempts=1))
+    ended = Sweep(sweep, runs_of(sweep), say=lambda line: None, jobs=2).run()
+    assert [one.outcome for one in ended] == ["failed", "failed"]  # it exports no model
+    one, other = (set(ast.literal_eval(path.read_text(encoding="utf-8"))) for path in tmp_path.glob("*.said"))
+    assert one | other == before
+    assert not one & other
+    assert os.sched_getaffinity(0) == before
 
 
 @pytest.mark.parametrize(
