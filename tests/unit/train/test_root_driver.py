@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import LogConfig, RolloutConfig, RunConfig
 from tepo_megatron.preemption import StopRequested
+from tepo_megatron.train.callbacks import Callbacks
 from tepo_megatron.train.metrics import Stopwatch
 from tepo_megatron.train.progress import NoProgress
 from tepo_megatron.train.root_driver import RootDriver
@@ -94,6 +95,22 @@ def test_responses_of_a_step_are_written_with_what_they_answer_and_also_those_wi
     assert all("source" not in row for row in rows)
     assert [row.get("components") for row in rows] == [{"right": 1.0}, None]
     assert [(row["tokens"], row["finish_reason"], row["weights_version"]) for row in rows] == [(1, "stop", 4), (2, "stop", 4)]
+
+
+def test_a_step_at_which_a_callback_raises_is_trained_and_is_the_last() -> None:
+    class Fails:
+        def on_rollouts(self, step: int, rollouts: Any) -> None:
+            raise ValueError("no such thing")
+
+    driver, _ = make(Path("none"))
+    drawn = [rollout(0, 1.0)]
+    collecting(driver, drawn)
+    assert driver.goes_on(4)
+    driver.callbacks = Callbacks([Fails()])
+    assert driver.collect(4) is drawn
+    assert not driver.goes_on(5)
+    with pytest.raises(RuntimeError, match="Fails raised ValueError: no such thing in on_rollouts at step 5 "):
+        driver.callbacks.raise_failure(saved_step=5)
 
 
 @pytest.mark.parametrize(("logged", "seconds"), [(4, 3.0), (3, 103.0)])
