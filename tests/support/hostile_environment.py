@@ -43,7 +43,9 @@ class Hostile:
             case "dies":
                 os._exit(1)
             case "outside":
-                return StepResult([5, 64])
+                return StepResult([5, 50])
+            case "below":
+                return StepResult([5, 6, -1])
             case "unknown text":
                 return StepResult("é")
             case "no result":
