@@ -129,9 +129,13 @@ class ChatAddress:
 
     async def _reward(self, request: web.Request) -> web.Response:
         talk = self._talk(request)
-        body = await _body(request)
-        if not isinstance(body, dict) or body.get("reward") is None:
-            raise RefusedError('a reward is sent as {"reward": 1.0}, or with components by name', param="reward")
+        try:
+            body = await _body(request)
+            if not isinstance(body, dict) or body.get("reward") is None:
+                raise RefusedError('a reward is sent as {"reward": 1.0}, or with components by name', param="reward")
+        except RefusedError as refused:
+            talk.refuse(str(refused))
+            raise
         talk.post(body["reward"])
         return web.json_response({"reward": body["reward"]})
 

@@ -13,6 +13,8 @@ from tepo_megatron import Problem
 
 ANSWERS = {"returns nothing": None, "returns text": "0", "no number": float("nan"), "returns components": {"right": 1.0}}
 
+POSTS = {"posts": 0.25, "posts and says": 0.25, "posts text": "good", "posts nothing": None}
+
 
 def solve(problem: Problem, base_url: str, api_key: str) -> Any:
     """Two turns, the second of which goes wrong as the problem's answer says."""
@@ -68,10 +70,9 @@ def solve(problem: Problem, base_url: str, api_key: str) -> Any:
         client.chat.completions.create(model="any", messages=messages)
     except BadRequestError:
         return 0.5
-    if do == "posts":
-        root = httpx.post(f"{base_url}/reward", json={"reward": 0.25}, headers={"Authorization": f"Bearer {api_key}"})
-        root.raise_for_status()
-        return None
+    if do in POSTS:
+        httpx.post(f"{base_url}/reward", json={"reward": POSTS[do]}, headers={"Authorization": f"Bearer {api_key}"})
+        return 0.75 if do == "posts and says" else None
     return ANSWERS.get(do, 1.0)
 
 
@@ -107,6 +108,15 @@ def runs_on(problem: Problem, base_url: str, api_key: str, seed: int) -> float:
     if seed:
         time.sleep(600)
     return 0.0
+
+
+def stays(problem: Problem, base_url: str, api_key: str) -> float:
+    """Goes on after its episode has failed, unless its problem's answer is "fine"."""
+    asked = {"messages": [{"role": "user", "content": "0"}]} if problem.answer == "fine" else []
+    httpx.post(f"{base_url}/chat/completions", json=asked, headers={"Authorization": f"Bearer {api_key}"}, timeout=60)
+    if not asked:
+        time.sleep(600)
+    return 1.0
 
 
 def is_not_empty(problem: Problem, response: str) -> float:

@@ -20,6 +20,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.environments.agent_setup import agent_setup
 from tepo_megatron.environments.calls import Desk
 from tepo_megatron.environments.pool import EpisodePool
+from tepo_megatron.environments.workers import EnvironmentWorkers
 from tepo_megatron.problem import Problem
 from tepo_megatron.reward.pool import RewardResult
 from tepo_megatron.types import Response, ResponseText
@@ -53,6 +54,8 @@ FAILS = {
     "returns nothing": "the agent returned nothing, and no reward; return a number, send one to /v1/reward, or set",
     "returns text": "the agent returned text, and no reward",
     "no number": "the environment returned nan, not a finite number",
+    "posts text": "the environment returned str, not a number",
+    "posts nothing": r"a reward is sent as {\"reward\": 1.0}, or with components by name",
 }
 """What an agent does → what is said of its episode."""
 
@@ -87,7 +90,7 @@ def play(pool: EpisodePool, does: list[str]) -> list[tuple[Response, RewardResul
     found = {}
     with pool.stream(samples, lambda at: problems[at]) as stream:
         for at in range(len(problems)):
-            stream.submit(at, (1,), 7 * at)
+            stream.submit(at, (1,), 7 * at + 1)
         while stream.unfinished:
             if (result := stream.next(1.0)) is not None:
                 found[result[0]] = result[2]
@@ -98,22 +101,34 @@ def play(pool: EpisodePool, does: list[str]) -> list[tuple[Response, RewardResul
 def test_a_failing_agent_is_one_failed_sample_and_the_others_go_on() -> None:
     does = [*FAILS, *REWARDS, "fine"]
     with opened(config()) as pool:
+        before = processes(pool)
         played = play(pool, does)
         figures = pool.take_figures()
+        assert processes(pool) == before
+    said = {what: (result.reward, str(result.error)) for what, (_, result, _) in zip(does, played, strict=True)}
+    other = [what for what in FAILS if said[what][0] is not None or not re.search(FAILS[what], said[what][1])]
+    assert {what: said[what] for what in other} == {}
     for what, (response, result, samples) in zip(does, played, strict=True):
         if what in FAILS:
-            assert result.reward is None, what
-            assert re.search(FAILS[what], str(result.error)), result.error
             continue
         assert (what, result.error, result.reward) == (what, None, REWARDS[what])
         assert (response.finish_reason == "length") >= (what == "never ends")
         assert response.loss_mask is not None
         context = response.response_ids[~response.loss_mask]
         assert context.tolist() == [3, *[4] * (len(context) - 1)]  # "0", and "1" each time: nothing of the model's
+        assert len(context) == (5 if what == "never ends" else 2)  # environment.max_turns
         asked = [prompt for _, prompt, *_ in samples.asked]
         assert sum((1, *response.response_ids.tolist())[: len(prompt)] == prompt for prompt in asked) >= len(context)
+    first = [room for _, prompt, _, room in played[0][2].asked if prompt == (1, 3)]
+    assert [room for room in first if room < 100] == [2]  # max_tokens of "the run's own"
     assert figures["environment/restarts"] == 0
     assert figures["environment/new_histories"] == 0
+
+
+def processes(pool: EpisodePool) -> list[Any]:
+    """Of its workers."""
+    assert isinstance(pool.host, EnvironmentWorkers)
+    return [worker.process for worker in pool.host._workers]
 
 
 def test_settings_say_what_is_ignored_what_is_dropped_and_who_rates() -> None:
@@ -121,11 +136,21 @@ def test_settings_say_what_is_ignored_what_is_dropped_and_who_rates() -> None:
     streams."""
     agent = {"ignore": ["temperature", "seed"], "history": "restart", "verifier": f"{AGENTS}:is_not_empty"}
     with opened(config(agent=agent)) as pool:
-        played = play(pool, ["another temperature", "a seed", "forgets", "edits", "returns nothing", "returns text"])
+        does = [
+            "another temperature",
+            "a seed",
+            "forgets",
+            "edits",
+            "returns nothing",
+            "returns text",
+            "posts",
+            "posts and says",
+        ]
+        played = play(pool, does)
         figures = pool.take_figures()
-    assert [result.error for _, result, _ in played] == [None] * 6
-    assert [result.reward for _, result, _ in played] == [1.0, 1.0, 1.0, 1.0, 1.0, 0.5]
-    assert figures["environment/new_histories"] == 2 / 6
+    assert [result.error for _, result, _ in played] == [None] * 8
+    assert [result.reward for _, result, _ in played] == [1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.25, 0.75]
+    assert figures["environment/new_histories"] == 2 / 8
     forgot, edited = played[2][0], played[3][0]
     assert forgot.response_ids[:1].tolist() == [4]  # of the last conversation alone
     assert edited.response_ids[:1].tolist() == [6]
@@ -137,7 +162,7 @@ def test_settings_say_what_is_ignored_what_is_dropped_and_who_rates() -> None:
         ((response, result, _),) = play(pool, ["any"])
     assert (result.error, result.reward) == (None, 1.0)
     assert response.loss_mask is not None
-    assert response.response_ids[~response.loss_mask].tolist() == [5, 3, 3, 4]
+    assert response.response_ids[~response.loss_mask].tolist() == [5, 4, 3, 4]  # of its seed, 1, the second
 
 
 def test_an_agent_outside_takes_its_episode_and_sends_its_reward(tmp_path: Path) -> None:
@@ -234,6 +259,12 @@ def test_a_tokenizer_without_a_beginning_is_refused() -> None:
     assert prompt_of(environment, Begun(), Problem("p", "0", "")) == (1,)  # type: ignore[arg-type]
     assert END not in prompt_of(environment, Begun(), Problem("p", "0", ""))  # type: ignore[arg-type]
 
+    class Twice(Letters):
+        def prompt_ids(self, text: str) -> list[int]:
+            return [7, 1, *self.encode(text)]
+
+    assert opening_of(environment, Twice()) == (7,)  # type: ignore[arg-type]
+
     class Bare(Letters):
         def prompt_ids(self, text: str) -> list[int]:
             return self.encode(text)
@@ -267,3 +298,21 @@ def test_agents_that_run_on_wear_their_process_out(monkeypatch: pytest.MonkeyPat
         return worn
 
     assert asyncio.run(play()) == [False, False, False, False, False, True]
+
+
+def test_a_process_that_agents_wore_out_is_replaced_and_episodes_go_on() -> None:
+    """One more than are left behind, of episodes that have failed."""
+    from tepo_megatron.environments.agents import _MOST_STUCK
+
+    with opened(config("stays")) as pool:
+        before = processes(pool)
+        for some in (_MOST_STUCK, 1):
+            assert processes(pool) == before
+            assert all("the body must be a JSON object" in str(result.error) for _, result, _ in play(pool, ["any"] * some))
+            assert isinstance(pool.host, EnvironmentWorkers)
+            while any(worker.pending for worker in pool.host._workers):  # it hears of the end of episodes
+                pool.host.poll(0.0)
+                pool.host._wait(1.0)
+        assert processes(pool) != before
+        ((_, result, _),) = play(pool, ["fine"])
+    assert (result.error, result.reward) == (None, 1.0)
