@@ -4,7 +4,9 @@ goes.
 
 from __future__ import annotations
 
+import inspect
 import random
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tepo_megatron.cli.environment import serve
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.environment import EnvironmentConfig
 from tepo_megatron.environments.keys import make_key, read_key
@@ -81,6 +84,10 @@ def test_episodes_on_servers_are_those_beside_the_trainer(tmp_path: Path) -> Non
 def test_strangers_and_other_environments_are_refused(tmp_path: Path) -> None:
     key = make_key(tmp_path / "key")
     with serving(key) as service:
+        port = httpx.URL(service.url).port
+        assert port is not None
+        with pytest.raises(ConnectionRefusedError):  # it listens on the address that it was given, not on all of this machine
+            socket.create_connection(("127.0.0.2", port), timeout=10)
         for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": "Bearer " + key[:-1]}):
             assert httpx.post(f"{service.url}/sessions", json={}, headers=headers).status_code == 401
         own = {"Authorization": f"Bearer {key}"}
@@ -104,6 +111,10 @@ def test_strangers_and_other_environments_are_refused(tmp_path: Path) -> None:
         assert "has another key than environment.key_file" in refused(other)
     with pytest.raises(RuntimeError, match="does not answer"):
         RemoteEnvironments(EnvironmentConfig(**{**OWN, "servers": (service.url,), "key_file": tmp_path / "key"}))
+
+
+def test_the_command_serves_this_machine_alone_unless_it_is_told_another_address() -> None:
+    assert inspect.signature(serve).parameters["host"].default == "127.0.0.1"
 
 
 def test_a_key_is_its_owners_alone(tmp_path: Path) -> None:
