@@ -96,9 +96,10 @@ def test_a_failing_episode_is_one_failed_sample_and_the_others_go_on(name: str) 
     assert len(played) == len(problems)
     other = {}
     for (at, _), (response, result) in played.items():
-        what, said, told = problems[at].answer, str(result.error), [] if response.loss_mask is None else ~response.loss_mask
+        what, said = problems[at].answer, str(result.error)
+        told = 0 if response.loss_mask is None else int((~response.loss_mask).sum())
         if what in REWARDS:
-            right = (result.error, result.reward) == (None, REWARDS[what]) and sum(told) == TURNS.get(what, 2) - 1
+            right = (result.error, result.reward) == (None, REWARDS[what]) and told == TURNS.get(what, 2) - 1
             right &= (response.finish_reason == "length") >= (what == "never ends")
         else:
             right = result.reward is None and re.search(FAILS[what], said) is not None
