@@ -23,6 +23,7 @@ from tepo_megatron.rollout.record import write_rollouts
 from tepo_megatron.rollout.requests import Sampling
 from tepo_megatron.types import Response, Rollout
 from tests.support.launch import run_world
+from tests.support.programs import TIMEOUT_S
 from tests.support.random_models import EOS, random_model
 
 LONG = (1, *(3 + at % 57 for at in range(280)))
@@ -67,7 +68,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drawn]:
             stream.submit("long", LONG, 5, 4)
             parts = {index: response for _, index, response in stream.abort()}
             stream.submit("long", LONG, 5, 4, continued=parts)
-            whole = dict(stream.next(timeout_s=60.0)[1:] for _ in range(4))
+            whole = dict(stream.next(timeout_s=TIMEOUT_S)[1:] for _ in range(4))
         yield Drawn(folder, groups, list(parts.values()), list(whole.values()))
 
 

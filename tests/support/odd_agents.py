@@ -63,7 +63,7 @@ def solve(problem: Problem, base_url: str, api_key: str) -> Any:
         case "exits":
             raise SystemExit(3)
         case "hangs":
-            time.sleep(8)
+            time.sleep(600)
     try:
         client.chat.completions.create(model="any", messages=messages)
     except BadRequestError:

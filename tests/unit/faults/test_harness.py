@@ -187,7 +187,7 @@ def test_the_stand_in_for_a_clients_requests_takes_what_they_take() -> None:
 
 
 def test_a_stranger_finds_the_open_store_among_ports_that_never_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(strangers, "PATIENCE_S", 3.0)
+    monkeypatch.setattr(strangers, "PATIENCE_S", 6.0)
     silent = [socket.create_server(("127.0.0.1", 0)) for _ in range(20)]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:

@@ -9,9 +9,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tepo_megatron.rollout import scratch
@@ -74,7 +76,8 @@ class Left:
 
     @property
     def command(self) -> int:
-        return min(pid for pid in group_members(self.process.pid) if pid != self.process.pid)
+        (command,) = psutil.Process(self.process.pid).children()
+        return command.pid
 
     def nothing_stays(self) -> bool:
         return not self.folder.exists() and not any((SHM / name).exists() for name in self.names)
@@ -84,10 +87,20 @@ class Left:
 
 
 @pytest.fixture
-def left(tmp_path: Path) -> Iterator[Left]:
+def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder of these tests alone, with a short path: whatever server starts beside them sweeps the system's."""
+    with tempfile.TemporaryDirectory(prefix="left-", dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+@pytest.fixture
+def left(base: Path, tmp_path: Path) -> Iterator[Left]:
     made = Left(tmp_path / "note")
+    assert made.folder.parent == base
     yield made
-    if group_members(made.process.pid):
+    with suppress(ProcessLookupError):
         os.killpg(made.process.pid, signal.SIGKILL)
     made.process.wait()
     assert eventually(lambda: not group_members(made.process.pid))
@@ -131,7 +144,8 @@ def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_and_not_before_a
     assert left.folder not in sweep()  # the server still runs
     assert left.all_there()
     for pid in group_members(left.process.pid):
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # the kernel has asked the server to end
+            os.kill(pid, signal.SIGKILL)
     assert eventually(lambda: not group_members(left.process.pid))
     assert left.all_there()
     command = [sys.executable, "-m", "tepo_megatron.rollout.supervise", "--", "sleep", "600"]

@@ -20,6 +20,7 @@ from tepo_megatron.rollout.cores import read_cores
 from tepo_megatron.rollout.resources import bind_cores, cores_of, free_port, reserve_port
 from tepo_megatron.rollout.server import Server
 from tepo_megatron.rollout.server_program import ServerProgram
+from tests.support.programs import TIMEOUT_S
 
 HOST = "127.0.0.1"
 
@@ -35,12 +36,13 @@ def eventually(condition: Callable[[], bool], within_s: float = 100.0) -> bool:
 
 
 def test_a_taken_port_gives_the_next_free_one() -> None:
-    first = free_port(HOST)
-    with socket.create_server((HOST, first)):
-        found = free_port(HOST, first)
-        assert found > first
-        assert free_port(HOST, first, taken={found}) > found
-    assert free_port(HOST, first) == first
+    with reserve_port(HOST) as held:  # so that no other process is given it
+        first = held.getsockname()[1]
+        with socket.create_server((HOST, first)):
+            found = free_port(HOST, first)
+            assert found > first
+            assert free_port(HOST, first, taken={found}) > found
+        assert free_port(HOST, first) == first
 
 
 def test_port_zero_is_left_to_the_system_but_not_one_that_is_spoken_for() -> None:
@@ -255,7 +257,7 @@ def test_a_server_that_dies_at_start_is_reported_with_the_end_of_its_log(tmp_pat
     one = server(tmp_path, [sys.executable, "-c", "print(*range(100), sep='\\n'); raise SystemExit('no such model')"])
     one.start()
     with pytest.raises(RuntimeError) as caught:
-        one.wait_ready(60)
+        one.wait_ready(TIMEOUT_S)
     message = str(caught.value)
     assert "ended before it was ready" in message
     assert str(one.log) in message
