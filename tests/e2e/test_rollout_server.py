@@ -296,11 +296,15 @@ def test_a_server_sleeps_and_wakes_around_an_update_as_on_shared_gpus(
         with pytest.raises(RuntimeError, match="do not have the current weights"):
             greedy(fleet)
         sync(fleet, other, WeightsVersion(seed))
-        assert httpx.get(fleet._servers[0].url + "/is_sleeping", headers=authorised(fleet)).json() == {"is_sleeping": True}
+        assert httpx.get(fleet._servers[0].url + "/is_sleeping", headers=authorised(fleet), timeout=TIMEOUT_S).json() == {
+            "is_sleeping": True
+        }
         with pytest.raises(RuntimeError, match="asleep: its kv_cache are not on the GPU"):
             greedy(fleet)
         fleet.wake_up()
-        assert httpx.get(fleet._servers[0].url + "/is_sleeping", headers=authorised(fleet)).json() == {"is_sleeping": False}
+        assert httpx.get(fleet._servers[0].url + "/is_sleeping", headers=authorised(fleet), timeout=TIMEOUT_S).json() == {
+            "is_sleeping": False
+        }
         assert greedy(fleet) == greedy_oracle(other)
     fleet._close_sync()
 
