@@ -81,17 +81,21 @@ def test_episodes_on_servers_are_those_beside_the_trainer(tmp_path: Path) -> Non
 
 def test_strangers_and_other_environments_are_refused(tmp_path: Path) -> None:
     key = make_key(tmp_path / "key")
-    with serving(key) as service, httpx.Client(base_url=service.url, timeout=TIMEOUT_S) as client:
+    with serving(key) as service:
+
+        def post(path: str, **given: Any) -> httpx.Response:
+            return httpx.post(f"{service.url}{path}", timeout=TIMEOUT_S, **given)
+
         for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": "Bearer " + key[:-1]}):
-            assert client.post("/sessions", json={}, headers=headers).status_code == 401
+            assert post("/sessions", json={}, headers=headers).status_code == 401
         own = {"Authorization": f"Bearer {key}"}
-        assert client.post("/sessions/none/calls", json=[], headers=own).status_code == 404
-        assert client.post("/sessions", content=b"{", headers=own).status_code == 400
+        assert post("/sessions/none/calls", json=[], headers=own).status_code == 404
+        assert post("/sessions", content=b"{", headers=own).status_code == 400
         wanted = {"name": OWN["name"], "adapter": "none", "kwargs": {}}
-        session = client.post("/sessions", json={"environment": wanted}, headers=own).json()["session"]
+        session = post("/sessions", json={"environment": wanted}, headers=own).json()["session"]
         for calls in ([[1, ["run", "rm"]]], [["1", ["end"]]], {"a": 1}, [[1, ["step", "a"]]]):
-            assert client.post(f"/sessions/{session}/calls", json=calls, headers=own).status_code == 400
-        assert client.post(f"/sessions/{session}/calls", json=[[1, ["step", "", "", ""]]], headers=own).is_success
+            assert post(f"/sessions/{session}/calls", json=calls, headers=own).status_code == 400
+        assert post(f"/sessions/{session}/calls", json=[[1, ["step", "", "", ""]]], headers=own).is_success
 
         def refused(key_file: Path, **changes: Any) -> str:
             config = EnvironmentConfig(**{**OWN, "servers": (service.url,), "key_file": key_file, **changes})
