@@ -27,6 +27,7 @@ from tepo_megatron.faults.processes import alive, by_role, descendants, end_tree
 from tepo_megatron.faults.record import Record
 from tepo_megatron.faults.silent import ALL, judge
 from tepo_megatron.faults.silent_faults import SILENT_FAULTS
+from tests.support.programs import TIMEOUT_S
 
 
 class Sample(FaultClass):
@@ -123,12 +124,12 @@ def test_processes_are_found_by_role_and_ended() -> None:
     )
     process = subprocess.Popen([sys.executable, "-c", start], start_new_session=True, stdout=subprocess.DEVNULL)
     try:
-        roles = wait_until(lambda: len(found := by_role(process.pid, "a.module")) == 3 and found, 100, "the children")
+        roles = wait_until(lambda: len(found := by_role(process.pid, "a.module")) == 3 and found, TIMEOUT_S, "the children")
         assert isinstance(roles, dict)
         assert set(roles) == {"parent", "rank 1", "reward worker"}
         pids = descendants(process.pid)
         assert len(pids) == 3
-        wait_until(lambda: len(list(listening(pids))) == 2, 100, "their ports")
+        wait_until(lambda: len(list(listening(pids))) == 2, TIMEOUT_S, "their ports")
         os.kill(roles["rank 1"][0], signal.SIGSTOP)
     finally:
         end_tree(process)

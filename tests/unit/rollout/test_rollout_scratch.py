@@ -18,11 +18,10 @@ import pytest
 
 from tepo_megatron.rollout import scratch
 from tepo_megatron.rollout.scratch import SHM, group_members, sweep, temporary_folder
+from tests.support.programs import TIMEOUT_S
 
 LINUX = SHM.is_dir() and Path("/proc/self/maps").exists()
 pytestmark = pytest.mark.skipif(not LINUX, reason="needs Linux' /dev/shm and /proc")
-
-PATIENCE_S = 100.0
 
 LEAVES = """
 import multiprocessing, os, sys, tempfile, time
@@ -48,7 +47,7 @@ time.sleep(600)
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     return condition()
@@ -87,8 +86,10 @@ class Left:
 
 
 @pytest.fixture
-def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A temporary folder of these tests alone, with a short path: whatever server starts beside them sweeps the system's."""
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder of these tests alone, with a short path: whatever server starts beside them sweeps the system's.
+    (``tmp_path``, which this does not use, is made in the system's.)
+    """
     with tempfile.TemporaryDirectory(prefix="left-", dir="/tmp") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", folder)
@@ -122,7 +123,7 @@ def test_nothing_stays_of_a_killed_command(left: Left, stopped: bool) -> None:
             if pid not in (left.process.pid, left.command):
                 os.kill(pid, signal.SIGSTOP)
     os.kill(left.command, signal.SIGKILL)
-    left.process.wait(PATIENCE_S)
+    left.process.wait(TIMEOUT_S)
     assert eventually(left.nothing_stays)
     assert group_members(left.process.pid) == []
 
@@ -133,7 +134,7 @@ def test_nothing_stays_of_stopped_processes_when_the_starter_is_gone(left: Left)
             os.kill(pid, signal.SIGSTOP)
     assert left.process.stdin is not None
     left.process.stdin.close()
-    left.process.wait(PATIENCE_S)
+    left.process.wait(TIMEOUT_S)
     assert eventually(left.nothing_stays)
     assert group_members(left.process.pid) == []
 

@@ -25,8 +25,8 @@ from tests.support.programs import TIMEOUT_S
 HOST = "127.0.0.1"
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 100.0) -> bool:
-    deadline = time.monotonic() + within_s
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     return condition()
@@ -155,13 +155,13 @@ def test_the_supervisor_ends_the_whole_group_when_its_pipe_closes(tmp_path: Path
     assert supervisor.stdin is not None
     supervisor.stdin.close()
     assert eventually(lambda: all(gone(pid) for pid in pids))
-    supervisor.wait(100)
+    supervisor.wait(TIMEOUT_S)
 
 
 def test_the_supervisor_kills_what_a_dead_server_leaves(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
         supervisor = supervised(stand_in(tmp_path / "pids", last="sys.exit(7)"), stderr=log)
-    supervisor.wait(100)
+    supervisor.wait(TIMEOUT_S)
     assert eventually(lambda: all(gone(pid) for pid in read_pids(tmp_path / "pids")))
     assert "exit code 7" in (tmp_path / "log").read_text()
     assert supervisor.stdin is not None
