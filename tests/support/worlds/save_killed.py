@@ -47,7 +47,7 @@ def main() -> None:
     batch = engine.score(engine.batch_from_root(rollouts if engine.ranks.rank == 0 else None))
     before = engine.weights.version(1).digest
     now = [0.0]
-    saving.time = SimpleNamespace(monotonic=lambda: now[0])  # type: ignore[assignment]
+    saving.time = SimpleNamespace(monotonic=lambda: now[0])  # type: ignore[assignment, attr-defined]
     boxes._write_all = write_when_told
     engine.checkpoints.begin(folder, step=1, state={}, background=True)
     writes.wait()
