@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# Two shared cores: how long an example takes says nothing. The same examples every time, so that a failure of CI is one of
-# the change; --hypothesis-profile=default looks for new ones.
-settings.register_profile("shared_machine", deadline=None, derandomize=True)
+# Two shared cores: how long an example takes, or its making, says nothing. The same examples every time, so that a failure of
+# CI is one of the change; --hypothesis-profile=default looks for new ones.
+settings.register_profile("shared_machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 # make test-fast: enough examples to see a slip of the hand. What a test itself asks for stands.
 settings.register_profile("fast", parent=settings.get_profile("shared_machine"), max_examples=10)
 settings.load_profile("shared_machine")

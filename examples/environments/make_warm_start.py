@@ -5,8 +5,8 @@ played.
 
 The player knows the rules and has no plan, so that RL has something to find: it guesses at random, though at times among the
 numbers that the answers leave; it asks the calculator for sums with a wrong digit, and does not always believe it. Training is
-next-token cross-entropy through the same engine as TEPO, on what the player wrote; what the environment answered is context,
-as in RL.
+next-token cross-entropy (of examples/tiny/make_warm_start.py) through the same engine as TEPO, on what the player wrote; what
+the environment answered is context, as in RL.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ import inspect
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 
 from tepo_megatron.config import EngineConfig, ObjectiveConfig, OptimizerConfig, RunConfig, TrainConfig
 from tepo_megatron.data.builtin import resolve_model_path
@@ -30,7 +28,7 @@ from tepo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.engine.engine import Engine
 from tepo_megatron.environments.calculator import Calculator
 from tepo_megatron.environments.games import GuessNumber
-from tepo_megatron.types import Batch, ObjectiveOutput, Problem, ResponseText, Rollout, TokenScores, WeightsVersion
+from tepo_megatron.types import Problem, ResponseText, Rollout, WeightsVersion
 from tepo_megatron.user_code import load_user_code
 
 Turns = Sequence[tuple[str, str]]
@@ -85,23 +83,6 @@ def tasks() -> dict[str, tuple[str, Callable[[], Any], Player]]:
     }
 
 
-class CrossEntropy:
-    """Next-token cross-entropy with the objective's interface: a sum over tokens, divided once by their number in the step."""
-
-    needs_reference = False
-    needs_entropy_slope = False
-    needs_entropy_gradient = False
-
-    def advantages(self, batch: Batch) -> torch.Tensor:
-        return torch.zeros_like(batch.rewards_S)
-
-    def prepare(self, batch: Batch, *, entropy_noise: float) -> SimpleNamespace:
-        return SimpleNamespace(denominator=batch.loss_mask_T.sum().float())
-
-    def __call__(self, scores: TokenScores, batch: Batch, context: SimpleNamespace) -> ObjectiveOutput:
-        return ObjectiveOutput(-(scores.logprob * batch.loss_mask_T).sum(), context.denominator)
-
-
 async def play(environment: Any, problem: Problem, player: Player, tokenizer: Tokenizer, rng: random.Random) -> Rollout:
     """A game as a rollout: what the player wrote is to be learnt, what the environment answered is not."""
 
@@ -144,7 +125,8 @@ def main() -> None:
         objective=ObjectiveConfig(preset="grpo"),  # not used: the engine below has its own
         train=TrainConfig(steps=args.steps, minibatches=1),
     )
-    engine = Engine(config, start, objective=CrossEntropy())
+    tiny = Path(__file__).parents[1] / "tiny" / "make_warm_start.py"
+    engine = Engine(config, start, objective=load_user_code(f"{tiny}:CrossEntropy", "the cross-entropy")())
     for step in range(1, args.steps + 1):
         games = [asyncio.run(play(make(), rng.choice(problems), player, tokenizer, rng)) for _ in range(args.batch)]
         result = engine.update(engine.batch_from_root(games))

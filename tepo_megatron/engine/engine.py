@@ -84,11 +84,10 @@ class Engine:
         self.root_signal = RootSignal()
         self.heartbeat.start()
         self.heartbeat.phase("model")
-        copies = layout.cp * layout.dp  # of the weights
         self.split = MegatronParallel(
             tp=layout.tp,
             pp=layout.pp,
-            dp=copies,
+            dp=layout.cp * layout.dp,  # copies of the weights
             stages=stages,
             fused_norms=self.layers.fused_norms,
             ep=layout.ep,
@@ -100,18 +99,7 @@ class Engine:
         self.policy = builder.policy()
         self.routers = policy_routers(self.policy.chunks, self.spec, self.ranks, config.engine.moe_balance)
         self.forward = self._make_forward()
-        self.weights = PolicyWeights(
-            config,
-            self.spec,
-            self.policy,
-            self.split,
-            self.layouts,
-            model_dir=model_dir,
-            rank=self.ranks.rank,
-            device=self.platform.device,
-            broadcast_from_root=self.broadcast_from_root,
-            heartbeat=self.heartbeat,
-        )
+        self.weights = self._make_weights()
         needs_reference = self.objective.needs_reference
         self.reference = builder.reference() if needs_reference and self.policy.lora is None else None
         """A frozen copy of the first weights; with adapters the model is one itself, where they are switched off."""
@@ -139,6 +127,20 @@ class Engine:
             entropy_slope=self.objective.needs_entropy_slope,
             moved=self.heartbeat.moved,
             routers=self.routers,
+        )
+
+    def _make_weights(self) -> PolicyWeights:
+        return PolicyWeights(
+            self.config,
+            self.spec,
+            self.policy,
+            self.split,
+            self.layouts,
+            model_dir=self.model_dir,
+            rank=self.ranks.rank,
+            device=self.platform.device,
+            broadcast_from_root=self.broadcast_from_root,
+            heartbeat=self.heartbeat,
         )
 
     def _make_checkpoints(self) -> Checkpoints:

@@ -1,7 +1,7 @@
 """What makes a run the run that it is, and how it differs from the one that wrote a checkpoint. No torch.
 
-A checkpoint's state has, as ``identity``, the model's architecture, a digest of its tokenizer, the whole configuration and the
-versions. :data:`KINDS` says for each section of the configuration whether a resumed run may differ in it.
+A checkpoint's state has, as ``identity``, the model's architecture, digests of its tokenizer and of its weights, the whole
+configuration and the versions. :data:`KINDS` says for each section of the configuration whether a resumed run may differ in it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from tepo_megatron.bridge.architecture import read_model_spec
+from tepo_megatron.bridge.storage.sampled import sampled_digest
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.objective_plugins import load_plugin
 from tepo_megatron.versions import installed_version
@@ -41,12 +42,12 @@ KINDS: Mapping[str, Kind] = {
     "name": Kind.FREE,
     "output": Kind.FREE,
     "seed": Kind.RUN,
-    "model": Kind.FREE,  # compared by what it holds: architecture, tokenizer, the reference model's weights
+    "model": Kind.FREE,  # compared by what it holds: architecture, tokenizer, weights
     "model.lora": Kind.ARCHITECTURE,  # a checkpoint has the states of other tensors with it, without it, and of another rank
     "model.lora.alpha": Kind.RUN,
     "model.lora.rslora": Kind.RUN,
     "model.lora.serve": Kind.RUN,  # in bfloat16 it samples from another distribution
-    "model.lora.path": Kind.FREE,  # where the first run started; a resumed one goes on from its checkpoint
+    "model.lora.path": Kind.FREE,  # compared by what it holds: a resumed run does not read it
     "data": Kind.RUN,
     "data.train": Kind.FREE,  # paths; the sampler compares the problems themselves, and their sources' verifiers are compared
     "data.template": Kind.FREE,  # what the prompts are made with: the sampler compares them
@@ -132,6 +133,8 @@ def describe_run(config: RunConfig, model_dir: Path) -> dict[str, Any]:
         "architecture": architecture,
         "architecture_digest": _digest(json.dumps(architecture, sort_keys=True).encode()),
         "tokenizer": tokenizer_digest(model_dir),
+        "weights": sampled_digest(model_dir),
+        "first_adapters": None if (lora := config.model.lora) is None or lora.path is None else sampled_digest(lora.path),
         "plugins": plugin_digests(config),
         "config": given,
         "verifiers": own_verifiers(config),
@@ -177,15 +180,44 @@ def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[D
     if sorted((then := saved.get("plugins", {})).values()) != sorted((now := current["plugins"]).values()):
         for name, old, new in _differing(then, now):
             found.append(Difference("objective.plugins", old, new, Kind.RUN, f"objective.plugins' {name}, by its digest"))
+    weights = [] if found and found[0].kind is Kind.ARCHITECTURE else list(_other_weights(saved, current))
+    found += weights
+    told = {*_OF_RESUMING, "model.dtype", *(each.field for each in weights)}
     defaults = RunConfig().model_dump(mode="json")
     for field, old, new in _differing(saved["config"], current["config"]):
         # A field that the version which saved did not know had no effect then, as its default has none now.
         unknown_then = old is _ABSENT and new == _value(defaults, field)
-        if field not in _OF_RESUMING and field != "model.dtype" and not unknown_then:
+        if field not in told and not unknown_then:
             found.append(Difference(field, old, new, kind_of(field, current["config"])))
     for name, old, new in _differing(saved["versions"], current["versions"]):
         found.append(Difference(f"versions.{name}", old, new, Kind.FREE))
     return found
+
+
+def _other_weights(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Difference]:
+    """Yields what a resumed run would not read, since it goes on from its checkpoint: weights and adapters, by samples of them,
+    that are not those which the checkpoint's run was started with.
+    """
+    (then, old), (now, new) = (_started_with(run, "weights", "model.path") for run in (saved, current))
+    adapted = _value(current["config"], "model.lora") is not None
+    if then is None or now is None:
+        if old != new:
+            what = "model.path, whose weights could not be compared (a resumed run trains its checkpoint's)"
+            yield Difference("model.path", old, new, Kind.FREE, what)
+    elif then != now:
+        what = "which the checkpoint's adapters belong to" if adapted else "which a resumed run does not train"
+        yield Difference("model.path", f"{old} ({then})", f"{new} ({now})", Kind.RUN, f"model.path's weights, {what}")
+    if adapted and _value(saved["config"], "model.lora") not in (None, _ABSENT) and "first_adapters" in saved:
+        (then, old), (now, new) = (_started_with(run, "first_adapters", "model.lora.path") for run in (saved, current))
+        if now not in (None, then):
+            began = None if then is None else f"{old} ({then})"
+            what = "model.lora.path's adapters, which a resumed run does not train"
+            yield Difference("model.lora.path", began, f"{new} ({now})", Kind.RUN, what)
+
+
+def _started_with(run: Mapping[str, Any], digest: str, field: str) -> tuple[str | None, Any]:
+    """A digest, and the path that it is of."""
+    return run.get(digest), _value(run["config"], field)
 
 
 def kind_of(field: str, config: Mapping[str, Any]) -> Kind:
@@ -214,6 +246,8 @@ def refusal(differences: Sequence[Difference], allowed: Sequence[str]) -> str | 
     if refused:
         fields = ",".join(dict.fromkeys(each.field for each in refused))
         lines.append(f"set back what was not meant, and let through what was: train.allow_change=[{fields}]")
+        if any(each.field in ("model.path", "model.lora.path") for each in refused):
+            lines.append("training that is to start from other weights or adapters is another run, with an output of its own")
     return "\n".join(["it would not be the same run:", *lines])
 
 

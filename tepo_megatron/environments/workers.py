@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import selectors
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -19,9 +17,7 @@ from tepo_megatron.environments.host import END, EpisodeAnswer
 from tepo_megatron.environments.worker import SETUP
 from tepo_megatron.reward.failure import why_it_ended
 from tepo_megatron.reward.process import WorkerProcess
-
-_START_TIMEOUT_S = 120.0
-"""Seconds for a worker to start, and to import and make the environment."""
+from tepo_megatron.reward.worker_set import START_TIMEOUT_S, Worker, WorkerSet
 
 _SLACK_S = 2.0
 """An ``async`` environment's worker ends a call that is late itself; one that cannot is given so long."""
@@ -39,29 +35,12 @@ class _Call:
 
 
 @dataclass(eq=False)
-class _Worker:
-    process: WorkerProcess
-    start_deadline: float
-    ready: bool = False
-    concurrent: bool = False
+class _Worker(Worker[_Call]):
     alone: bool = False
     """For one episode at a time, under which another worker ended."""
     episodes: set[int] = field(default_factory=set)
-    pending: deque[_Call] = field(default_factory=deque)
     outbox: list[Any] = field(default_factory=list)
     """What is to be sent once it is ready: before that it does not read."""
-
-    @property
-    def deadline(self) -> float:
-        """When it is late: with its start, with the first of its calls, or with any where it has several under way."""
-        if not self.ready:
-            return self.start_deadline
-        return min((call.deadline for call in _running(self)), default=float("inf"))
-
-
-def _running(worker: _Worker) -> list[_Call]:
-    """The calls under way in a worker, without those that wait behind the first."""
-    return list(worker.pending) if worker.concurrent else list(worker.pending)[:1]
 
 
 class EnvironmentWorkers:
@@ -80,8 +59,7 @@ class EnvironmentWorkers:
         self._config = config
         self._agent = agent_setup(config, sampling)
         self._name = resolve_environment(config.name)
-        self._selector = selectors.DefaultSelector()
-        self._workers: list[_Worker] = []
+        self._workers: WorkerSet[_Worker] = WorkerSet()
         self._numbers = count()
         self._home: dict[int, _Worker] = {}
         self._waiting: dict[int, list[Any]] = {}
@@ -90,9 +68,9 @@ class EnvironmentWorkers:
         self._notice: str | None = None
         try:
             for _ in range(config.workers):
-                self._workers.append(self._start())
-            while not all(worker.ready for worker in self._workers):
-                self._wait(_START_TIMEOUT_S)
+                self._workers.add(self._start())
+            while not self._workers.ready:
+                self._wait(START_TIMEOUT_S)
         except BaseException:
             self.close()
             raise
@@ -135,25 +113,21 @@ class EnvironmentWorkers:
         return found
 
     def close(self) -> None:
-        for worker in self._workers:
-            worker.process.close()
-        self._workers = []
-        self._selector.close()
+        self._workers.close()
 
     # -- within ------------------------------------------------------------------------------------------------------------
 
     def _start(self, *, alone: bool = False) -> _Worker:
         config = self._config
         process = WorkerProcess("tepo_megatron.environments.worker")
-        worker = _Worker(process, time.monotonic() + _START_TIMEOUT_S, alone=alone)
-        self._selector.register(process, selectors.EVENT_READ, worker)
+        worker = _Worker(process, alone=alone)
         setup = {name: getattr(config, name) for name in SETUP}
         # A file by its whole path: the worker may look for it from another folder.
         name = self._name if ":" in config.name else config.name
         # Two processes cannot have one port; agents of this package's own processes find any.
         agent = self._agent if self._agent is None or not alone else {**self._agent, "port": 0}
         setup |= {"name": name, "agent": agent, "concurrency": config.concurrency}
-        process.send({**setup, "path": sys.path, "network": not config.cuts_network}, _START_TIMEOUT_S)
+        process.send({**setup, "path": sys.path, "network": not config.cuts_network}, START_TIMEOUT_S)
         return worker
 
     def _begin(self, worker: _Worker, episode: int, call: list[Any]) -> None:
@@ -171,7 +145,7 @@ class EnvironmentWorkers:
         """The worker for an episode that begins so; None where it must wait."""
         alone = bool(reset[3])
         if alone and not any(worker.alone for worker in self._workers):
-            self._workers.append(self._start(alone=True))
+            self._workers.add(self._start(alone=True))
         room = 1 if alone else self._config.concurrency
         free = [worker for worker in self._workers if worker.alone == alone and len(worker.episodes) < room]
         if alone:  # in which nothing else goes on, the end of another episode neither
@@ -194,13 +168,10 @@ class EnvironmentWorkers:
     def _wait(self, timeout_s: float) -> None:
         """Takes the answers that have come, waiting until the next deadline for the first, ``timeout_s`` at most; replaces
         workers that are late."""
-        due = min((worker.deadline for worker in self._workers), default=float("inf"))
-        patience = max(0.0, min(timeout_s, due - time.monotonic()))
-        heard = {id(key.data) for key, _ in self._selector.select(patience)}
-        for worker in list(self._workers):
-            if id(worker) in heard:
+        for worker, has_written in self._workers.wait(timeout_s):
+            if has_written:
                 self._take_answers(worker)
-            elif time.monotonic() >= worker.deadline:
+            else:
                 self._replace_late(worker)
 
     def _take_answers(self, worker: _Worker) -> None:
@@ -241,7 +212,7 @@ class EnvironmentWorkers:
 
     def _replace_late(self, worker: _Worker) -> None:
         now = time.monotonic()
-        late = [call for call in _running(worker) if now >= call.deadline]
+        late = [call for call in worker.running if now >= call.deadline]
         # Of several that hold up one process, none is known to be the cause.
         if len(late) == 1 and late[0].awaited and not worker.process.stopped:
             episode = late[0].episode
@@ -255,10 +226,9 @@ class EnvironmentWorkers:
         """Ends a worker, and starts another in its place; the episodes that it still has are lost."""
         if not worker.ready:
             raise RuntimeError(f"a worker for environment.name = {self._config.name!r} did not start: {why}")
-        self._selector.unregister(worker.process)
-        worker.process.kill()
-        self._workers[self._workers.index(worker)] = self._start(alone=worker.alone)
-        suspects = {call.episode for call in _running(worker) if call.awaited}
+        self._workers.kill(worker)
+        self._workers.replace(worker, self._start(alone=worker.alone))
+        suspects = {call.episode for call in worker.running if call.awaited}
         for episode in sorted(worker.episodes):
             del self._home[episode]
             self._found.append(EpisodeAnswer(episode, lost=why, suspect=episode in suspects))

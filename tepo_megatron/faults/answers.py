@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import suppress
 from pathlib import Path
 
 from tepo_megatron.config.reward import RewardConfig
@@ -55,7 +56,8 @@ def _largest_worker_gib() -> float:
     largest = 0.0
     for pid in descendants(os.getpid()):
         if "tepo_megatron.reward.worker" in command_line(pid):
-            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-                if line.startswith("VmHWM"):
-                    largest = max(largest, int(line.split()[1]) / 2**20)
+            with suppress(OSError):  # it has just been replaced
+                for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+                    if line.startswith("VmHWM"):
+                        largest = max(largest, int(line.split()[1]) / 2**20)
     return largest

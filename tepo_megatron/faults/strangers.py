@@ -13,7 +13,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -131,10 +131,27 @@ def _send(port: int, payload: bytes) -> None:
 
 
 def _can_read(path: Path) -> bool:
-    try:
-        return bool(path.read_bytes())
-    except OSError:
-        return False
+    return bool(_content(path))
+
+
+def plain_files(folder: Path) -> Iterator[Path]:
+    """Those below a folder of a run that goes on: what it removes meanwhile is left out (``Path.rglob`` would raise)."""
+    for parent, _, names in os.walk(folder):
+        yield from (path for name in names if (path := Path(parent, name)).is_file() and not path.is_symlink())
+
+
+def _content(path: Path) -> bytes:
+    """Empty where the file cannot be read, or is gone."""
+    with contextlib.suppress(OSError):
+        return path.read_bytes()
+    return b""
+
+
+def _mode(path: Path) -> int:
+    """0 where the file is gone."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mode
+    return 0
 
 
 def _child(answers: Any, work: Callable[..., Any], arguments: Sequence[Any]) -> None:
@@ -204,7 +221,7 @@ class Strangers(FaultClass):
         if what in (OTHERS[3], OTHERS[4]):
             return self._stores("code" if what == OTHERS[3] else "value")
         if what == OTHERS[7]:
-            return _first(f"{path} may be written by others" for path in self._run_files() if path.stat().st_mode & 0o002)
+            return _first(f"{path} may be written by others" for path in self._run_files() if _mode(path) & 0o002)
         payload = rng.randbytes(64) if what == OTHERS[5] else b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
         _as_stranger(_send_to_all, self._ports(), payload)
         run = self.workshop.live_run()
@@ -227,15 +244,13 @@ class Strangers(FaultClass):
             if _as_stranger(_can_read, Path(f"/proc/{pid}/environ"))
         )
 
-    def _run_files(self) -> list[Path]:
-        return [path for path in self.workshop.live_run().out.rglob("*") if path.is_file() and not path.is_symlink()]
+    def _run_files(self) -> Iterator[Path]:
+        return plain_files(self.workshop.live_run().out)
 
     def _files(self) -> str:
         keys = [key.encode() for key in self._keys()]
-        found = (path for path in self._run_files() if any(key in path.read_bytes() for key in keys))
-        return _first(
-            f"{path} holds it, with mode {path.stat().st_mode & 0o777:o}" for path in found if path.stat().st_mode & 0o077
-        )
+        found = (path for path in self._run_files() if any(key in _content(path) for key in keys))
+        return _first(f"{path} holds it, with mode {_mode(path) & 0o777:o}" for path in found if _mode(path) & 0o077)
 
     def _stores(self, kind: str) -> str:
         proof = Path("/tmp") / f"tepo-stranger-{os.getpid()}"  # noqa: S108  # a place that any user may write to

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import selectors
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,9 +15,7 @@ from tepo_megatron.reward.jobs import Job, JobQueue
 from tepo_megatron.reward.process import WorkerProcess
 from tepo_megatron.reward.verifiers import resolve_verifier
 from tepo_megatron.reward.worker import SETUP, serve_in_fork
-
-_START_TIMEOUT_S = 120.0
-"""Seconds for a worker to start, import the verifier and make it; a library for symbolic mathematics takes several."""
+from tepo_megatron.reward.worker_set import START_TIMEOUT_S, Worker, WorkerSet
 
 _SLACK_S = 2.0
 """An ``async`` verifier's worker ends a call that is late itself; one that cannot is given so long."""
@@ -44,14 +39,13 @@ class Workers:
     ) -> None:
         self._config, self._queue, self._done, self._given = config, queue, done, given
         self._verifier = config.verifier if given is not None else resolve_verifier(config.verifier)
-        self._selector = selectors.DefaultSelector()
-        self._workers: list[_Worker] = []
+        self._workers: WorkerSet[Worker[Job]] = WorkerSet()
         self.notice: str | None = None
         self.of_groups = False
         try:
             for _ in range(config.workers):
-                self._workers.append(self._start())
-            while not all(worker.ready for worker in self._workers):
+                self._workers.add(self._start())
+            while not self._workers.ready:
                 self._wait(None)
         except BaseException:
             self.close()
@@ -74,20 +68,16 @@ class Workers:
 
     def close(self) -> None:
         """Ends the workers. It may be called more than once."""
-        for worker in self._workers:
-            worker.process.close()
-        self._workers = []
-        self._selector.close()
+        self._workers.close()
 
-    def _start(self) -> _Worker:
+    def _start(self) -> Worker[Job]:
         config = self._config
         forked = None if self._given is None else partial(serve_in_fork, self._given)
         process = WorkerProcess("tepo_megatron.reward.worker", forked)
-        worker = _Worker(process, time.monotonic() + _START_TIMEOUT_S)
-        self._selector.register(process, selectors.EVENT_READ, worker)
+        worker: Worker[Job] = Worker(process)
         setup = {name: getattr(config, name) for name in SETUP}
         setup |= {"verifier": self._verifier, "path": sys.path, "network": not config.cuts_network}
-        process.send(setup, _START_TIMEOUT_S)
+        process.send(setup, START_TIMEOUT_S)
         return worker
 
     def move(self, timeout_s: float | None = 0.0) -> None:
@@ -113,7 +103,7 @@ class Workers:
                 worker.pending.extend(chunk)
                 worker.process.send([job.message for job in chunk], self._config.timeout_s)
 
-    def _beside(self, worker: _Worker) -> list[Job]:
+    def _beside(self, worker: Worker[Job]) -> list[Job]:
         chunk: list[Job] = []
         while len(worker.pending) + len(chunk) < self._config.concurrency:
             job = self._queue.take_beside([*worker.pending, *chunk])
@@ -125,18 +115,15 @@ class Workers:
     def _wait(self, timeout_s: float | None) -> None:
         """Takes the replies that have come, waiting until the next deadline for the first, ``timeout_s`` at most; replaces
         workers that are late."""
-        deadlines = [worker.deadline for worker in self._workers if not worker.idle]
-        patience = [max(0.0, min(deadlines) - time.monotonic())] if deadlines else [0.0]
-        patience += [] if timeout_s is None else [max(0.0, timeout_s)]
-        heard = {id(key.data) for key, _ in self._selector.select(min(patience))}
-        for worker in list(self._workers):
-            if id(worker) in heard:
+        patience = 0.0 if all(worker.idle for worker in self._workers) else float("inf") if timeout_s is None else timeout_s
+        for worker, has_written in self._workers.wait(patience):
+            if has_written:
                 self._take_replies(worker)
-            elif not worker.idle and time.monotonic() >= worker.deadline:
-                limit = took_too_long(self._config.timeout_s) if worker.ready else f"it took longer than {_START_TIMEOUT_S:g} s"
+            else:
+                limit = took_too_long(self._config.timeout_s) if worker.ready else f"it took longer than {START_TIMEOUT_S:g} s"
                 self._replace(worker, limit, forgive=worker.process.stopped)
 
-    def _take_replies(self, worker: _Worker) -> None:
+    def _take_replies(self, worker: Worker[Job]) -> None:
         try:
             replies = worker.process.receive()
         except EOFError:
@@ -149,7 +136,7 @@ class Workers:
         if worker.pending and not worker.concurrent:
             worker.pending[0].deadline = time.monotonic() + self._config.timeout_s
 
-    def _take_reply(self, worker: _Worker, reply: Any) -> None:
+    def _take_reply(self, worker: Worker[Job], reply: Any) -> None:
         if worker.ready:
             number, outcomes, seconds, last = reply
             job = next(job for job in worker.pending if job.number == number)
@@ -163,15 +150,14 @@ class Workers:
             worker.ready, worker.concurrent = True, reply["concurrent"]
             self.notice, self.of_groups = reply["notice"], reply["of_groups"]
 
-    def _replace(self, worker: _Worker, why: str | None = None, *, forgive: bool = False) -> None:
+    def _replace(self, worker: Worker[Job], why: str | None = None, *, forgive: bool = False) -> None:
         """Ends a worker; the rest of what it has goes to whoever is free. ``why``: its current response has failed, unless it
         is to be forgiven and has not been before, or is one of several that may have been the cause."""
         if not worker.ready:
             raise RuntimeError(f"a worker for reward.verifier = {self._config.verifier!r} did not start: {why}")
-        self._selector.unregister(worker.process)
-        worker.process.kill()
+        self._workers.kill(worker)
         if why is not None and worker.pending:
-            suspects = list(worker.pending) if worker.concurrent else [worker.pending[0]]
+            suspects = worker.running
             if len(suspects) > 1:
                 for job in suspects:
                     job.alone = True
@@ -181,30 +167,8 @@ class Workers:
                 worker.pending.popleft()
                 self._report(suspects[0], [(None, why)] * len(suspects[0].keys), 0.0)
         self._queue.put_back(worker.pending)
-        self._workers[self._workers.index(worker)] = self._start()
+        self._workers.replace(worker, self._start())
 
     def _report(self, job: Job, outcomes: Sequence[Outcome], seconds: float) -> None:
         if not job.dropped:
             self._done(job, outcomes, seconds)
-
-
-@dataclass(eq=False)
-class _Worker:
-    """A worker process: whether it has loaded the verifier, and the jobs that it has under way or still to do."""
-
-    process: WorkerProcess
-    start_deadline: float
-    ready: bool = False
-    concurrent: bool = False
-    pending: deque[Job] = field(default_factory=deque)
-
-    @property
-    def idle(self) -> bool:
-        return self.ready and not self.pending
-
-    @property
-    def deadline(self) -> float:
-        """When it is late: with its start, with the first of its jobs, or with any where it has several under way."""
-        if not self.ready:
-            return self.start_deadline
-        return min(job.deadline for job in self.pending) if self.concurrent else self.pending[0].deadline

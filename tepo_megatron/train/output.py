@@ -13,7 +13,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import dump_resolved
 from tepo_megatron.preemption import stop_signals
 from tepo_megatron.train.figures import final_table
-from tepo_megatron.train.log_file import LogFile, read_lines, replace_text
+from tepo_megatron.train.log_file import LogFile, parse_samples, read_lines, replace_text
 from tepo_megatron.train.loggers.client import Ending
 from tepo_megatron.train.loggers.installed import check_installed
 from tepo_megatron.train.loggers.loggers import Loggers
@@ -218,14 +218,10 @@ def _read_samples(path: Path) -> tuple[list[tuple[str, int]], bool]:
         return [], False
     lines, cut = read_lines(path)
     samples = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            step = json.loads(line)["step"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}:{number}: not a sample: {error!r}; remove the line") from error
-        if not isinstance(step, int):
+    for number, (line, row) in enumerate(zip(lines, parse_samples(path, lines), strict=True), start=1):
+        if not isinstance(row.get("step"), int):
             raise ValueError(f"{path}:{number}: not a sample: an integer 'step' was expected; remove the line")
-        samples.append((line, step))
+        samples.append((line, row["step"]))
     return samples, cut
 
 

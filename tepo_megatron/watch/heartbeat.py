@@ -23,9 +23,6 @@ INTERVAL_S = 2.0
 STACK_SIGNAL = signal.SIGUSR2
 """Has a rank write the stacks of its threads into :func:`stacks_path`. (By SIGUSR1 Slurm warns of the end.)"""
 
-_BLOCK = 512
-"""Records are filled up to a multiple of this, so that a longer one before leaves nothing behind a shorter one."""
-
 
 @dataclass
 class Record:
@@ -94,6 +91,7 @@ class Heartbeat:
         self._changed, self._stop = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._files: list[IO[Any]] = []
+        self._longest = 0
 
     def start(self) -> None:
         """Begins to beat. Rank 0 calls it when the output folder is its own, and removes what ranks of an earlier run left;
@@ -180,10 +178,11 @@ class Heartbeat:
         record = self._record
         record.beats += 1
         record.time = time.time()
-        data = json.dumps(asdict(record)).encode() + b"\n"
+        data = json.dumps(asdict(record)).encode()
+        # Filled up with spaces: cut to its length in a second call, the file would end with a part of a longer one in between.
+        self._longest = max(self._longest, len(data))
         with contextlib.suppress(OSError):  # a full disk: the run needs no heartbeat, and the watch sees that it is silent
-            os.pwrite(file.fileno(), data, 0)
-            os.truncate(file.fileno(), len(data))
+            os.pwrite(file.fileno(), data.ljust(self._longest) + b"\n", 0)
 
 
 def read_records(folder: Path) -> list[Record]:

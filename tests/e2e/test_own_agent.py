@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -18,6 +19,7 @@ pytest.importorskip("openai")
 
 EXAMPLE = "examples/own_agent/run.yaml"
 SMALL = ("train.steps=2", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.record=true")
+SMALL += ("environment.timeout_s=600",)  # none may fail, on a slow machine either
 
 
 def test_an_agent_on_openais_client_trains_on_what_was_sampled_and_on_nothing_else(tmp_path: Path) -> None:
@@ -72,11 +74,15 @@ def test_a_record_of_agents_replays_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.learns
+@pytest.mark.timeout(7200)
 def test_it_learns_what_its_readme_says(tmp_path: Path) -> None:
-    """The greedy reward on held-out problems at the end; minutes, on two cores."""
+    """The mean reward of the samples in the first and the last five steps, and of greedy held-out games at the end; minutes."""
     run("examples/environments/make_warm_start.py", "guess_number", str(tmp_path / "start"), timeout_s=3600)
     out = tmp_path / "out"
     run("-m", "tepo_megatron", "train", EXAMPLE, f"model.path={tmp_path / 'start'}", f"output={out}", timeout_s=7200)
-    found = [row["heldout/reward_greedy"] for row in rows(out) if "heldout/reward_greedy" in row]
-    assert found[0] < 0.45
-    assert found[-1] >= 0.9
+    first, last = (fmean(row["reward/mean"] for row in some) for some in (rows(out)[1:6], rows(out)[-5:]))
+    greedy = [row["heldout/reward_greedy"] for row in rows(out) if "heldout/reward_greedy" in row]
+    print(f"reward {first:.3f} -> {last:.3f}; held out, greedy: {', '.join(f'{each:.3f}' for each in greedy)}")
+    assert first < 0.65
+    assert last > 0.8
+    assert greedy[-1] > 0.8

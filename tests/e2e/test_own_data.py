@@ -16,19 +16,11 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.data.problems import load_problems
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S
+from tests.support.small_run import SMALL_RUN
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = "examples/own_data"
-SMALL = (
-    "train.steps=2",
-    "rollout.prompts_per_step=4",
-    "rollout.samples_per_prompt=4",
-    "train.minibatches=2",
-    "evaluate.every=2",
-    "evaluate.problems=40",
-    "evaluate.show=40",
-    "rollout.record=true",
-)
+SMALL = (*SMALL_RUN, "evaluate.problems=40", "evaluate.show=40", "rollout.record=true")
 
 
 def script(name: str) -> ModuleType:

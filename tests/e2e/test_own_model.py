@@ -17,19 +17,12 @@ import pytest
 
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S
+from tests.support.small_run import SMALL_RUN
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_model"
 START = "out/own_model_start"
-SMALL = (
-    "train.steps=2",
-    "rollout.prompts_per_step=4",
-    "rollout.samples_per_prompt=4",
-    "train.minibatches=2",
-    "evaluate.every=2",
-    "evaluate.problems=4",
-    "evaluate.show=4",
-)
+SMALL = (*SMALL_RUN, "evaluate.problems=4", "evaluate.show=4")
 
 
 def script() -> ModuleType:

@@ -14,16 +14,13 @@ from tepo_megatron.data.problems import load_problems
 from tepo_megatron.data.tasks.addition import solution
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S
+from tests.support.small_run import SMALL_RUN
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = "examples/own_reward"
 COMPONENTS = ("correct", "carry", "brief")
 SMALL = (
-    "train.steps=2",
-    "rollout.prompts_per_step=4",
-    "rollout.samples_per_prompt=4",
-    "train.minibatches=2",
-    "evaluate.every=2",
+    *SMALL_RUN,
     "evaluate.problems=4",
     "evaluate.samples=2",
     "rollout.record=true",

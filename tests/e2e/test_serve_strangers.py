@@ -41,7 +41,7 @@ def test_a_node_that_serves_gives_a_stranger_nothing(tmp_path: Path) -> None:
         assert {each.address for each in listeners(process.pid)} == {"127.0.0.1"}
         (port,) = {each.port for each in listeners(process.pid) if "api_server" in each.program}
         assert_routes_need_the_key(f"http://127.0.0.1:{port}")
-        answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", headers={"Authorization": f"Bearer {key}"})
+        answer = httpx.get(f"http://127.0.0.1:{port}/v1/models", headers={"Authorization": f"Bearer {key}"}, timeout=TIMEOUT_S)
         assert answer.status_code == 200
         ports = {each.port for each in listeners(process.pid)}
         assert stranger.ask("poison_stores", tmp_path / "proof", *ports) == []

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from tepo_megatron.faults.strangers import plain_files
 from tepo_megatron.rendezvous import FOLDER_VARIABLE
 from tests.support import stranger
 from tests.support.processes import assert_none_names
@@ -100,7 +102,9 @@ def test_no_port_is_a_store(run: Run, tmp_path: Path) -> None:
 
 def test_every_route_of_the_server_asks_for_the_key(run: Run) -> None:
     assert_routes_need_the_key(run.url)
-    assert httpx.get(run.url + "/v1/models", headers={"Authorization": f"Bearer {run.key}"}).status_code == 200
+    assert (
+        httpx.get(run.url + "/v1/models", headers={"Authorization": f"Bearer {run.key}"}, timeout=TIMEOUT_S).status_code == 200
+    )
     run.wait_for_steps(1)
 
 
@@ -134,12 +138,17 @@ def test_shared_memory_is_for_the_runs_user_alone(run: Run) -> None:
     assert stranger.ask("read_files", *mapped, RUN) == [str(RUN)]
 
 
+def content(path: Path) -> bytes:
+    """Of a file that the run, which goes on, may have removed meanwhile."""
+    with suppress(FileNotFoundError):
+        return path.read_bytes()
+    return b""
+
+
 def test_the_key_is_in_no_file_and_on_no_command_line(run: Run) -> None:
     key = run.key.encode()
     assert len(key) > 30
-    holders = [
-        path for folder in (run.out, run.private) for path in folder.rglob("*") if path.is_file() and key in path.read_bytes()
-    ]
+    holders = [path for folder in (run.out, run.private) for path in plain_files(folder) if key in content(path)]
     assert holders == []
     lines = [Path(f"/proc/{process.pid}/cmdline").read_bytes() for process in family(run.process.pid)]
     assert len(lines) > 5

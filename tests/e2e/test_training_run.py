@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def without_times(folder: Path) -> list[dict[str, Any]]:
 
 def wait_for_rows(process: subprocess.Popen[str], out: Path, count: int) -> None:
     deadline = time.monotonic() + TIMEOUT_S
-    while not ((out / "metrics.jsonl").exists() and len(rows(out)) >= count):
+    while last_step(out) < count - 1:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "no step in time"
         time.sleep(0.2)
@@ -347,8 +348,11 @@ def test_interrupting_ends_everything(tmp_path: Path) -> None:
 
 
 def server_processes(process: subprocess.Popen[str], word: str) -> list[psutil.Process]:
-    children = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in children if any(word in part for part in child.cmdline())]
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            found += [child] if any(word in part for part in child.cmdline()) else []
+    return found
 
 
 def test_a_server_that_dies_and_one_that_hangs_are_replaced_and_the_run_is_the_same(trained: Path, tmp_path: Path) -> None:

@@ -83,8 +83,8 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def last_step(folder: Path) -> int:
     """Of the rows on disk; -1 without any, and while a last one is being written."""
     path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return int(json.loads(lines[-1])["step"]) if lines and lines[-1].endswith("}") else -1
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines and lines[-1].endswith("}\n") else -1
 
 
 def without_times(folder: Path) -> list[dict[str, Any]]:

@@ -65,13 +65,14 @@ def solve(problem: Problem, base_url: str, api_key: str) -> Any:
         case "exits":
             raise SystemExit(3)
         case "hangs":
-            time.sleep(8)
+            time.sleep(600)
     try:
         client.chat.completions.create(model="any", messages=messages)
     except BadRequestError:
         return 0.5
     if do in POSTS:
-        httpx.post(f"{base_url}/reward", json={"reward": POSTS[do]}, headers={"Authorization": f"Bearer {api_key}"})
+        own = {"Authorization": f"Bearer {api_key}"}
+        httpx.post(f"{base_url}/reward", json={"reward": POSTS[do]}, headers=own, timeout=600)
         return 0.75 if do == "posts and says" else None
     return ANSWERS.get(do, 1.0)
 
@@ -113,7 +114,7 @@ def runs_on(problem: Problem, base_url: str, api_key: str, seed: int) -> float:
 def stays(problem: Problem, base_url: str, api_key: str) -> float:
     """Goes on after its episode has failed, unless its problem's answer is "fine"."""
     asked = {"messages": [{"role": "user", "content": "0"}]} if problem.answer == "fine" else []
-    httpx.post(f"{base_url}/chat/completions", json=asked, headers={"Authorization": f"Bearer {api_key}"}, timeout=60)
+    httpx.post(f"{base_url}/chat/completions", json=asked, headers={"Authorization": f"Bearer {api_key}"}, timeout=600)
     if not asked:
         time.sleep(600)
     return 1.0

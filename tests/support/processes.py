@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-PATIENCE_S = 100.0
+from tests.support.programs import TIMEOUT_S
 
 
 def processes_naming(words: object) -> list[str]:
@@ -27,7 +27,7 @@ def processes_naming(words: object) -> list[str]:
 
 def assert_none_names(words: object) -> None:
     """As :func:`processes_naming`; the kernel is given a moment for what was killed."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while found := processes_naming(words):
         assert time.monotonic() < deadline, f"still running: {found}"
         time.sleep(0.05)

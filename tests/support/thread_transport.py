@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TIMEOUT_S = 120.0
+from tests.support.programs import TIMEOUT_S
 
 
 class Letters:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from tepo_megatron import rendezvous
 from tepo_megatron.engine.collectives import all_gather_json, objects_as_json
+from tepo_megatron.rollout.resources import reserve_port
 from tests.support import stranger
 from tests.support.launch import run_dist
 from tests.support.programs import TIMEOUT_S
@@ -38,7 +39,7 @@ def work(config):
     import torch.distributed as dist
     from tepo_megatron.rendezvous import rank_store
 
-    store = rank_store(2, timedelta(seconds=100))
+    store = rank_store(2, timedelta(seconds=1000))
     if store is None:
         dist.init_process_group("gloo")
     else:
@@ -150,7 +151,7 @@ def test_a_rank_that_leaves_first_takes_the_store_from_nobody(start: Any, tmp_pa
 import os, pathlib, sys, time
 from datetime import timedelta
 from tepo_megatron.rendezvous import rank_store
-store, agent = rank_store(2, timedelta(seconds=100)), os.getppid()
+store, agent = rank_store(2, timedelta(seconds=1000)), os.getppid()
 pathlib.Path(sys.argv[1]).touch()
 while os.getppid() == agent:
     time.sleep(0.01)
@@ -178,11 +179,14 @@ def environment_of_a_rank(parent: subprocess.Popen[str], name: str) -> list[str]
 @pytest.mark.slow
 def test_a_stranger_can_disturb_the_store_of_several_nodes_and_nothing_more(start: Any, tmp_path: Path) -> None:
     """Two agents, as on two nodes. Their store listens on the address that they were given, and holds no pickle."""
-    port = rendezvous_port()
-    flags = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}", "--rdzv-id=7.0"]
-    agents = [start("-m", "tepo_megatron.torchrun", *flags, f"--node-rank={n}", "-m", "waiting_rank", tmp_path) for n in (0, 1)]
-    for agent, file in zip(agents, ("started0", "started1"), strict=True):
-        wait_for(agent, tmp_path / file)
+    with reserve_port("127.0.0.1") as held:
+        port = held.getsockname()[1]
+        flags = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}", "--rdzv-id=7.0"]
+        agents = [
+            start("-m", "tepo_megatron.torchrun", *flags, f"--node-rank={n}", "-m", "waiting_rank", tmp_path) for n in (0, 1)
+        ]
+        for agent, file in zip(agents, ("started0", "started1"), strict=True):
+            wait_for(agent, tmp_path / file)
     everywhere = {each for agent in agents for each in listeners(agent.pid)}
     assert {each.address for each in everywhere} == {"127.0.0.1"}
     assert port in {each.port for each in everywhere}
@@ -192,13 +196,6 @@ def test_a_stranger_can_disturb_the_store_of_several_nodes_and_nothing_more(star
     assert [agent.wait(TIMEOUT_S) for agent in agents] == [0, 0]
     assert (tmp_path / "started1").read_text() == "3"
     assert not (tmp_path / "proof").exists()
-
-
-def rendezvous_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 # -- torchrun by hand
@@ -216,9 +213,10 @@ def test_ranks_of_a_dynamic_rendezvous_are_refused(start: Any, tmp_path: Path) -
 @pytest.mark.slow
 def test_torchruns_own_static_rendezvous_is_taken(start: Any, tmp_path: Path) -> None:
     (tmp_path / "end").touch()
-    place = ("--master-addr=127.0.0.1", f"--master-port={rendezvous_port()}")
-    process = start("-m", "torch.distributed.run", "--nproc-per-node=2", *place, "-m", "waiting_rank", tmp_path)
-    _, err = process.communicate(timeout=TIMEOUT_S)
+    with reserve_port("127.0.0.1") as held:
+        place = ("--master-addr=127.0.0.1", f"--master-port={held.getsockname()[1]}")
+        process = start("-m", "torch.distributed.run", "--nproc-per-node=2", *place, "-m", "waiting_rank", tmp_path)
+        _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
     assert (tmp_path / "started1").read_text() == "3"
 

@@ -176,12 +176,13 @@ class Rendezvous:
 
     Joining a group of gloo or NCCL cannot be interrupted: it blocks until the last member is there. So it begins only when all
     members are known to be there. A member that fails before or afterwards says so in the store, and nobody waits for it until
-    the time-out. ``stage`` names what they come for, where one store is met at more than once.
+    the time-out. ``stage`` names what they come for, where one store is met at more than once; ``parts``: once all have come
+    each needs nothing more of the others there, and one that has left meanwhile ends it for nobody.
     """
 
-    def __init__(self, store: Store, world_size: int, timeout_s: float, stage: str = _JOINED) -> None:
+    def __init__(self, store: Store, world_size: int, timeout_s: float, stage: str = _JOINED, *, parts: bool = False) -> None:
         self.store = store
-        self._world_size, self._timeout_s, self._stage = world_size, timeout_s, stage
+        self._world_size, self._timeout_s, self._stage, self._parts = world_size, timeout_s, stage, parts
 
     @contextmanager
     def forming_group(self) -> Iterator[None]:
@@ -202,6 +203,8 @@ class Rendezvous:
         present = self.store.add(self._stage, 1)
         while present < self._world_size:
             if self.member_left():
+                if self._parts and self._members_present() == self._world_size:
+                    return
                 raise RuntimeError("a member of the weight-transfer group left before all had joined")
             if time.monotonic() > deadline:
                 raise RuntimeError(

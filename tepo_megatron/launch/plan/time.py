@@ -1,4 +1,4 @@
-"""Estimates FLOPs and seconds of one step: sample, score, update, sync, save. Every assumption is printed with them."""
+"""Estimates the seconds of one step: sample, score, update, sync, save. Every assumption is printed with them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from tepo_megatron.bridge.architecture import ModelSpec
 from tepo_megatron.config import RunConfig
-from tepo_megatron.launch.plan.activations import ELEMENT_BYTES, passed_width
+from tepo_megatron.launch.plan.activations import ELEMENT_BYTES
 from tepo_megatron.launch.plan.adapters import model_adapters
+from tepo_megatron.launch.plan.flops import forward_flops, recomputed_flops
 from tepo_megatron.launch.plan.memory import RankMemory, owned_weights
 from tepo_megatron.launch.plan.padding import padding_share
 from tepo_megatron.launch.plan.rollout import ServerMemory, Sync
@@ -102,57 +103,6 @@ class StepTime:
     def seconds(self) -> float:
         first = self.generation + self.score + self.train + self.exchange + self.adam
         return first + self.turns + self.sync + self.root + self.save
-
-
-@dataclass(frozen=True)
-class ScheduleTime:
-    """Seconds of a step under a schedule (``train.schedule``), and the shares of them in which either side is idle."""
-
-    schedule: str
-    seconds: float
-    idle_trainer: float
-    idle_servers: float
-
-
-def schedule_times(step: StepTime, *, takes_turns: bool) -> list[ScheduleTime]:
-    """A step's time and idle shares under each schedule that the run could have. ``takes_turns``: servers are on the trainer's
-    GPUs, where nothing overlaps.
-
-    Overlapped, sampling and training go on side by side, and both stop for a weight sync. How much of a long tail of responses
-    is hidden beyond that depends on ``train.max_staleness``, and is left out.
-    """
-    if step.generation == 0:
-        return []
-    trains = step.seconds - step.generation
-    schedules = [("sync", step.seconds)]
-    if not takes_turns:
-        schedules.append(("overlap", max(step.generation + step.sync, trains)))
-    return [
-        ScheduleTime(name, seconds, 1 - trains / seconds, 1 - step.generation / seconds)
-        for name, seconds in schedules
-        if seconds < float("inf")
-    ]
-
-
-def forward_flops(spec: ModelSpec, mean_length: float) -> float:
-    """FLOPs of one token's forward pass: 2 per weight of every matrix that it meets, and causal attention.
-
-    The embedding is a lookup and costs nothing; of the experts only the chosen ones count.
-    """
-    matrices = active_parameters(spec) - (0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size)
-    # Attention: 2 FLOPs × 2 products (scores, values) × half of the sequence on average, since it is causal.
-    return 2 * matrices + 2 * spec.num_layers * spec.num_heads * spec.head_dim * mean_length
-
-
-def recomputed_flops(spec: ModelSpec, config: RunConfig, mean_length: float) -> float:
-    """FLOPs of one token that the backward pass computes again."""
-    again, head = set(config.engine.recomputed), 2 * spec.vocab_size * spec.hidden_size
-    fused_head = head if config.engine.head == "fused" else 0
-    if config.engine.recompute == "full":
-        return forward_flops(spec, mean_length) - head + fused_head
-    attention = 2 * spec.num_layers * spec.num_heads * spec.head_dim * mean_length if "core_attn" in again else 0
-    mlp = 2 * spec.num_layers * 3 * spec.hidden_size * passed_width(spec) if again & {"mlp", "moe"} else 0
-    return attention + mlp + fused_head
 
 
 def step_time(

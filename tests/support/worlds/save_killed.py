@@ -9,9 +9,10 @@ import json
 import os
 import signal
 import sys
-import time
+import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,31 +30,38 @@ def main() -> None:
 
     from tepo_megatron.bridge.storage import boxes
     from tepo_megatron.data.builtin import resolve_model_path
+    from tepo_megatron.engine import saving
     from tepo_megatron.engine.engine import Engine
     from tests.support.small_llama import draw_rollouts
 
     write_all = boxes._write_all
+    writes, goes_on = threading.Event(), threading.Event()
 
-    def write_slowly(handle: int, data: memoryview) -> None:
-        time.sleep(1.0)
+    def write_when_told(handle: int, data: memoryview) -> None:
+        writes.set()
+        goes_on.wait()
         write_all(handle, data)
 
     engine = Engine(config, resolve_model_path(config.model.path))
     rollouts = draw_rollouts([5, 9, 7, 12])
     batch = engine.score(engine.batch_from_root(rollouts if engine.ranks.rank == 0 else None))
     before = engine.weights.version(1).digest
-    boxes._write_all = write_slowly
+    now = [0.0]
+    saving.time = SimpleNamespace(monotonic=lambda: now[0])  # type: ignore[assignment, attr-defined]
+    boxes._write_all = write_when_told
     engine.checkpoints.begin(folder, step=1, state={}, background=True)
+    writes.wait()
     engine.update(batch)
+    now[0] += 10.0
     assert engine.checkpoints.finish(wait=False) is None, "the disk is slower than an update"
     meanwhile = engine.weights.version(2).digest
-    boxes._write_all = write_all
+    goes_on.set()
     saved = engine.checkpoints.finish()
     assert saved is not None
     assert saved.waited_s < saved.stage_s + saved.write_s
     if engine.ranks.rank == 0:
         Path(case["out"], "report.json").write_text(json.dumps([before, meanwhile]))
-    boxes._write_all = write_slowly
+    goes_on.clear()
     engine.checkpoints.begin(folder, step=2, state={}, background=True)
     os.kill(os.getpid(), signal.SIGKILL)
 

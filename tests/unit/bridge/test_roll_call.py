@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from tepo_megatron.bridge.transfer import transports
 from tepo_megatron.bridge.transfer.roll_call import Introduction, call_roll, introduce, introduction
-from tepo_megatron.bridge.transfer.transport import Member, TransportSpec, connect, listen
+from tepo_megatron.bridge.transfer.transport import Member, Rendezvous, TransportSpec, connect, listen
 from tepo_megatron.bridge.transfer.transports import gloo
 from tests.support.programs import TIMEOUT_S
 
@@ -95,8 +96,17 @@ def refuse(store: object, member: object, timeout_s: float) -> Any:
     raise AssertionError("NCCL was to join")
 
 
-def test_all_members_hear_it_and_none_joins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a real store: a member of another machine that offers a loopback address."""
+@pytest.mark.parametrize("late", [False, True])
+def test_all_members_hear_it_and_none_joins(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a real store: a member of another machine that offers a loopback address. ``late``: rank 0 has come first, and looks
+    who is there only when the other has heard it, and has left.
+    """
+    came, gone, member_left = threading.Event(), threading.Event(), Rendezvous.member_left
+
+    def look_late(self: Rendezvous) -> bool:
+        came.set()
+        assert gone.wait(TIMEOUT_S)
+        return member_left(self)
 
     def planted(name: str, address: str, device: torch.device) -> Introduction:
         return replace(introduction(name, address, device), host="here" if name == "trainer rank 0" else "elsewhere")
@@ -107,8 +117,15 @@ def test_all_members_hear_it_and_none_joins(monkeypatch: pytest.MonkeyPatch) -> 
     def enter(rank: int) -> None:
         name = "trainer rank 0" if rank == 0 else "worker 0"
         own = store if rank == 0 else connect(HOST, place, TIMEOUT_S)
-        transports.join("gloo", own, Member(rank, 2, torch.device("cpu"), HOST, name), TIMEOUT_S)
+        if late and rank == 1:
+            assert came.wait(TIMEOUT_S)
+        try:
+            transports.join("gloo", own, Member(rank, 2, torch.device("cpu"), HOST, name), TIMEOUT_S)
+        finally:
+            gone.set()
 
+    if late:
+        monkeypatch.setattr(Rendezvous, "member_left", look_late)
     with ThreadPoolExecutor(2) as pool:
         for entering in [pool.submit(enter, rank) for rank in (0, 1)]:
             with pytest.raises(RuntimeError, match=r"trainer rank 0 \(127.0.0.1\) offers a loopback address"):

@@ -16,6 +16,7 @@ from tepo_megatron.cli.doctor import command
 from tepo_megatron.cli.doctor.check import Check
 from tepo_megatron.cli.doctor.node_checks import node_checks, node_names
 from tepo_megatron.cli.main import app
+from tests.support.programs import TIMEOUT_S
 
 SHARED = """\
 #!/bin/sh
@@ -61,7 +62,7 @@ def reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def checked(*nodes: str, timeout_s: float = 20) -> dict[str, Check]:
+def checked(*nodes: str, timeout_s: float = TIMEOUT_S) -> dict[str, Check]:
     checks = node_checks(nodes, timeout_s)
     assert [check.name for check in checks] == [f"node {node}" for node in nodes]
     assert all(check.needed for check in checks)
@@ -119,7 +120,7 @@ def test_a_node_that_hangs_is_given_up_with_all_that_it_started(reach: Path) -> 
     alive = os.open(reach / "alive", os.O_RDONLY | os.O_NONBLOCK)
     try:
         assert checked("hung", timeout_s=0.5)["hung"].detail == "unreachable: no answer to ssh within 0.5 s"
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + TIMEOUT_S
         while is_open_for_writing(alive):
             assert time.monotonic() < deadline, "sleep lives on"
             time.sleep(0.02)

@@ -24,6 +24,7 @@ from tepo_megatron.cli.doctor.run_checks import run_checks
 from tepo_megatron.cli.main import app
 from tepo_megatron.config.load import load_run
 from tepo_megatron.rollout.registry import Registration, register
+from tepo_megatron.rollout.resources import reserve_port
 
 
 @pytest.fixture
@@ -103,13 +104,14 @@ def test_checkpoints_that_are_kept_for_good_take_their_room(
 
 
 def test_a_taken_port_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        check = diagnose(run_checks(load_run(None, [f"rollout.server.port={port}"])))[-1]
-        assert check.status == "warn"
-        assert f"127.0.0.1:{port} is taken" in check.detail
-        assert "rollout.server.port" in check.advice
-    assert diagnose(run_checks(load_run(None, [f"rollout.server.port={port}"])))[-1].status == "ok"
+    with reserve_port("127.0.0.1") as held:  # so that no other process is given it
+        port = held.getsockname()[1]
+        with socket.create_server(("127.0.0.1", port)):
+            check = diagnose(run_checks(load_run(None, [f"rollout.server.port={port}"])))[-1]
+            assert check.status == "warn"
+            assert f"127.0.0.1:{port} is taken" in check.detail
+            assert "rollout.server.port" in check.advice
+        assert diagnose(run_checks(load_run(None, [f"rollout.server.port={port}"])))[-1].status == "ok"
 
 
 def test_external_servers_are_looked_for(tmp_path: Path) -> None:

@@ -17,13 +17,13 @@ from tepo_megatron.train.plots import _series
 from tests.support.programs import TIMEOUT_S
 
 RANK = """
-import os, sys, time
+import os, signal, subprocess, sys, time
 from contextlib import ExitStack
 from pathlib import Path
 from tepo_megatron.config.load import load_run
 from tepo_megatron.rank import report_before_leaving, run_rank
-from tepo_megatron.watch.heartbeat import Heartbeat
-from tepo_megatron.watch.processes import process_state
+from tepo_megatron.watch.heartbeat import Heartbeat, read_records
+from tepo_megatron.watch.processes import STOPPED, process_state
 
 what, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
 
@@ -37,7 +37,19 @@ def leave():
     (folder / "left0").touch()
     time.sleep(1)
 
-def work(config):
+def hold_the_agent():
+    # It looks at its ranks ten times a second: what one does of another's death comes in between, or too late. Now it looks
+    # when rank 0 is gone, too.
+    agent = os.getppid()
+    go_on = "import os, signal, sys, time\\nwhile os.getppid() == int(sys.argv[1]): time.sleep(0.01)\\n"
+    go_on += "os.kill(int(sys.argv[2]), signal.SIGCONT)"
+    subprocess.Popen([sys.executable, "-c", go_on, str(os.getpid()), str(agent)])
+    os.kill(agent, signal.SIGSTOP)
+    while process_state(agent).letter != STOPPED:
+        time.sleep(0.01)
+    (folder / "held").touch()
+
+def act():
     (folder / f"started{rank}").write_text(str(os.getpid()))
     if what == "leaving" and rank == "1":
         while not (folder / "left0").exists():
@@ -53,7 +65,7 @@ def work(config):
         from datetime import timedelta
         import torch.distributed as dist
         from tepo_megatron.rendezvous import rank_store
-        dist.init_process_group("gloo", store=rank_store(2, timedelta(seconds=100)), rank=int(rank), world_size=2)
+        dist.init_process_group("gloo", store=rank_store(2, timedelta(seconds=1000)), rank=int(rank), world_size=2)
         atexit.register(os.abort)  # as gloo's threads may, once in some hundred ends
         load_run(None, ["train.steps=0"])
     if what == "ok":
@@ -64,25 +76,31 @@ def work(config):
             time.sleep(0.05)
         beats.start()
         beats.phase("score")
+        while (int(rank), "score") not in [(each.rank, each.phase) for each in read_records(folder / "status")]:
+            time.sleep(0.05)
         (folder / f"beats{rank}").touch()
         while not (folder / "never").exists():
             time.sleep(0.05)
             if not runs(1) or not runs(0):
                 raise RuntimeError("connection closed by peer")
     if what == "broken" and rank == "0":
+        hold_the_agent()
         while not (folder / "started1").exists() or runs(1):
             time.sleep(0.01)
         {}["connection closed by peer"]
+    while not (folder / ("held" if what == "broken" else "started0")).exists():
+        time.sleep(0.05)
+    if rank == "1" and what == "sentence":
+        load_run(None, ["train.steps=0"])
+    if rank == "1" and what == "bug":
+        {}["missing"]
+    if rank == "1" and what in ("kill", "broken"):
+        os.kill(os.getpid(), 9)
+    time.sleep(1000)
+
+def work(config):
     try:
-        while not (folder / "started0").exists():
-            time.sleep(0.05)
-        if rank == "1" and what == "sentence":
-            load_run(None, ["train.steps=0"])
-        if rank == "1" and what == "bug":
-            {}["missing"]
-        if rank == "1" and what in ("kill", "broken"):
-            os.kill(os.getpid(), 9)
-        time.sleep(120)
+        act()
     finally:
         (folder / f"cleaned{rank}").touch()
 

@@ -7,7 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tepo_megatron.config.load import ConfigError, load_run
 from tepo_megatron.config.schema import schema_rows
@@ -171,6 +173,58 @@ def test_a_copy_of_the_model_elsewhere_is_the_same_and_another_tokenizer_is_not(
     assert text is not None
     assert "model.path's tokenizer" in text
     assert refusal(compare(model=copy), ("model.path",)) is None
+
+
+def with_other_weights(folder: Path, file: str = "model.safetensors") -> Path:
+    weights = load_file(folder / file)
+    name = next(iter(weights))
+    save_file({**weights, name: weights[name] + np.float32(1)}, folder / file)
+    return folder
+
+
+NOT_TRAINED = "model.path's weights, which a resumed run does not train: "
+
+
+def test_other_weights_are_refused_with_both_folders_and_let_through_by_name(tmp_path: Path) -> None:
+    model = with_other_weights(changed_model(tmp_path / "other"))
+    found = compare(f"model.path={model}", model=model)
+    text = refusal(found, ())
+    assert text is not None
+    (line,) = (line for line in text.splitlines() if "model.path's" in line)
+    assert line.startswith(f'  {NOT_TRAINED}"builtin:tiny (')
+    assert f'-> "{model} (' in line
+    assert "train.allow_change=[model.path]" in text
+    assert text.endswith("training that is to start from other weights or adapters is another run, with an output of its own")
+    assert refusal(found, ("model.path",)) is None
+    assert len(found) == 1
+    # also where the path is what it was, and not where there is a worse difference
+    assert NOT_TRAINED in str(refusal(compare(model=model), ()))
+    assert NOT_TRAINED not in str(refusal(compare("model.dtype=bfloat16", model=model), ()))
+    assert "the checkpoint's adapters belong to" in str(refusal(compare(*LORA, saved=LORA, model=model), ()))
+
+
+def test_of_a_version_without_digests_of_weights_another_path_is_said_and_let_through() -> None:
+    saved = stored()
+    del saved["weights"], saved["first_adapters"]
+    assert not compare_runs(saved, stored())
+    (found,) = compare_runs(saved, stored("model.path=elsewhere"))
+    assert str(found).startswith("model.path, whose weights could not be compared (a resumed run trains its checkpoint's): ")
+    assert refusal([found], ()) is None
+
+
+def test_adapters_that_a_resumed_run_would_not_read_are_refused(tmp_path: Path) -> None:
+    first, copy, other = (tmp_path / name for name in ("first", "copy", "other"))
+    for folder in (first, copy, other):
+        folder.mkdir()
+        save_file({"a": np.zeros(5, np.float32)}, folder / "adapter_model.safetensors")
+    with_other_weights(other, "adapter_model.safetensors")
+    saved = (*LORA, f"model.lora.path={first}")
+    for same in (saved, (*LORA, f"model.lora.path={copy}"), LORA):
+        assert refusal(compare(*same, saved=saved), ()) is None
+    for then, began in ((saved, f'"{first} ('), (LORA, "null ->")):
+        text = str(refusal(compare(*LORA, f"model.lora.path={other}", saved=then), ()))
+        assert f"model.lora.path's adapters, which a resumed run does not train: {began}" in text
+        assert "train.allow_change=[model.lora.path]" in text
 
 
 def test_a_field_that_the_saving_version_did_not_know_counts_if_it_is_set() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,14 +16,17 @@ import httpx
 import pytest
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.environments import workers
 from tepo_megatron.environments.agent_setup import agent_setup
 from tepo_megatron.environments.calls import Desk
 from tepo_megatron.environments.pool import EpisodePool
 from tepo_megatron.environments.workers import EnvironmentWorkers
 from tepo_megatron.problem import Problem
 from tepo_megatron.reward.pool import RewardResult
+from tepo_megatron.rollout.resources import reserve_port
 from tepo_megatron.types import Response, ResponseText
 from tests.support.episodes import END, VOCABULARY, FakeSamples
+from tests.support.programs import TIMEOUT_S
 from tests.unit.environments.test_workers import Letters
 
 pytest.importorskip("openai")
@@ -37,7 +39,6 @@ FAILS = {
     "raises at once": r"the agent raised KeyError: 'gone', at .*odd_agents.py:\d+: \"raise KeyError",
     "raises": r"the agent raised KeyError: 'gone', at .*odd_agents.py:\d+: \"raise KeyError",
     "exits": "the agent raised SystemExit: 3",
-    "hangs": "the environment took longer in step than environment.timeout_s = 4 s",
     "another key": "the agent raised AuthenticationError: Error code: 401 - .*no episode has this API key",
     "another temperature": "temperature = 0.5, and the run draws with rollout.sampling.temperature = 1.0",
     "a seed": "seed = 1: the run gives each turn a seed of its own",
@@ -74,7 +75,14 @@ class Begun(Letters):
 
 def config(solve: str = "solve", agent: dict[str, Any] | None = None, **more: Any) -> RunConfig:
     settings = {"chat_template": False, "max_request_mb": 1, **(agent or {})}
-    environment = {"name": f"{AGENTS}:{solve}", "adapter": "agent", "timeout_s": 4.0, "max_turns": 5, "agent": settings, **more}
+    environment = {
+        "name": f"{AGENTS}:{solve}",
+        "adapter": "agent",
+        "timeout_s": 600.0,
+        "max_turns": 5,
+        "agent": settings,
+        **more,
+    }
     return RunConfig.model_validate({"environment": environment})
 
 
@@ -131,6 +139,16 @@ def processes(pool: EpisodePool) -> list[Any]:
     return [worker.process for worker in pool.host._workers]
 
 
+def test_an_agent_that_hangs_is_one_failed_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apart from the many above, which make their clients at once and may take long over it."""
+    monkeypatch.setattr(workers, "_SLACK_S", 600.0)  # the worker ends the call itself, however slow it is
+    with opened(config(timeout_s=8.0)) as pool:
+        (_, hung, _), (_, fine, _) = play(pool, ["hangs", "fine"])
+        assert pool.take_figures()["environment/restarts"] == 0
+    assert "the environment took longer in step than environment.timeout_s = 8 s" in str(hung.error)
+    assert (fine.error, fine.reward) == (None, 1.0)
+
+
 def test_settings_say_what_is_ignored_what_is_dropped_and_who_rates() -> None:
     """Fields that the run decides on; the last of two histories; text that a verifier rates; an agent that is async and
     streams."""
@@ -166,10 +184,10 @@ def test_settings_say_what_is_ignored_what_is_dropped_and_who_rates() -> None:
 
 
 def test_an_agent_outside_takes_its_episode_and_sends_its_reward(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    held = reserve_port("127.0.0.1")
+    port = held.getsockname()[1]
     agent = {"port": port, "key_file": str(tmp_path / "key")}
-    with opened(outside(agent)) as pool:
+    with held, opened(outside(agent)) as pool:
         key = (tmp_path / "key").read_text()
         told: list[Any] = []
 
@@ -178,20 +196,22 @@ def test_an_agent_outside_takes_its_episode_and_sends_its_reward(tmp_path: Path)
             for _ in range(2):
                 while True:
                     try:
-                        found = httpx.post(f"{root}/episodes", headers={"Authorization": f"Bearer {key}"}, timeout=90)
+                        found = httpx.post(f"{root}/episodes", headers={"Authorization": f"Bearer {key}"}, timeout=TIMEOUT_S)
                         break
                     except httpx.ConnectError:
                         time.sleep(0.1)  # it listens from the first episode on
-                told.append(httpx.post(f"{root}/episodes", headers={"Authorization": "Bearer no"}).status_code)
-                told.append(httpx.get(f"{root}/nothing").json()["error"]["message"])
+                no = {"Authorization": "Bearer no"}
+                told.append(httpx.post(f"{root}/episodes", headers=no, timeout=TIMEOUT_S).status_code)
+                told.append(httpx.get(f"{root}/nothing", timeout=TIMEOUT_S).json()["error"]["message"])
                 episode = found.json()
                 own = {"Authorization": f"Bearer {episode['api_key']}"}
                 base = episode["base_url"]
-                told.append(httpx.get(f"{base}/models", headers=own).json()["data"][0]["id"])
+                told.append(httpx.get(f"{base}/models", headers=own, timeout=TIMEOUT_S).json()["data"][0]["id"])
                 asked = {"model": "policy", "messages": episode["problem"]["messages"]}
-                answer = httpx.post(f"{base}/chat/completions", json=asked, headers=own, timeout=90).json()
+                answer = httpx.post(f"{base}/chat/completions", json=asked, headers=own, timeout=TIMEOUT_S).json()
                 assert answer["choices"][0]["message"]["role"] == "assistant"
-                httpx.post(f"{base}/reward", json={"reward": float(episode["problem"]["answer"])}, headers=own)
+                rated = {"reward": float(episode["problem"]["answer"])}
+                httpx.post(f"{base}/reward", json=rated, headers=own, timeout=TIMEOUT_S)
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
@@ -204,7 +224,7 @@ def test_an_agent_outside_takes_its_episode_and_sends_its_reward(tmp_path: Path)
             while stream.unfinished:
                 if (result := stream.next(1.0)) is not None:
                     found[result[0]] = result[2]
-        thread.join(60)
+        thread.join(TIMEOUT_S)
         results = pool.score([(problems[at], ResponseText("", found[at].response_ids)) for at in range(2)])
     assert [(result.error, result.reward) for result in results] == [(None, 2.0), (None, 3.0)]
     assert [found[at].response_ids[:3].tolist() for at in range(2)] == [[3, 4, 5]] * 2
@@ -214,7 +234,7 @@ def test_an_agent_outside_takes_its_episode_and_sends_its_reward(tmp_path: Path)
 
 
 def outside(agent: dict[str, Any]) -> RunConfig:
-    environment = {"name": "outside", "adapter": "agent", "timeout_s": 60.0, "agent": {"chat_template": False, **agent}}
+    environment = {"name": "outside", "adapter": "agent", "timeout_s": 600.0, "agent": {"chat_template": False, **agent}}
     return RunConfig.model_validate({"environment": environment})
 
 
@@ -280,7 +300,7 @@ def test_agents_that_run_on_wear_their_process_out(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(agents, "_MOST_STUCK", 1)
     environment = config("runs_on").environment
     assert environment is not None
-    desk = Desk({**environment.model_dump(), "timeout_s": 30.0, "agent": agent_setup(environment, None)})
+    desk = Desk({**environment.model_dump(), "timeout_s": 600.0, "agent": agent_setup(environment, None)})
     given = ["", "", "", {}, [], ""]
 
     async def play() -> list[bool]:

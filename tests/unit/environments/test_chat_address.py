@@ -18,6 +18,7 @@ from tepo_megatron.environments.agent_setup import shared_setup
 from tepo_megatron.environments.chat_requests import ChatRequest, RefusedError, read_request
 from tepo_megatron.environments.talks import Ended, EpisodeError, Talk
 from tepo_megatron.problem import ResponseText
+from tests.support.programs import TIMEOUT_S
 
 pytest.importorskip("aiohttp")
 
@@ -39,8 +40,8 @@ def play(scene: Scene, outside_key: str | None = None) -> None:
     async def found() -> None:
         address = ChatAddress(SAMPLING, frozenset(), port=0, max_request_bytes=1000, outside_key=outside_key)
         root = (await address.url()).removesuffix("/v1")
-        async with httpx.AsyncClient(base_url=root, timeout=60) as client:
-            await asyncio.wait_for(scene(address, client), 60)
+        async with httpx.AsyncClient(base_url=root, timeout=TIMEOUT_S) as client:
+            await asyncio.wait_for(scene(address, client), TIMEOUT_S)
 
     asyncio.run(found())
 
@@ -166,4 +167,4 @@ def test_one_request_at_a_time_is_answered_and_none_after_the_end() -> None:
         with pytest.raises(EpisodeError, match=r"^this$"):
             await failed.wait()
 
-    asyncio.run(asyncio.wait_for(found(), 60))
+    asyncio.run(asyncio.wait_for(found(), TIMEOUT_S))

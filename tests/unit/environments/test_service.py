@@ -25,9 +25,10 @@ from tepo_megatron.environments.remote import RemoteEnvironments
 from tepo_megatron.environments.service import EnvironmentService
 from tepo_megatron.problem import Problem
 from tests.support.episodes import VOCABULARY, FakeSamples
+from tests.support.programs import TIMEOUT_S
 from tests.unit.environments.test_workers import HOSTILE, PROMPT, Letters, play
 
-OWN = {"name": f"{HOSTILE}:Hostile", "timeout_s": 5.0, "max_turns": 4}
+OWN = {"name": f"{HOSTILE}:Hostile", "timeout_s": 600.0, "max_turns": 4}
 
 
 @contextmanager
@@ -88,16 +89,20 @@ def test_strangers_and_other_environments_are_refused(tmp_path: Path) -> None:
         assert port is not None
         with pytest.raises(ConnectionRefusedError):  # it listens on the address that it was given, not on all of this machine
             socket.create_connection(("127.0.0.2", port), timeout=10)
+
+        def post(path: str, **given: Any) -> httpx.Response:
+            return httpx.post(f"{service.url}{path}", timeout=TIMEOUT_S, **given)
+
         for headers in ({}, {"Authorization": "Bearer no"}, {"Authorization": "Bearer " + key[:-1]}):
-            assert httpx.post(f"{service.url}/sessions", json={}, headers=headers).status_code == 401
+            assert post("/sessions", json={}, headers=headers).status_code == 401
         own = {"Authorization": f"Bearer {key}"}
-        assert httpx.post(f"{service.url}/sessions/none/calls", json=[], headers=own).status_code == 404
-        assert httpx.post(f"{service.url}/sessions", content=b"{", headers=own).status_code == 400
+        assert post("/sessions/none/calls", json=[], headers=own).status_code == 404
+        assert post("/sessions", content=b"{", headers=own).status_code == 400
         wanted = {"name": OWN["name"], "adapter": "none", "kwargs": {}}
-        session = httpx.post(f"{service.url}/sessions", json={"environment": wanted}, headers=own).json()["session"]
+        session = post("/sessions", json={"environment": wanted}, headers=own).json()["session"]
         for calls in ([[1, ["run", "rm"]]], [["1", ["end"]]], {"a": 1}, [[1, ["step", "a"]]]):
-            assert httpx.post(f"{service.url}/sessions/{session}/calls", json=calls, headers=own).status_code == 400
-        assert httpx.post(f"{service.url}/sessions/{session}/calls", json=[[1, ["step", "", "", ""]]], headers=own).is_success
+            assert post(f"/sessions/{session}/calls", json=calls, headers=own).status_code == 400
+        assert post(f"/sessions/{session}/calls", json=[[1, ["step", "", "", ""]]], headers=own).is_success
 
         def refused(key_file: Path, **changes: Any) -> str:
             config = EnvironmentConfig(**{**OWN, "servers": (service.url,), "key_file": key_file, **changes})

@@ -16,6 +16,7 @@ import pytest
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.environment import EnvironmentConfig
 from tepo_megatron.config.reward import RewardConfig
+from tepo_megatron.environments import workers
 from tepo_megatron.environments.episodes import EpisodeEnd
 from tepo_megatron.environments.pool import EpisodePool, stream_of
 from tepo_megatron.environments.workers import EnvironmentWorkers
@@ -136,7 +137,8 @@ def test_failing_episodes_stop_the_step_only_beyond_the_bound(bound: float, stop
     assert len(said) == 1
 
 
-def test_an_async_environment_that_waits_too_long_costs_only_itself() -> None:
+def test_an_async_environment_that_waits_too_long_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_SLACK_S", 600.0)  # the worker ends the call itself, however slow it is
     problems = [Problem(str(at), "", "waits" if at else "fine") for at in range(3)]
     with EpisodePool(config("Patient", timeout_s=2.0), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
         played = play(pool, problems)

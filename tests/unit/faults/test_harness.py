@@ -27,6 +27,7 @@ from tepo_megatron.faults.processes import alive, by_role, descendants, end_tree
 from tepo_megatron.faults.record import Record
 from tepo_megatron.faults.silent import ALL, judge
 from tepo_megatron.faults.silent_faults import SILENT_FAULTS
+from tests.support.programs import TIMEOUT_S
 
 
 class Sample(FaultClass):
@@ -123,12 +124,12 @@ def test_processes_are_found_by_role_and_ended() -> None:
     )
     process = subprocess.Popen([sys.executable, "-c", start], start_new_session=True, stdout=subprocess.DEVNULL)
     try:
-        roles = wait_until(lambda: len(found := by_role(process.pid, "a.module")) == 3 and found, 100, "the children")
+        roles = wait_until(lambda: len(found := by_role(process.pid, "a.module")) == 3 and found, TIMEOUT_S, "the children")
         assert isinstance(roles, dict)
         assert set(roles) == {"parent", "rank 1", "reward worker"}
         pids = descendants(process.pid)
         assert len(pids) == 3
-        wait_until(lambda: len(list(listening(pids))) == 2, 100, "their ports")
+        wait_until(lambda: len(list(listening(pids))) == 2, TIMEOUT_S, "their ports")
         os.kill(roles["rank 1"][0], signal.SIGSTOP)
     finally:
         end_tree(process)
@@ -187,7 +188,7 @@ def test_the_stand_in_for_a_clients_requests_takes_what_they_take() -> None:
 
 
 def test_a_stranger_finds_the_open_store_among_ports_that_never_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(strangers, "PATIENCE_S", 3.0)
+    monkeypatch.setattr(strangers, "PATIENCE_S", 6.0)
     silent = [socket.create_server(("127.0.0.1", 0)) for _ in range(20)]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:

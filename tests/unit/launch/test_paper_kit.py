@@ -16,7 +16,7 @@ from tepo_megatron.config.load import load_run
 from tepo_megatron.data.benchmarks.prepare import sets_yaml
 from tepo_megatron.data.benchmarks.registry import BENCHMARKS
 from tepo_megatron.launch.plan import make_plan
-from tepo_megatron.launch.plan.time import schedule_times
+from tepo_megatron.launch.plan.schedules import schedule_times
 
 KIT = Path(__file__).parents[3] / "examples/paper"
 FILES = sorted(KIT.glob("*.yaml"))

@@ -20,10 +20,11 @@ from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.load import load_run
 from tepo_megatron.launch.plan import make_plan
+from tepo_megatron.launch.plan.flops import forward_flops
 from tepo_megatron.launch.plan.memory import layers_in_flight, rank_memory
 from tepo_megatron.launch.plan.run_plan import Plan
+from tepo_megatron.launch.plan.schedules import schedule_times
 from tepo_megatron.launch.plan.shapes import model_parameters, resolve_spec
-from tepo_megatron.launch.plan.time import forward_flops, schedule_times
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 LLAMA, QWEN = str(EXAMPLES / "llama3.3-70b/run.yaml"), str(EXAMPLES / "qwen2.5-7b/run.yaml")

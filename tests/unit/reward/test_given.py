@@ -19,8 +19,9 @@ from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.reward.limits import data_bytes
 from tepo_megatron.reward.pool import RewardPool, RewardResult
 from tepo_megatron.types import Problem, ResponseText
+from tests.support.programs import TIMEOUT_S
 
-OPTIONS = {"verifier": "(python):mine", "timeout_s": 0.5, "memory_mb": 100, "file_mb": 1}
+OPTIONS = {"verifier": "(python):mine", "timeout_s": 60.0, "memory_mb": 100, "file_mb": 1}
 
 
 def scored(verifier: Any, *responses: str, **options: Any) -> list[RewardResult]:
@@ -62,7 +63,7 @@ def test_an_object_scores_groups_and_a_coroutine_function_side_by_side() -> None
             await asyncio.sleep(0.001)
         return len(under_way)
 
-    assert [result.reward for result in scored(mine, "x", "y", "z", timeout_s=20)] == [3.0] * 3
+    assert [result.reward for result in scored(mine, "x", "y", "z")] == [3.0] * 3
 
 
 def misbehaves(folder: Path) -> Callable[[Problem, str], float]:
@@ -91,7 +92,7 @@ def misbehaves(folder: Path) -> Callable[[Problem, str], float]:
 
 
 def test_the_limits_are_those_of_every_worker(tmp_path: Path) -> None:
-    results = scored(misbehaves(tmp_path), "raise", "spin", "exit", "die", "grow", "write", "print", "fine", file_mb=1)
+    results = scored(misbehaves(tmp_path), "raise", "spin", "exit", "die", "grow", "write", "print", "fine", timeout_s=2.0)
     errors = [result.error or "" for result in results]
     for error, says in zip(
         errors,
@@ -144,7 +145,7 @@ def test_workers_are_gone_and_waited_for_after_close() -> None:
 
     pids = {int(result.reward or 0) for result in scored(mine, *"abcdefgh", workers=2)}
     for pid in pids:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + TIMEOUT_S
         while True:
             try:
                 os.kill(pid, 0)

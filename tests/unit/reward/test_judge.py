@@ -16,6 +16,7 @@ from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.reward.judge import Judge, JudgeError
 from tepo_megatron.reward.pool import RewardPool
 from tepo_megatron.types import Problem, ResponseText
+from tests.support.programs import TIMEOUT_S
 
 KEY = "sk-very-secret"
 
@@ -47,7 +48,7 @@ class _Answer(BaseHTTPRequestHandler):
         server.requests.append(body)
         server.keys.add(self.headers["Authorization"])
         if question == "silent":
-            threading.Event().wait(60)
+            threading.Event().wait(TIMEOUT_S)
         status = 200
         if question == "busy once" and server.asked[question] == 1:
             status = 429
@@ -130,19 +131,31 @@ def test_a_judge_that_is_silent_fails_in_time(server: JudgeServer) -> None:
     """The limit of a try, then the limit of the response, which says what the last try met."""
     problem, silent = Problem("p", "q", "a"), ResponseText("silent")
 
-    async def ask(judge: Judge, timeout_s: float) -> None:
-        async with asyncio.timeout(timeout_s):
-            await judge.score(problem, silent)
+    async def ask(judge: Judge, tries: int) -> None:
+        """The response's time is over when so many tries have come to the server."""
+        before = server.asked["silent"]
 
-    quick = Judge(**kwargs(server, timeout_s=0.1, retries=0))  # type: ignore[arg-type]
+        async def end() -> None:
+            while server.asked["silent"] < before + tries:
+                await asyncio.sleep(0.01)
+            limit.reschedule(asyncio.get_running_loop().time())
+
+        async with asyncio.timeout(None) as limit:
+            ending = asyncio.create_task(end())
+            try:
+                await judge.score(problem, silent)
+            finally:
+                ending.cancel()
+
+    quick = Judge(**kwargs(server, timeout_s=1.0, retries=0))  # type: ignore[arg-type]
     with pytest.raises(JudgeError, match="gave no reply: ReadTimeout"):
-        asyncio.run(ask(quick, 60.0))
-    patient = Judge(**kwargs(server, timeout_s=0.1, retries=100))  # type: ignore[arg-type]
+        asyncio.run(quick.score(problem, silent))
+    patient = Judge(**kwargs(server, timeout_s=1.0, retries=100))  # type: ignore[arg-type]
     with pytest.raises(JudgeError, match=r"gave no reply in reward\.timeout_s; its last: ReadTimeout"):
-        asyncio.run(ask(patient, 0.5))
-    slow = Judge(**kwargs(server, timeout_s=60.0))  # type: ignore[arg-type]
+        asyncio.run(ask(patient, 2))
+    slow = Judge(**kwargs(server, timeout_s=TIMEOUT_S))  # type: ignore[arg-type]
     with pytest.raises(TimeoutError):
-        asyncio.run(ask(slow, 0.2))
+        asyncio.run(ask(slow, 1))
 
 
 def test_the_memory_of_replies_is_bounded(server: JudgeServer) -> None:

@@ -220,10 +220,10 @@ def test_a_user_without_privileges_leaves_the_network_too() -> None:
 
 
 def test_the_same_hostile_response_costs_its_time_once(tries: Path) -> None:
-    with pool_of(timeout_s=1.0, network=False) as pool:
+    with pool_of(timeout_s=2.0, network=False) as pool:
         results = pool.score(items(*["spin"] * 40, "good"))
         assert {result.error for result in results[:40]} == {
-            "problem 'p': the verifier took longer than reward.timeout_s = 1 s"
+            "problem 'p': the verifier took longer than reward.timeout_s = 2 s"
         }
         assert results[40].reward == 1.0
         assert pool.score(items("spin"))[0].error is not None
@@ -259,13 +259,13 @@ def test_a_worker_that_is_killed_costs_no_response(tries: Path, pool: RewardPool
 
 
 def test_a_worker_that_is_stopped_is_replaced(tries: Path) -> None:
-    with pool_of(timeout_s=1.0) as pool:
-        assert error_of(pool, "stop") == "problem 'p': the verifier took longer than reward.timeout_s = 1 s"
+    with pool_of(timeout_s=2.0) as pool:
+        assert error_of(pool, "stop") == "problem 'p': the verifier took longer than reward.timeout_s = 2 s"
         assert len(tried(tries, "stop")) == 2  # it may have been somebody else who stopped it
 
 
 def test_a_worker_that_is_stopped_before_a_response_of_any_length_does_not_hold_up_the_run(tries: Path) -> None:
-    with pool_of(timeout_s=1.0) as pool:
+    with pool_of(timeout_s=2.0) as pool:
         pool.score(items("good"))
         (pid,) = tried(tries, "good")
         os.kill(pid, signal.SIGSTOP)
@@ -284,7 +284,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_what_a_verifier_has_started_ends_with_it(tries: Path) -> None:
-    with pool_of(timeout_s=1.0) as pool:
+    with pool_of(timeout_s=2.0) as pool:
         error_of(pool, "child")
     (child,) = [int(line.split()[1]) for line in tries.read_text().splitlines() if line.startswith("child")]
     until(lambda: not Path(f"/proc/{child}/stat").exists() or ") Z " in Path(f"/proc/{child}/stat").read_text())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tepo_megatron.rollout.answers import BadAnswer, read_frames, read_spans
 from tepo_megatron.rollout.client import GENERATE, Client
 from tepo_megatron.rollout.frames import SAMPLES, end_frame, error_frame
-from tepo_megatron.rollout.resources import free_port
+from tepo_megatron.rollout.resources import reserve_port
 from tepo_megatron.types import Response, WeightsVersion
 from tests.support.programs import TIMEOUT_S
 from tests.support.samples import answer, response
@@ -184,9 +184,10 @@ def test_a_slow_server_is_given_up(serve: Serve) -> None:
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
-    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-    with pytest.raises(RuntimeError, match=rf"POST {url}/pause\?mode=keep: .*[Cc]onnect"):
-        Client(url, KEY, 5.0).pause()
+    with reserve_port("127.0.0.1") as held:  # nobody listens there, and nobody will
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        with pytest.raises(RuntimeError, match=rf"POST {url}/pause\?mode=keep: .*[Cc]onnect"):
+            Client(url, KEY, TIMEOUT_S).pause()
 
 
 def test_what_is_drawn_through_the_cache_and_without_it_comes_before_samples_that_wait(serve: Serve) -> None:

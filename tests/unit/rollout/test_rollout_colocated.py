@@ -228,7 +228,7 @@ def test_the_trainer_leaves_when_one_server_fails_so_that_the_others_end(stand_i
 
 
 def test_a_sleeping_server_is_not_asked_for_anything(stand_in: StandIn) -> None:
-    client = Client(stand_in.url, "key", 5.0)
+    client = Client(stand_in.url, "key", TIMEOUT_S)
     client.sleep()
     arguments: dict[str, Any] = {"n": 1, "temperature": 1.0, "max_new_tokens": 1, "seed": 0, "stop_token_ids": [2]}
     stand_in.calls.clear()

@@ -43,7 +43,7 @@ def url() -> Iterator[str]:
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExternalServer:
     monkeypatch.setattr(external, "POLL_S", 0.01)
-    config = ServerConfig(placement="external", registry=tmp_path, start_timeout_s=0.2)
+    config = ServerConfig(placement="external", registry=tmp_path, start_timeout_s=0.2)  # for who waits in vain
     return ExternalServer(config, folder=tmp_path, index=0, log=tmp_path / "server-0.log")
 
 
@@ -93,7 +93,7 @@ def test_a_server_is_found_used_retired_and_found_again(stand_in: ExternalServer
     with pytest.raises(RuntimeError, match="was not there"):
         stand_in.wait_ready()  # registered, but nobody answers
     register(tmp_path, 0, Registration(url, "first"))
-    stand_in.wait_ready()
+    stand_in.wait_ready(TIMEOUT_S)
     assert stand_in.url == url
     assert stand_in.healthy()
     assert not is_retired(tmp_path, 0, "first")
@@ -104,14 +104,14 @@ def test_a_server_is_found_used_retired_and_found_again(stand_in: ExternalServer
     with pytest.raises(RuntimeError, match="was not there"):
         stand_in.wait_ready()
     register(tmp_path, 0, Registration(url, "second"))
-    stand_in.wait_ready()
+    stand_in.wait_ready(TIMEOUT_S)
     assert stand_in.healthy()
 
 
 def test_a_server_that_another_trainer_has_used_is_replaced_first(stand_in: ExternalServer, tmp_path: Path, url: str) -> None:
     register(tmp_path, 0, Registration(url, "used"))
     stand_in.start()
-    stand_in.wait_ready()
+    stand_in.wait_ready(TIMEOUT_S)
     later = ExternalServer(stand_in.config, folder=tmp_path, index=0, log=tmp_path / "log")
     later.start()
     with pytest.raises(RuntimeError, match="was not there"):

@@ -9,18 +9,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tepo_megatron.rollout import scratch
 from tepo_megatron.rollout.scratch import SHM, group_members, sweep, temporary_folder
+from tests.support.programs import TIMEOUT_S
 
 LINUX = SHM.is_dir() and Path("/proc/self/maps").exists()
 pytestmark = pytest.mark.skipif(not LINUX, reason="needs Linux' /dev/shm and /proc")
-
-PATIENCE_S = 100.0
 
 LEAVES = """
 import multiprocessing, os, sys, tempfile, time
@@ -46,7 +47,7 @@ time.sleep(600)
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     return condition()
@@ -74,7 +75,8 @@ class Left:
 
     @property
     def command(self) -> int:
-        return min(pid for pid in group_members(self.process.pid) if pid != self.process.pid)
+        (command,) = psutil.Process(self.process.pid).children()
+        return command.pid
 
     def nothing_stays(self) -> bool:
         return not self.folder.exists() and not any((SHM / name).exists() for name in self.names)
@@ -84,10 +86,22 @@ class Left:
 
 
 @pytest.fixture
-def left(tmp_path: Path) -> Iterator[Left]:
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder of these tests alone, with a short path: whatever server starts beside them sweeps the system's.
+    (``tmp_path``, which this does not use, is made in the system's.)
+    """
+    with tempfile.TemporaryDirectory(prefix="left-", dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+@pytest.fixture
+def left(base: Path, tmp_path: Path) -> Iterator[Left]:
     made = Left(tmp_path / "note")
+    assert made.folder.parent == base
     yield made
-    if group_members(made.process.pid):
+    with suppress(ProcessLookupError):
         os.killpg(made.process.pid, signal.SIGKILL)
     made.process.wait()
     assert eventually(lambda: not group_members(made.process.pid))
@@ -109,7 +123,7 @@ def test_nothing_stays_of_a_killed_command(left: Left, stopped: bool) -> None:
             if pid not in (left.process.pid, left.command):
                 os.kill(pid, signal.SIGSTOP)
     os.kill(left.command, signal.SIGKILL)
-    left.process.wait(PATIENCE_S)
+    left.process.wait(TIMEOUT_S)
     assert eventually(left.nothing_stays)
     assert group_members(left.process.pid) == []
 
@@ -120,7 +134,7 @@ def test_nothing_stays_of_stopped_processes_when_the_starter_is_gone(left: Left)
             os.kill(pid, signal.SIGSTOP)
     assert left.process.stdin is not None
     left.process.stdin.close()
-    left.process.wait(PATIENCE_S)
+    left.process.wait(TIMEOUT_S)
     assert eventually(left.nothing_stays)
     assert group_members(left.process.pid) == []
 
@@ -131,7 +145,8 @@ def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_and_not_before_a
     assert left.folder not in sweep()  # the server still runs
     assert left.all_there()
     for pid in group_members(left.process.pid):
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # the kernel has asked the server to end
+            os.kill(pid, signal.SIGKILL)
     assert eventually(lambda: not group_members(left.process.pid))
     assert left.all_there()
     command = [sys.executable, "-m", "tepo_megatron.rollout.supervise", "--", "sleep", "600"]

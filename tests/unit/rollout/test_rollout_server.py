@@ -20,12 +20,13 @@ from tepo_megatron.rollout.cores import read_cores
 from tepo_megatron.rollout.resources import bind_cores, cores_of, free_port, reserve_port
 from tepo_megatron.rollout.server import Server
 from tepo_megatron.rollout.server_program import ServerProgram
+from tests.support.programs import TIMEOUT_S
 
 HOST = "127.0.0.1"
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 100.0) -> bool:
-    deadline = time.monotonic() + within_s
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
     return condition()
@@ -35,12 +36,13 @@ def eventually(condition: Callable[[], bool], within_s: float = 100.0) -> bool:
 
 
 def test_a_taken_port_gives_the_next_free_one() -> None:
-    first = free_port(HOST)
-    with socket.create_server((HOST, first)):
-        found = free_port(HOST, first)
-        assert found > first
-        assert free_port(HOST, first, taken={found}) > found
-    assert free_port(HOST, first) == first
+    with reserve_port(HOST) as held:  # so that no other process is given it
+        first = held.getsockname()[1]
+        with socket.create_server((HOST, first)):
+            found = free_port(HOST, first)
+            assert found > first
+            assert free_port(HOST, first, taken={found}) > found
+        assert free_port(HOST, first) == first
 
 
 def test_port_zero_is_left_to_the_system_but_not_one_that_is_spoken_for() -> None:
@@ -153,13 +155,13 @@ def test_the_supervisor_ends_the_whole_group_when_its_pipe_closes(tmp_path: Path
     assert supervisor.stdin is not None
     supervisor.stdin.close()
     assert eventually(lambda: all(gone(pid) for pid in pids))
-    supervisor.wait(100)
+    supervisor.wait(TIMEOUT_S)
 
 
 def test_the_supervisor_kills_what_a_dead_server_leaves(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
         supervisor = supervised(stand_in(tmp_path / "pids", last="sys.exit(7)"), stderr=log)
-    supervisor.wait(100)
+    supervisor.wait(TIMEOUT_S)
     assert eventually(lambda: all(gone(pid) for pid in read_pids(tmp_path / "pids")))
     assert "exit code 7" in (tmp_path / "log").read_text()
     assert supervisor.stdin is not None
@@ -255,7 +257,7 @@ def test_a_server_that_dies_at_start_is_reported_with_the_end_of_its_log(tmp_pat
     one = server(tmp_path, [sys.executable, "-c", "print(*range(100), sep='\\n'); raise SystemExit('no such model')"])
     one.start()
     with pytest.raises(RuntimeError) as caught:
-        one.wait_ready(60)
+        one.wait_ready(TIMEOUT_S)
     message = str(caught.value)
     assert "ended before it was ready" in message
     assert str(one.log) in message

@@ -33,6 +33,12 @@ def servers() -> Iterator[list[FaultyServer]]:
         server.close()
 
 
+def wait_for_calls(count: int, *servers: FaultyServer) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while sum(len(server.calls) for server in servers) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def drawn(stream: SampleStream) -> dict[tuple[Any, int], Response]:
     return {(key, index): response for key, index, response in stream}
 
@@ -72,6 +78,7 @@ def test_a_server_that_has_its_share_gets_no_more_until_it_has_room(servers: lis
             name, index, each = stream.next(None)
             found[name, index] = each
         assert stream.next(0.0) is None
+        wait_for_calls(2, stopped)
         assert (stream.unfinished, len(stopped.calls)) == (4, 2)  # twice what it draws at once
         stopped.hangs.clear()
         stopped.released.set()
@@ -86,9 +93,7 @@ def test_a_request_goes_to_the_server_that_owes_the_fewest_tokens(servers: list[
     with fleet_of(servers, tmp_path, max_num_seqs=64) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
         for key, length in enumerate((50, 3, 3, 3, 3)):
             stream.submit(key, [1] * length, 7)
-        deadline = time.monotonic() + TIMEOUT_S
-        while sum(len(server.calls) for server in servers) < 5 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for_calls(5, *servers)
         assert [len(server.calls) for server in servers] == [1, 4]
         for server in servers:
             server.released.set()
@@ -125,9 +130,7 @@ def test_a_stream_does_not_ask_servers_that_were_started_again_and_have_no_weigh
     server.hangs = {SAMPLES}
     with fleet_of([server], tmp_path) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
         stream.submit("a", (1, 5), 11)
-        deadline = time.monotonic() + TIMEOUT_S
-        while not server.calls and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for_calls(1, server)
         fleet._end()
         server.hangs.clear()
         assert fleet.revive()
@@ -228,6 +231,7 @@ def test_an_abort_gives_what_there_is(servers: list[FaultyServer], tmp_path: Pat
     with fleet_of([server], tmp_path, max_num_seqs=2) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
         for key in range(6):
             stream.submit(key, (1, key), 4)  # at most four are on their way
+        wait_for_calls(2, server)  # of its two connections; of requests that begin after an abort there is nothing
         found = stream.abort()
         assert stream.unfinished == 0
         assert 1 <= len(found) <= 3

@@ -25,6 +25,7 @@ from tepo_megatron.train.step_rewards import StepRewards
 from tepo_megatron.types import Problem, Rollout, WeightsVersion
 from tepo_megatron.watch.heartbeat import Heartbeat
 from tests.support.fake_stream import FakeServers, FakeVerifiers
+from tests.support.programs import TIMEOUT_S
 
 PROBLEMS = [Problem(f"p{number}", "q", "a") for number in range(101)]
 B = 3
@@ -71,7 +72,7 @@ class Run:
         self.schedule.published(WeightsVersion(self.version, f"{self.version:x}"))
 
     def wait(self, true: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + TIMEOUT_S
         while not true():
             assert time.monotonic() < deadline
             time.sleep(0.002)
@@ -134,7 +135,7 @@ def collect_later(run: Run, finish: Callable[[], None]) -> list[Rollout]:
     thread = threading.Thread(target=collect)
     thread.start()
     finish()
-    thread.join(60)
+    thread.join(TIMEOUT_S)
     assert found
     if isinstance(found[0], BaseException):
         raise found[0]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from tepo_megatron.cli import train as train_command
@@ -179,10 +181,21 @@ def test_the_order_of_problems_goes_on_or_begins_anew_where_that_is_allowed() ->
         restore_data(same, {}, ())
 
 
+@pytest.fixture
+def other_model(tmp_path: Path) -> Path:
+    """Of the same architecture, with other weights."""
+    folder = shutil.copytree(MODEL, tmp_path / "other")
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: weight * 2 for name, weight in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--resume", "optimizer.lr=0.5"], "optimizer.lr: 1e-06 -> 0.5"),
+        (["--resume", "model.path=OTHER"], "model.path's weights, which a resumed run does not train: \"builtin:tiny ("),
+        (["train.resume=auto", "model.path=OTHER"], "train.allow_change=[model.path]"),
         (["--resume", "train.steps=3"], "train.steps = 3, but"),
         (["--resume", "--from", "step_000005"], "step_000005 is not there"),
         (["--from", "step_000006"], "has no effect without resume"),
@@ -190,8 +203,9 @@ def test_the_order_of_problems_goes_on_or_begins_anew_where_that_is_allowed() ->
     ],
 )
 def test_the_command_refuses_before_it_starts_anything(
-    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], words: str, tmp_path: Path, other_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    arguments = [argument.replace("OTHER", str(other_model)) for argument in arguments]
     save(tmp_path, 6)
     (tmp_path / "resolved.yaml").write_text("as it was")
     (tmp_path / "run.yaml").write_text(f"output: {tmp_path}\n")

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.train.run_lock import FILE, SILENT_S, RunLock, check_free, read_holder
+from tests.support.programs import TIMEOUT_S
 
 HOLD = """
 import sys, time
@@ -65,7 +66,7 @@ def test_of_runs_that_start_at_once_one_gets_the_folder(tmp_path: Path) -> None:
     assert said.count("taken\n") == 1
     assert all(line == "taken\n" or "is in use by" in line for line in said)
     for process in processes:
-        process.communicate(timeout=100)
+        process.communicate(timeout=TIMEOUT_S)
     assert not list(tmp_path.iterdir())
 
 
@@ -77,7 +78,7 @@ def test_a_file_that_was_removed_while_it_was_opened_is_no_lock(
 
     def late(fd: int, mode: int) -> None:
         monkeypatch.setattr(fcntl, "flock", flock)
-        holder.communicate("\n", timeout=100)
+        holder.communicate("\n", timeout=TIMEOUT_S)
         others.append(hold(tmp_path))
         assert others[0].stdout.readline() == "taken\n"
         flock(fd, mode)
@@ -110,7 +111,7 @@ def test_what_a_killed_run_left_is_taken_and_named(holder: subprocess.Popen[str]
 
 
 def test_a_run_that_ended_leaves_nothing(holder: subprocess.Popen[str], tmp_path: Path) -> None:
-    holder.communicate("\n", timeout=100)
+    holder.communicate("\n", timeout=TIMEOUT_S)
     assert not list(tmp_path.iterdir())
     lock = RunLock(tmp_path)
     assert lock.take() is None
@@ -153,9 +154,9 @@ def leave(folder: Path, *, silent_s: float, **changes: Any) -> None:
 
 
 def test_a_run_on_another_machine_is_refused_while_it_gives_signs_of_life(tmp_path: Path) -> None:
-    leave(tmp_path, silent_s=20)
+    leave(tmp_path, silent_s=100)
     for attempt in (lambda: RunLock(tmp_path).take(), lambda: check_free(tmp_path)):
-        with pytest.raises(ValueError, match=r"on node7, .*sign of life 2\d s ago.*start again in 180 s, or remove the file"):
+        with pytest.raises(ValueError, match=r"on node7, .*sign of life 1\d\d s ago.*start again in 180 s, or remove the file"):
             attempt()
     leave(tmp_path, silent_s=SILENT_S + 5)
     lock = RunLock(tmp_path)

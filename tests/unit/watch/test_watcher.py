@@ -31,13 +31,13 @@ def the_place_where_it_waits():
         if not (rank == 1 and what == "still"):
             beats.moved()
 
-beats = Heartbeat(folder / "status", rank, 2, hang_timeout_s=2.0 if what == "still" else 1000.0)
+beats = Heartbeat(folder / "status", rank, 2, hang_timeout_s=2.0 if what == "still" and rank == 1 else 1000.0)
 if rank == 1:  # as ranks do: after rank 0
     while not (folder / "status" / "rank-00000.json").exists():
         time.sleep(0.05)
 beats.start()
+beats.step(12)  # before the phase, which is written at once
 beats.phase("update")
-beats.step(12)
 the_place_where_it_waits()
 """
 
@@ -124,7 +124,16 @@ def test_a_rank_says_what_it_does_and_how_it_ended(tmp_path: Path) -> None:
     assert (record.pid, record.started) == (os.getpid(), process_state(os.getpid()).started)
 
 
-def test_a_shorter_word_after_a_longer_one_is_whole(tmp_path: Path) -> None:
+def test_a_shorter_word_after_a_longer_one_is_whole_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads does so between two calls of the writer, too."""
+    pwrite, seen = os.pwrite, []
+
+    def write(handle: int, data: bytes, at: int) -> int:
+        written = pwrite(handle, data, at)
+        seen.append(record_path(tmp_path, 0).read_text())
+        return written
+
+    monkeypatch.setattr(os, "pwrite", write)
     beats = Heartbeat(tmp_path, 0, 1)
     beats.start()
     beats.phase("rollout", waits_for="the servers " * 100)
@@ -134,6 +143,7 @@ def test_a_shorter_word_after_a_longer_one_is_whole(tmp_path: Path) -> None:
         time.sleep(0.02)
     beats.phase("update")
     beats.close("finished")
+    assert [json.loads(text)["rank"] for text in seen] == [0] * len(seen)
     assert json.loads(record_path(tmp_path, 0).read_text())["ended"] == "finished"
 
 

@@ -45,7 +45,8 @@ def join(name: TransportName, store: Store, member: Member, timeout_s: float, *,
             "needs CUDA on both sides; set it to gloo"
         )
     introduce(store, member.rank, introduction(member.name or f"rank {member.rank}", member.address, member.device))
-    with Rendezvous(store, member.world_size, timeout_s, stage="introduced").forming_group():
+    # What is wrong with the group is for all to say: also for who is still on its way here when another has said so and left.
+    with Rendezvous(store, member.world_size, timeout_s, stage="introduced", parts=True).forming_group():
         shared = call_roll(store, member.world_size, nccl=name == "nccl", may_share=or_gloo)
     if shared:
         warn(f"{shared}: the weights take gloo, through the memory of the hosts", stacklevel=2)
