@@ -18,8 +18,10 @@ from tests.support.processes import assert_none_names
 pytest.importorskip("openai")
 
 EXAMPLE = "examples/own_agent/run.yaml"
-SMALL = ("train.steps=2", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.record=true")
-SMALL += ("environment.timeout_s=600",)  # none may fail, on a slow machine either
+SMALL = (
+    *("train.steps=2", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.record=true"),
+    "environment.timeout_s=600",  # no episode may fail, on a slow machine either
+)
 
 
 def test_an_agent_on_openais_client_trains_on_what_was_sampled_and_on_nothing_else(tmp_path: Path) -> None:
