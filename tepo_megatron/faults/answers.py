@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,11 +12,15 @@ from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.faults.hostile_answers import hostile_answers
 from tepo_megatron.faults.outcome import FaultClass, Outcome
 from tepo_megatron.faults.processes import command_line, descendants
-from tepo_megatron.reward.pool import RewardPool
+from tepo_megatron.reward.calls import took_too_long
+from tepo_megatron.reward.pool import RewardPool, RewardResult
 from tepo_megatron.types import Problem
 
 TIMEOUT_S = 2.0
 """A third of the answers costs it."""
+ATTEMPTS = 3
+"""Of a group in which an honest answer took too long: on a loaded machine it may. One that a hostile answer holds up is late
+each time."""
 LARGEST_GIB = 2.0
 
 
@@ -34,7 +39,7 @@ class HostileAnswers(FaultClass):
         hostile = answers[number * len(answers) // self.count(quick=self.workshop.is_quick)]  # spread over all groups
         right, wrong = Problem("right", "1+1=", "2"), Problem("wrong", "1+2=", "3")
         neighbours = [(right, r"\boxed{2}"), (hostile.problem, hostile.response), (wrong, r"\boxed{4}"), (right, "$2$")]
-        results = self._pool.score(neighbours)
+        results = score(self._pool, neighbours)
         rewards = [result.reward for result in results]
         if [rewards[0], *rewards[2:]] != [1.0, 0.0, 1.0]:
             errors = [result.error for result in results if result.error]
@@ -49,6 +54,16 @@ class HostileAnswers(FaultClass):
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+
+def score(pool: RewardPool, neighbours: Sequence[tuple[Problem, str]]) -> list[RewardResult]:
+    """Scores all again where one beside the hostile, which is the second, took too long; :data:`ATTEMPTS` times in all."""
+    late = took_too_long(TIMEOUT_S)
+    for _ in range(ATTEMPTS):
+        results = pool.score(neighbours)
+        if not any(late in (result.error or "") for result in (results[0], *results[2:])):
+            break
+    return results
 
 
 def _largest_worker_gib() -> float:
