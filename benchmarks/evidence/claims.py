@@ -1,6 +1,6 @@
 """What the papers claim, the figure that stands for it here, and whether the runs agree.
 
-Figures, comparisons and rules were fixed before the first run of the sweep had ended.
+Figures, comparisons and rules were fixed before the first run of the sweep had ended, :data:`FEWEST_PAIRS` after two seeds.
 """
 
 from __future__ import annotations
@@ -77,6 +77,10 @@ CLAIMS = (
 )
 
 
+FEWEST_PAIRS = 3
+"""Two differences of a figure that moves in steps are often equal, and their interval is then a point."""
+
+
 def claims(figures: Figures, rates: Sequence[str]) -> str:
     """A row for each claim and comparison, a column for each learning rate and for the best of each: TEPO's difference or
     ratio with its interval, the pairs, and the verdict.
@@ -103,13 +107,14 @@ def _cell(figures: Figures, claim: Claim, other: str, rate: str, rates: Sequence
         return "–"
     figure = FIGURES[claim.figure]
     at = f"{figures.evidence.rate(mine)} beside {figures.evidence.rate(theirs)}: " if rate == BEST else ""
-    return f"{at}{found.text(figure, ratio=figure.ratio)}, {found.seeds} pairs: **{judged(claim, found)}**"
+    pairs = f"{found.seeds} {'pair' if found.seeds == 1 else 'pairs'}"
+    return f"{at}{found.text(figure, ratio=figure.ratio)}, {pairs}: **{judged(claim, found)}**"
 
 
 def judged(claim: Claim, found: Estimate) -> str:
-    """The verdict, if there are pairs enough for an interval. A ratio whose bound works for the claim is no verdict."""
-    if math.isnan(found.low):
-        return "no interval"
+    """The verdict, if there are pairs enough. A ratio whose bound works for the claim is no verdict."""
+    if found.seeds < FEWEST_PAIRS or math.isnan(found.low):
+        return "too few for a verdict"
     verdict = claim.verdict(found, 1.0 if FIGURES[claim.figure].ratio else 0.0)
     if found.at_least and verdict not in ("undecided", "the opposite"):
         return f"undecided: TEPO never got there in {found.at_least}"

@@ -195,7 +195,8 @@ def test_what_is_claimed_has_to_be_on_its_side_of_nothing() -> None:
 
 
 def test_one_pair_is_no_verdict_and_a_run_of_ours_that_never_got_there_none_in_our_favour() -> None:
-    assert judged(CLAIMS[0], interval([0.5])) == "no interval"
+    assert judged(CLAIMS[0], interval([0.5])) == judged(CLAIMS[0], interval([0.5, 0.5])) == "too few for a verdict"
+    assert judged(CLAIMS[0], interval([0.4, 0.4, 0.4])) == "holds"
     assert judged(CLAIMS[0], Estimate(0.3, 0.2, 0.4, 5, at_least=1)) == "undecided: TEPO never got there in 1"
 
 
