@@ -35,6 +35,8 @@ from tests.support.programs import TIMEOUT_S
 
 EOS = 2
 VOCABULARY = 64
+ATTEMPTS = 20
+"""Of what has to come in the middle of responses: on a loaded machine all may have ended before the first is here."""
 PROMPTS = [(1, 5, 6, 7), (1, 9), (1, 30, 31, 32, 33, 34, 35), (1,), (1, 60, 4), (1, 5, 6, 7)]  # the first and last are the same
 Weights = dict[str, Tensor]
 
@@ -188,20 +190,19 @@ def test_responses_are_ended_in_the_middle_and_gone_on_with_by_other_weights(
 ) -> None:
     other, version = random_model(3), WeightsVersion(5, "d")
     with fleet.sample_stream(Sampling(1.0, 100)) as stream:
-        stream.submit("a", PROMPTS[0], 5, 48)
-        finished = {stream.next(None)[1]}
-        parts = {}
-        for _, index, each in stream.abort():
-            if each.finish_reason == "abort":
-                parts[index] = each
-            finished.add(index)
+        for seed in range(5, 5 + ATTEMPTS):
+            stream.submit("a", PROMPTS[0], seed, 48)
+            ended = [stream.next(None), *stream.abort()]
+            parts = {index: each for _, index, each in ended if each.finish_reason == "abort"}
+            if len(parts) > 5:
+                break
         assert len(parts) > 5
-        assert len(finished) == 48  # all had begun
+        assert {index for _, index, _ in ended} == set(range(48))  # all had begun
         for each in list(parts.values())[:4]:
             expected = logprobs_oracle(first_weights, PROMPTS[0], each.response_ids.tolist(), 1.0)
             torch.testing.assert_close(torch.tensor(each.logprobs.tolist()).double(), expected, rtol=0, atol=1e-4)
         sync(fleet, other, version)
-        stream.submit("a", PROMPTS[0], 5, 48, continued=parts, only=list(parts))
+        stream.submit("a", PROMPTS[0], seed, 48, continued=parts, only=list(parts))
         for _, index, whole in stream:
             length = len(parts[index].response_ids)
             assert whole.versions == ((0, WeightsVersion(0)), (length, version))
@@ -215,12 +216,16 @@ def test_responses_are_ended_in_the_middle_and_gone_on_with_by_other_weights(
 
 def test_an_update_in_the_middle_of_responses_shows_in_their_versions(fleet: Fleet, first_weights: torch.nn.Module) -> None:
     version = WeightsVersion(6, "e")
-    with fleet.sample_stream(Sampling(1.0, 100)) as stream:
-        stream.submit("a", PROMPTS[0], 5, 48)
-        drawn = [stream.next(None)[2]]
-        sync(fleet, random_model(4), version)
-        drawn += [each for _, _, each in stream]
-    spans = {tuple(each for _, each in response.versions) for response in drawn}
+    for seed in range(5, 5 + ATTEMPTS):
+        with fleet.sample_stream(Sampling(1.0, 100)) as stream:
+            stream.submit("a", PROMPTS[0], seed, 48)
+            drawn = [stream.next(None)[2]]
+            sync(fleet, random_model(4), version)
+            drawn += [each for _, _, each in stream]
+        spans = {tuple(each for _, each in response.versions) for response in drawn}
+        if len(spans) > 1:
+            break
+        sync(fleet, first_weights, WeightsVersion(0))
     assert len(drawn) == 48
     assert spans == {(WeightsVersion(0),), (WeightsVersion(0), version)}
     for response in drawn:  # until the update all is the first weights'
@@ -421,15 +426,18 @@ def test_tokens_are_progress_where_no_answer_is_there_yet(
 def test_the_canary_waits_for_no_sample_that_waits(fleet: Fleet, first_weights: torch.nn.Module) -> None:
     """As many samples wait as are drawn. Behind them it would be begun when half of all have finished."""
     at_once = fleet._config.max_num_seqs
-    with fleet.sample_stream(Sampling(1.0, 100)) as stream:
-        for key in range(2):
-            stream.submit(key, PROMPTS[0], 5 + 1000 * key, at_once)
-        finished = int(stream.next(None) is not None)
-        fleet.prompt_logprobs(PROMPTS[2])
-        while stream.next(0.0) is not None:
-            finished += 1
-        assert finished < at_once
-        assert len(list(stream)) == 2 * at_once - finished, "nothing was lost"
+    for _ in range(ATTEMPTS):
+        with fleet.sample_stream(Sampling(1.0, 100)) as stream:
+            for key in range(2):
+                stream.submit(key, PROMPTS[0], 5 + 1000 * key, at_once)
+            finished = int(stream.next(None) is not None)
+            fleet.prompt_logprobs(PROMPTS[2])
+            while stream.next(0.0) is not None:
+                finished += 1
+            assert len(list(stream)) == 2 * at_once - finished, "nothing was lost"
+        if finished < at_once:
+            break
+    assert finished < at_once
 
 
 @contextmanager
