@@ -5,8 +5,10 @@ Figures, comparisons and rules were fixed before the first run of the sweep had 
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -79,6 +81,28 @@ CLAIMS = (
 
 FEWEST_PAIRS = 3
 """Two differences of a figure that moves in steps are often equal, and their interval is then a point."""
+
+
+VERDICTS = ("holds", "faster", "undecided", "the opposite", "too few")
+"""How a verdict on something claimed begins; in this order they are counted."""
+
+
+def summary(figures: Figures, rates: Sequence[str]) -> str:
+    """A row for each claim of a paper: at how many comparisons, each learning rate by itself, it got which verdict."""
+    counts: dict[str, Counter[str]] = {}
+    for claim in CLAIMS:
+        if claim.verdict is difference:
+            continue
+        for other, rate in itertools.product(claim.others, rates):
+            found = figures.against(claim.figure, ("tepo", rate), (other, rate))
+            if found.seeds:
+                verdict = judged(claim, found)
+                counts.setdefault(claim.said, Counter())[next(each for each in VERDICTS if verdict.startswith(each))] += 1
+    if not counts:
+        return "Not run yet.\n"
+    used = [verdict for verdict in VERDICTS if any(count[verdict] for count in counts.values())]
+    rows = [[said, str(count.total()), *(str(count[verdict]) for verdict in used)] for said, count in counts.items()]
+    return markdown(["claim", "comparisons", *used], rows)
 
 
 def claims(figures: Figures, rates: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from benchmarks.evidence.claims import claims
+from benchmarks.evidence.claims import claims, summary
 from benchmarks.evidence.figures import FIGURES, Estimate, interval, paired
 from benchmarks.evidence.record import Evidence, Key
 from tepo_megatron.bench.results import markdown
@@ -64,14 +64,14 @@ def make_tables(tiny: Evidence, second: Evidence, overhead: Evidence) -> dict[st
 
 
 def _comparison(figures: Figures) -> dict[str, str]:
-    """The claims, how each objective learns, and the two parts."""
+    """The claims, in short and whole, how each objective learns, and the two parts."""
     rates = list(figures.evidence.sweep.axes["lr"])
     learning = {f"learning-{rate}": _by_objective(figures, rate, LEARNING) for rate in rates}
-    return {"claims": claims(figures, rates), **learning, "parts": _parts(figures, rates)}
+    return {"summary": summary(figures, rates), "claims": claims(figures, rates), **learning, "parts": _parts(figures, rates)}
 
 
 def state(sweeps: Mapping[str, Evidence]) -> str:
-    """How many seeds of each combination are done, when and where they ran; and what is missing."""
+    """How many runs of each sweep are done, when and where they ran; of one that is unfinished, how many seeds of what."""
     parts, counts = [], []
     for name, evidence in sweeps.items():
         keys, seeds = evidence.keys, len(evidence.sweep.seeds)
@@ -81,8 +81,9 @@ def state(sweeps: Mapping[str, Evidence]) -> str:
         where = f" Collected on {evidence.made_on}." if evidence.made_on else ""
         listed = ", ".join(map(str, evidence.sweep.seeds))
         parts.append(f"`examples/evidence/{name}.yaml`: {done} of {of} runs, seeds {listed}; {missing}.{when}{where}\n")
-        counts += [[name, key[0], *_done(evidence, key[0])] for key in dict.fromkeys((key[0],) for key in keys)]
-    return "\n".join([*parts, markdown(["sweep", "objective", "seeds done"], counts)])
+        if done < of:
+            counts += [[name, key[0], *_done(evidence, key[0])] for key in dict.fromkeys((key[0],) for key in keys)]
+    return "\n".join([*parts, *([markdown(["sweep", "objective", "seeds done"], counts)] if counts else [])])
 
 
 def _done(evidence: Evidence, objective: str) -> list[str]:
