@@ -1,6 +1,7 @@
 """What the papers claim, the figure that stands for it here, and whether the runs agree.
 
-Figures, comparisons and rules were fixed before the first run of the sweep had ended, :data:`FEWEST_PAIRS` after two seeds.
+Figures, comparisons and rules were fixed before the first run of the sweep had ended; :data:`FEWEST_PAIRS` after two seeds,
+:data:`NOT_HALF` after three.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ def half_the_time(found: Estimate, nothing: float) -> str:
         return "faster, by less than half" + _bound(found)
     if found.high < nothing:
         return "holds" if found.high <= 0.5 else "faster; half is within the interval" + _bound(found)
-    return "the opposite" if found.low > nothing else "undecided"
+    if found.low > nothing:
+        return "the opposite"
+    return NOT_HALF if found.low > 0.5 else "undecided"
+
+
+NOT_HALF = "not half; undecided whether faster"
 
 
 def _bound(found: Estimate) -> str:
@@ -83,7 +89,7 @@ FEWEST_PAIRS = 3
 """Two differences of a figure that moves in steps are often equal, and their interval is then a point."""
 
 
-VERDICTS = ("holds", "faster", "undecided", "the opposite", "too few")
+VERDICTS = ("holds", "faster", NOT_HALF, "undecided", "the opposite", "too few")
 """How a verdict on something claimed begins; in this order they are counted."""
 
 
@@ -136,12 +142,16 @@ def _cell(figures: Figures, claim: Claim, other: str, rate: str, rates: Sequence
 
 
 def judged(claim: Claim, found: Estimate) -> str:
-    """The verdict, if there are pairs enough. A ratio whose bound works for the claim is no verdict."""
+    """The verdict, if there are pairs enough. A ratio with a run that never got there is a bound only, and a verdict that the
+    true ratio could change is none.
+    """
     if found.seeds < FEWEST_PAIRS or math.isnan(found.low):
         return "too few for a verdict"
     verdict = claim.verdict(found, 1.0 if FIGURES[claim.figure].ratio else 0.0)
-    if found.at_least and verdict not in ("undecided", "the opposite"):
+    if found.at_least and verdict not in ("undecided", "the opposite", NOT_HALF):
         return f"undecided: TEPO never got there in {found.at_least}"
+    if found.at_most and verdict in ("the opposite", NOT_HALF):
+        return f"undecided: the other never got there in {found.at_most}"
     return verdict
 
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.evidence.claims import CLAIMS, half_the_time, judged, less, more
+from benchmarks.evidence.claims import CLAIMS, NOT_HALF, half_the_time, judged, less, more
 from benchmarks.evidence.figures import FIGURES, Estimate, interval, jitter, largest_fall, paired
 from benchmarks.evidence.page import MOST_BYTES, SWEEPS, as_text, evidence_of, fill, make
 from benchmarks.evidence.pictures import mean_curve, shown
@@ -180,7 +180,8 @@ def coverage(values: np.ndarray, true: float) -> float:
         (0.3, 0.8, "faster; half is within the interval"),
         (0.45, 0.55, "faster; half is within the interval"),
         (0.6, 0.8, "faster, by less than half"),
-        (0.6, 1.1, "undecided"),
+        (0.4, 1.1, "undecided"),
+        (0.6, 1.1, NOT_HALF),
         (1.1, 1.4, "the opposite"),
     ],
 )
@@ -194,10 +195,13 @@ def test_what_is_claimed_has_to_be_on_its_side_of_nothing() -> None:
     assert [less(each, 0) for each in sides] == ["the opposite", "undecided", "holds"]
 
 
-def test_one_pair_is_no_verdict_and_a_run_of_ours_that_never_got_there_none_in_our_favour() -> None:
+def test_one_pair_is_no_verdict_and_a_run_that_never_got_there_none_in_favour_of_it() -> None:
     assert judged(CLAIMS[0], interval([0.5])) == judged(CLAIMS[0], interval([0.5, 0.5])) == "too few for a verdict"
     assert judged(CLAIMS[0], interval([0.4, 0.4, 0.4])) == "holds"
     assert judged(CLAIMS[0], Estimate(0.3, 0.2, 0.4, 5, at_least=1)) == "undecided: TEPO never got there in 1"
+    assert judged(CLAIMS[0], Estimate(0.8, 0.6, 1.2, 5, at_least=1)) == NOT_HALF
+    assert judged(CLAIMS[0], Estimate(2, 1.5, 3, 5, at_most=2)) == "undecided: the other never got there in 2"
+    assert judged(CLAIMS[0], Estimate(0.8, 0.6, 1.2, 5, at_most=2)) == "undecided: the other never got there in 2"
 
 
 # -- the page
