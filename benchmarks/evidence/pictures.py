@@ -123,7 +123,7 @@ def _curves(evidence: Evidence, picture: Picture, png: Path) -> None:
             highest.append(axes)
     low, high = min(axes.get_ylim()[0] for axes in highest), max(axes.get_ylim()[1] for axes in highest)
     for axes in highest:
-        axes.set_ylim(min(low, 0.0) if low < 0.3 * high else low, high)
+        axes.set_ylim(min(low, 0.0) if low < 0.2 * high else low, high)
     figure.savefig(png, format="png", metadata={"Software": None})
 
 
