@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 BEST = "best of each"
 """The learning rate with the largest area under the greedy curve, for each objective by itself."""
 
+NOT_HALF = "not half; undecided whether faster"
+
 Verdict = Callable[[Estimate, float], str]
 
 
@@ -35,9 +37,6 @@ def half_the_time(found: Estimate, nothing: float) -> str:
     if found.low > nothing:
         return "the opposite"
     return NOT_HALF if found.low > 0.5 else "undecided"
-
-
-NOT_HALF = "not half; undecided whether faster"
 
 
 def _bound(found: Estimate) -> str:

@@ -83,7 +83,9 @@ def state(sweeps: Mapping[str, Evidence]) -> str:
         parts.append(f"`examples/evidence/{name}.yaml`: {done} of {of} runs, seeds {listed}; {missing}.{when}{where}\n")
         if done < of:
             counts += [[name, key[0], *_done(evidence, key[0])] for key in dict.fromkeys((key[0],) for key in keys)]
-    return "\n".join([*parts, *([markdown(["sweep", "objective", "seeds done"], counts)] if counts else [])])
+    if counts:
+        parts.append(markdown(["sweep", "objective", "seeds done"], counts))
+    return "\n".join(parts)
 
 
 def _done(evidence: Evidence, objective: str) -> list[str]:
