@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 import queue
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -31,11 +33,14 @@ LAST_LINES = 30
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended. ``outcome``: ``done``, ``failed`` (``said`` is its error) or ``stopped``, as the sweep was asked to."""
+    """How a run ended. ``outcome``: ``done``, ``failed`` (``said`` is its error) or ``stopped``, as the sweep was asked to.
+    ``seconds``: of one that this sweep did.
+    """
 
     run: SweepRun
     outcome: str
     said: str = ""
+    seconds: float = 0.0
 
 
 def is_done(run: SweepRun) -> bool:
@@ -82,6 +87,18 @@ def core_shares(cores: Sequence[int], jobs: int) -> list[list[int]]:
     return [list(cores[job * len(cores) // jobs : (job + 1) * len(cores) // jobs]) for job in range(jobs)]
 
 
+def seconds_left(took: Sequence[float], running: Sequence[float], waiting: int, jobs: int) -> float:
+    """Until the last run ends, if each takes the mean of ``took``: of those that run, with what each has behind it, and of
+    those that wait for one of ``jobs`` places.
+    """
+    each = statistics.fmean(took)
+    places = [max(each - since, 0.0) for since in running] + [0.0] * (jobs - len(running))
+    heapq.heapify(places)
+    for _ in range(waiting):
+        heapq.heappush(places, heapq.heappop(places) + each)
+    return max(places)
+
+
 def _use_cores(cores: Sequence[int]) -> None:
     """Binds this thread, and with it the processes that it starts from now on."""
     if hasattr(os, "sched_setaffinity"):
@@ -96,7 +113,7 @@ class Sweep:
         """``say`` takes the lines of progress. Raises ValueError as :func:`check_runs`."""
         check_runs(sweep, runs)
         self._sweep, self._runs, self._say, self._jobs = sweep, list(runs), say, jobs
-        self._living: dict[str, subprocess.Popen[bytes]] = {}
+        self._living: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
         self._lock = threading.Lock()
         self._stop: int | None = None
 
@@ -107,7 +124,6 @@ class Sweep:
             f"{len(self._runs)} runs: {len(self._runs) - len(waiting)} done, {len(waiting)} to do, {self._jobs} at a time"
         )
         ended = {run.name: Ended(run, "done") for run in self._runs if is_done(run)}
-        begin, of = time.monotonic(), len(waiting)
         shares: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
         for share in core_shares(available_cores(), self._jobs):
             shares.put(share)
@@ -119,19 +135,23 @@ class Sweep:
                     one = future.result()
                     ended[one.run.name] = one
                     if one.outcome != "stopped":
-                        self._say(self._line(one, number=of - len(pending), of=of, took=time.monotonic() - begin))
+                        self._say(self._line(one, [ended[run.name] for run in waiting if run.name in ended], len(waiting)))
         return [ended[run.name] for run in self._runs]
 
-    def _line(self, one: Ended, *, number: int, of: int, took: float) -> str:
-        left = took / number * (of - number)
+    def _line(self, one: Ended, ended: Sequence[Ended], of: int) -> str:
         word = f"{one.outcome}: {one.said}" if one.said else one.outcome
-        return f"[{number}/{of}] {one.run.name} {word}{_last_figures(one.run)}" + (
-            f"; about {duration(left)} left" if left else ""
-        )
+        took = [each.seconds for each in ended if each.outcome == "done"]
+        with self._lock:
+            running = [time.monotonic() - begun for _, begun in self._living.values()]
+        waiting = of - len(ended) - len(running)
+        known = took and len(ended) < of
+        left = f"; about {duration(seconds_left(took, running, waiting, self._jobs))} left" if known else ""
+        return f"[{len(ended)}/{of}] {one.run.name} {word}{_last_figures(one.run)}{left}"
 
     def _one(self, run: SweepRun) -> Ended:
         log = run.folder.parent / "logs" / f"{run.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
+        begun = time.monotonic()
         for _ in range(self._sweep.attempts):
             if self._stop is not None:
                 return Ended(run, "stopped")
@@ -141,7 +161,7 @@ class Sweep:
                 return Ended(run, "failed", str(error))
             status = self._start(run, log)
             if status == 0 and is_done(run):
-                return Ended(run, "done")
+                return Ended(run, "done", seconds=time.monotonic() - begun)
             if self._stop is not None:
                 return Ended(run, "stopped")
         return Ended(run, "failed", f"{_error(log)} ({log})")
@@ -156,7 +176,7 @@ class Sweep:
                 process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
                 )
-                self._living[run.name] = process
+                self._living[run.name] = process, time.monotonic()
             try:
                 return process.wait()
             finally:
@@ -170,7 +190,7 @@ class Sweep:
             if self._stop is None:
                 self._say("stopping: each run saves what it trained; the same command goes on")
             self._stop = number
-            for process in list(self._living.values()):
+            for process, _ in list(self._living.values()):
                 process.send_signal(number)
 
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}

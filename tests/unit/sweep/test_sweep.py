@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config.load import load_run
 from tepo_megatron.sweep.file import SweepFile, read_sweep, runs_of, shard
-from tepo_megatron.sweep.runner import Sweep, check_runs, core_shares, is_done
+from tepo_megatron.sweep.runner import Sweep, check_runs, core_shares, is_done, seconds_left
 from tepo_megatron.sweep.table import Spread, area, figures_of_run, find, table, write_tables
 from tests.support.programs import TIMEOUT_S
 
@@ -96,6 +96,46 @@ def test_two_runs_at_a_time_start_on_cores_of_their_own(tmp_path: Path, monkeypa
     assert one | other == before
     assert not one & other
     assert os.sched_getaffinity(0) == before
+
+
+@given(each=st.integers(1, 1000), waiting=st.integers(0, 60), jobs=st.integers(1, 9))
+def test_what_is_left_goes_by_how_many_run_at_a_time(each: int, waiting: int, jobs: int) -> None:
+    assert seconds_left([each, each], [], waiting, jobs) == math.ceil(waiting / jobs) * each
+    if waiting:  # one more has just begun on a place that the others do not have
+        assert seconds_left([each], [0.0], waiting, jobs) == math.ceil((waiting + 1) / jobs) * each
+
+
+@pytest.mark.parametrize(
+    ("took", "running", "waiting", "jobs", "left"),
+    [
+        ([240.0], [239.0], 50, 2, 6001.0),  # the first of 52, two at a time; the other is nearly done
+        ([20.0, 40.0], [10.0], 0, 8, 20.0),  # the last one has its place alone
+        ([30.0], [45.0], 0, 1, 0.0),  # takes longer than the others did
+    ],
+)
+def test_what_runs_counts_with_what_it_has_behind_it(
+    took: list[float], running: list[float], waiting: int, jobs: int, left: float
+) -> None:
+    assert seconds_left(took, running, waiting, jobs) == left
+
+
+def test_each_line_counts_what_ended_and_only_the_last_has_nothing_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "run"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys, pathlib\n"
+        "out = next(each for each in sys.argv if each.startswith('output='))\n"
+        "(pathlib.Path(out.partition('=')[2]) / 'model').mkdir(parents=True)\n",
+        encoding="utf-8",
+    )
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    sweep = read_sweep(write(tmp_path, seeds=[0, 1, 2]))
+    said: list[str] = []
+    assert [one.outcome for one in Sweep(sweep, runs_of(sweep), say=said.append, jobs=2).run()] == ["done"] * 3
+    assert [line.partition(" ")[0] for line in said[1:]] == ["[1/3]", "[2/3]", "[3/3]"]
+    assert [" left" in line for line in said[1:]] == [True, True, False]
 
 
 @pytest.mark.parametrize(
