@@ -40,8 +40,8 @@ class Evidence:
     sweep: SweepFile
     runs: Mapping[Key, Mapping[int, Sequence[Row]]]
     dates: Mapping[str, str] = field(default_factory=dict)
-    made_on: str = ""
-    """Machine and versions."""
+    machines: Mapping[str, str] = field(default_factory=dict)
+    """A run's name → machine and versions."""
 
     @property
     def keys(self) -> list[Key]:
@@ -79,6 +79,8 @@ def collect(file: Path, folder: Path, results: Path) -> list[str]:
     done = [run for run in runs_of(sweep, folder) if is_done(run)]
     known = dict(read(file, results).runs)
     dates = dict(before["dates"]) if before else {}
+    machines = _by_run(before["machines"]) if before else {}
+    here = _this_machine()
     for run in done:
         source = run.folder / "metrics.jsonl"
         rows = [_kept(row) for row in read_metrics(source)]
@@ -86,17 +88,16 @@ def collect(file: Path, folder: Path, results: Path) -> list[str]:
             raise ValueError(f"{source}: its rows are not those of the steps from 0 on; remove the run and repeat it")
         known[key_of(run)] = {**known.get(key_of(run), {}), run.seed: rows}
         ended = datetime.datetime.fromtimestamp(source.stat().st_mtime, datetime.UTC)
-        dates[run.name] = ended.isoformat(timespec="minutes").removesuffix("+00:00") + "Z"
+        date = ended.isoformat(timespec="minutes").removesuffix("+00:00") + "Z"
+        if dates.get(run.name) != date:  # else it was collected before, where it ran
+            dates[run.name], machines[run.name] = date, here
     results.mkdir(parents=True, exist_ok=True)
     for key, runs in known.items():
         (results / f"{'-'.join(key)}.csv").write_text(_as_csv(runs), encoding="utf-8")
-    versions = {name: version(name) for name in ("torch", "megatron-core", "tepo-megatron")} | {
-        "python": platform.python_version()
-    }
-    made_on = f"{describe_machine().partition(', load')[0]}, " + ", ".join(
-        f"{name} {number}" for name, number in versions.items()
-    )
-    head = {"made_on": made_on, "seeds": list(sweep.seeds), "settings": settings, "dates": dict(sorted(dates.items()))}
+    named: dict[str, list[str]] = {}
+    for name, machine in sorted(machines.items()):
+        named.setdefault(machine, []).append(name)
+    head = {"machines": named, "seeds": list(sweep.seeds), "settings": settings, "dates": dict(sorted(dates.items()))}
     (results / "sweep.json").write_text(json.dumps(head, indent=1) + "\n", encoding="utf-8")
     return [run.name for run in done]
 
@@ -112,7 +113,18 @@ def read(file: Path, results: Path) -> Evidence:
         path = results / f"{'-'.join(key)}.csv"
         if path.is_file():
             found[key] = _from_csv(path.read_text(encoding="utf-8"))
-    return Evidence(sweep, found, head["dates"], head["made_on"])
+    return Evidence(sweep, found, head["dates"], _by_run(head["machines"]))
+
+
+def _this_machine() -> str:
+    """Machine and versions."""
+    versions = {name: version(name) for name in ("torch", "megatron-core", "tepo-megatron")}
+    versions["python"] = platform.python_version()
+    return ", ".join([describe_machine().partition(", load")[0], *(f"{name} {number}" for name, number in versions.items())])
+
+
+def _by_run(machines: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    return {name: machine for machine, names in machines.items() for name in names}
 
 
 def _settings(sweep: SweepFile) -> dict[str, list[str]]:

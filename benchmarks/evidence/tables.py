@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from benchmarks.evidence.claims import claims, summary
@@ -78,7 +79,9 @@ def state(sweeps: Mapping[str, Evidence]) -> str:
         done, of = sum(len(evidence.seeds(key)) for key in keys), len(keys) * seeds
         missing = "all are done" if done == of else f"**{of - done} are missing**, and the same commands go on with them"
         when = f" Ended from {min(evidence.dates.values())} to {max(evidence.dates.values())}." if evidence.dates else ""
-        where = f" Collected on {evidence.made_on}." if evidence.made_on else ""
+        machines = Counter(evidence.machines.values())
+        counted = (f"{machine} ({count} runs)" if len(machines) > 1 else machine for machine, count in machines.most_common())
+        where = f" Collected on {'; '.join(counted)}." if machines else ""
         listed = ", ".join(map(str, evidence.sweep.seeds))
         parts.append(f"`examples/evidence/{name}.yaml`: {done} of {of} runs, seeds {listed}; {missing}.{when}{where}\n")
         if done < of:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.evidence import record
 from benchmarks.evidence.claims import CLAIMS, NOT_HALF, half_the_time, judged, less, more
 from benchmarks.evidence.figures import FIGURES, Estimate, interval, jitter, largest_fall, paired
 from benchmarks.evidence.page import MOST_BYTES, SWEEPS, as_text, evidence_of, fill, make
@@ -236,7 +237,9 @@ def test_the_page_is_what_the_command_makes_of_the_metrics_that_are_kept() -> No
     assert sum(path.stat().st_size for path in kept) < MOST_BYTES
 
 
-def test_an_unfinished_sweep_makes_the_page_and_a_second_one_adds_to_it(root: Path, tmp_path: Path) -> None:
+def test_an_unfinished_sweep_makes_the_page_and_a_second_one_adds_to_it(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     rates = {"tepo": 0.15, "grpo": 0.05}
     file = root / "examples/evidence/tiny.yaml"
@@ -257,12 +260,18 @@ def test_an_unfinished_sweep_makes_the_page_and_a_second_one_adds_to_it(root: Pa
     assert make(root, {})[0].startswith("wrote")
     assert (root / "docs/evidence.md").read_text() == page
 
-    # Another session's folder has the third seed only; what was collected stays.
+    # Another machine's folder has the third seed only; what was collected stays, as what ran elsewhere.
+    assert f"Collected on {record._this_machine()}." in page
+    monkeypatch.setattr(record, "describe_machine", lambda: "64 × another, load average 0.1")
+    make(root, {"tiny": first})
+    assert (root / "docs/evidence.md").read_text() == page
     write_runs(file, second, {"tepo": 3, "grpo": 3}, lambda objective, seed: rates.get(objective, 0.1) + 0.01 * seed)
     for run in runs_of(read_sweep(file), second):
         if run.seed < 2 and run.folder.is_dir():
             shutil.rmtree(run.folder)
     make(root, {"tiny": second})
+    state = (root / "docs/evidence.md").read_text().split("<!-- state -->")[1].split("<!-- end -->")[0]
+    assert re.search(r"Collected on .*\(10 runs\); 64 × another, torch .*\(4 runs\)\.", state)
     tiny = evidence_of(root, "tiny")
     assert tiny.seeds(("tepo", "usual")) == [0, 1, 2]
     figures = Figures(tiny)
