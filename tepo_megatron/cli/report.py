@@ -48,7 +48,8 @@ def report(
 
     Runs side by side: curves, where the time went, settings that differ, faults and restarts; and samples, token by token
     where a run records them (log.token_samples=8). Runs with the same settings but for their seed are drawn together, as mean
-    and range. It may be made while the runs go on, and on any machine that sees their folders.
+    and range, and one kind stands beside another seed by seed, with intervals. It may be made while the runs go on, and
+    on any machine that sees their folders.
 
     [dim]tepo report out/tiny[/]
 

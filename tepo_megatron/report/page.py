@@ -22,6 +22,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from tepo_megatron.evaluate.intervals import T_975
 from tepo_megatron.report.choose import SampleGroup, evenly
 from tepo_megatron.report.runs import Run, find_runs, groups_of, read_run
 from tepo_megatron.report.samples import FILES, read_samples
@@ -29,7 +30,10 @@ from tepo_megatron.report.settings import changes, compared
 from tepo_megatron.report.tokens import pack, token_groups
 from tepo_megatron.train.log_file import replace_text
 
-SCRIPTS = ("base", "scales", "plot", "chart", "overview", "curves", "time", "settings", "faults", "tokens", "samples", "main")
+SCRIPTS = (
+    *("base", "scales", "plot", "chart", "overview", "curves", "compare", "time", "settings", "faults"),
+    *("tokens", "samples", "main"),
+)
 """Files of the page's script, in their order."""
 
 TOKENS_A_MEGABYTE, CHARACTERS_A_MEGABYTE = 60_000, 400_000
@@ -122,6 +126,7 @@ def _runs_data(runs: Sequence[Run], options: Options, refresh: int) -> dict[str,
         "groups": [{"label": group.label, "runs": group.runs} for group in groups],
         "runs": [{**_run_data(run, shown), "group": place[at]} for at, run in enumerate(runs)],
         "settings": compared([run.settings for run in runs]),
+        "t": T_975,
     }
 
 

@@ -14,18 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.bench.results import markdown
+from tepo_megatron.evaluate.intervals import T_975
 from tepo_megatron.sweep.file import SweepFile, SweepRun
 from tepo_megatron.sweep.runner import is_done
 from tepo_megatron.train.metrics import read_metrics
 
 Row = Mapping[str, Any]
-
-_T_975 = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
-"""Student's t at 97.5 %, by degrees of freedom from 1; the normal's 1.96 beyond 30 is 4 % too small at most."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +43,7 @@ class Spread:
         n = len(self.known)
         if n < 2:
             return math.nan
-        quantile = _T_975[n - 2] if n - 2 < len(_T_975) else 1.96
+        quantile = T_975[n - 2] if n - 2 < len(T_975) else 1.96
         return quantile * statistics.stdev(self.known) / math.sqrt(n)
 
     def __str__(self) -> str:

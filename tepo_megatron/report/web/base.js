@@ -84,13 +84,13 @@ function number(value, digits = 4) {
   const size = Math.abs(value);
   if (size === 0) return '0';
   if (!Number.isFinite(value)) return value > 0 ? '∞' : '−∞';
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace('e+', 'e').replace('-', '−');
+  if (size >= 1e6 || size < 1e-3) return value.toExponential(2).replace('e+', 'e').replaceAll('-', '−');
   if (size >= 1000) return value.toFixed(0).replace('-', '−');
   return String(Number(value.toPrecision(digits))).replace('-', '−');
 }
 
 function percent(value, digits = 1) {
-  return value === null || value === undefined || Number.isNaN(value) ? '–' : (100 * value).toFixed(digits) + ' %';
+  return value === null || value === undefined || Number.isNaN(value) ? '–' : (100 * value).toFixed(digits).replace('-', '−') + ' %';
 }
 
 function duration(seconds) {

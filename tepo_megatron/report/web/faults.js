@@ -1,4 +1,4 @@
-// The fifth tab: how each run stands or ended, what went wrong at which step, and what was changed when it went on.
+// The tab of faults: how each run stands or ended, what went wrong at which step, and what was changed when it went on.
 
 function faultCount() {
   return DATA.runs.filter((run) => run.events.length || run.hangs.length).length;

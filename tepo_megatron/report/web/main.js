@@ -1,6 +1,6 @@
 // The head, the tabs, the theme, and loading the page again while a run goes on.
 
-const TABS = [['overview', 'Overview', overviewTab], ['curves', 'Curves', curvesTab], ['time', 'Time', timeTab], ['settings', 'Settings', settingsTab], ['faults', 'Faults', faultsTab], ['samples', 'Samples', samplesTab]];
+const TABS = [['overview', 'Overview', overviewTab], ['curves', 'Curves', curvesTab], ['compare', 'Compare', compareTab], ['time', 'Time', timeTab], ['settings', 'Settings', settingsTab], ['faults', 'Faults', faultsTab], ['samples', 'Samples', samplesTab]];
 
 function tabNow() {
   return TABS.find(([name]) => name === see('tab')) ?? TABS[0];

@@ -110,6 +110,7 @@ const best = (run, metric) => {
 const ofSteps = (run, metric) => (run.columns[metric] ?? []).filter((value, i) => value !== null && run.x[i] > 0);
 
 const short = (value) => number(value, 3);
+/** Name, explanation, value of a run, how it is written, and whether one run's stands to another's as a ratio. */
 const FIGURES = [
   ['reward', 'mean of the last ten steps', (run) => mean(ofSteps(run, 'reward/mean').slice(-10)), short],
   ['greedy', 'held out, last', (run) => last(run, 'accuracy/greedy'), short],
@@ -118,9 +119,9 @@ const FIGURES = [
   ['pass@k', 'held out, last', (run) => last(run, 'accuracy/pass@k'), short],
   ['entropy', 'nats, mean of the last ten steps', (run) => mean(ofSteps(run, 'entropy/mean').slice(-10)), short],
   ['masked', 'of the last ten steps', (run) => mean(ofSteps(run, 'mask/fraction').slice(-10)), percent],
-  ['grad norm', 'mean of the last ten steps', (run) => mean(ofSteps(run, 'grad_norm').slice(-10)), short],
-  ['s/step', 'median, without evaluation', (run) => middle(stepSeconds(run)), short],
-  ['tokens/s', 'median', (run) => middle(ofSteps(run, 'tokens/s')), short],
+  ['grad norm', 'mean of the last ten steps', (run) => mean(ofSteps(run, 'grad_norm').slice(-10)), short, true],
+  ['s/step', 'median, without evaluation', (run) => middle(stepSeconds(run)), short, true],
+  ['tokens/s', 'median', (run) => middle(ofSteps(run, 'tokens/s')), short, true],
 ];
 
 function stepSeconds(run) {

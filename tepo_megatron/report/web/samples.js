@@ -1,4 +1,4 @@
-// The last tab: prompts on the left, and the whole group of the chosen one side by side.
+// The tab of samples: prompts on the left, and the whole group of the chosen one side by side.
 
 const ENTRY = 58;
 const KINDS = { tokens: 'training, token by token', train: 'training, text', heldout: 'held out' };

@@ -1,4 +1,4 @@
-// The fourth tab: what differs between the runs, what differs from the defaults, and every setting.
+// The tab of settings: what differs between the runs, what differs from the defaults, and every setting.
 
 function settingsTab() {
   if (!DATA.settings.length) return el('p', { class: 'quiet', text: 'No run here has a resolved.yaml: nothing is known of its settings.' });

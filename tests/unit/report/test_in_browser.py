@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from tepo_megatron.bench.chromium import Page, chromium, find_chromium
 from tepo_megatron.report import runs
 from tepo_megatron.report.page import Options, write_report
+from tepo_megatron.sweep.table import Spread, area
 from tepo_megatron.train.token_file import read_tokens, token_file
 from tests.support.report_runs import HOSTILE, write_run
 
@@ -20,7 +22,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed (Debian: apt-get install chromium)"),
 ]
-TABS = ("overview", "curves", "time", "settings", "faults", "samples")
+TABS = ("overview", "curves", "compare", "time", "settings", "faults", "samples")
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +140,80 @@ def test_seeds_are_drawn_together_and_by_a_settings_value(page: Page, html: Path
     assert "by=optimizer.lr" in page.evaluate("location.hash")
     page.evaluate("document.querySelector('.chip').click()")
     assert page.evaluate("compared().length") == 1
+
+
+def spread_of(found: dict[str, float]) -> list[float]:
+    return [found["mean"], found["low"], found["high"]]
+
+
+def test_one_kind_stands_beside_another_seed_by_seed(page: Page, tmp_path: Path) -> None:
+    """Two seeds are in both kinds, and of one of those a run is shorter: what the other did later does not count."""
+    for seed in (0, 1, 2):
+        write_run(tmp_path / "runs" / f"tepo-seed{seed}", steps=40 if seed == 2 else 70, seed=seed)
+    for seed in (1, 2, 3):
+        settings = {"seed": seed, "optimizer": {"lr": 1e-4}}
+        write_run(tmp_path / "runs" / f"grpo-seed{seed}", steps=70, seed=100 + seed, settings=settings)
+    write_report([tmp_path / "runs"], tmp_path / "page.html", Options())
+    page.open(tmp_path / "page.html", "tab=compare&beside=tepo&figure=kl/mean")
+    every = "comparedFigures().map(figure => [figure.name, against(figure, pairsOf(...compared()))])"
+    found = dict(page.evaluate(every))
+
+    def rows(name: str, seed: int, steps: int) -> list[dict[str, Any]]:
+        lines = (tmp_path / "runs" / f"{name}-seed{seed}" / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines[: steps + 1]]
+
+    def values(rows: list[dict[str, Any]], metric: str) -> list[tuple[int, float]]:
+        return [(row["step"], row[metric]) for row in rows if row.get(metric) is not None]
+
+    pairs = [(rows("grpo", seed, steps), rows("tepo", seed, steps)) for seed, steps in ((1, 70), (2, 40))]
+    areas = Spread(
+        tuple((area(values(a, "accuracy/greedy")) or 0) - (area(values(b, "accuracy/greedy")) or 0) for a, b in pairs)
+    )
+    half = areas.half_width
+    np.testing.assert_allclose(
+        spread_of(found["area"]), [areas.mean, areas.mean - half, areas.mean + half], rtol=1e-3, atol=1e-5
+    )
+    lasts = Spread(tuple(a[-1]["kl/mean"] - b[-1]["kl/mean"] for a, b in pairs))
+    half = lasts.half_width
+    np.testing.assert_allclose(
+        spread_of(found["kl/mean"]), [lasts.mean, lasts.mean - half, lasts.mean + half], rtol=1e-3, atol=1e-9
+    )
+    norms = [[np.mean([value for _, value in values(each, "grad_norm")[-10:]]) for each in pair] for pair in pairs]
+    ratios = Spread(tuple(math.log(a / b) for a, b in norms))
+    half = ratios.half_width
+    np.testing.assert_allclose(
+        spread_of(found["grad norm"]), np.exp([ratios.mean, ratios.mean - half, ratios.mean + half]), rtol=1e-3
+    )
+    assert {each["n"] for each in found.values()} <= {0, 2}
+    assert len(texts(page, '[data-table="against"] tbody tr')) == 1
+    assert texts(page, '[data-table="against"] tbody tr td')[0] == "2"
+    assert [text[-1] for text in texts(page, '[data-table="own"] tbody tr td:nth-child(2)')] == ["3", "3"]
+    # By the value of a setting the pairs agree in all others that differ; here that is the seed again.
+    set_field(page, ".tools select", "optimizer.lr")
+    names = page.evaluate("pairsOf(...compared()).map(pair => pair.map(run => run.name)).flat().sort()")
+    assert names == ["grpo-seed1", "grpo-seed2", "tepo-seed1", "tepo-seed2"]
+    set_field(page, ".tools select", "each")
+    page.evaluate("document.querySelectorAll('.chip').forEach((chip, at) => { if (at) chip.click(); })")
+    assert "nothing here to compare" in page.evaluate("document.getElementById('main').innerText")
+
+
+def test_a_run_that_never_got_there_counts_with_its_last_step_and_is_said(page: Page, html: Path) -> None:
+    page.open(html, "tab=compare")
+    ratio = "against({value: run => run.at, ratio: true, reached: true}, %s)"
+
+    def beside(at: list[int | None], other: list[int | None]) -> dict[str, Any]:
+        pairs = [[{"at": a, "x": [0, 60]}, {"at": b, "x": [0, 60]}] for a, b in zip(at, other, strict=True)]
+        return dict(page.evaluate(ratio % json.dumps(pairs)))
+
+    later = beside([None, None, None], [30, 30, 30])
+    assert (later["n"], later["never"], later["theirs"], later["differs"]) == (3, 3, 0, True)
+    np.testing.assert_allclose(spread_of(later), [2, 2, 2])
+    assert beside([20, 20, 20], [None, None, None])["differs"]
+    assert beside([None, None], [None, None])["n"] == 0
+    mixed = beside([50, 50, 40], [25, 25, None])
+    assert (mixed["theirs"], mixed["never"]) == (1, 0)
+    alone = beside([50], [25])
+    assert (alone["mean"], alone["low"], alone["differs"]) == (2, None, False)
 
 
 def test_filters_leave_what_they_say(page: Page, html: Path) -> None:
