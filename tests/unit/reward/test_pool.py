@@ -81,7 +81,7 @@ def _gone(pid: int, within_s: float) -> bool:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
             threads = len(list(Path(f"/proc/{pid}/task").iterdir()))
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # gone before, or while it is read
             return True
         if state == "Z" and threads == 1:  # the last thread closes the files
             return True
