@@ -44,16 +44,17 @@ function upTo(run, step) {
 /** By what runs of two rows belong together: all that differs, but for what divides the rows; of kinds of runs, the seed. */
 function pairing() {
   if (drawing.by === 'each') return [];
-  const same = ['name', 'output', drawing.by];
-  return DATA.settings.filter((row) => (dividing().some((each) => each.path === drawing.by) ? row.differs && !same.includes(row.path) : row.path === 'seed'));
+  if (!dividing().some((row) => row.path === drawing.by)) return DATA.settings.filter((row) => row.path === 'seed');
+  return DATA.settings.filter((row) => row.differs && !['name', 'output', drawing.by].includes(row.path));
 }
 
 /** [[run, run]] of two rows, each up to the last step that both have; repetitions of one seed in their order. */
 function pairsOf(one, other) {
+  const paths = pairing();
   const keyed = (each) => {
     const found = new Map();
     for (const run of each.runs) {
-      const at = DATA.runs.indexOf(run), settings = JSON.stringify(pairing().map((row) => row.values[at]));
+      const at = DATA.runs.indexOf(run), settings = JSON.stringify(paths.map((row) => row.values[at]));
       let count = 0;
       while (found.has(`${settings} ${count}`)) count += 1;
       found.set(`${settings} ${count}`, run);
