@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tepo_megatron.bench.results import markdown, write_report
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.load import load_run
-from tepo_megatron.config.objective_terms import KLMask
-from tepo_megatron.data.builtin import resolve_model_path
-from tepo_megatron.objective import Objective, StepContext
-from tepo_megatron.objective.mechanisms.kl_mask import LEAST_TOLERANCE, NOISE_MULTIPLE, KLMaskPenalty
-from tepo_megatron.rollout.record import read_rollouts
-from tepo_megatron.train.minibatches import minibatches
-from tepo_megatron.types import Batch, ObjectiveOutput, TokenScores
+from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.objective.terms import KLMask
+from tepo_megatron.core.objective import Objective, StepContext
+from tepo_megatron.core.objective.mechanisms.kl_mask import LEAST_TOLERANCE, NOISE_MULTIPLE, KLMaskPenalty
+from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
+from tepo_megatron.run.step.minibatches import minibatches
+from tepo_megatron.sampler.rollout_file import read_rollouts
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tools.bench.results import markdown, write_report
 
 WAYS = ("measured", "covariance", "first_order")
 PAIRS = tuple(combinations(range(len(WAYS)), 2))
@@ -68,7 +68,7 @@ class Watched(Objective):
 
 def replay(config: RunConfig, rollouts: Path, steps: int) -> list[list[tuple[Tensor, Tensor]]]:
     """What `Watched` noted, by the number of the update within its step: of each step one pair for each."""
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.trainer.megatron.engine import Engine
 
     watched = Watched(config.objective)
     engine = Engine(config, resolve_model_path(config.model.path), watched)

@@ -27,12 +27,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tepo_megatron.bench.results import markdown, write_report
-from tepo_megatron.bridge.architecture import read_model_spec
-from tepo_megatron.bridge.layouts import tensor_shapes
-from tepo_megatron.data.builtin import resolve_model_path
-from tepo_megatron.data.tokenizer import load_tokenizer
-from tepo_megatron.train.metrics import read_metrics
+from tepo_megatron.run.metrics.metrics import read_metrics
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.tokenizer import load_tokenizer
+from tepo_megatron.tools.bench.results import markdown, write_report
+from tepo_megatron.weights.architecture import read_model_spec
+from tepo_megatron.weights.layouts import tensor_shapes
 
 LONG, SHORT = "9", "1"
 """First digit of a prompt with long, and with short responses."""

@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tepo_megatron.bench.results import markdown, write_report
-from tepo_megatron.bridge.architecture import model_spec
-from tepo_megatron.bridge.layouts.table import tensor_shapes
-from tepo_megatron.bridge.storage.files import write_model
 from tepo_megatron.config import RunConfig
-from tepo_megatron.types import Batch, Rollout, TokenScores, WeightsVersion
+from tepo_megatron.core.types import Batch, Rollout, TokenScores, WeightsVersion
+from tepo_megatron.tools.bench.results import markdown, write_report
+from tepo_megatron.weights.architecture import model_spec
+from tepo_megatron.weights.layouts.table import tensor_shapes
+from tepo_megatron.weights.storage.files import write_model
 
 HEADS = ("logits", "fused")
 PASSES = ("score", "forward and backward")
@@ -112,7 +112,7 @@ def _resident(kind: str) -> int:
 
 def child(setting: Setting, head: str, model: Path) -> dict[str, dict[str, float]]:
     """Measures both passes once each after one that loads libraries; in this process."""
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.trainer.megatron.engine import Engine
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)

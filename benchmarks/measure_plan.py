@@ -24,21 +24,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tepo_megatron.bench.results import markdown, write_report
-from tepo_megatron.bridge.architecture import model_spec
-from tepo_megatron.bridge.layouts.table import tensor_shapes
 from tepo_megatron.config import RunConfig
-from tepo_megatron.engine.batch import pack
-from tepo_megatron.launch.plan.memory import BATCH_BYTES_PER_TOKEN, owned_weights, rank_memory
-from tepo_megatron.launch.plan.shapes import resolve_spec
-from tepo_megatron.launch.plan.states import host_state_bytes, state_bytes
-from tepo_megatron.launch.plan.time import (
+from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.plan.memory import BATCH_BYTES_PER_TOKEN, owned_weights, rank_memory
+from tepo_megatron.plan.shapes import resolve_spec
+from tepo_megatron.plan.states import host_state_bytes, state_bytes
+from tepo_megatron.plan.time import (
     DIGEST_SECONDS_PER_BYTE,
     PACK_SECONDS_PER_TOKEN,
     checkpoint_bytes,
     checkpoint_bytes_of_a_rank,
 )
-from tepo_megatron.types import Rollout, WeightsVersion
+from tepo_megatron.tools.bench.results import markdown, write_report
+from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.weights.architecture import model_spec
+from tepo_megatron.weights.layouts.table import tensor_shapes
 
 SEQUENCES, TOKENS = 8, 32
 SHARED = {"optimizer": {"distributed": True}}
@@ -110,8 +110,8 @@ def counts(config: RunConfig, folder: Path) -> dict[str, int]:
     """Bytes that this rank holds and writes, by the terms of a plan. Every rank calls, in a process group that is there."""
     from megatron.core import parallel_state
 
-    from tepo_megatron.engine.adam_states import tensors
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.trainer.megatron.engine import Engine
+    from tepo_megatron.trainer.megatron.optimizer.adam_states import tensors
 
     engine = Engine(config, Path(config.model.path))
     batch = engine.batch_from_root(draw_rollouts(SEQUENCES, TOKENS) if engine.ranks.rank == 0 else None)
@@ -202,7 +202,7 @@ def main() -> None:
     if arguments.rank is not None:
         rank_main(arguments.rank)
         return
-    from tepo_megatron.torchrun import launch
+    from tepo_megatron.runtime.torchrun import launch
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as path:

@@ -8,11 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tepo_megatron.bridge.architecture import ModelSpec, read_model_spec
-    from tepo_megatron.bridge.geometry import ReshardPlan
-    from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel
-    from tepo_megatron.bridge.reshard.plan import reshard_plan
-    from tepo_megatron.bridge.storage.convert import export_model, import_model
     from tepo_megatron.config import (
         ObjectiveConfig,
         OwnAdvantage,
@@ -24,12 +19,8 @@ if TYPE_CHECKING:
         OwnTrustRegion,
         RunConfig,
     )
-    from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
-    from tepo_megatron.environments.protocol import StepResult
-    from tepo_megatron.evaluate.evaluation import EvaluationResult
-    from tepo_megatron.evaluate.standalone import evaluate_model
-    from tepo_megatron.launch.plan import Plan, check_plan, make_plan
-    from tepo_megatron.objective import (
+    from tepo_megatron.config.loading.load import ConfigError, dump_resolved, load_run
+    from tepo_megatron.core.objective import (
         Objective,
         StepContext,
         StepValues,
@@ -38,17 +29,26 @@ if TYPE_CHECKING:
         build_objective,
         check_objective,
     )
-    from tepo_megatron.problem import Problem, ResponseText
-    from tepo_megatron.reward.judge import Judge
-    from tepo_megatron.train.api import train
-    from tepo_megatron.train.callbacks import Callback
-    from tepo_megatron.train.early_stopping import EarlyStopping
-    from tepo_megatron.train.own_collect import StepSampler
-    from tepo_megatron.train.result import TrainResult
-    from tepo_megatron.train.stop import RunInfo, Stop
-    from tepo_megatron.train.training import train_model
-    from tepo_megatron.types import Batch, ObjectiveOutput, Rollout, TokenScores
-    from tepo_megatron.vocab_parallel import fused_linear_logprob_and_entropy, logprob_and_entropy
+    from tepo_megatron.core.problem import Problem, ResponseText
+    from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
+    from tepo_megatron.core.types import Batch, ObjectiveOutput, Rollout, TokenScores
+    from tepo_megatron.plan import Plan, check_plan, make_plan
+    from tepo_megatron.run.api import train
+    from tepo_megatron.run.callbacks.callbacks import Callback
+    from tepo_megatron.run.callbacks.early_stopping import EarlyStopping
+    from tepo_megatron.run.callbacks.stop import RunInfo, Stop
+    from tepo_megatron.run.output.result import TrainResult
+    from tepo_megatron.run.sampling.custom_rollout import StepSampler
+    from tepo_megatron.run.training import train_model
+    from tepo_megatron.tasks.environments.protocol import StepResult
+    from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult
+    from tepo_megatron.tasks.evaluate.standalone import evaluate_model
+    from tepo_megatron.tasks.reward.judge import Judge
+    from tepo_megatron.weights.architecture import ModelSpec, read_model_spec
+    from tepo_megatron.weights.geometry import ReshardPlan
+    from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
+    from tepo_megatron.weights.reshard.plan import reshard_plan
+    from tepo_megatron.weights.storage.convert import export_model, import_model
 
 __version__ = "0.1.0"
 
@@ -107,17 +107,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Batch": "types",
-    "Callback": "train.callbacks",
-    "ConfigError": "config.load",
-    "EarlyStopping": "train.early_stopping",
-    "EvaluationResult": "evaluate.evaluation",
-    "Judge": "reward.judge",
-    "MegatronParallel": "bridge.layouts",
-    "ModelSpec": "bridge.architecture",
-    "Objective": "objective",
+    "Batch": "core.types",
+    "Callback": "run.callbacks.callbacks",
+    "ConfigError": "config.loading.load",
+    "EarlyStopping": "run.callbacks.early_stopping",
+    "EvaluationResult": "tasks.evaluate.evaluation",
+    "Judge": "tasks.reward.judge",
+    "MegatronParallel": "weights.layouts",
+    "ModelSpec": "weights.architecture",
+    "Objective": "core.objective",
     "ObjectiveConfig": "config",
-    "ObjectiveOutput": "types",
+    "ObjectiveOutput": "core.types",
     "OwnAdvantage": "config",
     "OwnAggregation": "config",
     "OwnMask": "config",
@@ -125,38 +125,38 @@ _HOMES = {
     "OwnPenalty": "config",
     "OwnRatio": "config",
     "OwnTrustRegion": "config",
-    "Plan": "launch.plan",
-    "Problem": "problem",
-    "ReshardPlan": "bridge.geometry",
-    "ResponseText": "problem",
-    "Rollout": "types",
+    "Plan": "plan",
+    "Problem": "core.problem",
+    "ReshardPlan": "weights.geometry",
+    "ResponseText": "core.problem",
+    "Rollout": "core.types",
     "RunConfig": "config",
-    "RunInfo": "train.stop",
-    "StepContext": "objective",
-    "StepResult": "environments.protocol",
-    "StepSampler": "train.own_collect",
-    "StepValues": "objective",
-    "Stop": "train.stop",
-    "Surrogate": "objective",
-    "TokenScores": "types",
-    "TokenValues": "objective",
-    "TrainResult": "train.result",
-    "VllmParallel": "bridge.layouts",
-    "build_objective": "objective",
-    "check_objective": "objective",
-    "check_plan": "launch.plan",
-    "dump_resolved": "config.load",
-    "evaluate_model": "evaluate.standalone",
-    "export_model": "bridge.storage.convert",
-    "fused_linear_logprob_and_entropy": "vocab_parallel",
-    "import_model": "bridge.storage.convert",
-    "load_run": "config.load",
-    "logprob_and_entropy": "vocab_parallel",
-    "make_plan": "launch.plan",
-    "read_model_spec": "bridge.architecture",
-    "reshard_plan": "bridge.reshard.plan",
-    "train": "train.api",
-    "train_model": "train.training",
+    "RunInfo": "run.callbacks.stop",
+    "StepContext": "core.objective",
+    "StepResult": "tasks.environments.protocol",
+    "StepSampler": "run.sampling.custom_rollout",
+    "StepValues": "core.objective",
+    "Stop": "run.callbacks.stop",
+    "Surrogate": "core.objective",
+    "TokenScores": "core.types",
+    "TokenValues": "core.objective",
+    "TrainResult": "run.output.result",
+    "VllmParallel": "weights.layouts",
+    "build_objective": "core.objective",
+    "check_objective": "core.objective",
+    "check_plan": "plan",
+    "dump_resolved": "config.loading.load",
+    "evaluate_model": "tasks.evaluate.standalone",
+    "export_model": "weights.storage.convert",
+    "fused_linear_logprob_and_entropy": "core.scores",
+    "import_model": "weights.storage.convert",
+    "load_run": "config.loading.load",
+    "logprob_and_entropy": "core.scores",
+    "make_plan": "plan",
+    "read_model_spec": "weights.architecture",
+    "reshard_plan": "weights.reshard.plan",
+    "train": "run.api",
+    "train_model": "run.training",
 }
 """Public name → the module, below this one, that the imports above name."""
 
@@ -165,8 +165,7 @@ if not TYPE_CHECKING:  # a type checker must refuse names that are not there
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        home = import_module(f"{__name__}.{_HOMES[name]}")
-        return globals().get(name) or getattr(home, name)  # the package train is what is called by its name, see there
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from benchmarks.evidence.figures import FIGURES, Estimate
-from tepo_megatron.bench.results import markdown
+from tepo_megatron.tools.bench.results import markdown
 
 if TYPE_CHECKING:
     from benchmarks.evidence.tables import Figures

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.evidence.record import Row
-from tepo_megatron.sweep.table import Spread, area
+from tepo_megatron.tools.sweep.table import Spread, area
 
 LAST_STEPS = 10
 """Steps at the end of a run over which its last entropy is a mean."""

@@ -13,10 +13,10 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.bench.machine import describe_machine
-from tepo_megatron.sweep.file import SweepFile, SweepRun, read_sweep, runs_of
-from tepo_megatron.sweep.runner import is_done
-from tepo_megatron.train.metrics import read_metrics
+from tepo_megatron.run.metrics.metrics import read_metrics
+from tepo_megatron.tools.bench.machine import describe_machine
+from tepo_megatron.tools.sweep.file import SweepFile, SweepRun, read_sweep, runs_of
+from tepo_megatron.tools.sweep.runner import is_done
 
 COLUMNS = (
     *("accuracy/greedy", "eval/sampled/avg@16", "eval/sampled/pass@1", "eval/sampled/pass@4", "eval/sampled/pass@16"),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from benchmarks.evidence.claims import claims, summary
 from benchmarks.evidence.figures import FIGURES, Estimate, interval, paired
 from benchmarks.evidence.record import Evidence, Key
-from tepo_megatron.bench.results import markdown
+from tepo_megatron.tools.bench.results import markdown
 
 LEARNING = ("70", "80", "90", "area", "greedy", "avg", "pass4", "pass16")
 DYNAMICS = ("entropy", "entropy90", "masked", "unmasked", "mask", "kl", "gradient", "spike", "clipped", "jitter", "fall")

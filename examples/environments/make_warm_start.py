@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 
 from tepo_megatron.config import EngineConfig, ObjectiveConfig, OptimizerConfig, RunConfig, TrainConfig
-from tepo_megatron.data.builtin import resolve_model_path
-from tepo_megatron.data.problems import load_problems
-from tepo_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from tepo_megatron.engine.engine import Engine
-from tepo_megatron.environments.calculator import Calculator
-from tepo_megatron.environments.games import GuessNumber
-from tepo_megatron.types import Problem, ResponseText, Rollout, WeightsVersion
-from tepo_megatron.user_code import load_user_code
+from tepo_megatron.core.types import Problem, ResponseText, Rollout, WeightsVersion
+from tepo_megatron.runtime.user_code import load_user_code
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.problems import load_problems
+from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
+from tepo_megatron.tasks.environments.calculator import Calculator
+from tepo_megatron.tasks.environments.games import GuessNumber
+from tepo_megatron.trainer.megatron.engine import Engine
 
 Turns = Sequence[tuple[str, str]]
 """What was written and what was answered, so far."""

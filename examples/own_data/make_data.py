@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
-from tepo_megatron.data.tasks.addition import heldout_problems, train_problems
-from tepo_megatron.types import Problem
+from tepo_megatron.core.types import Problem
+from tepo_megatron.tasks.data.tasks.addition import heldout_problems, train_problems
 
 SPLITS = {"train": train_problems()[:900], "test": heldout_problems()[:100]}
 

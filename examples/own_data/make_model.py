@@ -4,7 +4,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from tepo_megatron.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.builtin import resolve_model_path
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}{% endif %}{% endfor %}"

@@ -10,18 +10,18 @@ import warnings
 from collections.abc import Sequence
 
 import tepo_megatron
-from tepo_megatron.data.builtin import resolve_model_path
-from tepo_megatron.data.problems import load_problems
-from tepo_megatron.data.prompts import encode_prompt
-from tepo_megatron.data.sampler import ProblemSampler
-from tepo_megatron.data.tokenizer import load_tokenizer
-from tepo_megatron.engine.engine import Engine
-from tepo_megatron.evaluate.evaluation import evaluate
-from tepo_megatron.reward.pool import RewardPool
-from tepo_megatron.rollout.fleet import Fleet
-from tepo_megatron.train.minibatches import derive_seed, minibatches
-from tepo_megatron.train.weights import WeightPublisher
-from tepo_megatron.types import ResponseText, Rollout
+from tepo_megatron.core.types import ResponseText, Rollout
+from tepo_megatron.run.step.minibatches import derive_seed, minibatches
+from tepo_megatron.run.weights import WeightPublisher
+from tepo_megatron.sampler.fleet.fleet import Fleet
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.problems import load_problems
+from tepo_megatron.tasks.data.prompts import encode_prompt
+from tepo_megatron.tasks.data.sampler import ProblemSampler
+from tepo_megatron.tasks.data.tokenizer import load_tokenizer
+from tepo_megatron.tasks.evaluate.evaluation import evaluate
+from tepo_megatron.tasks.reward.pool import RewardPool
+from tepo_megatron.trainer.megatron.engine import Engine
 
 
 class Sampler:

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from tepo_megatron.data.tasks.addition import heldout_problems, train_problems
-from tepo_megatron.types import Problem
+from tepo_megatron.core.types import Problem
+from tepo_megatron.tasks.data.tasks.addition import heldout_problems, train_problems
 
 HERE = Path(__file__).parent
 

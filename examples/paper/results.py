@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tepo_megatron.evaluate.results import StoredSet, interval, read_results
+from tepo_megatron.tasks.evaluate.results import StoredSet, interval, read_results
 
 NOT_RUN = "not run here"
 NOT_STATED = "–"

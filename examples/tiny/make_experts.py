@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tepo_megatron.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.builtin import resolve_model_path
 
 MLP = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 

@@ -5,7 +5,7 @@ unsure.
     .venv/bin/python examples/tiny/make_warm_start.py OUT --task stack-machine
 
 Supervised training through the same Megatron engine as TEPO, with next-token cross-entropy in the objective's place. The
-results, in Hugging Face format, ship as tepo_megatron/data/builtin/tiny and …/stack-machine.
+results, in Hugging Face format, ship as tepo_megatron/tasks/data/builtin/tiny and …/stack-machine.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 from rich.progress import track
 
 from tepo_megatron.config import EngineConfig, ObjectiveConfig, OptimizerConfig, RunConfig, TrainConfig
-from tepo_megatron.data.tasks import addition, stack_machine
-from tepo_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from tepo_megatron.data.train_tokenizer import train_char_tokenizer
-from tepo_megatron.engine.engine import Engine
-from tepo_megatron.types import Batch, ObjectiveOutput, Rollout, TokenScores, WeightsVersion
+from tepo_megatron.core.types import Batch, ObjectiveOutput, Rollout, TokenScores, WeightsVersion
+from tepo_megatron.tasks.data.tasks import addition, stack_machine
+from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
+from tepo_megatron.tasks.data.train_tokenizer import train_char_tokenizer
+from tepo_megatron.trainer.megatron.engine import Engine
 
 TASKS: Mapping[str, ModuleType] = {"addition": addition, "stack-machine": stack_machine}
 

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from tepo_megatron.bench import gpu, page_load, recipes, reshard, rollouts, scores, step
-from tepo_megatron.bench.settings import RecipeSetting, ReshardSetting, ScoreMeasurement, StepSetting
 from tepo_megatron.cli.console import show_table
 from tepo_megatron.cli.errors import user_errors
 from tepo_megatron.cli.options import AsJson
+from tepo_megatron.tools.bench import gpu, page_load, recipes, reshard, rollouts, scores, step
+from tepo_megatron.tools.bench.settings import RecipeSetting, ReshardSetting, ScoreMeasurement, StepSetting
 
 app = typer.Typer(no_args_is_help=True, help="Measure parts of the system on this machine.")
 
@@ -212,7 +212,7 @@ def report_command(
 
     [dim]tepo bench report out/tiny --pictures docs/images --state 'mixed=1&colour=entropy_change'[/]
     """
-    from tepo_megatron.report.page import Options, write_report
+    from tepo_megatron.tools.report.page import Options, write_report
 
     written = write_report(outputs, page, Options())
     parts = ("overview", "curves", "time", "settings", "faults", "samples")

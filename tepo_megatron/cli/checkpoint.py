@@ -35,7 +35,7 @@ def list_command(folder: Folder, as_json: AsJson = False) -> None:
 
     [dim]tepo checkpoint list out/tiny[/]
     """
-    from tepo_megatron.engine.checkpoint_folder import checkpoints, leftovers
+    from tepo_megatron.trainer.checkpoints.folder import checkpoints, leftovers
 
     with user_errors():
         parent = _parent(folder)
@@ -57,7 +57,7 @@ def verify_command(
 
     [dim]tepo checkpoint verify out/tiny/checkpoints/step_000040[/]
     """
-    from tepo_megatron.engine.checkpoint_folder import checkpoints
+    from tepo_megatron.trainer.checkpoints.folder import checkpoints
 
     with user_errors():
         one = folder.name.startswith("step_") and folder.is_dir()
@@ -90,7 +90,7 @@ def prune_command(
 
     [dim]tepo checkpoint prune out/tiny --keep 2 --every 1000[/]
     """
-    from tepo_megatron.engine.checkpoint_folder import checkpoints, leftovers, remove, retained, step_of
+    from tepo_megatron.trainer.checkpoints.folder import checkpoints, leftovers, remove, retained, step_of
 
     with user_errors():
         parent = _parent(folder)
@@ -125,7 +125,7 @@ def prune_command(
 
 
 def _parent(folder: Path) -> Path:
-    from tepo_megatron.engine.checkpoint_folder import checkpoints_in
+    from tepo_megatron.trainer.checkpoints.folder import checkpoints_in
 
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; give a run's output folder")
@@ -133,8 +133,8 @@ def _parent(folder: Path) -> Path:
 
 
 def _row(path: Path) -> list[str]:
-    from tepo_megatron.bridge.storage.manifest import DamagedCheckpoint
-    from tepo_megatron.engine.checkpoint_folder import manifest_of, read_state
+    from tepo_megatron.trainer.checkpoints.folder import manifest_of, read_state
+    from tepo_megatron.weights.storage.manifest import DamagedCheckpoint
 
     size = _size(_bytes_below(path))
     try:
@@ -154,8 +154,8 @@ def _layout(state: dict[str, Any]) -> str:
 
 def _verify(path: Path) -> tuple[str, tuple[str, ...]]:
     """What was found, and what is wrong."""
-    from tepo_megatron.bridge.storage.manifest import DamagedCheckpoint, check_whole
-    from tepo_megatron.engine.checkpoint_folder import manifest_of
+    from tepo_megatron.trainer.checkpoints.folder import manifest_of
+    from tepo_megatron.weights.storage.manifest import DamagedCheckpoint, check_whole
 
     try:
         if manifest_of(path) is None:
@@ -168,8 +168,8 @@ def _verify(path: Path) -> tuple[str, tuple[str, ...]]:
 
 def _damage(path: Path, *, thoroughly: bool) -> str | None:
     """What is wrong with a checkpoint, if anything; ``thoroughly``: its shards are read too."""
-    from tepo_megatron.bridge.storage.manifest import DamagedCheckpoint, check_whole
-    from tepo_megatron.engine.checkpoint_folder import manifest_of
+    from tepo_megatron.trainer.checkpoints.folder import manifest_of
+    from tepo_megatron.weights.storage.manifest import DamagedCheckpoint, check_whole
 
     try:
         if manifest_of(path) is not None and thoroughly:

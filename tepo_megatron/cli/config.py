@@ -14,7 +14,7 @@ from tepo_megatron.cli.options import Overrides, RunOrSetting, load_config, spli
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tepo_megatron.config.schema import SchemaRow
+    from tepo_megatron.config.loading.schema import SchemaRow
 
 app = typer.Typer(no_args_is_help=True, help="Look at a run's configuration: what it says, and what it may say.")
 
@@ -31,7 +31,7 @@ def show_config(
 
     [dim]tepo config show examples/tiny/run.yaml --diff[/]
     """
-    from tepo_megatron.config.load import dump_diff, dump_resolved
+    from tepo_megatron.config.loading.load import dump_diff, dump_resolved
 
     with user_errors():
         config = load_config(*split_run(run, overrides))
@@ -56,7 +56,7 @@ def show_schema(
     """
     import json
 
-    from tepo_megatron.config.schema import json_schema, schema_rows, with_plugins
+    from tepo_megatron.config.loading.schema import json_schema, schema_rows, with_plugins
 
     with user_errors(), with_plugins(plugins or ()):
         if as_json:

@@ -36,7 +36,7 @@ def import_command(
 
     [dim]tepo train run.yaml model.path=models/llama-8b model.shards=shards/llama-8b-tp4 engine.parallel.tp=4[/]
     """
-    from tepo_megatron.bridge.storage.convert import import_model
+    from tepo_megatron.weights.storage.convert import import_model
 
     with user_errors(), _progress(f"import {source}") as report:
         import_model(source, out, tp=tp, pp=pp, vpp=vpp, first_layers=first_layers, last_layers=last_layers, report=report)
@@ -61,7 +61,7 @@ def export_command(
     """
     import torch
 
-    from tepo_megatron.bridge.storage.convert import export_model
+    from tepo_megatron.weights.storage.convert import export_model
 
     kept: torch.dtype | None = getattr(torch, dtype.value) if dtype else None
     with user_errors(), _progress(f"export {source}") as report:

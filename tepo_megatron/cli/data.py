@@ -15,8 +15,8 @@ from tepo_megatron.cli.prepare import benchmarks_command, prepare_command
 
 if TYPE_CHECKING:
     from tepo_megatron.config.data import DataConfig
-    from tepo_megatron.data.sources import Prompt, Source
-    from tepo_megatron.data.tokenizer import Tokenizer
+    from tepo_megatron.tasks.data.sources import Prompt, Source
+    from tepo_megatron.tasks.data.tokenizer import Tokenizer
 
 app = typer.Typer(no_args_is_help=True, help="Data: problems as the model will read them, and published benchmarks.")
 
@@ -51,9 +51,9 @@ def show_command(
     with user_errors():
         config = load_config(*split_run(run, overrides))
         config.require_data()
-        from tepo_megatron.data.builtin import resolve_model_path
-        from tepo_megatron.data.sources import read_sources
-        from tepo_megatron.data.tokenizer import load_tokenizer
+        from tepo_megatron.tasks.data.builtin import resolve_model_path
+        from tepo_megatron.tasks.data.sources import read_sources
+        from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(resolve_model_path(config.model.path))
         if heldout and config.data.heldout is None:
@@ -105,7 +105,7 @@ def _rows(source: Source, tokenizer: Tokenizer, limit: int, *, left_out: bool) -
 
 
 def _read(prompt: Prompt, tokenizer: Tokenizer) -> str:
-    from tepo_megatron.data.prompts import encode_prompt
+    from tepo_megatron.tasks.data.prompts import encode_prompt
 
     return tokenizer.show(encode_prompt(tokenizer, prompt.problem)) if prompt.tokens else prompt.problem.prompt
 

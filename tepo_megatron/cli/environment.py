@@ -38,8 +38,8 @@ def serve(
         config = loaded.environment
         if config is None:
             raise ValueError(f"{run} has no section environment; there is nothing to serve")
-        from tepo_megatron.environments.keys import make_key
-        from tepo_megatron.environments.service import EnvironmentService
+        from tepo_megatron.tasks.environments.keys import make_key
+        from tepo_megatron.tasks.environments.service import EnvironmentService
 
         try:
             key = make_key(key_file)

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import typer
 
 from tepo_megatron.errors import is_ours, wants_traceback
-from tepo_megatron.preemption import INTERRUPTED
-from tepo_megatron.rank import print_error
+from tepo_megatron.runtime.preemption import INTERRUPTED
+from tepo_megatron.runtime.rank import print_error
 
 
 @contextmanager

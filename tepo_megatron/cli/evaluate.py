@@ -42,7 +42,7 @@ def evaluate(
                 f"{model} would be examined in the demonstration's sums; give data.heldout=FILE, or the run that it comes from "
                 "(--run RUN.yaml)"
             )
-        from tepo_megatron.evaluate.standalone import evaluate_model
+        from tepo_megatron.tasks.evaluate.standalone import evaluate_model
 
         result = evaluate_model(config, model, table=not as_json, sets=sets, resume=resume)
         folder = config.output / "eval"

@@ -34,8 +34,8 @@ def faults(
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is ended then, too
     with user_errors():
-        from tepo_megatron.faults import report
-        from tepo_megatron.faults.run import run, select
+        from tepo_megatron.tools.faults import report
+        from tepo_megatron.tools.faults.run import run, select
 
         folder = output or Path("out") / f"faults-{seed}{'-quick' * quick}"
         record = run(select(only), folder, seed=seed, quick=quick, say=lambda line: typer.echo(line, err=True))

@@ -18,7 +18,7 @@ from tepo_megatron.config import RunConfig
 
 if TYPE_CHECKING:
     from tepo_megatron.launch.nemo import Scripts
-    from tepo_megatron.launch.plan import Plan
+    from tepo_megatron.plan import Plan
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -56,7 +56,7 @@ def run(
     """
     from tepo_megatron.launch import nemo
     from tepo_megatron.launch.checks import check_time_limit
-    from tepo_megatron.launch.plan import check_plan, make_plan
+    from tepo_megatron.plan import check_plan, make_plan
 
     with user_errors():
         config = _load(run, [*(overrides or ()), *(["train.resume=true"] if resume else [])], trains=True)
@@ -75,7 +75,7 @@ def run(
             )
         scripts, code = nemo.write_scripts(config), 0
         if dry_run and as_json:
-            from tepo_megatron.launch.plan.tables import plan_json
+            from tepo_megatron.plan.tables import plan_json
 
             print_json({"plan": json.loads(plan_json(plan)), "scripts": _scripts(scripts, executor)})
         elif dry_run:
@@ -143,7 +143,7 @@ def cancel(run: RunFile, overrides: Overrides = None) -> None:
 
 def _load(path: Path, overrides: Sequence[str], *, trains: bool = False) -> RunConfig:
     """Loads the run as the nodes will read it."""
-    from tepo_megatron.config.load import load_run
+    from tepo_megatron.config.loading.load import load_run
     from tepo_megatron.launch.job import on_nodes
 
     config = load_run(path, overrides)
@@ -153,7 +153,7 @@ def _load(path: Path, overrides: Sequence[str], *, trains: bool = False) -> RunC
 
 
 def _show_plan(plan: Plan) -> None:
-    from tepo_megatron.launch.plan.tables import plan_notes, plan_tables
+    from tepo_megatron.plan.tables import plan_notes, plan_tables
 
     for table in plan_tables(plan):
         show(table)

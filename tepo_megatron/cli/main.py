@@ -14,7 +14,7 @@ from tepo_megatron.cli.convert import export_command, import_command
 from tepo_megatron.cli.doctor.command import doctor
 from tepo_megatron.cli.evaluate import evaluate
 from tepo_megatron.cli.faults import faults
-from tepo_megatron.cli.init import init
+from tepo_megatron.cli.init.command import init
 from tepo_megatron.cli.plan import plan
 from tepo_megatron.cli.plot import plot
 from tepo_megatron.cli.report import report
@@ -81,7 +81,7 @@ app.command("doctor")(doctor)
 app.command("sweep")(sweep)
 app.command("faults")(faults)
 app.add_typer(config.app, name="config")
-_lazy("objective", "tepo_megatron.cli.objective:app", "Objectives: what there is to choose from.")
+_lazy("objective", "tepo_megatron.cli.objective.command:app", "Objectives: what there is to choose from.")
 _lazy("data", "tepo_megatron.cli.data:app", "Data: problems as the model will read them, and published benchmarks.")
 _lazy("environment", "tepo_megatron.cli.environment:app", "Environments: run them for trainers on other machines.")
 _lazy("reward", "tepo_megatron.cli.reward:app", "Rewards: try a verifier on recorded responses.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tepo_megatron.rank import speaks_first
+from tepo_megatron.runtime.rank import speaks_first
 
 if TYPE_CHECKING:
     from tepo_megatron.config import RunConfig
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def complete_setting(incomplete: str) -> list[str]:
     """The settings that begin so, for a shell's completion: ``optimizer.l`` → ``optimizer.lr=``; after ``=`` what they take."""
-    from tepo_megatron.config.schema import schema_rows
+    from tepo_megatron.config.loading.schema import schema_rows
 
     name, equals, _ = incomplete.partition("=")
     rows = {row.path: row.allowed for row in schema_rows()}
@@ -55,7 +55,7 @@ def split_run(run: Path | None, overrides: Sequence[str] | None) -> tuple[Path |
 
 def load_config(run: Path | None, overrides: Sequence[str]) -> RunConfig:
     """``load_run``, with its warnings as sentences, said by one process of a run."""
-    from tepo_megatron.config.load import load_run
+    from tepo_megatron.config.loading.load import load_run
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)

@@ -25,8 +25,8 @@ def plan(
 
     [dim]tepo plan examples/llama3.3-70b/run.yaml cluster.rollout_nodes=8 rollout.server.count=16[/]
     """
-    from tepo_megatron.launch.plan import check_exact, check_plan, make_plan
-    from tepo_megatron.launch.plan.tables import plan_json, plan_notes, plan_tables
+    from tepo_megatron.plan import check_exact, check_plan, make_plan
+    from tepo_megatron.plan.tables import plan_json, plan_notes, plan_tables
 
     with user_errors():
         found = make_plan(load_config(*split_run(run, overrides)), prompt_tokens=prompt_tokens, response_tokens=response_tokens)

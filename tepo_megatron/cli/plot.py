@@ -21,7 +21,7 @@ def plot(
 
     [dim]tepo plot out/tepo out/grpo --png tepo-grpo.png[/]
     """
-    from tepo_megatron.train.plots import plot_comparison, plot_curves
+    from tepo_megatron.run.display.plots import plot_comparison, plot_curves
 
     files = [path / "metrics.jsonl" if path.is_dir() else path for path in outputs]
     with user_errors():

@@ -40,7 +40,7 @@ def prepare_command(
     [dim]tepo data prepare gsm8k --from /shared/downloads/gsm8k[/]
     """
     with user_errors():
-        from tepo_megatron.data.benchmarks.prepare import SETS, prepare
+        from tepo_megatron.tasks.data.benchmarks.prepare import SETS, prepare
 
         done = []
         for name in names:
@@ -59,7 +59,7 @@ def prepare_command(
 
 def benchmarks_command(as_json: AsJson = False) -> None:
     """List the benchmarks that can be prepared, with where their files are."""
-    from tepo_megatron.data.benchmarks.registry import BENCHMARKS
+    from tepo_megatron.tasks.data.benchmarks.registry import BENCHMARKS
 
     if as_json:
         shown = ("title", "repository", "revision", "file", "sha256", "problems")

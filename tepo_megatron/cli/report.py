@@ -14,7 +14,7 @@ from tepo_megatron.cli.errors import user_errors
 from tepo_megatron.cli.options import AsJson
 
 if TYPE_CHECKING:
-    from tepo_megatron.report.page import Written
+    from tepo_megatron.tools.report.page import Written
 
 
 def report(
@@ -59,8 +59,8 @@ def report(
 
     [dim]tepo report out/evidence-tiny --metrics 'accuracy/*' --metrics reward/mean --samples 300   # a sweep[/]
     """
-    from tepo_megatron.report.page import Options, write_report
-    from tepo_megatron.report.runs import runs_in
+    from tepo_megatron.tools.report.page import Options, write_report
+    from tepo_megatron.tools.report.runs import runs_in
 
     single = len(outputs) == 1 and outputs[0].name != "metrics.jsonl"
     target = output or (outputs[0] if single else Path()) / "report.html"

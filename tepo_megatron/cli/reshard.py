@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, pipeline_stages
-from tepo_megatron.bridge.reshard.cost import Cluster, PlanSummary, summarize_plan
-from tepo_megatron.bridge.reshard.plan import reshard_plan
-from tepo_megatron.bridge.reshard.plan_json import plan_to_json
 from tepo_megatron.cli.console import console
 from tepo_megatron.cli.errors import user_errors
+from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, pipeline_stages
+from tepo_megatron.weights.reshard.cost import Cluster, PlanSummary, summarize_plan
+from tepo_megatron.weights.reshard.plan import reshard_plan
+from tepo_megatron.weights.reshard.plan_json import plan_to_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,7 +58,7 @@ def plan_command(
 
     [dim]tepo reshard plan Llama-3.3-70B-Instruct --tp 8 --pp 4 --vpp 5 --servers 4 --server-tp 8[/]
     """
-    from tepo_megatron.launch.plan.shapes import resolve_spec
+    from tepo_megatron.plan.shapes import resolve_spec
 
     with user_errors():
         spec, assumption = resolve_spec(model)

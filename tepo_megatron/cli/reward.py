@@ -15,8 +15,8 @@ from tepo_megatron.cli.errors import user_errors
 from tepo_megatron.cli.options import Overrides, load_config
 
 if TYPE_CHECKING:
-    from tepo_megatron.reward.pool import RewardResult
-    from tepo_megatron.reward.recorded import RecordedGroup
+    from tepo_megatron.tasks.reward.pool import RewardResult
+    from tepo_megatron.tasks.reward.recorded import RecordedGroup
 
 app = typer.Typer(no_args_is_help=True, help="Rewards: try a verifier on recorded responses.")
 
@@ -44,8 +44,8 @@ def try_command(
     """
     with user_errors():
         config = load_config(run, overrides or ())
-        from tepo_megatron.reward.by_source import open_verifiers
-        from tepo_megatron.reward.recorded import read_recorded
+        from tepo_megatron.tasks.reward.by_source import open_verifiers
+        from tepo_megatron.tasks.reward.recorded import read_recorded
 
         groups = read_recorded(file)[:limit]
         with open_verifiers(config.reward, config.data) as pool:

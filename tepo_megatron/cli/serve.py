@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from tepo_megatron.cli.errors import user_errors
 from tepo_megatron.cli.options import Overrides, RunFile, load_config
-from tepo_megatron.rank import run_until_interrupted
+from tepo_megatron.runtime.rank import run_until_interrupted
 
 
 def serve(
@@ -23,10 +24,10 @@ def serve(
     """
 
     def work(config: Any) -> None:
-        from tepo_megatron.bridge.architecture import read_model_spec
-        from tepo_megatron.data.builtin import resolve_model_path
-        from tepo_megatron.rollout.serve import Node
-        from tepo_megatron.rollout.split import check_server_split
+        from tepo_megatron.sampler.fleet.serve import Node
+        from tepo_megatron.sampler.vllm.server.parallelism_check import check_server_split
+        from tepo_megatron.tasks.data.builtin import resolve_model_path
+        from tepo_megatron.weights.architecture import read_model_spec
 
         model_dir = resolve_model_path(config.model.path)
         check_server_split(config.rollout.server, read_model_spec(model_dir))
@@ -34,5 +35,5 @@ def serve(
             servers.watch()
 
     with user_errors():
-        code = run_until_interrupted(load_config(run, overrides or ()), work)
+        code = run_until_interrupted(partial(work, load_config(run, overrides or ())))
     raise typer.Exit(code)

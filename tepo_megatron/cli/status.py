@@ -27,7 +27,7 @@ def status(
 
     [dim]tepo status out/tiny --watch[/]
     """
-    from tepo_megatron.train.status import run_status, status_record
+    from tepo_megatron.run.output.status import run_status, status_record
 
     clears = watch and sys.stdout.isatty() and not as_json
     shown: list[str] = []

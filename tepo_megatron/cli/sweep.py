@@ -36,9 +36,9 @@ def sweep(
     [dim]srun tepo sweep SWEEP.yaml --part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT   # in a job of sbatch --array=1-8[/]
     """
     with user_errors():
-        from tepo_megatron.sweep.file import read_sweep, runs_of, shard
-        from tepo_megatron.sweep.runner import Sweep, check_runs, is_done
-        from tepo_megatron.sweep.table import find, table, write_tables
+        from tepo_megatron.tools.sweep.file import read_sweep, runs_of, shard
+        from tepo_megatron.tools.sweep.runner import Sweep, check_runs, is_done
+        from tepo_megatron.tools.sweep.table import find, table, write_tables
 
         given = read_sweep(file)
         runs = runs_of(given, output)

@@ -9,8 +9,9 @@ import typer
 
 from tepo_megatron.cli.errors import user_errors
 from tepo_megatron.cli.options import Overrides, RunOrSetting, load_config, split_run
-from tepo_megatron.rank import is_restart, run_rank, speaks_first, under_torchrun
-from tepo_megatron.torchrun import launch
+from tepo_megatron.run.rank import run_rank
+from tepo_megatron.runtime.rank import is_restart, speaks_first, under_torchrun
+from tepo_megatron.runtime.torchrun import launch
 
 
 def train(
@@ -32,7 +33,7 @@ def train(
 
     [dim]tepo train model.path=models/mine data.train=train.jsonl reward.verifier=last_number output=out/mine[/]
 
-    [dim]python -m tepo_megatron.torchrun --nproc-per-node 2 -m tepo_megatron train examples/tiny/run.yaml[/]
+    [dim]python -m tepo_megatron.runtime.torchrun --nproc-per-node 2 -m tepo_megatron train examples/tiny/run.yaml[/]
 
     [dim]tepo train examples/tiny/run.yaml output=out/short --resume --from step_000010[/]
     """
@@ -42,22 +43,22 @@ def train(
         given += [] if resume_from is None else [f"train.resume_from={json.dumps(resume_from)}"]
         config = load_config(file, given)
         if speaks_first() and not is_restart():
-            from tepo_megatron.train.run_folder import prepare_folder
+            from tepo_megatron.run.output.run_folder import prepare_folder
 
             prepare_folder(config, overwrite=overwrite)
         if config.train.resume and not under_torchrun():
-            from tepo_megatron.data.builtin import resolve_model_path
-            from tepo_megatron.train.resume import find_checkpoint, resumes
+            from tepo_megatron.run.output.resume import find_checkpoint, resumes
+            from tepo_megatron.tasks.data.builtin import resolve_model_path
 
             if resumes(config):
                 find_checkpoint(config, resolve_model_path(config.model.path))
     if not under_torchrun():
-        status = config.output / "status"  # as train/watched.py has it
+        status = config.output / "status"  # as run/step/heartbeat_limits.py has it
         words = [str(file), *given] if file is not None else given
         raise typer.Exit(launch(["train", *words], config.engine.parallel.world_size, status=status))
 
     def work(config: Any) -> None:
-        from tepo_megatron.train.training import train_model
+        from tepo_megatron.run.training import train_model
 
         train_model(config)
 

@@ -9,8 +9,7 @@ from tepo_megatron.config.log import LogConfig
 from tepo_megatron.config.lora import LoraConfig
 from tepo_megatron.config.model import ModelConfig
 from tepo_megatron.config.moe_balance import MoeBalanceConfig
-from tepo_megatron.config.objective import ObjectiveConfig
-from tepo_megatron.config.objective_own import (
+from tepo_megatron.config.objective.custom import (
     OwnAdvantage,
     OwnAggregation,
     OwnMask,
@@ -19,6 +18,7 @@ from tepo_megatron.config.objective_own import (
     OwnRatio,
     OwnTrustRegion,
 )
+from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.optimizer import OptimizerConfig
 from tepo_megatron.config.parallel import ParallelConfig
 from tepo_megatron.config.reward import RewardConfig

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import field_validator, model_validator
 
-from tepo_megatron.config import data_checks, engine_checks, rollout_checks
 from tepo_megatron.config.base import Section
+from tepo_megatron.config.checks import data_checks, engine_checks, rollout_checks
 from tepo_megatron.config.data import BUILTIN, is_own, show_paths
 from tepo_megatron.config.sections import RunSections
 

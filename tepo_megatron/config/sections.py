@@ -13,7 +13,7 @@ from tepo_megatron.config.environment import EnvironmentConfig
 from tepo_megatron.config.evaluate import EvaluateConfig
 from tepo_megatron.config.log import LogConfig
 from tepo_megatron.config.model import ModelConfig
-from tepo_megatron.config.objective import ObjectiveConfig
+from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.optimizer import OptimizerConfig
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.config.rollout import RolloutConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.load import dump_resolved
+from tepo_megatron.config.loading.load import dump_resolved
 from tepo_megatron.launch.job import ranks_per_node
 
 if TYPE_CHECKING:

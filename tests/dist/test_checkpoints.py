@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tepo_megatron.bridge.storage.manifest import check_whole
-from tepo_megatron.data.builtin import resolve_model_path
-from tepo_megatron.rollout.record import write_rollouts
-from tepo_megatron.types import Rollout, WeightsVersion
+from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.sampler.rollout_file import write_rollouts
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.weights.storage.manifest import check_whole
 from tests.support.checkpoints import flip_bit, shards
 from tests.support.launch import run_world
 

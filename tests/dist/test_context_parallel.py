@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.objective import ObjectiveConfig
-from tepo_megatron.config.objective_presets import PRESETS
-from tepo_megatron.engine.batch import pack
-from tepo_megatron.objective import build_objective
-from tepo_megatron.types import Batch
-from tepo_megatron.vocab_parallel import logprob_and_entropy
+from tepo_megatron.config.objective.presets import PRESETS
+from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.scores import logprob_and_entropy
+from tepo_megatron.core.types import Batch
+from tepo_megatron.trainer.megatron.batching.batch import pack
 from tests.support.launch import run_dist
 from tests.support.model_worlds import save_random_model
 from tests.support.small_llama import VOCABULARY, draw_rollouts
@@ -137,7 +137,7 @@ def train(rank: int, layout: Layout, folder: Path) -> dict[str, Any]:
     """Everything that is compared of one layout, on this rank. ``checkpoint``: written before the last update."""
     from megatron.core import parallel_state
 
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.trainer.megatron.engine import Engine
 
     engine = Engine(layout.config(folder), folder / layout.model)
     rollouts = draw_rollouts(LENGTHS) if rank == 0 else None
@@ -160,7 +160,7 @@ def resumed(rank: int, layout: Layout, folder: Path, checkpoint: Path) -> list[d
     """The update after the checkpoint."""
     from megatron.core import parallel_state
 
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.trainer.megatron.engine import Engine
 
     engine = Engine(layout.config(folder), folder / layout.model)
     engine.checkpoints.load(checkpoint)
@@ -173,8 +173,8 @@ def not_finite(rank: int, folder: Path) -> list[str]:
     """Why two updates were skipped: the second context-parallel rank's logits are NaN when scoring, and in the update."""
     from megatron.core import parallel_state
 
-    from tepo_megatron.engine import forward
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.trainer.megatron.engine import Engine
+    from tepo_megatron.trainer.megatron.step import forward
 
     engine = Engine(Layout(cp=2).config(folder), folder / "Qwen3")
     skipped = []

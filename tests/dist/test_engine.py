@@ -16,12 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tepo_megatron.bridge.geometry import Box, Shard
-from tepo_megatron.bridge.storage.stored import open_boxes
-from tepo_megatron.bridge.transfer.fingerprint import fingerprint
-from tepo_megatron.engine.batch import pack
-from tepo_megatron.rollout.record import read_rollouts, write_rollouts
-from tepo_megatron.types import Rollout, WeightsVersion
+from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
+from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.weights.geometry import Box, Shard
+from tepo_megatron.weights.storage.stored import open_boxes
+from tepo_megatron.weights.transfer.fingerprint import fingerprint
 from tests.support.launch import run_world
 
 TEMPERATURE = 0.7

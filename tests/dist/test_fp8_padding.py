@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(model: Path, world: int, **changes: Any) -> Any:
     from tepo_megatron.config import RunConfig
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.trainer.megatron.engine import Engine
 
     os.environ["WORLD_SIZE"] = str(world)
     config = {
@@ -61,7 +61,7 @@ def round_inputs(engine: Any, ranks: int) -> None:
 
 def run_padded(engine: Any, batch: Any, multiple: int) -> dict[str, Any]:
     """Scores, loss, gradients and the sizes that the model saw, with micro-batches padded to ``multiple``."""
-    from tepo_megatron.engine.score import score
+    from tepo_megatron.trainer.megatron.step.score import score
 
     forward = replace(engine.forward, token_multiple=multiple)
     sizes: list[int] = []

@@ -63,7 +63,7 @@ def train(case: Case, model: Path) -> dict[str, Any]:
     """Scores, and updates on them, by a fresh engine: what rank 0 sees, and the widths of what this rank's model gives."""
     from megatron.core import parallel_state
 
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.trainer.megatron.engine import Engine
 
     parallel = {"tp": case.tp, "pp": case.pp, "dp": case.dp, "cp": case.cp, "vpp": case.vpp, "sequence_parallel": case.sp}
     config = RunConfig.model_validate(

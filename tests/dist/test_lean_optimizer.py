@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.data.builtin import resolve_model_path
-from tepo_megatron.types import Rollout, WeightsVersion
+from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tests.support.fused_adam import instead_of_transformer_engine
 from tests.support.launch import run_dist
 
@@ -49,8 +49,8 @@ def train(case: dict[str, Any], folder: Path) -> Outcome:
     """Two updates of a fresh engine, with a checkpoint between them; or the second, from such a checkpoint."""
     from megatron.core import parallel_state
 
-    from tepo_megatron.engine.engine import Engine
-    from tepo_megatron.engine.optimizer_state import collect
+    from tepo_megatron.trainer.megatron.engine import Engine
+    from tepo_megatron.trainer.megatron.optimizer.optimizer_state import collect
 
     config = RunConfig.model_validate(case["config"])
     with instead_of_transformer_engine() if config.optimizer.precision_aware else contextlib.nullcontext():

@@ -13,17 +13,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tepo_megatron.bridge.architecture import read_model_spec
-from tepo_megatron.bridge.geometry import Box
-from tepo_megatron.bridge.layouts import tensor_shapes
-from tepo_megatron.bridge.layouts.adapters import adapted_tensors, adapter_names, adapter_shapes
-from tepo_megatron.bridge.storage.files import write_model
-from tepo_megatron.bridge.storage.peft_folder import PREFIX, AdapterSettings, check_peft_folder, write_peft_folder
-from tepo_megatron.bridge.storage.stored import open_boxes
 from tepo_megatron.config import LoraConfig, ParallelConfig
-from tepo_megatron.engine.batch import pack
-from tepo_megatron.launch.plan.adapters import stage_adapters
-from tepo_megatron.rollout.record import read_rollouts
+from tepo_megatron.plan.adapters import stage_adapters
+from tepo_megatron.sampler.rollout_file import read_rollouts
+from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.weights.architecture import read_model_spec
+from tepo_megatron.weights.geometry import Box
+from tepo_megatron.weights.layouts import tensor_shapes
+from tepo_megatron.weights.layouts.adapters import adapted_tensors, adapter_names, adapter_shapes
+from tepo_megatron.weights.storage.files import write_model
+from tepo_megatron.weights.storage.peft_folder import PREFIX, AdapterSettings, check_peft_folder, write_peft_folder
+from tepo_megatron.weights.storage.stored import open_boxes
 from tests.dist.test_moe import make_rollouts
 from tests.support.float64 import Oracle, oracle_of
 from tests.support.launch import run_world

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from tepo_megatron.bridge.geometry import Box
-from tepo_megatron.bridge.storage.stored import open_boxes
 from tepo_megatron.config import RunConfig
-from tepo_megatron.types import Rollout, WeightsVersion
+from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.weights.geometry import Box
+from tepo_megatron.weights.storage.stored import open_boxes
 from tests.support.launch import run_dist
 from tests.support.small_llama import VOCABULARY, write_llama
 
@@ -42,7 +42,7 @@ def rollouts() -> list[Rollout]:
 def train(model: Path, out: Path, parallel: dict[str, Any]) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.trainer.megatron.engine import Engine
 
     config = RunConfig.model_validate(
         {

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.data.builtin import resolve_model_path
-from tepo_megatron.types import Rollout, WeightsVersion
+from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tests.support.launch import run_dist
 
 STEPS = 2
@@ -35,9 +35,9 @@ def train(config: RunConfig, model_dir: Path, *, moves: bool) -> Outcome:
     """Updates on a fresh engine; with ``moves`` its memory is offloaded and onloaded as in the loop."""
     from megatron.core import parallel_state
 
-    from tepo_megatron.engine.engine import Engine
-    from tepo_megatron.engine.offload import _identity, _state
-    from tepo_megatron.engine.optimizer_state import collect
+    from tepo_megatron.trainer.megatron.engine import Engine
+    from tepo_megatron.trainer.megatron.optimizer.optimizer_state import collect
+    from tepo_megatron.trainer.megatron.policy.offload import _identity, _state
 
     engine = Engine(config, model_dir, shares_gpus=moves)
 

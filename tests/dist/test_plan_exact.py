@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.config import ParallelConfig
-from tepo_megatron.config.load import load_run
-from tepo_megatron.launch.plan import check_exact, make_plan
-from tepo_megatron.launch.plan.run_plan import Plan
-from tepo_megatron.launch.plan.shapes import resolve_spec, stage_parameters
+from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.plan import check_exact, make_plan
+from tepo_megatron.plan.run_plan import Plan
+from tepo_megatron.plan.shapes import resolve_spec, stage_parameters
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.bridge.architecture import read_model_spec
 from tepo_megatron.config import RunConfig
-from tepo_megatron.launch.plan.memory import rank_memory
+from tepo_megatron.plan.memory import rank_memory
+from tepo_megatron.weights.architecture import read_model_spec
 from tests.support.programs import run_program
 from tests.support.small_llama import write_llama
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.bench.reshard import run
-from tepo_megatron.bench.reshard_ranks import plan_of
-from tepo_megatron.bench.settings import ReshardSetting
-from tepo_megatron.bridge.layouts import (
+from tepo_megatron.tools.bench.reshard import run
+from tepo_megatron.tools.bench.reshard_ranks import plan_of
+from tepo_megatron.tools.bench.settings import ReshardSetting
+from tepo_megatron.weights.layouts import (
     MegatronParallel,
     VllmParallel,
     megatron_ranks,
@@ -20,11 +20,11 @@ from tepo_megatron.bridge.layouts import (
     tensor_shapes,
     vllm_ranks,
 )
-from tepo_megatron.bridge.reshard.plan import reshard_plan
-from tepo_megatron.bridge.transfer import move
-from tepo_megatron.bridge.transfer.sender import ShardSender, decode_order, order_key
-from tepo_megatron.bridge.transfer.transport import connect
-from tepo_megatron.bridge.transfer.transports import Member, join
+from tepo_megatron.weights.reshard.plan import reshard_plan
+from tepo_megatron.weights.transfer import move
+from tepo_megatron.weights.transfer.sender import ShardSender, decode_order, order_key
+from tepo_megatron.weights.transfer.transport import connect
+from tepo_megatron.weights.transfer.transports import Member, join
 from tests.support.launch import run_dist
 from tests.support.reshard_models import numbered_model, parameters, small_spec
 

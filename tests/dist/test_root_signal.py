@@ -8,8 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.engine.collectives import broadcast_json
-from tepo_megatron.engine.root_signal import _KEPT, RootSignal
+from tepo_megatron.trainer.megatron.platform.collectives import broadcast_json
+from tepo_megatron.trainer.megatron.platform.root_signal import _KEPT, RootSignal
 from tests.support.launch import run_dist
 
 LIMIT_S = 6.0

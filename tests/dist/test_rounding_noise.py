@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.types import Batch, TokenScores
-from tepo_megatron.vocab_parallel import logprob_and_entropy
+from tepo_megatron.core.scores import logprob_and_entropy
+from tepo_megatron.core.types import Batch, TokenScores
 from tests.support.launch import run_dist
 from tests.support.small_llama import draw_rollouts, write_llama
 
@@ -52,9 +52,9 @@ def first_update(config: RunConfig, model_dir: Path, *, whole_step_scored: bool)
     """Extrema and means of the first optimizer step after a rollout, on this rank's world."""
     from megatron.core import parallel_state
 
-    from tepo_megatron.engine import forward
-    from tepo_megatron.engine.engine import Engine
-    from tepo_megatron.train.minibatches import minibatches
+    from tepo_megatron.run.step.minibatches import minibatches
+    from tepo_megatron.trainer.megatron.engine import Engine
+    from tepo_megatron.trainer.megatron.step import forward
 
     engine = Engine(config, model_dir)
 
@@ -121,8 +121,8 @@ def measured(rank: int, world: int, cases: list[dict[str, Any]], model_dir: Path
     """The engine's own measurement of the noise, where logits get ``scale`` times the noise of this file."""
     from megatron.core import parallel_state
 
-    from tepo_megatron.engine import forward
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.trainer.megatron.engine import Engine
+    from tepo_megatron.trainer.megatron.step import forward
 
     warnings.filterwarnings("ignore")
     os.environ["WORLD_SIZE"] = str(world)

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tepo_megatron.bridge.geometry import Box
-from tepo_megatron.bridge.storage.stored import open_boxes
-from tepo_megatron.engine.batch import pack
-from tepo_megatron.rollout.record import read_rollouts, write_rollouts
-from tepo_megatron.types import Batch, Rollout, WeightsVersion
+from tepo_megatron.core.types import Batch, Rollout, WeightsVersion
+from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
+from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.weights.geometry import Box
+from tepo_megatron.weights.storage.stored import open_boxes
 from tests.support.float64 import Oracle, oracle_of
 from tests.support.launch import run_world
 from tests.support.model_worlds import VOCABULARY, save_model_with_experts

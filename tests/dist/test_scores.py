@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.vocab_parallel import fused_linear_logprob_and_entropy, logprob_and_entropy
-from tepo_megatron.vocab_parallel.dense import dense_logprob_and_entropy
+from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
+from tepo_megatron.core.scores.dense import dense_logprob_and_entropy
 from tests.support.launch import run_dist
 
 

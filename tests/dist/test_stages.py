@@ -23,11 +23,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tepo_megatron.bridge.architecture import read_model_spec
-from tepo_megatron.bridge.layouts import MegatronParallel, megatron_ranks, pipeline_stages_of
 from tepo_megatron.config import ParallelConfig, RunConfig
-from tepo_megatron.engine.batch import pack
-from tepo_megatron.types import Batch, Rollout, WeightsVersion
+from tepo_megatron.core.types import Batch, Rollout, WeightsVersion
+from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.weights.architecture import read_model_spec
+from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks, pipeline_stages_of
 from tests.support.launch import run_dist
 from tests.support.model_worlds import save_random_model
 
@@ -138,8 +138,8 @@ def train(layout: Layout, folder: Path) -> dict[str, Any]:
     """Loads, scores, and makes two updates with a checkpoint between them; what the tests look at."""
     from megatron.core import parallel_state
 
-    from tepo_megatron.engine.engine import Engine
-    from tepo_megatron.train.minibatches import minibatches
+    from tepo_megatron.run.step.minibatches import minibatches
+    from tepo_megatron.trainer.megatron.engine import Engine
 
     config = RunConfig.model_validate(
         {
@@ -400,7 +400,7 @@ def test_megatron_is_counted_as_the_layout_says(worlds: Worlds) -> None:
     split = MegatronParallel(layout.tp, layout.pp, stages=pipeline_stages_of(spec, parallel))
     held = [sum(math.prod(shape) for shape in rank.params.values()) for rank in megatron_ranks(spec, split)]
     request = json.dumps({"spec": asdict(spec), "parallel": parallel.model_dump()})
-    command = [sys.executable, "-m", "tepo_megatron.engine.count"]
+    command = [sys.executable, "-m", "tepo_megatron.trainer.megatron.parameter_count"]
     counted = subprocess.run(command, input=request, capture_output=True, text=True, check=True).stdout
     assert json.loads(counted.splitlines()[-1]) == [held[:2], held[2:]]
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.bridge.architecture import read_model_spec
 from tepo_megatron.config import RunConfig
-from tepo_megatron.data.builtin import resolve_model_path
-from tepo_megatron.data.problems import load_problems
-from tepo_megatron.data.tokenizer import load_tokenizer
-from tepo_megatron.reward.pool import RewardPool
-from tepo_megatron.rollout.fleet import Fleet
-from tepo_megatron.train.collect import RolloutCollector
-from tepo_megatron.train.journal import Journal
-from tepo_megatron.train.step_rewards import StepRewards
-from tepo_megatron.types import Rollout
-from tepo_megatron.watch.heartbeat import Heartbeat
+from tepo_megatron.core.types import Rollout
+from tepo_megatron.run.sampling.collect import RolloutCollector
+from tepo_megatron.run.sampling.journal import Journal
+from tepo_megatron.run.sampling.step_rewards import StepRewards
+from tepo_megatron.runtime.watch.heartbeat import Heartbeat
+from tepo_megatron.sampler.fleet.fleet import Fleet
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.problems import load_problems
+from tepo_megatron.tasks.data.tokenizer import load_tokenizer
+from tepo_megatron.tasks.reward.pool import RewardPool
+from tepo_megatron.weights.architecture import read_model_spec
 from tests.support.fake_sampling import Killed, groups_of, groups_on_disk
 
 MODEL = resolve_model_path(RunConfig().model.path)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.faults.run import select
+from tepo_megatron.tools.faults.run import select
 from tests.support.processes import assert_none_names
 
 

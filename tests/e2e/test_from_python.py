@@ -20,8 +20,8 @@ import json, os, signal, sys
 from pathlib import Path
 import yaml
 import tepo_megatron
-from tepo_megatron.faults import tiny
-from tepo_megatron.faults.replayed_run import make_rollouts
+from tepo_megatron.tools.faults import tiny
+from tepo_megatron.tools.faults.replayed_run import make_rollouts
 
 folder = Path(sys.argv[1])
 run = tiny.write_run(folder)

@@ -13,8 +13,8 @@ import torch
 
 from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.config.sampling import SamplingConfig
-from tepo_megatron.rollout.fleet import Fleet
-from tepo_megatron.types import Response, WeightsVersion
+from tepo_megatron.core.types import Response, WeightsVersion
+from tepo_megatron.sampler.fleet.fleet import Fleet
 
 VOCABULARY, TOKENS = 64, 800
 PROMPT = (1, 5, 6, 7)

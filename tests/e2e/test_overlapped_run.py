@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.rollout.record import read_rollouts
+from tepo_megatron.sampler.rollout_file import read_rollouts
 from tests.support.kills import Moment, kill_server, last_step, rows, same_bytes, start, train, train_killed_at
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S

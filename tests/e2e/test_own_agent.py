@@ -8,10 +8,10 @@ from statistics import fmean
 
 import pytest
 
-from tepo_megatron.data.builtin import resolve_model_path
-from tepo_megatron.data.problems import load_problems
-from tepo_megatron.data.tokenizer import load_tokenizer
-from tepo_megatron.rollout.record import read_rollouts
+from tepo_megatron.sampler.rollout_file import read_rollouts
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.problems import load_problems
+from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tests.e2e.test_own_env import rows, run
 from tests.support.processes import assert_none_names
 

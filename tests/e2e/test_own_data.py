@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.config.load import load_run
-from tepo_megatron.data.problems import load_problems
+from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.tasks.data.problems import load_problems
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S
 from tests.support.small_run import SMALL_RUN

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.data.builtin import resolve_model_path
-from tepo_megatron.data.problems import load_problems
-from tepo_megatron.data.tokenizer import load_tokenizer
-from tepo_megatron.rollout.record import read_rollouts
+from tepo_megatron.sampler.rollout_file import read_rollouts
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.problems import load_problems
+from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S
 

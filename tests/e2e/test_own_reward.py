@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.data.problems import load_problems
-from tepo_megatron.data.tasks.addition import solution
+from tepo_megatron.tasks.data.problems import load_problems
+from tepo_megatron.tasks.data.tasks.addition import solution
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S
 from tests.support.small_run import SMALL_RUN

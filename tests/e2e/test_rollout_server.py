@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.rollout.client import GENERATE, PROGRESS, Client
-from tepo_megatron.rollout.fleet import Fleet, ServerDied
-from tepo_megatron.rollout.frames import ABORT, SAMPLES
-from tepo_megatron.rollout.requests import Sampling
-from tepo_megatron.rollout.resources import worker_cores
-from tepo_megatron.rollout.scratch import SHM, group_members, temporary_folder
-from tepo_megatron.rollout.server import Server
-from tepo_megatron.rollout.server_program import MODEL_NAME
-from tepo_megatron.types import Response, WeightsVersion
+from tepo_megatron.core.types import Response, WeightsVersion
+from tepo_megatron.runtime.leftovers import SHM, group_members, temporary_folder
+from tepo_megatron.sampler.fleet.fleet import Fleet, ServerDied
+from tepo_megatron.sampler.vllm.client.client import GENERATE, PROGRESS, Client
+from tepo_megatron.sampler.vllm.client.requests import Sampling
+from tepo_megatron.sampler.vllm.server.resources import worker_cores
+from tepo_megatron.sampler.vllm.server.server import Server
+from tepo_megatron.sampler.vllm.server.server_program import MODEL_NAME
+from tepo_megatron.sampler.vllm.wire.frames import ABORT, SAMPLES
 from tests.support.processes import assert_none_names, processes_naming
 from tests.support.programs import TIMEOUT_S
 

@@ -16,8 +16,8 @@ import httpx
 import psutil
 import pytest
 
-from tepo_megatron.faults.strangers import plain_files
-from tepo_megatron.rendezvous import FOLDER_VARIABLE
+from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
+from tepo_megatron.tools.faults.strangers import plain_files
 from tests.support import stranger
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S

@@ -20,9 +20,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tepo_megatron.rollout.record import read_rollouts
-from tepo_megatron.train.run_folder import MADE_BY_A_RUN
-from tepo_megatron.train.token_file import read_tokens, token_files
+from tepo_megatron.run.metrics.token_file import read_tokens, token_files
+from tepo_megatron.run.output.run_folder import MADE_BY_A_RUN
+from tepo_megatron.sampler.rollout_file import read_rollouts
 from tests.support.kills import MEASURED_IN_SECONDS, assert_same_run, last_step, train_killed_at
 from tests.support.processes import assert_none_names
 from tests.support.programs import TIMEOUT_S, run_program
@@ -64,7 +64,7 @@ CANARY = "canary/max_logprob_gap"
 CACHE_CANARY = "canary/cache_gap"
 
 
-TORCHRUN = ("-m", "tepo_megatron.torchrun", "--nproc-per-node", "2")
+TORCHRUN = ("-m", "tepo_megatron.runtime.torchrun", "--nproc-per-node", "2")
 
 
 def start(*arguments: str, runner: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -138,7 +138,7 @@ def test_what_is_printed_in_a_pipe_is_plain_lines(trained: Path) -> None:
 def test_the_exported_model_loads_in_transformers_and_was_trained(trained: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tepo_megatron.data.builtin import resolve_model_path
+    from tepo_megatron.tasks.data.builtin import resolve_model_path
 
     model = AutoModelForCausalLM.from_pretrained(trained / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(trained / "model")

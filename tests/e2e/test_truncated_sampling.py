@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from tepo_megatron.config import RunConfig, SamplingConfig
-from tepo_megatron.data.builtin import resolve_model_path
-from tepo_megatron.data.tokenizer import load_tokenizer
-from tepo_megatron.rollout.fleet import Fleet
-from tepo_megatron.rollout.record import write_rollouts
-from tepo_megatron.types import Response, Rollout
+from tepo_megatron.core.types import Response, Rollout
+from tepo_megatron.sampler.fleet.fleet import Fleet
+from tepo_megatron.sampler.rollout_file import write_rollouts
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tests.support.launch import run_world
 
 MODEL = resolve_model_path(RunConfig().model.path)

@@ -57,7 +57,7 @@ def test_the_package_is_the_installed_one_and_its_command_runs(installed: Path) 
 
 def test_the_warm_start_ships_and_loads(installed: Path) -> None:
     script = (
-        "from tepo_megatron.data.builtin import resolve_model_path; from transformers import AutoModelForCausalLM;"
+        "from tepo_megatron.tasks.data.builtin import resolve_model_path; from transformers import AutoModelForCausalLM;"
         "folder = resolve_model_path('builtin:tiny'); print(folder);"
         "print(sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters()))"
     )
@@ -69,6 +69,6 @@ def test_the_warm_start_ships_and_loads(installed: Path) -> None:
 def test_the_plugin_of_vllm_is_announced(installed: Path) -> None:
     (metadata,) = installed.glob("tepo_megatron-*.dist-info")
     entries = (metadata / "entry_points.txt").read_text()
-    assert "[vllm.general_plugins]\ntepo_megatron = tepo_megatron.rollout.plugin:register" in entries
+    assert "[vllm.general_plugins]\ntepo_megatron = tepo_megatron.sampler.vllm.plugin:register" in entries
     assert "tepo = tepo_megatron.cli.main:main" in entries
     assert (installed / "tepo_megatron" / "py.typed").exists()

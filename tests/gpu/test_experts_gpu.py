@@ -48,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def work(rank: int, world: int, model: Path, folder: Path, engine_options: dict[str, Any]) -> dict[str, Any]:
     """Scores, and two updates."""
     from tepo_megatron.config import RunConfig
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.trainer.megatron.engine import Engine
 
     dist.destroy_process_group()
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}

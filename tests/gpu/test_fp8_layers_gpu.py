@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def work(rank: int, world: int, model: Path, folder: Path, engine_section: dict[str, Any]) -> dict[str, Any]:
     """Scores, three updates, and scores again after the weights went through a checkpoint; the first export."""
     from tepo_megatron.config import RunConfig
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.trainer.megatron.engine import Engine
 
     dist.destroy_process_group()  # the engine makes its own, over NCCL
     config = {

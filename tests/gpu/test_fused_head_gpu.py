@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.vocab_parallel import fused_linear, fused_linear_logprob_and_entropy
+from tepo_megatron.core.scores import fused_linear, fused_linear_logprob_and_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, torch sees none")]
 

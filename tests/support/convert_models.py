@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tepo_megatron.bridge.architecture import read_model_spec
-from tepo_megatron.bridge.layouts import MegatronParallel, megatron_layout, tensor_shapes
-from tepo_megatron.bridge.storage.files import write_model, write_stream
-from tepo_megatron.bridge.storage.stored import box_key
+from tepo_megatron.weights.architecture import read_model_spec
+from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, tensor_shapes
+from tepo_megatron.weights.storage.files import write_model, write_stream
+from tepo_megatron.weights.storage.stored import box_key
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

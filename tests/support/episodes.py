@@ -9,13 +9,13 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tepo_megatron.environments.chat_requests import ChatRequest
-from tepo_megatron.environments.episodes import EpisodeEnd
-from tepo_megatron.environments.host import EpisodeAnswer, read_action, read_problem
-from tepo_megatron.environments.protocol import StepResult
-from tepo_megatron.problem import Problem
-from tepo_megatron.rollout.stream import Result
-from tepo_megatron.types import Response, WeightsVersion, token_ids
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.types import Response, WeightsVersion, token_ids
+from tepo_megatron.sampler.fleet.stream import Result
+from tepo_megatron.tasks.environments.agents.chat_requests import ChatRequest
+from tepo_megatron.tasks.environments.episodes import EpisodeEnd
+from tepo_megatron.tasks.environments.host import EpisodeAnswer, read_action, read_problem
+from tepo_megatron.tasks.environments.protocol import StepResult
 
 END, VOCABULARY, TURN = 2, 50, 6
 """The end token, the model's tokens, and the longest turn."""

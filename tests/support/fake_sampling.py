@@ -12,14 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.reward.pool import RewardResult
-from tepo_megatron.rollout.record import read_record
-from tepo_megatron.rollout.requests import Sampling, make_sample
-from tepo_megatron.train.collect import RolloutCollector
-from tepo_megatron.train.journal import Journal
-from tepo_megatron.train.step_rewards import StepRewards
-from tepo_megatron.types import Problem, Response, Rollout, WeightsVersion
-from tepo_megatron.watch.heartbeat import Heartbeat
+from tepo_megatron.core.types import Problem, Response, Rollout, WeightsVersion
+from tepo_megatron.run.sampling.collect import RolloutCollector
+from tepo_megatron.run.sampling.journal import Journal
+from tepo_megatron.run.sampling.step_rewards import StepRewards
+from tepo_megatron.runtime.watch.heartbeat import Heartbeat
+from tepo_megatron.sampler.rollout_file import read_record
+from tepo_megatron.sampler.vllm.client.requests import Sampling, make_sample
+from tepo_megatron.tasks.reward.pool import RewardResult
 
 MAX_NEW_TOKENS = 8
 

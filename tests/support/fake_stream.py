@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from tepo_megatron.reward.pool import RewardResult
-from tepo_megatron.types import Problem, Response, WeightsVersion
+from tepo_megatron.core.types import Problem, Response, WeightsVersion
+from tepo_megatron.tasks.reward.pool import RewardResult
 
 
 @dataclass

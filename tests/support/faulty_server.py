@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.rollout.client import PROGRESS
-from tepo_megatron.rollout.fleet import Fleet
-from tepo_megatron.rollout.frames import SAMPLES
+from tepo_megatron.sampler.fleet.fleet import Fleet
+from tepo_megatron.sampler.vllm.client.client import PROGRESS
+from tepo_megatron.sampler.vllm.wire.frames import SAMPLES
 from tests.support.samples import Sample, answer, response
 
 VOCABULARY = 64

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tepo_megatron.bridge.families import EXPERT_BIAS
-from tepo_megatron.bridge.layouts.table import EXPERT_NAMES
-from tepo_megatron.types import Batch, not_recorded
+from tepo_megatron.core.types import Batch, not_recorded
+from tepo_megatron.weights.families import EXPERT_BIAS
+from tepo_megatron.weights.layouts.table import EXPERT_NAMES
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import os
 import time
 from typing import Any, ClassVar
 
-from tepo_megatron.environments.protocol import StepResult
-from tepo_megatron.problem import Problem, ResponseText
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.tasks.environments.protocol import StepResult
 
 
 class Hostile:

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.environments.protocol import StepResult
-from tepo_megatron.problem import Problem, ResponseText
-from tepo_megatron.user_code import load_user_code
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.runtime.user_code import load_user_code
+from tepo_megatron.tasks.environments.protocol import StepResult
 
 GAME = f"{Path(__file__).parents[2] / 'examples' / 'own_env' / 'distance.py'}:Distance"
 

@@ -17,7 +17,7 @@ def run_program(name: str, *arguments: object, ranks: int | None = None, environ
     Every process has one thread. ``environment`` is beside this process' own. Returns the standard output; a program that fails
     raises RuntimeError with the end of its standard error.
     """
-    torchrun = () if ranks is None else ("-m", "tepo_megatron.torchrun", f"--nproc-per-node={ranks}")
+    torchrun = () if ranks is None else ("-m", "tepo_megatron.runtime.torchrun", f"--nproc-per-node={ranks}")
     done = subprocess.run(
         [sys.executable, *torchrun, "-m", f"tests.support.worlds.{name}", *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},

@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.bridge.storage.manifest import DamagedCheckpoint
 from tepo_megatron.config import EngineConfig, EvaluateConfig, ObjectiveConfig, RolloutConfig, RunConfig, TrainConfig
 from tepo_megatron.config.rollout import CanaryConfig
 from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.config.train import RollbackConfig
-from tepo_megatron.engine.batch import pack
-from tepo_megatron.engine.saving import Saved
-from tepo_megatron.engine.step import UpdateResult
-from tepo_megatron.preemption import StopRequested, StopSignals
-from tepo_megatron.train.loop import Loop
-from tepo_megatron.train.resume import Resumed
-from tepo_megatron.types import Batch, Rollout, WeightsVersion
+from tepo_megatron.core.types import Batch, Rollout, WeightsVersion
+from tepo_megatron.run.loop import Loop
+from tepo_megatron.run.output.resume import Resumed
+from tepo_megatron.runtime.preemption import StopRequested, StopSignals
+from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.trainer.megatron.checkpoint.saving import Saved
+from tepo_megatron.trainer.megatron.step.step import UpdateResult
+from tepo_megatron.weights.storage.manifest import DamagedCheckpoint
 
 ROLLBACK = RollbackConfig(metric="loss", above=20.0, max_times=1)
 """Of runs with an output folder."""

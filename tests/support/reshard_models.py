@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from tepo_megatron.bridge.architecture import Experts, ModelSpec
-from tepo_megatron.bridge.geometry import ShardLayout
-from tepo_megatron.bridge.layouts import MegatronParallel, VllmParallel, pipeline_stages
+from tepo_megatron.weights.architecture import Experts, ModelSpec
+from tepo_megatron.weights.geometry import ShardLayout
+from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, pipeline_stages
 
 
 def small_spec(**changes: object) -> ModelSpec:

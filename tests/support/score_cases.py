@@ -3,8 +3,8 @@
 import torch
 from hypothesis import strategies as st
 
-from tepo_megatron.vocab_parallel import logprob_and_entropy
-from tepo_megatron.vocab_parallel.dense import dense_logprob_and_entropy
+from tepo_megatron.core.scores import logprob_and_entropy
+from tepo_megatron.core.scores.dense import dense_logprob_and_entropy
 
 
 @st.composite

@@ -25,8 +25,8 @@ def write_llama(folder: Path, *, scale: float = 0.2, spike: float = 500.0, **cha
     """
     from safetensors.torch import save_file
 
-    from tepo_megatron.bridge.architecture import model_spec
-    from tepo_megatron.bridge.layouts.table import tensor_shapes
+    from tepo_megatron.weights.architecture import model_spec
+    from tepo_megatron.weights.layouts.table import tensor_shapes
 
     config, generator = llama_config(**changes), torch.Generator().manual_seed(0)
     tensors = {
@@ -41,7 +41,7 @@ def write_llama(folder: Path, *, scale: float = 0.2, spike: float = 500.0, **cha
 
 def draw_rollouts(lengths: Sequence[int]) -> list[Any]:
     """One group; prompts of two tokens, none of them token 0, and rewards 0 and 1 in turn."""
-    from tepo_megatron.types import Rollout, WeightsVersion
+    from tepo_megatron.core.types import Rollout, WeightsVersion
 
     generator = torch.Generator().manual_seed(1)
     rollouts = []

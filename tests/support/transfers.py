@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from tepo_megatron.bridge.geometry import ReshardPlan
-from tepo_megatron.bridge.layouts import megatron_ranks, tensor_shapes, vllm_ranks
-from tepo_megatron.bridge.reshard.plan import reshard_plan
-from tepo_megatron.bridge.transfer import move
-from tepo_megatron.bridge.transfer.messages import destination_ends, queues, source_ends, wire_dtype
-from tepo_megatron.bridge.transfer.sender import decode_order, encode_order
-from tepo_megatron.bridge.transfer.transport import Transport
-from tepo_megatron.bridge.transfer.transports.ipc import IpcGroup
+from tepo_megatron.weights.geometry import ReshardPlan
+from tepo_megatron.weights.layouts import megatron_ranks, tensor_shapes, vllm_ranks
+from tepo_megatron.weights.reshard.plan import reshard_plan
+from tepo_megatron.weights.transfer import move
+from tepo_megatron.weights.transfer.messages import destination_ends, queues, source_ends, wire_dtype
+from tepo_megatron.weights.transfer.sender import decode_order, encode_order
+from tepo_megatron.weights.transfer.transport import Transport
+from tepo_megatron.weights.transfer.transports.ipc import IpcGroup
 from tests.support.reshard_models import Case, numbered_model, parameters
 from tests.support.thread_transport import Letters, Mailbox
 

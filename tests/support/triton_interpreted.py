@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.bench.score_methods import methods
-from tepo_megatron.vocab_parallel import fused_linear_logprob_and_entropy, logprob_and_entropy
-from tepo_megatron.vocab_parallel.combine import combine, merge
-from tepo_megatron.vocab_parallel.dense import dense_logprob_and_entropy
-from tepo_megatron.vocab_parallel.shard import LocalLabels, Scoring
-from tepo_megatron.vocab_parallel.triton_sweep import gradient, statistics
+from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
+from tepo_megatron.core.scores.combine import combine, merge
+from tepo_megatron.core.scores.dense import dense_logprob_and_entropy
+from tepo_megatron.core.scores.shard import LocalLabels, Scoring
+from tepo_megatron.core.scores.triton_sweep import gradient, statistics
+from tepo_megatron.tools.bench.score_methods import methods
 from tests.support.score_cases import cases, compare, loss
 
 
@@ -132,7 +132,7 @@ def test_shards(world, width, vocab):
 
 def test_fused_with_the_head(monkeypatch):
     """The chunks' statistics and gradients are the kernels'; with a mask, padding, and a last chunk that is shorter."""
-    monkeypatch.setattr("tepo_megatron.vocab_parallel.fused_linear._CHUNK_BYTES", {"cpu": 16 * 210 * 4})
+    monkeypatch.setattr("tepo_megatron.core.scores.fused_linear._CHUNK_BYTES", {"cpu": 16 * 210 * 4})
     labels, mask = torch.randint(0, 201, (30,)), torch.rand(30) < 0.8
     hidden, head = torch.randn(30, 6).requires_grad_(), torch.randn(210, 6).requires_grad_()
     options: dict[str, Any] = {"temperature": 0.8, "vocab_size": 201, "mask_T": mask, "entropy_slope": True}

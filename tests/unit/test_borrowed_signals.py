@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tepo_megatron.preemption import STOP_SIGNALS, StopRequested, borrowed_stop_signals, stop_signals
+from tepo_megatron.runtime.preemption import STOP_SIGNALS, StopRequested, borrowed_stop_signals, stop_signals
 from tests.support.programs import TIMEOUT_S
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.bridge.families import FAMILIES, KNOWN_ARCHITECTURES
-from tepo_megatron.bridge.layouts.table import EXPERT_NAMES
-from tepo_megatron.config.objective_presets import PRESETS
-from tepo_megatron.config.schema import schema_rows
-from tepo_megatron.train.metrics import PHASES
+from tepo_megatron.config.loading.schema import schema_rows
+from tepo_megatron.config.objective.presets import PRESETS
+from tepo_megatron.run.metrics.metrics import PHASES
+from tepo_megatron.weights.families import FAMILIES, KNOWN_ARCHITECTURES
+from tepo_megatron.weights.layouts.table import EXPERT_NAMES
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tepo_megatron"
@@ -58,10 +58,10 @@ def places_of(architecture: str) -> dict[str, str]:
     experts = FAMILIES[architecture].experts
     worlds = ("tests/support/model_worlds.py", "WITH_EXPERTS") if experts else ("tests/dist/test_architectures.py", "MODELS")
     return {
-        "tests/unit/bridge/test_architecture.py": "CONFIGS",
+        "tests/unit/weights/test_architecture.py": "CONFIGS",
         worlds[0]: worlds[1],
         "tests/support/random_models.py": "MODELS",
-        "tests/unit/engine/test_te_layouts.py": "MODELS",
+        "tests/unit/trainer/test_te_layouts.py": "MODELS",
     }
 
 
@@ -79,7 +79,7 @@ def test_an_architecture_is_in_every_test_and_table(architecture: str) -> None:
 def test_the_list_for_an_architecture_names_every_place() -> None:
     listed = section("docs/models.md", "Add an architecture")
     places = {path for architecture in KNOWN_ARCHITECTURES for path in places_of(architecture)}
-    for path in ("bridge/families.py", "bridge/layouts/table.py", "engine/model.py", "README.md", *places):
+    for path in ("weights/families.py", "weights/layouts/table.py", "trainer/megatron/model/model.py", "README.md", *places):
         assert f"`{path}`" in listed
 
 
@@ -120,9 +120,9 @@ PERMITS = {"rollout.uncorrected"}
 
 
 def test_every_knob_is_read_by_some_code() -> None:
-    outside = [path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE / "config"]
+    outside = [path for path in PACKAGE.rglob("*.py") if PACKAGE / "config" not in path.parents]
     read = {name for path in outside for name in names_read(path)}
-    read |= {name for path in (PACKAGE / "config").glob("*.py") for name in read_in_config(path)}
+    read |= {name for path in (PACKAGE / "config").rglob("*.py") for name in read_in_config(path)}
     assert {row.path for row in schema_rows(of_lists=True) if row.path.rpartition(".")[2] not in read} == PERMITS
 
 
@@ -137,16 +137,16 @@ NOT_METRICS = {"entropy/noise", "ratio/noise", "sequence_ratio/noise"}
 def metrics_in_code() -> dict[str, str]:
     """Every key that the package writes into a row of metrics → where: keys of dictionaries, and what ``row[…] =`` sets."""
     found = {}
-    for room in ("train", "objective", "engine", "evaluate", "environments", "rollout", "reward", "data"):
+    for room in ("core", "run", "sampler", "tasks", "trainer"):
         for path in sorted((PACKAGE / room).rglob("*.py")):
             for node in ast.walk(tree_of(path)):
                 for key in _keys_written(node):
                     if NAME.fullmatch(key) and key not in NOT_METRICS:
                         found[key] = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
-    quantiles = keys("tepo_megatron/engine/noise.py", "QUANTILES")
-    found |= {f"time/{name}": "train/metrics.py: PHASES" for name in (*PHASES, "other", "step")}
-    found |= {f"{name}/{label}": "engine/noise.py" for name in NOT_METRICS for label in quantiles}
-    return found | dict.fromkeys(("step", "ess", "loss", "grad_norm", "lr", "response_tokens"), "train/summary.py")
+    quantiles = keys("tepo_megatron/trainer/megatron/step/noise.py", "QUANTILES")
+    found |= {f"time/{name}": "run/metrics/metrics.py: PHASES" for name in (*PHASES, "other", "step")}
+    found |= {f"{name}/{label}": "trainer/megatron/step/noise.py" for name in NOT_METRICS for label in quantiles}
+    return found | dict.fromkeys(("step", "ess", "loss", "grad_norm", "lr", "response_tokens"), "run/metrics/summary.py")
 
 
 def _keys_written(node: ast.AST) -> list[str]:

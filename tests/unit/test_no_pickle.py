@@ -38,18 +38,23 @@ CALLS = {
 """Names that must not be called or passed on, with what they do."""
 
 _PIPES = "arguments and results by pipes between a parent and its children"
-_PROGRAMS = "programs that the model wrote, where reward.run_code says so: within limits, without network (reward/sandbox.py)"
+_PROGRAMS = (
+    "programs that the model wrote, where reward.run_code says so: within limits, without network (runtime/workers/sandbox.py)"
+)
 
 ALLOWED = {
-    ("tepo_megatron/rollout/plugin/signed.py", "pickle"): "reads only what carries a signature under the run's key",
-    ("tepo_megatron/engine/collectives.py", "all_gather_object"): "is exchanged for one that sends JSON, for Megatron",
-    ("tepo_megatron/bench/reshard.py", "torch.multiprocessing"): _PIPES,
-    ("tepo_megatron/bench/scores.py", "torch.multiprocessing"): _PIPES,
-    ("tepo_megatron/bench/recipes.py", "torch.multiprocessing"): _PIPES,
-    ("tepo_megatron/faults/configs.py", "multiprocessing"): _PIPES,
-    ("tepo_megatron/faults/strangers.py", "multiprocessing"): _PIPES,
-    ("tepo_megatron/reward/run_tests.py", "exec"): _PROGRAMS,
-    ("tepo_megatron/reward/run_tests.py", "compile"): _PROGRAMS,
+    ("tepo_megatron/sampler/vllm/plugin/signed.py", "pickle"): "reads only what carries a signature under the run's key",
+    (
+        "tepo_megatron/trainer/megatron/platform/collectives.py",
+        "all_gather_object",
+    ): "is exchanged for one that sends JSON, for Megatron",
+    ("tepo_megatron/tools/bench/reshard.py", "torch.multiprocessing"): _PIPES,
+    ("tepo_megatron/tools/bench/scores.py", "torch.multiprocessing"): _PIPES,
+    ("tepo_megatron/tools/bench/recipes.py", "torch.multiprocessing"): _PIPES,
+    ("tepo_megatron/tools/faults/configs.py", "multiprocessing"): _PIPES,
+    ("tepo_megatron/tools/faults/strangers.py", "multiprocessing"): _PIPES,
+    ("tepo_megatron/tasks/reward/run_tests.py", "exec"): _PROGRAMS,
+    ("tepo_megatron/tasks/reward/run_tests.py", "compile"): _PROGRAMS,
 }
 
 

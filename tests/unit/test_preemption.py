@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.preemption import INTERRUPTED, PREEMPTED
+from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED
 from tests.support.programs import TIMEOUT_S
 
 RANK = """
 import ctypes, os, sys, time
-from tepo_megatron.preemption import StopRequested, install_stop_signals, stop_signals
+from tepo_megatron.runtime.preemption import StopRequested, install_stop_signals, stop_signals
 
 what, grace, warning = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
 

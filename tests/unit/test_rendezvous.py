@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tepo_megatron import rendezvous
-from tepo_megatron.engine.collectives import all_gather_json, objects_as_json
-from tepo_megatron.rollout.resources import reserve_port
+from tepo_megatron.runtime import rendezvous
+from tepo_megatron.sampler.vllm.server.resources import reserve_port
+from tepo_megatron.trainer.megatron.platform.collectives import all_gather_json, objects_as_json
 from tests.support import stranger
 from tests.support.launch import run_dist
 from tests.support.programs import TIMEOUT_S
@@ -29,15 +29,15 @@ RANK = """
 import os, sys, time
 from datetime import timedelta
 from pathlib import Path
-from tepo_megatron.config.load import load_run
-from tepo_megatron.rank import run_rank
+from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.run.rank import run_rank
 
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 
 def work(config):
     import torch
     import torch.distributed as dist
-    from tepo_megatron.rendezvous import rank_store
+    from tepo_megatron.runtime.rendezvous import rank_store
 
     store = rank_store(2, timedelta(seconds=1000))
     if store is None:
@@ -52,7 +52,7 @@ def work(config):
 
 sys.exit(run_rank(load_run(None, ["engine.parallel.dp=2"]), work))
 """
-PARENT = "import sys; from tepo_megatron import torchrun; sys.exit(torchrun.launch(sys.argv[1:], 2, module='waiting_rank'))"
+PARENT = "import sys; from tepo_megatron.runtime import torchrun; sys.exit(torchrun.launch(sys.argv[1:], 2, module='waiting_rank'))"
 SLEEPER = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
 
 as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become another user")
@@ -150,7 +150,7 @@ def test_a_rank_that_leaves_first_takes_the_store_from_nobody(start: Any, tmp_pa
     rank_code = """
 import os, pathlib, sys, time
 from datetime import timedelta
-from tepo_megatron.rendezvous import rank_store
+from tepo_megatron.runtime.rendezvous import rank_store
 store, agent = rank_store(2, timedelta(seconds=1000)), os.getppid()
 pathlib.Path(sys.argv[1]).touch()
 while os.getppid() == agent:
@@ -183,7 +183,8 @@ def test_a_stranger_can_disturb_the_store_of_several_nodes_and_nothing_more(star
         port = held.getsockname()[1]
         flags = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}", "--rdzv-id=7.0"]
         agents = [
-            start("-m", "tepo_megatron.torchrun", *flags, f"--node-rank={n}", "-m", "waiting_rank", tmp_path) for n in (0, 1)
+            start("-m", "tepo_megatron.runtime.torchrun", *flags, f"--node-rank={n}", "-m", "waiting_rank", tmp_path)
+            for n in (0, 1)
         ]
         for agent, file in zip(agents, ("started0", "started1"), strict=True):
             wait_for(agent, tmp_path / file)
@@ -206,7 +207,7 @@ def test_ranks_of_a_dynamic_rendezvous_are_refused(start: Any, tmp_path: Path) -
     process = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "waiting_rank", tmp_path)
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
-    assert "write 'python -m tepo_megatron.torchrun' in place of 'torchrun'" in err
+    assert "write 'python -m tepo_megatron.runtime.torchrun' in place of 'torchrun'" in err
     assert not (tmp_path / "started0").exists()
 
 
@@ -230,7 +231,7 @@ def test_flags_for_a_dynamic_rendezvous_are_refused(flag: str) -> None:
 @pytest.mark.slow
 def test_an_address_that_is_not_the_first_nodes_is_named(start: Any, tmp_path: Path) -> None:
     flags = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=192.0.2.1", "--master-port=29500", "-m", "waiting_rank"]
-    _, err = start("-m", "tepo_megatron.torchrun", *flags, tmp_path).communicate(timeout=TIMEOUT_S)
+    _, err = start("-m", "tepo_megatron.runtime.torchrun", *flags, tmp_path).communicate(timeout=TIMEOUT_S)
     assert "the first node cannot listen on 192.0.2.1:29500" in err
 
 

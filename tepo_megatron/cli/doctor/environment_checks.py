@@ -196,7 +196,7 @@ def _shared_memory() -> Check:
 
 def _verifiers() -> Check:
     """Whether the kernel lets verifiers run without network; their other limits it grants everywhere on Linux."""
-    probe = "from tepo_megatron.reward.limits import leave_network; print(leave_network() or '')"
+    probe = "from tepo_megatron.runtime.workers.limits import leave_network; print(leave_network() or '')"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False)
     why = done.stdout.strip() or done.stderr.strip().rpartition("\n")[2]
     if sys.platform != "linux":

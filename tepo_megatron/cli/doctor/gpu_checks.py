@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import metadata
 
 from tepo_megatron.cli.doctor.check import Check, has_gpu
-from tepo_megatron.engine import packages
-from tepo_megatron.engine.packages import INSTALL_TE
+from tepo_megatron.trainer.megatron.platform import packages
+from tepo_megatron.trainer.megatron.platform.packages import INSTALL_TE
 from tepo_megatron.versions import MEGATRON_LINE, TE_RANGE, in_range, installed_version
 
 

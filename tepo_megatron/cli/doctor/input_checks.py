@@ -26,8 +26,8 @@ def input_checks(config: RunConfig) -> list[Callable[[], Check]]:
 
 def _problems(config: RunConfig) -> Check:
     """Whether model folder, tokenizer and problems can be read, and prompts leave room for a response."""
-    from tepo_megatron.data.builtin import resolve_model_path
-    from tepo_megatron.train.inputs import read_inputs
+    from tepo_megatron.run.sampling.inputs import read_inputs
+    from tepo_megatron.tasks.data.builtin import resolve_model_path
 
     try:
         inputs = read_inputs(config, resolve_model_path(config.model.path))
@@ -52,7 +52,7 @@ def _problems(config: RunConfig) -> Check:
 
 def _environment(config: EnvironmentConfig, sampling: SamplingConfig) -> Check:
     """Whether the environment can be made, in a process with the run's limits or on its servers."""
-    from tepo_megatron.environments.pool import open_host
+    from tepo_megatron.tasks.environments.pool import open_host
 
     try:
         with closing(open_host(config, sampling)) as host:
@@ -64,8 +64,8 @@ def _environment(config: EnvironmentConfig, sampling: SamplingConfig) -> Check:
 
 def _verifier(config: RunConfig) -> Check:
     """Whether the verifier scores answers of the data, in a process with the run's limits."""
-    from tepo_megatron.data.problems import load_problems
-    from tepo_megatron.train.step_rewards import ready_pool
+    from tepo_megatron.run.sampling.step_rewards import ready_pool
+    from tepo_megatron.tasks.data.problems import load_problems
 
     if config.environment is not None:
         return _environment(config.environment, config.rollout.sampling)

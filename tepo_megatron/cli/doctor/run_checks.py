@@ -11,14 +11,14 @@ from pathlib import Path
 
 import httpx
 
-from tepo_megatron.bridge.architecture import read_model_spec
 from tepo_megatron.cli.doctor.check import Check
 from tepo_megatron.config import RunConfig, TrainConfig
-from tepo_megatron.data.builtin import resolve_model_path
-from tepo_megatron.rollout.quantization import check_quantization
-from tepo_megatron.rollout.registry import registered
-from tepo_megatron.rollout.split import check_server_split
-from tepo_megatron.train.loggers.installed import check_installed, sections
+from tepo_megatron.run.loggers.installed import check_installed, sections
+from tepo_megatron.sampler.fleet.registry import registered
+from tepo_megatron.sampler.vllm.server.parallelism_check import check_server_split
+from tepo_megatron.sampler.vllm.server.quantization import check_quantization
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.weights.architecture import read_model_spec
 
 _GIB = 2**30
 _BYTES_PER_CHECKPOINT_BYTE = 8

@@ -34,7 +34,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] '
 mkdir -p "$out/logs/ranks/$job/node-$node"
 code=0
-"$python" -m tepo_megatron.torchrun --status "$out/status" \
+"$python" -m tepo_megatron.runtime.torchrun --status "$out/status" \
   --nnodes "$nodes" --nproc-per-node @ranks@ --node-rank "$node" \
   --master-addr "$1" --master-port "$((20000 + ${SLURM_JOB_ID:-0} % 20000))" \
   --rdzv-id "$job" --tee 3 --log-dir "$out/logs/ranks/$job/node-$node" \

@@ -18,14 +18,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.rollout.record import read_rollouts
-from tepo_megatron.types import Batch
+from tepo_megatron.core.types import Batch
+from tepo_megatron.sampler.rollout_file import read_rollouts
 from tests.support.model_worlds import in_turn
 
 
 def one_model(config: RunConfig, rollouts: Path, out: Path) -> Any:
     """Everything that the tests look at, below ``out``. Returns the engine."""
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.trainer.megatron.engine import Engine
 
     engine = Engine(config, Path(config.model.path))
     is_root = engine.ranks.rank == 0

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.rollout.client import Client
-from tepo_megatron.rollout.resources import free_port
-from tepo_megatron.rollout.server import is_healthy
-from tepo_megatron.rollout.sync import BroadcastSync, ShardSync
-from tepo_megatron.train.weights import make_shard_sender
-from tepo_megatron.types import Rollout, WeightsVersion
+from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.run.weights import make_shard_sender
+from tepo_megatron.sampler.fleet.sync import BroadcastSync, ShardSync
+from tepo_megatron.sampler.vllm.client.client import Client
+from tepo_megatron.sampler.vllm.server.resources import free_port
+from tepo_megatron.sampler.vllm.server.server import is_healthy
 from tests.support.random_models import EOS, LENGTH, PROMPTS
 
 ADDRESS = "127.0.0.1"
@@ -54,7 +54,7 @@ class Host:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN)}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tepo_megatron.rollout.plugin.start", "tests.support.worlds.offline_host"],
+                [sys.executable, "-m", "tepo_megatron.sampler.vllm.plugin.start", "tests.support.worlds.offline_host"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -147,7 +147,7 @@ def run(cases: Sequence[dict[str, Any]], folder: Path, clients: Iterator[Client 
     """All cases in turn: what each engine says once it has the trainer's weights."""
     from megatron.core import parallel_state
 
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.trainer.megatron.engine import Engine
 
     report = {}
     for case in cases:

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.config.load import load_run
-from tepo_megatron.rank import run_rank
-from tepo_megatron.rollout.server_program import ServerProgram
-from tepo_megatron.train import inputs
-from tepo_megatron.train.training import train_model
+from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.run.rank import run_rank
+from tepo_megatron.run.sampling import inputs
+from tepo_megatron.run.training import train_model
+from tepo_megatron.sampler.vllm.server.server_program import ServerProgram
 
 RUN = Path(__file__).parents[3] / "examples" / "tiny" / "run.yaml"
 command = ServerProgram.command

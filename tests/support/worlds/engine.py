@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.rollout.record import read_rollouts
+from tepo_megatron.sampler.rollout_file import read_rollouts
 
 
 def main() -> None:
@@ -24,9 +24,9 @@ def main() -> None:
     out = Path(case["out"])
     config = RunConfig.model_validate(case["config"])
 
-    from tepo_megatron.engine.collectives import all_gather_json
-    from tepo_megatron.engine.engine import Engine
-    from tepo_megatron.train.minibatches import minibatches
+    from tepo_megatron.run.step.minibatches import minibatches
+    from tepo_megatron.trainer.megatron.engine import Engine
+    from tepo_megatron.trainer.megatron.platform.collectives import all_gather_json
 
     engine = Engine(config, Path(config.model.path))
     forwarded: list[int] = []

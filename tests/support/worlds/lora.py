@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.rollout.record import read_rollouts
+from tepo_megatron.sampler.rollout_file import read_rollouts
 from tests.support.model_worlds import train_in_turn
 from tests.support.worlds.moe import MeanSurprise
 
@@ -23,8 +23,8 @@ class WithReference(MeanSurprise):
 
 def one_model(config: RunConfig, rollouts: Path, out: Path, resume: str | None) -> tuple[Any, dict[str, Any]]:
     """Everything that the tests look at. Returns the engine and its report."""
-    from tepo_megatron.engine.collectives import all_gather_json
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.trainer.megatron.engine import Engine
+    from tepo_megatron.trainer.megatron.platform.collectives import all_gather_json
 
     engine = Engine(config, Path(config.model.path), WithReference())
     policy, is_root = engine.policy, engine.ranks.rank == 0

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.engine.engine import Engine
-from tepo_megatron.types import Rollout, WeightsVersion
+from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.trainer.megatron.engine import Engine
 
 
 def resident(kind: str) -> int:

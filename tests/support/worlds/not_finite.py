@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.types import token_logprobs
+from tepo_megatron.core.types import token_logprobs
 from tests.support.small_llama import draw_rollouts
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     case: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     config = RunConfig.model_validate(case["config"])
 
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.trainer.megatron.engine import Engine
 
     engine = Engine(config, Path(config.model.path))
     rank = engine.ranks.rank
@@ -69,7 +69,7 @@ def main() -> None:
 
 def digest(engine: Any) -> str:
     """Of this rank's weights, masters and both Adam states, to the last bit."""
-    from tepo_megatron.engine.optimizer_state import collect
+    from tepo_megatron.trainer.megatron.optimizer.optimizer_state import collect
 
     seen = hashlib.blake2b()
     for name, state, tensor in collect(engine.policy.optimizer, engine.policy.params):

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.data.builtin import resolve_model_path
-from tepo_megatron.rollout.canary import Canary, canary_prompt, tolerance
-from tepo_megatron.rollout.fleet import Fleet
-from tepo_megatron.train.weights import make_shard_sender
+from tepo_megatron.run.weights import make_shard_sender
+from tepo_megatron.sampler.fleet.canary import Canary, canary_prompt, tolerance
+from tepo_megatron.sampler.fleet.fleet import Fleet
+from tepo_megatron.tasks.data.builtin import resolve_model_path
 
 SERVER = {"quantization": "fp8_per_channel", "dtype": "bfloat16", "max_model_len": 64, "max_num_seqs": 8}
 
@@ -31,7 +31,7 @@ def main() -> None:
     config = RunConfig.model_validate(document)
     prompt = canary_prompt(64, 64)
     with Fleet(config.rollout.server, model_dir=model_dir, dtype="float32", stop_token_ids=[2], log_dir=out) as fleet:
-        from tepo_megatron.engine.engine import Engine
+        from tepo_megatron.trainer.megatron.engine import Engine
 
         engine = Engine(config, model_dir)
         sender = make_shard_sender(config, engine.weights)

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from tepo_megatron.bridge.transfer.sender import ShardSender
 from tepo_megatron.config import RunConfig
-from tepo_megatron.rollout.fleet import Fleet, ServerDied
-from tepo_megatron.rollout.server import Server
-from tepo_megatron.train.weights import make_shard_sender
-from tepo_megatron.types import Rollout, WeightsVersion
+from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.run.weights import make_shard_sender
+from tepo_megatron.sampler.fleet.fleet import Fleet, ServerDied
+from tepo_megatron.sampler.vllm.server.server import Server
+from tepo_megatron.weights.transfer.sender import ShardSender
 from tests.support.random_models import EOS, LENGTH, PROMPTS
 
 
@@ -105,7 +105,7 @@ def main() -> None:
     if int(os.environ["RANK"]) == 0:
         fleet = Fleet(config.rollout.server, model_dir=served, dtype="float32", stop_token_ids=[EOS], log_dir=out, trained=True)
         fleet.start()
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.trainer.megatron.engine import Engine
 
     try:
         engine = Engine(config, trained)

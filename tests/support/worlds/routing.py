@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.rollout.record import read_rollouts
+from tepo_megatron.sampler.rollout_file import read_rollouts
 from tests.support.model_worlds import train_in_turn
 from tests.support.worlds.moe import MeanSurprise
 
 
 def one_model(config: RunConfig, rollouts: Path, out: Path, resume: str | None) -> tuple[Any, dict[str, Any]]:
     """Everything that the tests look at. Returns the engine and its report."""
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.trainer.megatron.engine import Engine
 
     engine = Engine(config, Path(config.model.path), MeanSurprise())
     is_root = engine.ranks.rank == 0

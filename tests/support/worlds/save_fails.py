@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tepo_megatron.config.load import load_run
+from tepo_megatron.config.loading.load import load_run
 
 
 def main() -> None:
@@ -24,8 +24,8 @@ def main() -> None:
     folder, out = Path(case["folder"]), Path(case["out"])
     config = load_run(None, case["overrides"])
 
-    from tepo_megatron.data.builtin import resolve_model_path
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.tasks.data.builtin import resolve_model_path
+    from tepo_megatron.trainer.megatron.engine import Engine
 
     engine = Engine(config, resolve_model_path(config.model.path))
     engine.counters.entropy_noise = 0.25

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tepo_megatron.config.load import load_run
+from tepo_megatron.config.loading.load import load_run
 
 
 def main() -> None:
@@ -28,10 +28,10 @@ def main() -> None:
     overrides = [f"output={case['out']}", "engine.parallel.dp=2", "optimizer.distributed=true", "optimizer.lr=1e-3"]
     config = load_run(None, overrides)
 
-    from tepo_megatron.bridge.storage import boxes
-    from tepo_megatron.data.builtin import resolve_model_path
-    from tepo_megatron.engine import saving
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.tasks.data.builtin import resolve_model_path
+    from tepo_megatron.trainer.megatron.checkpoint import saving
+    from tepo_megatron.trainer.megatron.engine import Engine
+    from tepo_megatron.weights.storage import boxes
     from tests.support.small_llama import draw_rollouts
 
     write_all = boxes._write_all

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.data.builtin import resolve_model_path
-from tepo_megatron.data.problems import load_problems
-from tepo_megatron.data.tokenizer import load_tokenizer
-from tepo_megatron.rollout.canary import Canary, canary_prompt, tolerance
-from tepo_megatron.rollout.fleet import Fleet
-from tepo_megatron.train.weights import WeightPublisher
-from tepo_megatron.types import Rollout
+from tepo_megatron.core.types import Rollout
+from tepo_megatron.run.weights import WeightPublisher
+from tepo_megatron.sampler.fleet.canary import Canary, canary_prompt, tolerance
+from tepo_megatron.sampler.fleet.fleet import Fleet
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.problems import load_problems
+from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 
 TEMPERATURE = 0.8
 
@@ -89,7 +89,7 @@ def main() -> None:
         }
     )
     model_dir = resolve_model_path("builtin:tiny")
-    from tepo_megatron.engine.engine import Engine
+    from tepo_megatron.trainer.megatron.engine import Engine
 
     engine = Engine(config, model_dir)
     tokenizer = load_tokenizer(model_dir)

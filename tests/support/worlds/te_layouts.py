@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from tepo_megatron.bridge.architecture import model_spec
-from tepo_megatron.bridge.layouts import MegatronParallel, megatron_ranks
 from tepo_megatron.config import RunConfig
+from tepo_megatron.weights.architecture import model_spec
+from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
 
 RECIPES = ("none", "delayed", "tensorwise", "blockwise")
 
@@ -40,10 +40,10 @@ def differences(built: dict[str, tuple[int, ...]], table: dict[str, tuple[int, .
 
 def main() -> None:
     warnings.filterwarnings("ignore")
-    from tepo_megatron.engine import parallel, platform_cpu
-    from tepo_megatron.engine.layers import Layers
-    from tepo_megatron.engine.model import build_model, transformer_config
-    from tepo_megatron.engine.platform import Platform
+    from tepo_megatron.trainer.megatron.model.layers import Layers
+    from tepo_megatron.trainer.megatron.model.model import build_model, transformer_config
+    from tepo_megatron.trainer.megatron.platform import parallel, platform_cpu
+    from tepo_megatron.trainer.megatron.platform.platform import Platform
 
     has_gpu = torch.cuda.is_available()
     if not has_gpu:

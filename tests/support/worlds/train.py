@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
-from tepo_megatron.config.load import load_run
-from tepo_megatron.rank import run_rank
-from tepo_megatron.train.training import train_model
+from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.run.rank import run_rank
+from tepo_megatron.run.training import train_model
 
 
 def main() -> None:

@@ -26,8 +26,8 @@ LENGTHS = [5, 17, 6, 9, 8, 5, 12, 6]
 
 def one_variant(run: dict[str, Any]) -> Any:
     """Trains, and writes what the tests compare. Returns the engine."""
-    from tepo_megatron.engine.engine import Engine
-    from tepo_megatron.train.minibatches import minibatches
+    from tepo_megatron.run.step.minibatches import minibatches
+    from tepo_megatron.trainer.megatron.engine import Engine
 
     config = RunConfig.model_validate(run["config"])
     engine = Engine(config, Path(config.model.path))

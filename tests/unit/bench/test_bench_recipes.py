@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from tepo_megatron.bench.recipes import SIZES, run
-from tepo_megatron.bench.settings import RecipeSetting
-from tepo_megatron.bridge.architecture import model_spec
-from tepo_megatron.bridge.layouts import tensor_shapes
+from tepo_megatron.tools.bench.recipes import SIZES, run
+from tepo_megatron.tools.bench.settings import RecipeSetting
+from tepo_megatron.weights.architecture import model_spec
+from tepo_megatron.weights.layouts import tensor_shapes
 
 
 def setting(**changes: object) -> RecipeSetting:

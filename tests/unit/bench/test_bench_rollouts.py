@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from tepo_megatron.bench.processes import cpu_seconds, family
-from tepo_megatron.bench.rank0 import measure_rank0
-from tepo_megatron.bench.rollouts import OFFLINE, OURS, DrawMeasurement, table
+from tepo_megatron.tools.bench.processes import cpu_seconds, family
+from tepo_megatron.tools.bench.rank0 import measure_rank0
+from tepo_megatron.tools.bench.rollouts import OFFLINE, OURS, DrawMeasurement, table
 
 
 def test_rank_0_is_measured_on_whole_responses_both_ways() -> None:

@@ -5,9 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from tepo_megatron.bench.scores import COLUMNS, cells, run
-from tepo_megatron.bench.settings import FLOOR, MEGATRON, SLOPE, ScoreMeasurement
 from tepo_megatron.cli.bench import app
+from tepo_megatron.tools.bench.scores import COLUMNS, cells, run
+from tepo_megatron.tools.bench.settings import FLOOR, MEGATRON, SLOPE, ScoreMeasurement
 
 
 @pytest.mark.slow

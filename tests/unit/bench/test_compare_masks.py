@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from benchmarks.compare_masks import by_entropy, describe
-from tepo_megatron.bench.recipe_run import make_model, make_rollouts
-from tepo_megatron.bench.recipes import SIZES
-from tepo_megatron.bench.settings import RecipeSetting
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.load import dump_resolved
-from tepo_megatron.rollout.record import write_rollouts
+from tepo_megatron.config.loading.load import dump_resolved
+from tepo_megatron.sampler.rollout_file import write_rollouts
+from tepo_megatron.tools.bench.recipe_run import make_model, make_rollouts
+from tepo_megatron.tools.bench.recipes import SIZES
+from tepo_megatron.tools.bench.settings import RecipeSetting
 
 ROOT = Path(__file__).parents[3]
 CHOSEN = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)

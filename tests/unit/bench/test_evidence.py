@@ -23,7 +23,7 @@ from benchmarks.evidence.page import MOST_BYTES, SWEEPS, as_text, evidence_of, f
 from benchmarks.evidence.pictures import mean_curve, shown
 from benchmarks.evidence.record import COLUMNS
 from benchmarks.evidence.tables import Figures, _effects, make_tables
-from tepo_megatron.sweep.file import read_sweep, runs_of
+from tepo_megatron.tools.sweep.file import read_sweep, runs_of
 
 ROOT = Path(__file__).parents[3]
 STEPS = 60

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tepo_megatron.bench.gpu import Gpu, find_gpu, run_part, select, write_results
-from tepo_megatron.bench.gpu_checks import PARTS, Part, pytest_figures, score_figures, step_figures
 from tepo_megatron.cli.bench import app
-from tepo_megatron.watch.processes import process_state
+from tepo_megatron.runtime.watch.processes import process_state
+from tepo_megatron.tools.bench.gpu import Gpu, find_gpu, run_part, select, write_results
+from tepo_megatron.tools.bench.gpu_checks import PARTS, Part, pytest_figures, score_figures, step_figures
 from tests.support.programs import TIMEOUT_S
 
 ROOT = Path(__file__).parents[3]

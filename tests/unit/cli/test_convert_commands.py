@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
-from tepo_megatron.data.builtin import resolve_model_path
-from tepo_megatron.train.inputs import check_model
+from tepo_megatron.run.sampling.inputs import check_model
+from tepo_megatron.tasks.data.builtin import resolve_model_path
 
 runner = CliRunner()
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
-from tepo_megatron.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tests.support.chat_tokenizer import write_chat_tokenizer
 from tests.support.data_files import write_jsonl, write_parquet
 

@@ -15,7 +15,7 @@ from tepo_megatron.cli.doctor.check import Check
 from tepo_megatron.cli.doctor.command import diagnose, doctor_json, is_fit
 from tepo_megatron.cli.doctor.environment_checks import CHECKS
 from tepo_megatron.cli.main import app
-from tepo_megatron.engine import packages
+from tepo_megatron.trainer.megatron.platform import packages
 from tepo_megatron.versions import requirements_of
 
 HEALTHY = {

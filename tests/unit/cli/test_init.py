@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from tepo_megatron.cli.doctor.command import diagnose, is_fit
 from tepo_megatron.cli.doctor.input_checks import input_checks
 from tepo_megatron.cli.main import app
-from tepo_megatron.config.load import load_run
-from tepo_megatron.data.builtin import resolve_model_path
-from tepo_megatron.data.tokenizer import load_tokenizer
+from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tests.support.chat_tokenizer import write_chat_tokenizer
 from tests.support.data_files import write_parquet
 

@@ -11,19 +11,20 @@ import pytest
 
 from tepo_megatron import errors
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.load import load_run
-from tepo_megatron.rank import check_world_size
-from tepo_megatron.train.plots import _series
+from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.run.display.plots import _series
+from tepo_megatron.run.rank import check_world_size
 from tests.support.programs import TIMEOUT_S
 
 RANK = """
 import os, signal, subprocess, sys, time
 from contextlib import ExitStack
 from pathlib import Path
-from tepo_megatron.config.load import load_run
-from tepo_megatron.rank import report_before_leaving, run_rank
-from tepo_megatron.watch.heartbeat import Heartbeat, read_records
-from tepo_megatron.watch.processes import STOPPED, process_state
+from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.run.rank import run_rank
+from tepo_megatron.runtime.rank import report_before_leaving
+from tepo_megatron.runtime.watch.heartbeat import Heartbeat, read_records
+from tepo_megatron.runtime.watch.processes import STOPPED, process_state
 
 what, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
 
@@ -64,7 +65,7 @@ def act():
         import atexit
         from datetime import timedelta
         import torch.distributed as dist
-        from tepo_megatron.rendezvous import rank_store
+        from tepo_megatron.runtime.rendezvous import rank_store
         dist.init_process_group("gloo", store=rank_store(2, timedelta(seconds=1000)), rank=int(rank), world_size=2)
         atexit.register(os.abort)  # as gloo's threads may, once in some hundred ends
         load_run(None, ["train.steps=0"])
@@ -109,14 +110,14 @@ sys.exit(run_rank(load_run(None, sys.argv[3:]), work))
 PARENT = """
 import sys
 from pathlib import Path
-from tepo_megatron import torchrun
-from tepo_megatron.watch import verdict
+from tepo_megatron.runtime import torchrun
+from tepo_megatron.runtime.watch import verdict
 
 verdict.STOPPED_S = 3.0
 sys.exit(torchrun.launch(sys.argv[1:], 2, module="made_up_rank", status=Path(sys.argv[2], "status")))
 """
 NODE = """
-import sys; from tepo_megatron import torchrun
+import sys; from tepo_megatron.runtime import torchrun
 options = ["--nnodes=1", "--nproc-per-node=2", "--master-addr=127.0.0.1", "--master-port=0", "-m", "made_up_rank"]
 sys.exit(torchrun.run_node([*options, *sys.argv[1:]]))
 """
@@ -232,8 +233,8 @@ def test_a_rank_that_a_signal_stopped_ends_the_job_with_one_sentence(start, tmp_
 
 AGENT = """
 import sys
-from tepo_megatron import torchrun
-from tepo_megatron.watch import verdict
+from tepo_megatron.runtime import torchrun
+from tepo_megatron.runtime.watch import verdict
 
 verdict.STOPPED_S = 3.0
 options = ["--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "0"]

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.load import ConfigError, dump_diff, dump_resolved, load_run
-from tepo_megatron.config.objective_presets import PRESETS
-from tepo_megatron.config.schema import schema_rows
+from tepo_megatron.config.loading.load import ConfigError, dump_diff, dump_resolved, load_run
+from tepo_megatron.config.loading.schema import schema_rows
+from tepo_megatron.config.objective.presets import PRESETS
 
 LEAVES = [row.path for row in schema_rows() if not row.when]
 
@@ -227,6 +227,6 @@ def test_one_slip_of_the_finger_is_met_with_the_key_that_was_meant(path: str, da
 
 
 def test_the_configuration_does_not_import_torch() -> None:
-    probe = "import sys, tepo_megatron.config.load, tepo_megatron.config; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    probe = "import sys, tepo_megatron.config.loading.load\nprint('torch' in sys.modules, 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

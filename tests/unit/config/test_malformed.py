@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
+from tepo_megatron.config.loading.load import ConfigError, dump_resolved, load_run
 from tepo_megatron.config.run import RunConfig
-from tepo_megatron.faults.malformed_configs import malformed_configs
+from tepo_megatron.tools.faults.malformed_configs import malformed_configs
 from tests.support.programs import TIMEOUT_S
 
 MEMORY = 500 * 10**6
@@ -25,8 +25,8 @@ import json, resource, sys, warnings
 warnings.simplefilter("ignore")
 from math import isfinite
 from pathlib import Path
-from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
-from tepo_megatron.faults.malformed_configs import malformed_configs
+from tepo_megatron.config.loading.load import ConfigError, dump_resolved, load_run
+from tepo_megatron.tools.faults.malformed_configs import malformed_configs
 
 def leaves(value):
     if isinstance(value, (dict, list, tuple)):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.bridge.architecture import ModelSpec
-from tepo_megatron.bridge.layouts import check_balance
-from tepo_megatron.config.load import load_run
+from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.layouts import check_balance
 from tests.support.reshard_models import MOE, small_spec
 
 BIAS = "engine.moe_balance.kind=expert_bias"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.bridge.architecture import Experts, ModelSpec
-from tepo_megatron.bridge.layouts import check_recompute
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.load import load_run
+from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.weights.architecture import Experts, ModelSpec
+from tepo_megatron.weights.layouts import check_recompute
 
 DP2 = ["engine.parallel.dp=2", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=8"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.config.load import load_run
+from tepo_megatron.config.loading.load import load_run
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tepo_megatron.data import builtin
-from tepo_megatron.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data import builtin
+from tepo_megatron.tasks.data.builtin import resolve_model_path
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.data.prompts import encode_prompt
-from tepo_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from tepo_megatron.types import Problem
+from tepo_megatron.core.types import Problem
+from tepo_megatron.tasks.data.prompts import encode_prompt
+from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tests.support.chat_tokenizer import SPECIAL, write_chat_tokenizer
 
 pieces = st.lists(st.sampled_from([*SPECIAL, "the sum", " ", "\ue000", "0", "é", "<|", "\n"]), max_size=8).map("".join)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config.data import SourceConfig
 from tepo_megatron.config.prompts import FieldsConfig
-from tepo_megatron.data.problems import load_problems
-from tepo_megatron.types import Problem
+from tepo_megatron.core.types import Problem
+from tepo_megatron.tasks.data.problems import load_problems
 from tests.support.data_files import save_to_disk, write_csv, write_jsonl, write_list, write_parquet
 
 ROWS: list[dict[str, Any]] = [

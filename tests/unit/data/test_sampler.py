@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.data.sampler import ProblemSampler
-from tepo_megatron.types import Problem
+from tepo_megatron.core.types import Problem
+from tepo_megatron.tasks.data.sampler import ProblemSampler
 
 
 def _problems(n: int, answer: str = "a") -> list[Problem]:

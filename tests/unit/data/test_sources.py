@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config.data import DataConfig
-from tepo_megatron.data.builtin import resolve_model_path
-from tepo_megatron.data.sources import FILTER, TOO_LONG, Source, read_sources
-from tepo_megatron.data.tokenizer import load_tokenizer
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.sources import FILTER, TOO_LONG, Source, read_sources
+from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tests.support.data_files import write_jsonl, write_parquet
 
 TINY = load_tokenizer(resolve_model_path("builtin:tiny"))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.data.problems import load_problems
-from tepo_megatron.data.tasks import stack_machine
-from tepo_megatron.data.tasks.formulas import LEAVES, text_of
-from tepo_megatron.data.train_tokenizer import ALPHABET
-from tepo_megatron.reward.stack_machine import StackMachine
+from tepo_megatron.tasks.data.problems import load_problems
+from tepo_megatron.tasks.data.tasks import stack_machine
+from tepo_megatron.tasks.data.tasks.formulas import LEAVES, text_of
+from tepo_megatron.tasks.data.train_tokenizer import ALPHABET
+from tepo_megatron.tasks.reward.stack_machine import StackMachine
 
 BY_PROMPT = {problem.prompt: problem for problem in stack_machine.train_problems()}
 SCORE = StackMachine().score

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.data.prompts import encode_prompt
-from tepo_megatron.data.served_tokenizer import check_served_tokenizer
-from tepo_megatron.data.tasks import addition
-from tepo_megatron.data.tokenizer import HuggingFaceTokenizer, Tokenizer, check_tokenizer, load_tokenizer
-from tepo_megatron.data.train_tokenizer import ALPHABET, train_char_tokenizer
-from tepo_megatron.types import Problem
+from tepo_megatron.core.types import Problem
+from tepo_megatron.tasks.data.prompts import encode_prompt
+from tepo_megatron.tasks.data.served_tokenizer import check_served_tokenizer
+from tepo_megatron.tasks.data.tasks import addition
+from tepo_megatron.tasks.data.tokenizer import HuggingFaceTokenizer, Tokenizer, check_tokenizer, load_tokenizer
+from tepo_megatron.tasks.data.train_tokenizer import ALPHABET, train_char_tokenizer
 
-TINY = Path(str(files("tepo_megatron.data").joinpath("builtin", "tiny")))
+TINY = Path(str(files("tepo_megatron.tasks.data").joinpath("builtin", "tiny")))
 alphabet_text = st.text(st.sampled_from(ALPHABET), max_size=40)
 
 

@@ -13,14 +13,21 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config.agent import AgentConfig
 from tepo_megatron.config.sampling import SamplingConfig
-from tepo_megatron.data.tokenizer import load_tokenizer
-from tepo_megatron.environments.agent_setup import shared_setup
-from tepo_megatron.environments.chat_messages import Conversation, Message, read_messages
-from tepo_megatron.environments.chat_requests import ChatRequest, RefusedError, chunks, completion, read_answer, read_request
-from tepo_megatron.environments.episodes import EpisodeLimits, EpisodeStream
-from tepo_megatron.environments.observations import Observations
-from tepo_megatron.environments.protocol import StepResult
-from tepo_megatron.problem import Problem, ResponseText
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.tasks.data.tokenizer import load_tokenizer
+from tepo_megatron.tasks.environments.agents.agent_setup import shared_setup
+from tepo_megatron.tasks.environments.agents.chat_messages import Conversation, Message, read_messages
+from tepo_megatron.tasks.environments.agents.chat_requests import (
+    ChatRequest,
+    RefusedError,
+    chunks,
+    completion,
+    read_answer,
+    read_request,
+)
+from tepo_megatron.tasks.environments.episodes import EpisodeLimits, EpisodeStream
+from tepo_megatron.tasks.environments.observations import Observations
+from tepo_megatron.tasks.environments.protocol import StepResult
 from tests.support.chat_tokenizer import write_chat_tokenizer
 from tests.support.episodes import END, VOCABULARY, Ends, FakeHost, FakeSamples
 

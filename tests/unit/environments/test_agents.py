@@ -16,15 +16,15 @@ import httpx
 import pytest
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.environments import workers
-from tepo_megatron.environments.agent_setup import agent_setup
-from tepo_megatron.environments.calls import Desk
-from tepo_megatron.environments.pool import EpisodePool
-from tepo_megatron.environments.workers import EnvironmentWorkers
-from tepo_megatron.problem import Problem
-from tepo_megatron.reward.pool import RewardResult
-from tepo_megatron.rollout.resources import reserve_port
-from tepo_megatron.types import Response, ResponseText
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.types import Response, ResponseText
+from tepo_megatron.sampler.vllm.server.resources import reserve_port
+from tepo_megatron.tasks.environments import workers
+from tepo_megatron.tasks.environments.agents.agent_setup import agent_setup
+from tepo_megatron.tasks.environments.calls import Desk
+from tepo_megatron.tasks.environments.pool import EpisodePool
+from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
+from tepo_megatron.tasks.reward.pool import RewardResult
 from tests.support.episodes import END, VOCABULARY, FakeSamples
 from tests.support.programs import TIMEOUT_S
 from tests.unit.environments.test_workers import Letters
@@ -273,7 +273,7 @@ def test_an_agent_that_cannot_be_called_is_refused_at_the_start(change: dict[str
 
 def test_a_tokenizer_without_a_beginning_is_refused() -> None:
     """END is in no prompt: all prompts of agents are the token that chats begin with."""
-    from tepo_megatron.environments.openings import opening_of, prompt_of
+    from tepo_megatron.tasks.environments.episode_prompts import opening_of, prompt_of
 
     environment = config().environment
     assert prompt_of(environment, Begun(), Problem("p", "0", "")) == (1,)  # type: ignore[arg-type]
@@ -295,7 +295,7 @@ def test_a_tokenizer_without_a_beginning_is_refused() -> None:
 
 def test_agents_that_run_on_wear_their_process_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """With no episode left, and more of them than are left behind; one that ends in time does not count."""
-    from tepo_megatron.environments import agents
+    from tepo_megatron.tasks.environments.agents import agents
 
     monkeypatch.setattr(agents, "_MOST_STUCK", 1)
     environment = config("runs_on").environment
@@ -322,7 +322,7 @@ def test_agents_that_run_on_wear_their_process_out(monkeypatch: pytest.MonkeyPat
 
 def test_a_process_that_agents_wore_out_is_replaced_and_episodes_go_on() -> None:
     """One more than are left behind, of episodes that have failed."""
-    from tepo_megatron.environments.agents import _MOST_STUCK
+    from tepo_megatron.tasks.environments.agents.agents import _MOST_STUCK
 
     with opened(config("stays")) as pool:
         before = processes(pool)

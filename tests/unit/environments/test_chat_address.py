@@ -14,15 +14,15 @@ import pytest
 
 from tepo_megatron.config.agent import AgentConfig
 from tepo_megatron.config.sampling import SamplingConfig
-from tepo_megatron.environments.agent_setup import shared_setup
-from tepo_megatron.environments.chat_requests import ChatRequest, RefusedError, read_request
-from tepo_megatron.environments.talks import Ended, EpisodeError, Talk
-from tepo_megatron.problem import ResponseText
+from tepo_megatron.core.problem import ResponseText
+from tepo_megatron.tasks.environments.agents.agent_session import Ended, EpisodeError, Talk
+from tepo_megatron.tasks.environments.agents.agent_setup import shared_setup
+from tepo_megatron.tasks.environments.agents.chat_requests import ChatRequest, RefusedError, read_request
 from tests.support.programs import TIMEOUT_S
 
 pytest.importorskip("aiohttp")
 
-from tepo_megatron.environments.chat_address import ChatAddress
+from tepo_megatron.tasks.environments.agents.chat_address import ChatAddress
 
 SAMPLING = shared_setup(AgentConfig(), SamplingConfig())["sampling"]
 ASKED: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "0"}]}

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.environments.episodes import EpisodeLimits, EpisodeStream, add_rewards
-from tepo_megatron.environments.observations import Observations
-from tepo_megatron.environments.protocol import StepResult
-from tepo_megatron.problem import Problem, ResponseText
-from tepo_megatron.rollout.requests import prompt_seed
-from tepo_megatron.types import WeightsVersion
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.core.types import WeightsVersion
+from tepo_megatron.sampler.vllm.client.requests import prompt_seed
+from tepo_megatron.tasks.environments.episodes import EpisodeLimits, EpisodeStream, add_rewards
+from tepo_megatron.tasks.environments.observations import Observations
+from tepo_megatron.tasks.environments.protocol import StepResult
 from tests.support.episodes import END, VOCABULARY, Ends, FakeHost, FakeSamples, turn_of
 
 PROMPT = (1, 7, 8)

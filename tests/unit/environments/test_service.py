@@ -19,11 +19,11 @@ import pytest
 from tepo_megatron.cli.environment import serve
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.environment import EnvironmentConfig
-from tepo_megatron.environments.keys import make_key, read_key
-from tepo_megatron.environments.pool import EpisodePool
-from tepo_megatron.environments.remote import RemoteEnvironments
-from tepo_megatron.environments.service import EnvironmentService
-from tepo_megatron.problem import Problem
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.tasks.environments.keys import make_key, read_key
+from tepo_megatron.tasks.environments.pool import EpisodePool
+from tepo_megatron.tasks.environments.remote import RemoteEnvironments
+from tepo_megatron.tasks.environments.service import EnvironmentService
 from tests.support.episodes import VOCABULARY, FakeSamples
 from tests.support.programs import TIMEOUT_S
 from tests.unit.environments.test_workers import HOSTILE, PROMPT, Letters, play

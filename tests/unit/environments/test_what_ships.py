@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.environment import EnvironmentConfig
-from tepo_megatron.data.problems import load_problems
-from tepo_megatron.environments.adapters import Gymnasium, OpenEnv, SkyrlGym
-from tepo_megatron.environments.calculator import Calculator, compute
-from tepo_megatron.environments.games import GuessNumber
-from tepo_megatron.environments.host import reset_call, step_call
-from tepo_megatron.environments.protocol import StepResult
-from tepo_megatron.environments.workers import EnvironmentWorkers
-from tepo_megatron.problem import Problem, ResponseText
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.tasks.data.problems import load_problems
+from tepo_megatron.tasks.environments.adapters import Gymnasium, OpenEnv, SkyrlGym
+from tepo_megatron.tasks.environments.calculator import Calculator, compute
+from tepo_megatron.tasks.environments.games import GuessNumber
+from tepo_megatron.tasks.environments.host import reset_call, step_call
+from tepo_megatron.tasks.environments.protocol import StepResult
+from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 
 
 @pytest.mark.parametrize("problem", load_problems("builtin:guess-number-heldout")[:7], ids=lambda problem: problem.answer)
@@ -109,9 +109,9 @@ def test_programs_are_off_unless_switched_on_whatever_their_environment_is_calle
     with pytest.raises(ValueError, match=r"set environment\.run_code = true if you mean it"):
         EnvironmentConfig(name="python")
     with pytest.raises(ValueError, match=r"set environment\.run_code = true if you mean it"):
-        EnvironmentWorkers(EnvironmentConfig(name="tepo_megatron.environments.python_tool:PythonTool", network=False))
+        EnvironmentWorkers(EnvironmentConfig(name="tepo_megatron.tasks.environments.python_tool:PythonTool", network=False))
     with pytest.raises(ValueError, match="the kernel does not take the network away from it"):
-        EnvironmentWorkers(EnvironmentConfig(name="tepo_megatron.environments.python_tool:PythonTool", run_code=True))
+        EnvironmentWorkers(EnvironmentConfig(name="tepo_megatron.tasks.environments.python_tool:PythonTool", run_code=True))
 
 
 # -- adapters

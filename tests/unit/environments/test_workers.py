@@ -16,14 +16,14 @@ import pytest
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.environment import EnvironmentConfig
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.environments import workers
-from tepo_megatron.environments.episodes import EpisodeEnd
-from tepo_megatron.environments.pool import EpisodePool, stream_of
-from tepo_megatron.environments.workers import EnvironmentWorkers
-from tepo_megatron.problem import Problem
-from tepo_megatron.reward.pool import RewardResult
-from tepo_megatron.train.step_rewards import StepRewards
-from tepo_megatron.types import Response, ResponseText, Rollout
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.types import Response, ResponseText, Rollout
+from tepo_megatron.run.sampling.step_rewards import StepRewards
+from tepo_megatron.tasks.environments import workers
+from tepo_megatron.tasks.environments.episodes import EpisodeEnd
+from tepo_megatron.tasks.environments.pool import EpisodePool, stream_of
+from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
+from tepo_megatron.tasks.reward.pool import RewardResult
 from tests.support.episodes import END, VOCABULARY, FakeSamples
 
 HOSTILE = f"{Path(__file__).parents[2] / 'support' / 'hostile_environment.py'}"

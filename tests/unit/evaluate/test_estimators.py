@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.evaluate.estimators import avg_at_k, maj_at_k, pass_at_k
+from tepo_megatron.tasks.evaluate.estimators import avg_at_k, maj_at_k, pass_at_k
 
 verdicts = st.lists(st.booleans(), min_size=1, max_size=9)
 

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from tepo_megatron.config.evaluate import EvaluateConfig
 from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.config.sampling import SamplingConfig
-from tepo_megatron.data.tasks import addition
-from tepo_megatron.data.tokenizer import load_tokenizer
-from tepo_megatron.evaluate.evaluation import EvaluationResult, evaluate
-from tepo_megatron.evaluate.standalone import without_trainer
-from tepo_megatron.reward.pool import RewardResult
-from tepo_megatron.reward.verifiers import last_word
-from tepo_megatron.types import Problem, Response, WeightsVersion
+from tepo_megatron.core.types import Problem, Response, WeightsVersion
+from tepo_megatron.tasks.data.tasks import addition
+from tepo_megatron.tasks.data.tokenizer import load_tokenizer
+from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, evaluate
+from tepo_megatron.tasks.evaluate.standalone import without_trainer
+from tepo_megatron.tasks.reward.pool import RewardResult
+from tepo_megatron.tasks.reward.verifiers import last_word
 
-TOKENIZER = load_tokenizer(Path(str(files("tepo_megatron.data").joinpath("builtin", "tiny"))))
+TOKENIZER = load_tokenizer(Path(str(files("tepo_megatron.tasks.data").joinpath("builtin", "tiny"))))
 SAMPLING = SamplingConfig(temperature=0.7, max_new_tokens=24)
 
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.evaluation_set import SetSamplingConfig
-from tepo_megatron.config.load import ConfigError, dump_resolved, load_run
-from tepo_megatron.data.tasks import addition
-from tepo_megatron.evaluate.evaluations import VerifierPools, evaluate_all, what_failed, what_is_due
-from tepo_megatron.evaluate.sets import EvaluationSet, evaluate_set, load_sets
-from tepo_megatron.reward.pool import RewardPool
-from tepo_megatron.types import Problem, Response, WeightsVersion
+from tepo_megatron.config.loading.load import ConfigError, dump_resolved, load_run
+from tepo_megatron.core.types import Problem, Response, WeightsVersion
+from tepo_megatron.tasks.data.tasks import addition
+from tepo_megatron.tasks.evaluate.evaluations import VerifierPools, evaluate_all, what_failed, what_is_due
+from tepo_megatron.tasks.evaluate.sets import EvaluationSet, evaluate_set, load_sets
+from tepo_megatron.tasks.reward.pool import RewardPool
 from tests.unit.evaluate.test_evaluate import TOKENIZER, DirectScorer, response
 from tests.unit.test_extending import section
 

@@ -9,11 +9,11 @@ from typing import cast
 
 import pytest
 
-from tepo_megatron.faults import answers
-from tepo_megatron.faults.answers import ATTEMPTS, TIMEOUT_S, HostileAnswers
-from tepo_megatron.faults.workshop import Workshop
-from tepo_megatron.reward.calls import took_too_long
-from tepo_megatron.reward.pool import RewardPool, RewardResult
+from tepo_megatron.tasks.reward.calls import took_too_long
+from tepo_megatron.tasks.reward.pool import RewardPool, RewardResult
+from tepo_megatron.tools.faults import answers
+from tepo_megatron.tools.faults.answers import ATTEMPTS, TIMEOUT_S, HostileAnswers
+from tepo_megatron.tools.faults.workshop import Workshop
 
 LATE = RewardResult(None, error=f"problem 'wrong': {took_too_long(TIMEOUT_S)}")
 RIGHT, WRONG = RewardResult(1.0), RewardResult(0.0)

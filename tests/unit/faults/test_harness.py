@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
 
-from tepo_megatron.faults import live_run, report, run, strangers, tiny, workshop
-from tepo_megatron.faults.classes import CLASSES, lanes
-from tepo_megatron.faults.damage import DAMAGES
-from tepo_megatron.faults.hangs import PLACES
-from tepo_megatron.faults.kills import PHASES, ROLES
-from tepo_megatron.faults.outcome import FaultClass, Outcome, fault_rng
-from tepo_megatron.faults.processes import alive, by_role, descendants, end_tree, listening, wait_until
-from tepo_megatron.faults.record import Record
-from tepo_megatron.faults.silent import ALL, judge
-from tepo_megatron.faults.silent_faults import SILENT_FAULTS
+from tepo_megatron.tools.faults import live_run, report, run, strangers, tiny, workshop
+from tepo_megatron.tools.faults.classes import CLASSES, lanes
+from tepo_megatron.tools.faults.damage import DAMAGES
+from tepo_megatron.tools.faults.hangs import PLACES
+from tepo_megatron.tools.faults.kills import PHASES, ROLES
+from tepo_megatron.tools.faults.outcome import FaultClass, Outcome, fault_rng
+from tepo_megatron.tools.faults.processes import alive, by_role, descendants, end_tree, listening, wait_until
+from tepo_megatron.tools.faults.record import Record
+from tepo_megatron.tools.faults.silent import ALL, judge
+from tepo_megatron.tools.faults.silent_faults import SILENT_FAULTS
 from tests.support.programs import TIMEOUT_S
 
 
@@ -120,7 +120,7 @@ def test_processes_are_found_by_role_and_ended() -> None:
         "import os, subprocess, sys, time;"
         f"code = {wait!r};"
         "a = subprocess.Popen([sys.executable, '-c', code, '-m', 'a.module', 'x'], env={**os.environ, 'RANK': '1'});"
-        "b = subprocess.Popen([sys.executable, '-c', code, 'tepo_megatron.reward.worker']); time.sleep(600)"
+        "b = subprocess.Popen([sys.executable, '-c', code, 'tepo_megatron.tasks.reward.worker']); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", start], start_new_session=True, stdout=subprocess.DEVNULL)
     try:
@@ -180,8 +180,8 @@ def test_a_silent_fault_that_no_check_saw_is_lost_and_a_false_alarm_too() -> Non
 
 
 def test_the_stand_in_for_a_clients_requests_takes_what_they_take() -> None:
-    from tepo_megatron.faults.silent_world import World
-    from tepo_megatron.rollout.client import Client
+    from tepo_megatron.sampler.vllm.client.client import Client
+    from tepo_megatron.tools.faults.silent_world import World
 
     _self, _kind, _post, *taken = signature(World._post_with_fault).parameters
     assert taken == [*signature(Client._post).parameters][1:]

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.load import dump_resolved, load_run
-from tepo_megatron.config.schema import schema_rows
+from tepo_megatron.config.loading.load import dump_resolved, load_run
+from tepo_megatron.config.loading.schema import schema_rows
 from tepo_megatron.launch import state
 from tepo_megatron.launch.checks import check_cluster, check_time_limit
 from tepo_megatron.launch.job import batch_lines, mounts, on_nodes, ranks_per_node, roles, serve_script, train_script
@@ -51,7 +51,7 @@ class Shell:
 def run_train_script(folder: Path, config: RunConfig, **environment: str) -> list[str]:
     """The arguments of torchrun, which a python that only writes them down gets in place of the real one."""
     fake = folder / "python"
-    fake.write_text('#!/usr/bin/env bash\nif [[ $2 == tepo_megatron.torchrun ]]; then printf "%s\\n" "$@"; fi\n')
+    fake.write_text('#!/usr/bin/env bash\nif [[ $2 == tepo_megatron.runtime.torchrun ]]; then printf "%s\\n" "$@"; fi\n')
     fake.chmod(0o755)
     script = folder / "train.sh"
     script.write_text(
@@ -74,7 +74,12 @@ def option(arguments: list[str], name: str) -> str:
 def test_torchrun_gets_the_nodes_place_and_the_first_nodes_address(tmp_path: Path) -> None:
     config = job(f"output={tmp_path}", "cluster.train_nodes=2", "engine.parallel.dp=2")
     got = run_train_script(tmp_path, config, SLURM_JOB_ID="20123", SLURM_NODEID="1")
-    assert got[:4] == ["-m", "tepo_megatron.torchrun", "--status", f"{tmp_path}/status"]  # where the ranks' heartbeats are
+    assert got[:4] == [
+        "-m",
+        "tepo_megatron.runtime.torchrun",
+        "--status",
+        f"{tmp_path}/status",
+    ]  # where the ranks' heartbeats are
     assert (option(got, "--nnodes"), option(got, "--nproc-per-node"), option(got, "--node-rank")) == ("2", "2", "1")
     assert (option(got, "--master-addr"), option(got, "--master-port")) == ("10.0.0.7", "20123")
     assert got[got.index("train") + 1] == f"{tmp_path}/launch/run.yaml"
@@ -93,7 +98,7 @@ def test_nodes_do_not_wait_for_each_other_at_a_loopback_address(tmp_path: Path) 
 
 @pytest.mark.parametrize(("restarts", "resumes"), [("0", False), ("1", True), ("7", True)])
 def test_a_job_that_was_started_again_resumes_if_it_can(tmp_path: Path, restarts: str, resumes: bool) -> None:
-    """What a run with train.resume = auto does: tests/unit/train/test_output.py."""
+    """What a run with train.resume = auto does: tests/unit/run/test_output.py."""
     got = run_train_script(tmp_path, job(f"output={tmp_path}"), SLURM_JOB_ID="7", SLURM_RESTART_COUNT=restarts)
     assert ("train.resume=auto" in got) == resumes
     assert ("train.resume_from=null" in got) == resumes  # what it was first resumed from is behind it
@@ -375,5 +380,5 @@ def test_launching_without_nemo_run_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_launch_imports_no_torch() -> None:
-    modules = "tepo_megatron.cli.launch, tepo_megatron.launch.plan, tepo_megatron.launch.nemo"
+    modules = "tepo_megatron.cli.launch, tepo_megatron.plan, tepo_megatron.launch.nemo"
     subprocess.run([sys.executable, "-c", f"import {modules}, sys; assert 'torch' not in sys.modules"], check=True)

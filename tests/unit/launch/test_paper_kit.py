@@ -12,11 +12,11 @@ import pytest
 
 from examples.paper import results
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.load import load_run
-from tepo_megatron.data.benchmarks.prepare import sets_yaml
-from tepo_megatron.data.benchmarks.registry import BENCHMARKS
-from tepo_megatron.launch.plan import make_plan
-from tepo_megatron.launch.plan.schedules import schedule_times
+from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.plan import make_plan
+from tepo_megatron.plan.schedules import schedule_times
+from tepo_megatron.tasks.data.benchmarks.prepare import sets_yaml
+from tepo_megatron.tasks.data.benchmarks.registry import BENCHMARKS
 
 KIT = Path(__file__).parents[3] / "examples/paper"
 FILES = sorted(KIT.glob("*.yaml"))

@@ -15,16 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from tepo_megatron.bridge.layouts import check_trainer_split
 from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.load import load_run
-from tepo_megatron.launch.plan import make_plan
-from tepo_megatron.launch.plan.flops import forward_flops
-from tepo_megatron.launch.plan.memory import layers_in_flight, rank_memory
-from tepo_megatron.launch.plan.run_plan import Plan
-from tepo_megatron.launch.plan.schedules import schedule_times
-from tepo_megatron.launch.plan.shapes import model_parameters, resolve_spec
+from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.plan import make_plan
+from tepo_megatron.plan.flops import forward_flops
+from tepo_megatron.plan.memory import layers_in_flight, rank_memory
+from tepo_megatron.plan.run_plan import Plan
+from tepo_megatron.plan.schedules import schedule_times
+from tepo_megatron.plan.shapes import model_parameters, resolve_spec
+from tepo_megatron.weights.layouts import check_trainer_split
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 LLAMA, QWEN = str(EXAMPLES / "llama3.3-70b/run.yaml"), str(EXAMPLES / "qwen2.5-7b/run.yaml")
@@ -46,9 +46,9 @@ def test_planning_needs_no_torch() -> None:
 import sys
 sys.modules["torch"] = None
 import tepo_megatron.launch
-from tepo_megatron.config.load import load_run
-from tepo_megatron.launch.plan import make_plan
-from tepo_megatron.launch.plan.tables import plan_json, plan_tables
+from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.plan import make_plan
+from tepo_megatron.plan.tables import plan_json, plan_tables
 found = make_plan(load_run({QWEN!r}))
 assert plan_json(found) and list(plan_tables(found))
 """

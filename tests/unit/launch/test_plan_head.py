@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.load import load_run
-from tepo_megatron.launch.plan import make_plan
-from tepo_megatron.launch.plan.memory import FUSED_HEAD_CHUNK, GIB, RankMemory, rank_memory
-from tepo_megatron.launch.plan.shapes import resolve_spec
+from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.plan import make_plan
+from tepo_megatron.plan.memory import FUSED_HEAD_CHUNK, GIB, RankMemory, rank_memory
+from tepo_megatron.plan.shapes import resolve_spec
 
 TOKENS, LAST = 8192, 3
 
@@ -27,7 +27,7 @@ def memory(head: str, stage: int = LAST, **parallel: Any) -> RankMemory:
 
 
 def test_the_planned_chunk_is_the_one_that_the_head_takes() -> None:
-    from tepo_megatron.vocab_parallel import fused_linear
+    from tepo_megatron.core.scores import fused_linear
 
     assert {"cuda": fused_linear._CHUNK_BYTES_ACCELERATOR, **fused_linear._CHUNK_BYTES} == FUSED_HEAD_CHUNK
 

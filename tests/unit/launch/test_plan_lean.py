@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.load import load_run
-from tepo_megatron.engine import reduced_states
-from tepo_megatron.engine.fp8 import token_multiple as of_the_engine
-from tepo_megatron.launch.plan import make_plan
-from tepo_megatron.launch.plan import states as of_the_plan
-from tepo_megatron.launch.plan.padding import token_multiple
-from tepo_megatron.launch.plan.run_plan import Plan
-from tepo_megatron.train import inputs
-from tepo_megatron.train.fits import check_fits
-from tepo_megatron.train.placement import Machine
+from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.plan import make_plan
+from tepo_megatron.plan import states as of_the_plan
+from tepo_megatron.plan.padding import token_multiple
+from tepo_megatron.plan.run_plan import Plan
+from tepo_megatron.run.sampling import inputs
+from tepo_megatron.run.step.memory_check import check_fits
+from tepo_megatron.run.step.placement import Machine
+from tepo_megatron.trainer.megatron.model.fp8 import token_multiple as of_the_engine
+from tepo_megatron.trainer.megatron.optimizer import reduced_states
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 H200, LLAMA = str(EXAMPLES / "qwen2.5-7b-h200/run.yaml"), str(EXAMPLES / "llama3.3-70b/run.yaml")
@@ -125,7 +125,7 @@ ONE_GPU = Machine(gpus=1, has_nccl=True, local_ranks=1, ranks=1)
 
 @pytest.fixture
 def gpu_of(monkeypatch: pytest.MonkeyPatch) -> object:
-    return lambda gib: monkeypatch.setattr("tepo_megatron.train.fits.gpu_memory_gib", lambda: gib)
+    return lambda gib: monkeypatch.setattr("tepo_megatron.run.step.memory_check.gpu_memory_gib", lambda: gib)
 
 
 def test_a_run_is_refused_by_the_memory_of_the_gpus_that_are_here(gpu_of) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.launch.plan import check_placement
+from tepo_megatron.plan import check_placement
 
 
 def run(nodes: int, parallel: dict[str, int], *, rollout_nodes: int = 1, servers: int = 1, server_tp: int = 1) -> RunConfig:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.bridge.architecture import Experts, ModelSpec
-from tepo_megatron.bridge.families import kept_in_fp32
-from tepo_megatron.bridge.layouts import MegatronParallel, megatron_ranks
 from tepo_megatron.config import ParallelConfig
-from tepo_megatron.launch.plan.shapes import active_parameters, model_parameters, resolve_spec, stage_parameters
+from tepo_megatron.plan.shapes import active_parameters, model_parameters, resolve_spec, stage_parameters
+from tepo_megatron.weights.architecture import Experts, ModelSpec
+from tepo_megatron.weights.families import kept_in_fp32
+from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
 
 PUBLISHED = {
     "Llama-3.3-70B-Instruct": 70_553_706_496,

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.objective import ObjectiveConfig
+from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.run import RunConfig
-from tepo_megatron.objective import build_objective, group_advantages, overlong_penalty
-from tepo_megatron.objective.advantage import gdpo_advantages, whitened_advantages
+from tepo_megatron.core.objective import build_objective, group_advantages, overlong_penalty
+from tepo_megatron.core.objective.advantage import gdpo_advantages, whitened_advantages
 from tests.support.objective_batches import make_batch
 
 REWARDS = st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.7, 1.0]), st.integers(-2, 2)), min_size=1, max_size=12)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tepo_megatron.config.objective import ObjectiveConfig
-from tepo_megatron.config.objective_presets import PRESETS
-from tepo_megatron.objective import build_objective
+from tepo_megatron.config.objective.presets import PRESETS
+from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.core.objective import build_objective
 from tests.support.objective_batches import make_batch
 
 

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from tepo_megatron import OwnAdvantage, OwnAggregation, OwnMask, OwnPenalty, OwnRatio, OwnTrustRegion, check_objective
 from tepo_megatron.cli.main import app
-from tepo_megatron.config.load import load_run
-from tepo_megatron.config.objective import ObjectiveConfig
-from tepo_megatron.config.objective_presets import PRESETS
-from tepo_megatron.engine.plugins import check_plugins
-from tepo_megatron.objective.checking.check import run_checks
+from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.config.objective.presets import PRESETS
+from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.core.objective.checking.check import run_checks
+from tepo_megatron.trainer.megatron.checkpoint.plugins import check_plugins
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = "examples/own_objective"

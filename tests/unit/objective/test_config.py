@@ -7,9 +7,9 @@ import warnings
 import pytest
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.objective import ObjectiveConfig
-from tepo_megatron.config.objective_presets import CORRECTIONS, PRESETS
-from tepo_megatron.config.objective_terms import KLTerm
+from tepo_megatron.config.objective.presets import CORRECTIONS, PRESETS
+from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.config.objective.terms import KLTerm
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -100,7 +100,7 @@ def test_a_range_that_does_not_belong_to_its_ratio_is_warned_of():
 
 def test_the_table_of_presets_needs_no_torch():
     code = (
-        "import sys; from tepo_megatron.cli.objective import list_presets; list_presets();"
+        "import sys; from tepo_megatron.cli.objective.command import list_presets; list_presets();"
         "assert not {'torch', 'megatron'} & set(sys.modules)"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.objective import ObjectiveConfig
-from tepo_megatron.objective import build_objective
-from tepo_megatron.types import Batch, TokenScores
+from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.types import Batch, TokenScores
 
 LOGITS = st.lists(st.floats(-0.7, 0.7), min_size=4, max_size=4)
 ADVANTAGES = torch.tensor([1.0, -0.5, 0.25, -1.0])

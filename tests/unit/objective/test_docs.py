@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.config.schema import schema_rows
+from tepo_megatron.config.loading.schema import schema_rows
 
 ROOT = Path(__file__).parents[3]
-ROOMS = ("tepo_megatron/objective", "tests/unit/objective", ".")
+ROOMS = ("tepo_megatron/core/objective", "tests/unit/objective", ".")
 LINES = [line for line in (ROOT / "docs/tepo.md").read_text().splitlines() if line.startswith("| ")]
 ROWS = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in LINES]
 TABLE = [row for row in ROWS if len(row) == 5 and row[0] != "line"]

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.config.objective import ObjectiveConfig
-from tepo_megatron.config.objective_presets import PRESETS
-from tepo_megatron.objective import build_objective
-from tepo_megatron.types import TokenScores
+from tepo_megatron.config.objective.presets import PRESETS
+from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.types import TokenScores
 from tests.support.objective_batches import make_batch, summary
 
 ROWS = [[True] * 6, [False, False], [True, False, True], [True], [True] * 3, [True]]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import ObjectiveConfig
-from tepo_megatron.objective import build_objective
-from tepo_megatron.types import Batch, TokenScores
+from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.types import Batch, TokenScores
 
 V, HIDDEN, PROMPTS = 6, 12, 2
 HEAD_SCALE = 1.5

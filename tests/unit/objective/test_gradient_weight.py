@@ -8,10 +8,10 @@ import torch
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
-from tepo_megatron.cli.objective_plot import Curve, curves, text_plot
-from tepo_megatron.config.objective import ObjectiveConfig
-from tepo_megatron.config.objective_presets import PRESETS
-from tepo_megatron.objective.gradient_weight import gradient_weights, telling_log_ratios
+from tepo_megatron.cli.objective.plot import Curve, curves, text_plot
+from tepo_megatron.config.objective.presets import PRESETS
+from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.core.objective.gradient_weight import gradient_weights, telling_log_ratios
 
 runner = CliRunner()
 RATIOS = [0.5, 0.9, 1.1, 1.5, 4.0]

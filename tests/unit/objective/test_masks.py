@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.objective import ObjectiveConfig
-from tepo_megatron.config.objective_presets import CORRECTIONS
-from tepo_megatron.objective import build_objective
-from tepo_megatron.objective.mechanisms.m2po import smallest_excluded
-from tepo_megatron.types import TokenScores
+from tepo_megatron.config.objective.presets import CORRECTIONS
+from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.objective.mechanisms.m2po import smallest_excluded
+from tepo_megatron.core.types import TokenScores
 from tests.support.objective_batches import make_batch, masks, summary, whole
 
 

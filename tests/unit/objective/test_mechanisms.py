@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tepo_megatron.config.objective import ObjectiveConfig
-from tepo_megatron.objective import build_objective, mechanisms
-from tepo_megatron.objective.values import StepValues, TokenValues
+from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.core.objective import build_objective, mechanisms
+from tepo_megatron.core.objective.values import StepValues, TokenValues
 from tests.support.objective_batches import assert_same, make_batch, masks, pick, summary, whole
 
 

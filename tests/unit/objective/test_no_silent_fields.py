@@ -13,11 +13,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tepo_megatron.config.objective import ObjectiveConfig
-from tepo_megatron.config.objective_presets import PRESETS
-from tepo_megatron.config.schema import schema_rows
-from tepo_megatron.objective.checking.fields import differ, is_choice, other_values, outcome
-from tepo_megatron.objective.checking.steps import telling_steps
+from tepo_megatron.config.loading.schema import schema_rows
+from tepo_megatron.config.objective.presets import PRESETS
+from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.core.objective.checking.fields import differ, is_choice, other_values, outcome
+from tepo_megatron.core.objective.checking.steps import telling_steps
 
 pytestmark = pytest.mark.slow  # half a minute: every field of every preset
 

@@ -7,10 +7,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.config.objective import ObjectiveConfig
-from tepo_megatron.config.objective_presets import PRESETS
-from tepo_megatron.objective import build_objective
-from tepo_megatron.types import Batch, TokenScores
+from tepo_megatron.config.objective.presets import PRESETS
+from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.types import Batch, TokenScores
 from tests.support.objective_batches import assert_same, make_batch, masks, whole
 
 

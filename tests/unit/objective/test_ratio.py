@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.objective import ObjectiveConfig
-from tepo_megatron.objective import build_objective
-from tepo_megatron.types import TokenScores
+from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.types import TokenScores
 from tests.support.objective_batches import make_batch, masks, whole
 
 

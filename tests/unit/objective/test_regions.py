@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.objective import ObjectiveConfig
-from tepo_megatron.config.objective_regions import Divergence
-from tepo_megatron.objective import build_objective
-from tepo_megatron.objective.ratio import log_power_mean
-from tepo_megatron.objective.trust_region import binary_kl, clip_by_length, clip_logs, soft_gated, within_divergence
+from tepo_megatron.config.objective.regions import Divergence
+from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.objective.ratio import log_power_mean
+from tepo_megatron.core.objective.trust_region import binary_kl, clip_by_length, clip_logs, soft_gated, within_divergence
 from tests.support.objective_batches import make_batch, masks, whole
 
 EXTREME = st.floats(-20, 20)

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.objective import ObjectiveConfig
-from tepo_megatron.config.objective_terms import KL
-from tepo_megatron.objective import build_objective
-from tepo_megatron.objective.regularize import kl_penalty
-from tepo_megatron.vocab_parallel import logprob_and_entropy
+from tepo_megatron.config.objective.section import ObjectiveConfig
+from tepo_megatron.config.objective.terms import KL
+from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.objective.regularize import kl_penalty
+from tepo_megatron.core.scores import logprob_and_entropy
 from tests.support.objective_batches import make_batch, masks, whole
 
 LOGITS = st.lists(st.floats(-2, 2), min_size=5, max_size=5).map(lambda row: torch.tensor(row, dtype=torch.float64))

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli import report as command
 from tepo_megatron.cli.main import app
-from tepo_megatron.report.page import SCRIPTS, Options, render, write_report
+from tepo_megatron.tools.report.page import SCRIPTS, Options, render, write_report
 from tests.support.report_runs import HOSTILE, write_run
 
 runner = CliRunner()
-WEB = Path(command.__file__).parents[1] / "report" / "web"
+WEB = Path(command.__file__).parents[1] / "tools" / "report" / "web"
 
 
 def data(html: str, name: str) -> Any:
@@ -126,7 +126,7 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path: Path, m
 
 def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for the run; while that goes on the page loads itself again; the last page does not."""
-    from tepo_megatron.report import runs
+    from tepo_megatron.tools.report import runs
 
     folder, page = tmp_path / "run", tmp_path / "run" / "report.html"
     states, seen = iter([True, True, False]), []

@@ -8,9 +8,9 @@ import pytest
 
 from tepo_megatron.config.data import DataConfig
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.problem import Problem
-from tepo_megatron.reward.by_source import PoolBySource, open_verifiers, reward_configs
-from tepo_megatron.reward.pool import RewardPool
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.tasks.reward.by_source import PoolBySource, open_verifiers, reward_configs
+from tepo_megatron.tasks.reward.pool import RewardPool
 
 MINE = """
 def tell(problem, response):

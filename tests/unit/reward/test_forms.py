@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.reward import workers
-from tepo_megatron.reward.components import weigh
-from tepo_megatron.reward.pool import RewardPool, RewardResult
-from tepo_megatron.types import Problem, ResponseText
+from tepo_megatron.core.types import Problem, ResponseText
+from tepo_megatron.tasks.reward import workers
+from tepo_megatron.tasks.reward.components import weigh
+from tepo_megatron.tasks.reward.pool import RewardPool, RewardResult
 
 FORMS = '''
 import asyncio, os, signal, time

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
-from tepo_megatron.problem import Problem
-from tepo_megatron.reward import math_verifier
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.tasks.reward import math_verifier
 
 GOLDEN = Path(__file__).with_name("golden_math.tsv")
 PAGE = Path(__file__).parents[3] / "docs" / "evaluation.md"

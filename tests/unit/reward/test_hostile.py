@@ -8,16 +8,16 @@ import sys
 
 import pytest
 
-from tepo_megatron.faults.hostile_answers import hostile_answers
+from tepo_megatron.tools.faults.hostile_answers import hostile_answers
 from tests.support.programs import TIMEOUT_S
 
 MEMORY_MB = 300
 SCORE = f"""
 import json, resource
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.faults.hostile_answers import hostile_answers
-from tepo_megatron.reward.pool import RewardPool
-from tepo_megatron.types import Problem
+from tepo_megatron.tools.faults.hostile_answers import hostile_answers
+from tepo_megatron.tasks.reward.pool import RewardPool
+from tepo_megatron.core.types import Problem
 
 hostile = [(each.problem, each.response) for each in hostile_answers()]
 with RewardPool(RewardConfig(verifier="math", workers=2, timeout_s=0.5, memory_mb={MEMORY_MB})) as pool:

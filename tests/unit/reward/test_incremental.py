@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.reward.pool import RewardPool, RewardResult
-from tepo_megatron.types import Problem, ResponseText
+from tepo_megatron.core.types import Problem, ResponseText
+from tepo_megatron.tasks.reward.pool import RewardPool, RewardResult
 
 VERIFIER = '''
 import json, os, signal, time

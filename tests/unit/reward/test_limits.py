@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.reward.failure import RememberedFailures
-from tepo_megatron.reward.pool import RewardPool
-from tepo_megatron.types import Problem
+from tepo_megatron.core.types import Problem
+from tepo_megatron.runtime.workers.failure import RememberedFailures
+from tepo_megatron.tasks.reward.pool import RewardPool
 from tests.support.programs import TIMEOUT_S
 
 GREEDY = '''
@@ -151,8 +151,8 @@ def test_a_long_log_of_the_run_does_not_count(tries: Path) -> None:
     code = """
 import sys
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.reward.pool import RewardPool
-from tepo_megatron.types import Problem
+from tepo_megatron.tasks.reward.pool import RewardPool
+from tepo_megatron.core.types import Problem
 sys.path.insert(0, sys.argv[1])
 open(sys.argv[1] + "/printing.py", "w").write("def judge(p, r):\\n    print(r, flush=True)\\n    return 1.0\\n")
 with RewardPool(RewardConfig(verifier="printing:judge", file_mb=1)) as pool:
@@ -169,7 +169,7 @@ with RewardPool(RewardConfig(verifier="printing:judge", file_mb=1)) as pool:
 
 def cut() -> bool:
     """Whether this kernel lets a process leave the network."""
-    probe = "from tepo_megatron.reward.limits import leave_network; import sys; sys.exit(leave_network() is not None)"
+    probe = "from tepo_megatron.runtime.workers.limits import leave_network; import sys; sys.exit(leave_network() is not None)"
     return subprocess.run([sys.executable, "-c", probe], timeout=TIMEOUT_S).returncode == 0
 
 
@@ -208,7 +208,7 @@ def test_a_verifier_without_network_reaches_nobody(tries: Path) -> None:
 def test_a_user_without_privileges_leaves_the_network_too() -> None:
     if not cut():
         return
-    limits = (Path(__file__).parents[3] / "tepo_megatron/reward/limits.py").read_text()
+    limits = (Path(__file__).parents[3] / "tepo_megatron/runtime/workers/limits.py").read_text()
     code = limits + (
         "\nimport encodings.idna, socket\nos.setgid(65534), os.setuid(65534)\n"
         "ctypes.CDLL(None).prctl(4, 1)  # its own files in /proc are its own again, as after an exec\n"

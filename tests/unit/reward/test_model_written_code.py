@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.reward.math_verifier import math
-from tepo_megatron.types import Problem
+from tepo_megatron.core.types import Problem
+from tepo_megatron.tasks.reward.math_verifier import math
 
 HARMLESS = {"Integer", "Float", "Rational", "Number", "Add", "Mul", "Pow"}
 """Names that sympy writes into what it evaluates."""

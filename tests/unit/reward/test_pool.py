@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.reward.pool import RewardPool
-from tepo_megatron.types import Problem
+from tepo_megatron.core.types import Problem
+from tepo_megatron.tasks.reward.pool import RewardPool
 from tests.support.programs import TIMEOUT_S
 
 VERIFIER = '''
@@ -196,8 +196,8 @@ PARENT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts tests in the background has it ignored
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.reward.pool import RewardPool
-from tepo_megatron.types import Problem
+from tepo_megatron.tasks.reward.pool import RewardPool
+from tepo_megatron.core.types import Problem
 sys.path.insert(0, sys.argv[1])
 pool = RewardPool(RewardConfig(verifier="my_rewards:judge", workers=1, timeout_s=300))
 print(int(pool.score([(Problem("p", "q", "a"), "pid")])[0].reward), flush=True)
@@ -221,13 +221,13 @@ def test_workers_die_with_the_parent(module: str, tmp_path: Path, work: str, how
     shown = parent.stderr.read()
     # Only the parent may speak of the interruption.
     assert shown.count("Traceback") == (1 if how == signal.SIGINT else 0), shown
-    assert "reward/worker.py" not in shown
+    assert "tasks/reward/worker.py" not in shown
 
 
 def test_an_orphan_that_holds_the_lock_runs_out_of_processor_time() -> None:
     code = """
 import re
-from tepo_megatron.reward.child import limit_processor_time
+from tepo_megatron.runtime.workers.child import limit_processor_time
 limit_processor_time(-5.97)
 re.match("(a|a)*b", "a" * 60)
 """

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.reward.recorded import RecordedGroup, read_recorded
-from tepo_megatron.types import Problem, ResponseText
+from tepo_megatron.core.types import Problem, ResponseText
+from tepo_megatron.tasks.reward.recorded import RecordedGroup, read_recorded
 
 
 def told(groups: list[RecordedGroup]) -> list[tuple[str, object, list[tuple[str, str]]]]:

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.data.tasks.formulas import draw, draw_choice, program_of, value_of
-from tepo_megatron.reward.pool import RewardPool
-from tepo_megatron.reward.stack_machine import MachineError, StackMachine, run
-from tepo_megatron.types import Problem
+from tepo_megatron.core.types import Problem
+from tepo_megatron.tasks.data.tasks.formulas import draw, draw_choice, program_of, value_of
+from tepo_megatron.tasks.reward.pool import RewardPool
+from tepo_megatron.tasks.reward.stack_machine import MachineError, StackMachine, run
 
 DOUBLE = Problem("p", "x+x=", "xx+", {"tests": [[[2, 0, 0], 4], [[0, 1, 1], 0], [[-3, 0, 0], -6]]})
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.reward.verifiers import VERIFIERS, check_reachable, exact, last_number, last_word, load_verifier
-from tepo_megatron.types import Problem
+from tepo_megatron.core.types import Problem
+from tepo_megatron.tasks.reward.verifiers import VERIFIERS, check_reachable, exact, last_number, last_word, load_verifier
 
 
 def _problem(answer: str) -> Problem:
@@ -98,7 +98,7 @@ def test_every_builtin_verifier_loads() -> None:
         ("my module:f", "not of the form"),
         (":f", "not of the form"),
         ("no_such_package.x:f", "importing no_such_package.x raised ModuleNotFoundError"),
-        ("tepo_megatron.types:nothing", "tepo_megatron.types has no function nothing"),
+        ("tepo_megatron.core.types:nothing", "tepo_megatron.core.types has no function nothing"),
     ],
 )
 def test_unknown_verifiers(name: str, message: str) -> None:
@@ -108,6 +108,6 @@ def test_unknown_verifiers(name: str, message: str) -> None:
 
 def test_worker_imports_nothing_heavy() -> None:
     heavy = ("torch", "sympy", "numpy", "pydantic")
-    code = f"import sys, tepo_megatron.reward.worker; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, tepo_megatron.tasks.reward.worker; print([m for m in {heavy} if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"

@@ -17,10 +17,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.load import load_run
-from tepo_megatron.sweep.file import SweepFile, read_sweep, runs_of, shard
-from tepo_megatron.sweep.runner import Sweep, check_runs, core_shares, is_done, seconds_left
-from tepo_megatron.sweep.table import Spread, area, figures_of_run, find, table, write_tables
+from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.tools.sweep.file import SweepFile, read_sweep, runs_of, shard
+from tepo_megatron.tools.sweep.runner import Sweep, check_runs, core_shares, is_done, seconds_left
+from tepo_megatron.tools.sweep.table import Spread, area, figures_of_run, find, table, write_tables
 from tests.support.programs import TIMEOUT_S
 
 EVIDENCE = Path(__file__).parents[3] / "examples" / "evidence"
@@ -169,7 +169,7 @@ def test_a_run_that_cannot_begin_and_a_folder_of_another_run_are_named_before_an
     sweep = read_sweep(write(tmp_path, axes=AXES))
     runs = runs_of(sweep)
     runs[0].folder.mkdir(parents=True)
-    from tepo_megatron.config.load import dump_resolved
+    from tepo_megatron.config.loading.load import dump_resolved
 
     there = load_run(sweep.run, [*runs[0].overrides, "train.resume=auto"])
     (runs[0].folder / "resolved.yaml").write_text(dump_resolved(there), encoding="utf-8")

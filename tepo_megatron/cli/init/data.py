@@ -1,0 +1,170 @@
+"""What ``tepo init`` asks about problems: files, splits, what their columns are called, the chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from tepo_megatron.cli.init.ask import ask
+
+if TYPE_CHECKING:
+    from tepo_megatron.core.types import Problem
+    from tepo_megatron.tasks.data.tokenizer import Tokenizer
+
+NONE = "-"
+"""The answer that there are no held-out problems."""
+
+_EVALUATED = ("test", "validation", "valid", "dev", "eval")
+"""Splits that are held out where a folder has one of them, the first before the others."""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What the command's options say; None is asked."""
+
+    train: str | None
+    heldout: str | None
+    split: str | None
+    heldout_split: str | None
+    prompt: str | None
+    answer: str | None
+    chat_template: bool | None
+
+
+@dataclass(frozen=True)
+class FoundData:
+    """The section ``data`` of the run's file, and the problems that it stands for."""
+
+    section: dict[str, Any]
+    train: list[Problem]
+    heldout: list[Problem]
+
+
+def ask_data(options: DataOptions, tokenizer: Tokenizer) -> FoundData:
+    """Asks for whatever ``options`` leaves open. Raises ValueError for problems that cannot be read."""
+    what = "a file (JSON lines, JSON, CSV, Parquet), a folder of a data set, or builtin:addition"
+    path = ask(f"Training problems: {what}", options.train, "--train", _path)
+    split = _ask_split(path, options.split, "--split", default=None)
+    fields = _ask_columns(path, split, options)
+    train = _loaded(_source(path, split), fields)
+    _say(train)
+    held = _ask_heldout(options, path, split)
+    heldout = [] if held is None else _loaded(held, fields)
+    if held is not None:
+        _say(heldout, also_trained_on=len({each.prompt for each in train} & {each.prompt for each in heldout}))
+    section: dict[str, Any] = {"train": _source(path, split), "heldout": held}
+    section |= {"fields": fields} if fields else {}
+    if _ask_template(options.chat_template, tokenizer, [*train, *heldout]):
+        section["chat_template"] = True
+        train = _loaded(section["train"], fields, chat_template=True)
+        heldout = [] if held is None else _loaded(held, fields, chat_template=True)
+    return FoundData(section, train, heldout)
+
+
+def _path(answer: str) -> str:
+    """A path at which something is that can be read; what its rows hold is looked at when their columns are known."""
+    from tepo_megatron.tasks.data.problems import load_problems
+    from tepo_megatron.tasks.data.splits import splits_of
+
+    if answer.startswith("builtin:") or not Path(answer).expanduser().exists():
+        load_problems(answer)  # says what is wrong
+    else:
+        splits_of(Path(answer).expanduser())
+    return answer
+
+
+def _ask_split(path: str, given: str | None, option: str, *, default: str | None) -> str | None:
+    from tepo_megatron.tasks.data.splits import splits_of
+
+    splits = [] if path.startswith("builtin:") else splits_of(Path(path).expanduser())
+    if len(splits) < 2 and given is None:
+        return None
+    return ask(f"Split of {path} ({', '.join(splits)})", given, option, _one_of(splits, f"split of {path}"), default=default)
+
+
+def _ask_columns(path: str, split: str | None, options: DataOptions) -> dict[str, str]:
+    """``data.fields``: the columns of prompt and answer, where they are not called so."""
+    from tepo_megatron.tasks.data.rows import first_columns
+
+    columns = [] if path.startswith("builtin:") else first_columns(Path(path).expanduser(), split)
+    found = {}
+    for field, given, usual in (
+        ("prompt", options.prompt, {"prompt", "messages"}),
+        ("answer", options.answer, {"answer"}),
+    ):
+        if given is not None or (columns and not usual & set(columns)):
+            question = f"Which column is the {field} ({', '.join(columns)})"
+            found[field] = ask(question, given, f"--{field}-column", _one_of(columns, f"column of {path}"))
+    return {field: column for field, column in found.items() if column != field}
+
+
+def _ask_heldout(options: DataOptions, train: str, split: str | None) -> str | list[dict[str, str]] | None:
+    """The held-out problems as in the run's file. Where the training problems are a split, another one is proposed."""
+    from tepo_megatron.tasks.data.splits import splits_of
+
+    others = [] if split is None else [each for each in splits_of(Path(train).expanduser()) if each != split]
+    proposed = next((name for name in _EVALUATED if name in others), others[0] if others else None)
+
+    def check(answer: str) -> str:
+        if answer == train and split is None:
+            raise ValueError(f"{answer} is trained on; give other problems, or {NONE} for none")
+        return answer if answer == NONE else _path(answer)
+
+    question = f"Held-out problems to evaluate on ({NONE}: none)"
+    path = ask(question, options.heldout, "--heldout", check, default=train if others else NONE)
+    if path == NONE:
+        return None
+    chosen = _ask_split(path, options.heldout_split, "--heldout-split", default=proposed if path == train else None)
+    if path == train and chosen == split:
+        raise ValueError(f"the split {split} of {path} is trained on; hold another one out")
+    return _source(path, chosen)
+
+
+def _ask_template(given: bool | None, tokenizer: Tokenizer, problems: Sequence[Problem]) -> bool:
+    """Whether prompts that are plain text are put into the chat template."""
+    plain = next((problem for problem in problems if not problem.messages), None)
+    if plain is None:
+        return False
+    if given is None:
+        try:
+            tokenizer.chat_ids((("user", plain.prompt),))
+        except ValueError:
+            return False
+    question = "The tokenizer has a chat template: is each prompt a user's message in it (yes, no)"
+    option = None if given is None else "yes" if given else "no"
+    answer = ask(question, option, "--chat-template", _one_of(["yes", "no", "y", "n"], "answer"), default="yes")
+    return answer.startswith("y")
+
+
+def _one_of(known: Sequence[str], what: str) -> Callable[[str], str]:
+    """A check that an answer is one of these; a column may also be a key within one, ``a.b``."""
+
+    def check(answer: str) -> str:
+        if answer not in known and answer.partition(".")[0] not in known:
+            raise ValueError(f"{answer!r} is no {what}; {', '.join(known) or 'there is none'}")
+        return answer
+
+    return check
+
+
+def _source(path: str, split: str | None) -> str | list[dict[str, str]]:
+    return path if split is None else [{"path": path, "split": split}]
+
+
+def _loaded(source: str | list[dict[str, str]], fields: dict[str, str], *, chat_template: bool = False) -> list[Problem]:
+    from tepo_megatron.config import DataConfig
+    from tepo_megatron.tasks.data.problems import load_problems
+
+    data = DataConfig.model_validate({"train": source, "fields": fields, "chat_template": chat_template})
+    return [problem for each in data.train_sources for problem in load_problems(each)]
+
+
+def _say(problems: Sequence[Problem], *, also_trained_on: int = 0) -> None:
+    first = problems[0]
+    typer.echo(f"  {len(problems)} problems; the first: {first.prompt[:80]!r}, answer {first.answer[:40]!r}")
+    if also_trained_on:
+        typer.echo(f"  warning: {also_trained_on} of their prompts are trained on, too", err=True)

@@ -1,0 +1,1 @@
+"""Refusals of settings that cannot work together."""

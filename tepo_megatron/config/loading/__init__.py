@@ -1,0 +1,1 @@
+"""From YAML files and dotted overrides to a checked ``RunConfig``."""

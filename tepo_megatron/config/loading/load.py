@@ -1,0 +1,262 @@
+"""Loads a ``RunConfig`` from a run's YAML file and dotted overrides; turns what is wrong with them into sentences."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import Container, DictConfig, ListConfig, Node, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from tepo_megatron.config.base import Section
+from tepo_megatron.config.bounds import LARGEST_FILE, BadReferenceError, check_references, check_yaml
+from tepo_megatron.config.loading.schema import SchemaRow, json_schema, schema_rows, show, with_plugins
+from tepo_megatron.config.loading.sentences import describe_all, describe_reference, describe_yaml, one_line
+from tepo_megatron.config.objective.preset_files import beside, beside_path, is_preset_file
+from tepo_megatron.config.objective.section import named_plugins
+from tepo_megatron.config.run import RunConfig
+
+__all__ = ["ConfigError", "SchemaRow", "dump_diff", "dump_resolved", "json_schema", "load_run", "schema_rows"]
+
+
+_MOST_BASES = 32
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; ``problems`` holds one line for each thing that is wrong."""
+
+    def __init__(self, source: str, problems: Sequence[str]) -> None:
+        self.source = source
+        self.problems = tuple(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__("\n".join([f"{source}: {count} in the configuration", *(f"  {line}" for line in self.problems)]))
+
+
+def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a run's YAML (``None``: only defaults), lays the overrides over it, and checks the whole.
+
+    ``base: other.yaml`` in a file names another file, relative to it, that lies under it. Overrides are ``a.b=value`` with the
+    value in YAML; the last one of a path counts. ``${a.b}`` anywhere takes the value of another field, also of a default.
+
+    Raises:
+        ConfigError: a file that cannot be read, YAML that cannot be parsed, an override of another form, an unknown key, a
+            value that its field does not take; all problems that can be seen at once are in it.
+    """
+    source = "overrides" if path is None else str(path)
+    problems: list[str] = []
+    values: Any = None
+    try:
+        given = OmegaConf.create() if path is None else _read(Path(path))
+        over = _parse_overrides(overrides, problems)
+        values = _resolve(_merge(given, over))
+        config = RunConfig.model_validate(values)
+    except OmegaConfBaseException as error:
+        raise ConfigError(source, [*problems, describe_reference(error)]) from error
+    except BadReferenceError as error:
+        raise ConfigError(source, [*problems, str(error)]) from error
+    except ValidationError as error:
+        with with_plugins(named_plugins(values)):
+            problems += describe_all(error)
+        raise ConfigError(source, problems) from error
+    with with_plugins(config.objective.plugins):
+        problems += _wrong_permissions(config.train.allow_change)
+    if problems:
+        raise ConfigError(source, problems)
+    return config
+
+
+def _wrong_permissions(entries: Sequence[str]) -> list[str]:
+    """Returns a line for each entry of ``train.allow_change`` that names no field, or one that can never change."""
+    paths = [row.path for row in schema_rows()]
+    known = {path[:end] for path in paths for end in (*(at for at, sign in enumerate(path) if sign == "."), len(path))}
+    found = []
+    for entry in entries:
+        if entry == "model.dtype":
+            found.append("train.allow_change: model.dtype is of the model's architecture, which a resumed run cannot change")
+        elif entry not in known:
+            near = difflib.get_close_matches(entry, sorted(known), n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            found.append(f"train.allow_change: {show(entry)} is no field of a run{hint}")
+    return found
+
+
+def dump_resolved(config: Section) -> str:
+    """Returns the complete configuration as YAML, from which ``load_run`` makes an equal one."""
+    return _to_yaml(config.model_dump(mode="json"))
+
+
+def dump_diff(config: RunConfig) -> str:
+    """Returns what differs from the defaults, as YAML from which ``load_run`` makes the same configuration."""
+    differing = _diff(config, RunConfig())
+    return _to_yaml(differing) if differing else ""
+
+
+def _read(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
+    """Reads a file, merged over its bases; ``above`` are the files that named it."""
+    if path.resolve() in above:
+        raise ConfigError(str(above[0]), [f"base: {path} is its own base; remove one of the two"])
+    if len(above) == _MOST_BASES:
+        raise ConfigError(str(above[0]), [f"base: more than {_MOST_BASES} files, each the base of the one before"])
+    try:
+        content = _parse(_read_text(path))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        raise ConfigError(str(path), [f"{where}: {describe_yaml(error)}"]) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), [f"{path}: not valid YAML: {one_line(error)}"]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), [f"{path}: not UTF-8 text (byte {error.start})"]) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(path), [one_line(error)]) from error
+    except OSError as error:
+        raise ConfigError(str(path), [f"{path}: cannot be read: {error.strerror or one_line(error)}"]) from error
+    if not isinstance(content, DictConfig):
+        raise ConfigError(str(path), [f"{path}: the top level is a list; it must be sections such as 'train:'"])
+    _find_own_files(content, path)
+    base = _plain(content).get("base")
+    if base is None:
+        return content
+    if not isinstance(base, str) or "\0" in base or "${" in base:
+        raise ConfigError(str(path), [f"base: got {show(base)}; allowed: the path of one YAML file"])
+    del content["base"]
+    return _merge(_read(path.parent / base, (*above, path.resolve())), content)
+
+
+def _find_own_files(content: DictConfig, path: Path) -> None:
+    """Makes the paths of a preset's file and of plugins absolute: in a run's file they are relative to it."""
+    objective = _plain(content).get("objective")
+    if not isinstance(objective, Mapping):
+        return
+    preset, plugins = objective.get("preset"), objective.get("plugins")
+    if isinstance(preset, str) and is_preset_file(preset):
+        content["objective"]["preset"] = beside_path(path, preset)
+    if isinstance(plugins, list):
+        content["objective"]["plugins"] = list(beside(path, plugins))
+
+
+def _read_text(path: Path) -> str:
+    with path.open("rb") as file:
+        data = file.read(LARGEST_FILE + 1)
+    if len(data) > LARGEST_FILE:
+        raise ConfigError(str(path), [f"{path}: larger than {LARGEST_FILE} bytes; this is no run's configuration"])
+    return data.decode("utf-8")
+
+
+def _parse(text: str) -> DictConfig | ListConfig:
+    check_yaml(text)
+    try:
+        return OmegaConf.load(StringIO(text))
+    except OmegaConfBaseException:
+        raise
+    except ValueError as error:  # what looks like a number, such as 0x_
+        raise yaml.YAMLError(f"a value cannot be read: {error}") from error
+
+
+def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> DictConfig:
+    """Returns all overrides as one mapping; what cannot be parsed goes to ``problems``."""
+    parsed = OmegaConf.create()
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not re.fullmatch(r"[^\s.=-][^\s.=]*(\.[^\s.=]+)*", key):
+            problems.append(f"override {show(override)}: write path=value, such as train.steps=10")
+            continue
+        try:
+            check_yaml(value)
+            parsed = _merge(parsed, OmegaConf.from_dotlist([override]))
+        except OmegaConfBaseException as error:
+            problems.append(f"override {show(override)}: {describe_reference(error)}")
+        except yaml.YAMLError as error:
+            problems.append(f"override {show(override)}: {describe_yaml(error, 'its value is ')}")
+        except ValueError as error:
+            problems.append(f"override {show(override)}: its value cannot be read: {error}")
+    return parsed
+
+
+def _merge(below: DictConfig, above: DictConfig) -> DictConfig:
+    """Merges ``above`` over ``below``; a section of another kind replaces the one below, whose fields it does not have."""
+    below = below.copy()
+    _drop_other_kinds(below, above)
+    merged = OmegaConf.merge(below, above)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _drop_other_kinds(below: DictConfig, above: DictConfig) -> None:
+    for key, old in list(below.items_ex(resolve=False)):
+        new = above._get_node(key)
+        if not isinstance(old, DictConfig) or not isinstance(new, DictConfig):
+            if isinstance(old, Container) and isinstance(new, Container):  # a list over a section, which do not merge
+                del below[key]
+            continue
+        kinds = [node._value() for node in (old._get_node("kind"), new._get_node("kind")) if isinstance(node, Node)]
+        if len(kinds) == 2 and kinds[0] != kinds[1]:
+            below[key] = {}
+        else:
+            _drop_other_kinds(old, new)
+
+
+def _resolve(given: DictConfig) -> Any:
+    """Returns the given values with ``${…}`` replaced, and only the keys that were given."""
+    defaults = OmegaConf.create(RunConfig().model_dump(mode="json"))
+    merged = _merge(defaults, given)
+    check_references(_plain(merged))
+    complete = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    return _select(complete, OmegaConf.to_container(given))
+
+
+def _plain(section: DictConfig) -> dict[str, Any]:
+    """The section as it stands, ``${…}`` not replaced."""
+    values = OmegaConf.to_container(section)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def _select(values: Any, shape: Any) -> Any:
+    """Returns the part of ``values`` with the keys of ``shape``: a default must not look as if it had been given."""
+    if isinstance(shape, Mapping) and isinstance(values, Mapping):
+        return {key: _select(values[key], inner) for key, inner in shape.items()}
+    return values
+
+
+def _diff(section: Section, default: Section) -> dict[str, Any]:
+    """Returns the fields of ``section`` that differ from ``default``; a section with a preset is compared with the preset."""
+    if "preset" in type(section).model_fields:
+        preset, usual = dict(section)["preset"], dict(default)["preset"]
+        found = _differing(section, type(section).model_validate({"preset": preset}))
+        return found if preset == usual else {"preset": preset, **found}
+    return _differing(section, default)
+
+
+def _differing(section: Section, reference: Section) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        value, usual = getattr(section, name), getattr(reference, name)
+        if value == usual:
+            continue
+        if isinstance(value, Section) and isinstance(usual, Section) and type(value) is type(usual):
+            found[name] = _diff(value, usual)
+        else:
+            found[name] = section.model_dump(mode="json")[name]
+    return found
+
+
+def _to_yaml(values: dict[str, Any]) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create(_escape(values)))
+
+
+def _escape(value: Any) -> Any:
+    r"""``${`` in text becomes ``\${``, so that it is not taken for a reference when it is read back."""
+    if isinstance(value, Mapping):
+        return {key: _escape(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_escape(inner) for inner in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
+    return value

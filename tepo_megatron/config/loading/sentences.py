@@ -1,0 +1,88 @@
+"""What is wrong with a configuration, in sentences: of YAML, of ``${…}``, and of values that a section refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from tepo_megatron.config.base import Section
+from tepo_megatron.config.bounds import RefusedYAMLError
+from tepo_megatron.config.loading.nearest import nearest_fields
+from tepo_megatron.config.loading.schema import Place, allowed, discriminator, locate, show
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+_MOST_PROBLEMS = 40
+
+
+def describe_yaml(error: yaml.YAMLError, subject: str = "") -> str:
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return f"{subject}not valid YAML: {one_line(error)}"
+    what = ", ".join(text for text in (error.context, error.problem) if text)
+    return what if isinstance(error, RefusedYAMLError) else f"{subject}not valid YAML: {what}"
+
+
+def describe_reference(error: OmegaConfBaseException) -> str:
+    """Says in one line which ``${…}`` could not be replaced."""
+    what = str(error.msg or error).splitlines()[0]
+    return f"{error.full_key}: {what}" if error.full_key else what
+
+
+def describe_all(error: ValidationError) -> list[str]:
+    """Returns one line for each place; the members of a union that all refused one value give one line together."""
+    details = error.errors()
+    details = [each for each in details if not _is_of_another_form(each, details)]
+    lines = list(dict.fromkeys(_describe(detail) for detail in details[:_MOST_PROBLEMS]))
+    return [*lines, f"and {len(details) - _MOST_PROBLEMS} more"] if len(details) > _MOST_PROBLEMS else lines
+
+
+def _is_of_another_form(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> bool:
+    """Whether it says that a list of sections is no text, where either may stand, and others say what is wrong in the list."""
+    place = detail["loc"][:-1]
+    others = (each["loc"] for each in details if len(each["loc"]) > len(detail["loc"]))
+    return (
+        detail["type"] == "string_type"
+        and isinstance(detail["input"], list)
+        and any(loc[: len(place)] == place for loc in others)
+    )
+
+
+def _describe(detail: ErrorDetails) -> str:
+    place, given = locate(detail["loc"]), detail["input"]
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        return _describe_unknown(place, given)
+    if kind == "missing":
+        return f"{place.path}: missing; allowed: {allowed(place.node)}"
+    if kind == "union_tag_invalid":
+        tags = discriminator(place.node)
+        allowed_tags = ", ".join(show(tag) for tag in tags["mapping"])
+        return f"{place.path}.{tags['propertyName']}: got {show(detail['ctx']['tag'])}; allowed: {allowed_tags}"
+    if kind in ("value_error", "assertion_error"):
+        text = " ".join(detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ").split())
+        if text.startswith(place.path):
+            return text
+        return f"{place.path}: {text}" if isinstance(given, dict | Section) else f"{place.path}: got {show(given)}; {text}"
+    if not place.node or allowed(place.node) == "any value":
+        return f"{place.path}: got {show(given)}; {detail['msg']}"
+    line = f"{place.path}: got {show(given)}; allowed: {allowed(place.node)}"
+    if kind in ("string_too_short", "string_too_long"):
+        line += f" of {place.node.get('minLength', 0)} to {place.node.get('maxLength', 'any number of')} characters"
+    if kind == "string_type" and isinstance(given, int | float) and "a list" not in line:
+        line += f" (to give a number as text: {place.path}='\"{show(given)}\"')"
+    return line
+
+
+def _describe_unknown(place: Place, given: Any) -> str:
+    near = nearest_fields(place)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(place.siblings)}"
+    return f"{place.path}: unknown key (got {show(given)}); {hint}"
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,256 @@
+"""The objective: four choices, what stands beside them, and a preset that the rest is laid over."""
+
+import difflib
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Self, get_args
+
+from pydantic import model_validator
+
+from tepo_megatron.config.base import Section
+from tepo_megatron.config.objective.choices import (
+    Advantage,
+    Aggregation,
+    GroupAdvantage,
+    PowerMeanRatio,
+    Ratio,
+    SequenceTokenRatio,
+    TokenMean,
+    TokenRatio,
+)
+from tepo_megatron.config.objective.custom import OwnKind, OwnPenalty
+from tepo_megatron.config.objective.plugins import load_plugin, name_of
+from tepo_megatron.config.objective.preset_files import is_preset_file, read_preset
+from tepo_megatron.config.objective.presets import PRESETS
+from tepo_megatron.config.objective.regions import Clip, ClipCov, LengthClip, TrustRegion
+from tepo_megatron.config.objective.terms import (
+    KL,
+    EntropyBonus,
+    KLCov,
+    KLMask,
+    KLTerm,
+    Mask,
+    Mismatch,
+    OffPolicySequenceMask,
+    Penalty,
+    Rejection,
+    SecondMomentMask,
+)
+
+
+class ObjectiveConfig(Section):
+    """A preset, with overrides: a section that is given is merged, field by field, over the preset's.
+
+    Naming another ``kind`` drops the fields of the preset's kind; ``null`` switches a regulariser off.
+    """
+
+    preset: str = "tepo"
+    """A row of the table that ``tepo objective list`` prints, or a file of your own, ``path/my_preset.yaml``: what it says is
+    laid over the preset that it names, which then stands here. In a run's file the path is relative to that file."""
+
+    plugins: tuple[str, ...] = ()
+    """Modules of your own with kinds for the sections below: ``path/my_objective.py``, in a run's file relative to that file,
+    or the name of an installed module. They are imported wherever the run's file is read (docs/own-objective.md)."""
+
+    advantage: Advantage = GroupAdvantage()
+    """How the rewards of the responses to one prompt become advantages A, one for each response."""
+
+    ratio: Ratio = SequenceTokenRatio()
+    """At which level π_θ is compared with π_old, the policy before the update. Our interpretation of TEPO: the token form of
+    the length-normalised sequence ratio."""
+
+    trust_region: TrustRegion = Clip(low=3e-4, high=4e-4)
+    """How far a ratio may carry the surrogate away from 1. Our interpretation of TEPO: clip with GSPO's range, since the ratio
+    is length-normalised."""
+
+    aggregation: Aggregation = TokenMean()
+    """How the values of the tokens become one number: what each counts, and what their sum is divided by."""
+
+    kl_mask: KLMask | None = KLMask()
+    """TEPO's KL penalty on the tokens with a positive advantage and falling entropy; null: off."""
+
+    kl: KL | None = None
+    """A KL penalty on every response token; null: off."""
+
+    kl_cov: KLCov | None = None
+    """A KL penalty on the few tokens of highest covariance between log-probability and advantage (KL-Cov); null: off."""
+
+    entropy: EntropyBonus | None = None
+    """A bonus for the entropy of the full distribution; kind ``fixed`` unless given; null: off."""
+
+    mismatch: Mismatch | None = None
+    """Weights for a sampler whose probabilities differ from the trainer's; kind ``truncate`` unless given; null: off."""
+
+    rejection: Rejection | None = None
+    """Leaves out what a sampler drew whose probabilities differ too much from the trainer's; null: off."""
+
+    opsm: OffPolicySequenceMask | None = None
+    """Leaves out responses of negative advantage that the policy has moved away from (off-policy sequence mask); null: off."""
+
+    m2po: SecondMomentMask | None = None
+    """Leaves out the tokens on which trainer and sampler differ most (second-moment mask of M2PO); null: off."""
+
+    mask: Mask | None = None
+    """A mask of your own, from ``plugins``: no gradient for the tokens that it chooses; null: off."""
+
+    penalty: Penalty | None = None
+    """A penalty of your own, from ``plugins``, subtracted from the surrogate; null: off."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether some term is against the frozen reference model: then a copy of the first weights is kept, and scored."""
+        sections = [getattr(self, name) for name in type(self).model_fields]
+        against = any(isinstance(section, KLTerm) and section.against == "reference" for section in sections)
+        return against or any(section.needs_reference for section in sections if isinstance(section, OwnKind))
+
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether some term acts on tokens that it singles out: a mask, a rejection, or a covariance."""
+        terms = (self.kl_mask, self.kl_cov, self.rejection, self.opsm, self.m2po, self.mask)
+        own = self.penalty is not None and type(self.penalty).choose is not OwnPenalty.choose
+        return own or isinstance(self.trust_region, ClipCov) or any(term is not None for term in terms)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_preset(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        name = given.get("preset", "tepo")
+        file = read_preset(name) if isinstance(name, str) and is_preset_file(name) else None
+        if file is not None:
+            name = file.base
+        if not isinstance(name, str) or name not in PRESETS:
+            nearest = max(PRESETS, key=lambda known: _likeness(str(name), known))
+            raise ValueError(
+                f"objective.preset = {str(name)[:60]!r} is unknown; the nearest is {nearest!r}. Known: "
+                f"{', '.join(PRESETS)}, or a file of your own, my_preset.yaml"
+            )
+        levels = [PRESETS[name].changes, *([] if file is None else [file.preset.changes]), given]
+        sections = {key: field.default for key, field in cls.model_fields.items() if isinstance(field.default, Section)}
+        merged: dict[str, Any] = {key: section.model_dump() for key, section in sections.items()}
+        for level in levels:
+            if level is not levels[0]:
+                _check_empty_sections(level, merged)
+            merged = _merge(merged, level)
+        own = given.get("plugins", ())
+        if isinstance(own, list | tuple) and all(isinstance(each, str) for each in own):
+            inherited = () if file is None else file.plugins
+            used = (each for each in inherited if _uses(load_plugin(each).kinds, merged))
+            merged["plugins"] = tuple(dict.fromkeys([*used, *(load_plugin(each).name for each in own)]))
+        return {**merged, "preset": name}
+
+    @model_validator(mode="after")
+    def _plugins_are_used(self) -> Self:
+        for plugin in map(load_plugin, self.plugins):
+            if not _uses(plugin.kinds, self.model_dump()):
+                kinds = ", ".join(f"objective.{kind.slot}.kind = {name_of(kind)}" for kind in plugin.kinds)
+                raise ValueError(
+                    f"objective.plugins names {plugin.name}, and nothing of it is used; set {kinds}, or leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _length_clip_bounds_a_sum(self) -> Self:
+        if isinstance(self.trust_region, LengthClip) and (self.ratio.kind == "token" or _is_normalized(self.ratio)):
+            raise ValueError(
+                f"objective.trust_region.kind = 'length_clip' with objective.ratio.kind = {self.ratio.kind!r}: its bound grows "
+                "with the length, as a sum of log-ratios does; set objective.ratio.kind = 'sequence' and "
+                "objective.ratio.length_normalized = false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _range_belongs_to_ratio(self) -> Self:
+        region = self.trust_region
+        if not isinstance(region, Clip | ClipCov):
+            return self
+        widest = max(region.low, region.high)
+        advice = f"objective.ratio.kind = {self.ratio.kind!r} with a trust region of {widest:g}"
+        if _is_normalized(self.ratio) and widest > 0.05:
+            warnings.warn(f"{advice}: such ratios stay within about 1e-3 of 1; 3e-4 is usual, 0.2 hardly clips", stacklevel=2)
+        elif isinstance(self.ratio, TokenRatio) and widest < 0.01:
+            warnings.warn(f"{advice}: token ratios leave that range at once; 0.2 is usual", stacklevel=2)
+        return self
+
+
+def _check_empty_sections(given: Mapping[str, Any], preset: Mapping[str, Any]) -> None:
+    """An empty section over a term that is off would switch it on, and read as if it did nothing."""
+    for key in ObjectiveConfig.model_fields:
+        value = given.get(key)
+        if isinstance(value, Mapping) and not value and preset.get(key) is None:
+            raise ValueError(
+                f"objective.{key} = {{}} does not say what it switches on; give one of its fields ('tepo config schema "
+                f"objective.{key}' lists them), or null"
+            )
+
+
+def _is_normalized(ratio: Ratio) -> bool:
+    """Whether a ratio is a mean over the tokens of a response, and so stays near to 1."""
+    if isinstance(ratio, OwnKind):
+        return False
+    return isinstance(ratio, PowerMeanRatio) or (not isinstance(ratio, TokenRatio) and ratio.length_normalized)
+
+
+def _uses(kinds: Sequence[type[OwnKind]], sections: Mapping[str, Any]) -> bool:
+    """Whether some section is of one of these kinds."""
+    used = {(key, section["kind"]) for key, section in sections.items() if isinstance(section, Mapping) and "kind" in section}
+    used |= {(key, section.kind) for key, section in sections.items() if isinstance(section, OwnKind)}
+    return any((kind.slot, name_of(kind)) in used for kind in kinds)
+
+
+def named_plugins(values: Any) -> tuple[str, ...]:
+    """The plugins that a run's values name, those of its preset's file among them, as far as they can be loaded: where one
+    cannot, its own sentence says why.
+    """
+    given = values.get("objective") if isinstance(values, Mapping) else None
+    found: list[str] = []
+    try:
+        if isinstance(given, Mapping) and isinstance(given.get("preset"), str) and is_preset_file(given["preset"]):
+            found += [load_plugin(each).name for each in read_preset(given["preset"]).plugins]
+        own = given.get("plugins", ()) if isinstance(given, Mapping) else ()
+        for each in own if isinstance(own, list | tuple) else ():
+            found.append(load_plugin(str(each)).name)
+    except ValueError:
+        return ()
+    return tuple(dict.fromkeys(found))
+
+
+@cache
+def usual_sections() -> Mapping[str, tuple[type[Section], ...]]:
+    """The sections of the package's own for each field that takes the user's own beside them; none where all are the user's."""
+
+    def members(annotation: Any) -> list[Any]:
+        inner = get_args(annotation)
+        return [each for part in inner for each in members(part)] if inner else [annotation]
+
+    found = {name: members(field.annotation) for name, field in ObjectiveConfig.model_fields.items()}
+    return {
+        name: tuple(each for each in sections if issubclass(each, Section) and not issubclass(each, OwnKind))
+        for name, sections in ((key, [each for each in parts if isinstance(each, type)]) for key, parts in found.items())
+        if any(issubclass(each, OwnKind) for each in sections)
+    }
+
+
+def _likeness(name: str, known: str) -> tuple[float, bool]:
+    """How alike two names are; of equally alike ones, that with the same letters."""
+    return difflib.SequenceMatcher(None, name, known).ratio(), sorted(name) == sorted(known)
+
+
+_KIND_UNLESS_GIVEN = {"entropy": "fixed", "mismatch": "truncate"}
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``over`` laid over ``base``; a mapping of the same kind field by field, one of another kind in its place."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        if not isinstance(value, Mapping):
+            merged[key] = value
+        elif isinstance(below, Mapping) and value.get("kind", below.get("kind")) == below.get("kind"):
+            merged[key] = _merge(below, value)
+        elif key in _KIND_UNLESS_GIVEN:
+            merged[key] = {"kind": _KIND_UNLESS_GIVEN[key], **value}
+        else:
+            merged[key] = dict(value)
+    return merged

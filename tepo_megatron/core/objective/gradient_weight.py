@@ -1,0 +1,87 @@
+"""How strongly an objective pushes a token, by how far the token has moved: by autograd, from the objective itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.config.objective.custom import OwnTrustRegion
+from tepo_megatron.core.objective.compose import build_objective
+from tepo_megatron.core.types import Batch, TokenScores
+
+if TYPE_CHECKING:
+    from tepo_megatron.config.objective.section import ObjectiveConfig
+
+_OLD_PROBABILITY = 0.1
+_FALL = 0.1  # of the entropy, in nats, where it is said to fall
+
+
+@dataclass(frozen=True)
+class GradientWeights:
+    """∂J/∂log π_θ of a response of one token, times the denominator, at N ratios: fp64 [N] each."""
+
+    ratios_N: Tensor
+    positive_N: Tensor
+    """With A = 1."""
+    negative_N: Tensor
+    """With A = −1."""
+    falling_N: Tensor
+    """With A = 1 where the entropy falls; differs from ``positive_N`` only under a KL mask that measures the entropy."""
+
+
+def gradient_weights(config: ObjectiveConfig, log_ratios_N: Tensor) -> GradientWeights:
+    """The push of ``config`` at these log-ratios of a token, fp64 [N], whose probability under π_old is 0.1.
+
+    A response of one token has its token ratio for every kind of ratio. The sampler and the reference model are π_old, and all
+    tokens of a step are alike, so that what is chosen by a covariance or by a difference to the sampler chooses nothing.
+    """
+    push = {
+        (sign, fall): _push(config, log_ratios_N.double(), sign, fall) for sign, fall in ((1.0, 0.0), (-1.0, 0.0), (1.0, _FALL))
+    }
+    return GradientWeights(log_ratios_N.double().exp(), push[1.0, 0.0], push[-1.0, 0.0], push[1.0, _FALL])
+
+
+def telling_log_ratios(config: ObjectiveConfig, points: int = 201) -> Tensor:
+    """Log-ratios around 0, fp64 [points], wide enough for the bounds of the trust region, or for a KL term, to be seen."""
+    region = config.trust_region
+    if isinstance(region, OwnTrustRegion):
+        bounds = [0.6]
+    elif region.kind == "clip" or region.kind == "clip_cov":
+        bounds = [region.low, region.high, math.log(region.dual) / 2 if region.kind == "clip" and region.dual else 0.0]
+    elif region.kind == "log_clip":
+        bounds = [region.low, region.high]
+    elif region.kind == "clip_weight":
+        bounds = [math.log1p(region.high) / 2]
+    else:
+        bounds = [region.width if region.kind == "length_clip" else 0.6]
+    if config.kl_mask is not None or config.kl is not None:  # whose pull grows with the ratio, and is nothing near 1
+        bounds.append(0.2)
+    widest = min(2.5 * max(bounds), -math.log(_OLD_PROBABILITY))
+    return torch.linspace(-widest, widest, points, dtype=torch.float64)
+
+
+def _push(config: ObjectiveConfig, log_ratios_N: Tensor, sign: float, fall: float) -> Tensor:
+    count = log_ratios_N.numel()
+    old_N = torch.full_like(log_ratios_N, math.log(_OLD_PROBABILITY))
+    entropy_N = torch.ones_like(log_ratios_N)
+    batch = Batch(
+        tokens_T=torch.zeros(count, dtype=torch.int64),
+        labels_T=torch.zeros(count, dtype=torch.int64),
+        loss_mask_T=torch.ones(count, dtype=torch.bool),
+        cu_seqlens=torch.arange(count + 1, dtype=torch.int32),
+        sampler_logprobs_T=old_N,
+        rewards_S=torch.zeros(count),
+        groups_S=torch.zeros(count, dtype=torch.int64),
+        advantages_S=torch.full((count,), sign),
+        old_logprobs_T=old_N,
+        old_entropy_T=entropy_N,
+        reference_logprobs_T=old_N,
+    )
+    objective = build_objective(config)
+    logprob_N = (old_N + log_ratios_N).requires_grad_()
+    output = objective(TokenScores(logprob_N, entropy_N - fall), batch, objective.prepare(batch))
+    return -torch.autograd.grad(output.numerator, logprob_N, materialize_grads=True)[0]

@@ -1,0 +1,71 @@
+"""Ratios of the policy to the policy before the update, of tokens and of sequences. S sequences, T packed tokens.
+
+Formulas: docs/tepo.md, "Sequence likelihood". δ = log π_θ − log π_old at the sampled token, 0 outside the loss mask.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tepo_megatron.config.objective.choices import UsualRatio
+
+
+def sequence_sum(values_T: Tensor, sequence_index_T: Tensor, num_sequences: int) -> Tensor:
+    """Sum of the token values of each sequence: [T] in, [S] out, differentiable. Sequences are whole."""
+    return values_T.new_zeros(num_sequences).index_add(0, sequence_index_T, values_T)
+
+
+def over_sequence(
+    values_T: Tensor,
+    level: Literal["sequence", "geometric"],
+    index_T: Tensor,
+    lengths_S: Tensor,
+) -> Tensor:
+    """The sum (``sequence``) or the mean (``geometric``: of logarithms) over the response tokens of each sequence, at each of
+    its tokens; [T]. ``values_T`` is 0 outside the mask, ``lengths_S`` counts response tokens."""
+    sums_S = sequence_sum(values_T, index_T, lengths_S.numel())
+    return (sums_S if level == "sequence" else sums_S / lengths_S.clamp(min=1))[index_T]
+
+
+def policy_log_ratio(ratio: UsualRatio, delta_T: Tensor, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
+    """The logarithm of the ratio at every token, [T], differentiable in ``delta_T``.
+
+    - ``token``: δ_it.
+    - ``sequence``: log s_i = Σ_t δ_it / T_i at every token of sequence i (equation 3), or Σ_t δ_it un-normalised.
+    - ``sequence_token``: sg[log s_i] + δ_it − sg[δ_it], the same value, through which each token gets its own gradient
+      (equation 4).
+    - ``power_mean``: log (Σ_t exp(p δ_it) / T_i)^(1/p), see `log_power_mean`; for p = 0 that of ``sequence``.
+
+    ``lengths_S`` counts the model's response tokens of the whole sequences, T_i; ``mask_T`` (bool) marks those in ``delta_T``.
+    A kind of the user's own is asked in `bounded_ratio`.
+    """
+    if ratio.kind == "token":
+        return delta_T
+    if ratio.kind == "power_mean":
+        return log_power_mean(ratio.p, delta_T, mask_T, lengths_S, index_T)
+    level: Literal["sequence", "geometric"] = "geometric" if ratio.length_normalized else "sequence"
+    log_ratio_T = over_sequence(delta_T, level, index_T, lengths_S)
+    if ratio.kind == "sequence_token":
+        # the bracket is 0 in value and 1 in gradient: log s_i for the value, the token's own δ for the gradient
+        log_ratio_T = log_ratio_T.detach() + (delta_T - delta_T.detach())
+    return log_ratio_T
+
+
+def log_power_mean(p: float, delta_T: Tensor, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
+    """log of the power mean of the token ratios of each sequence, at each of its tokens; [T], differentiable (HölderPO).
+
+    The ratios are divided by their geometric mean before they are raised to the power: the mean of the powers is then at least
+    1, whatever p and δ, and its logarithm exact also near p = 0, where it fades. In fp64, since exp(p δ) of |p| ≤ 10 leaves
+    fp32 at |δ| = 9. The gradient at token t is r_t^p / Σ_u r_u^p.
+    """
+    mean_T = over_sequence(delta_T, "geometric", index_T, lengths_S)
+    if p == 0:
+        return mean_T
+    # differences outside the mask are made 0 beforehand, so that they add nothing: expm1(0) = 0
+    apart_T = torch.where(mask_T, (delta_T - mean_T).double(), 0.0)
+    excess_T = over_sequence(torch.expm1(p * apart_T), "geometric", index_T, lengths_S.double())
+    return mean_T + (torch.log1p(excess_T) / p).to(delta_T.dtype)

@@ -1,0 +1,157 @@
+"""How far a ratio may carry the surrogate (docs/tepo.md, equation 5, and "The other presets"). All values [T], floating point
+but for masks; what is a ``Surrogate`` is to be maximised."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.config.objective.custom import OwnRatio, OwnTrustRegion
+from tepo_megatron.core.objective.own import own_log_ratio, own_token_values
+from tepo_megatron.core.objective.ratio import policy_log_ratio
+
+if TYPE_CHECKING:
+    from tepo_megatron.config.objective.regions import Divergence, TrustRegion
+    from tepo_megatron.config.objective.section import ObjectiveConfig
+    from tepo_megatron.core.objective.values import TokenValues
+
+
+class Surrogate(NamedTuple):
+    """What is maximised at each token, and where a bound of the trust region held."""
+
+    value_T: Tensor
+    clipped_low_T: Tensor
+    """bool: the lower bound took the gradient of this token's ratio."""
+    clipped_high_T: Tensor
+    """bool: the upper bound did."""
+
+
+def clipped(ratio_T: Tensor, advantage_T: Tensor, low: float, high: float, dual: float | None = None) -> Surrogate:
+    """min(r A, clip(r, 1 − low, 1 + high) A); with ``dual``, at least dual · A where A < 0."""
+    # The minimum makes the clip one-sided: it holds only where the ratio has moved the way that the advantage asks for.
+    value_T = torch.minimum(ratio_T * advantage_T, ratio_T.clamp(1 - low, 1 + high) * advantage_T)
+    above_T = (ratio_T > 1 + high) & (advantage_T > 0)
+    if dual is not None:
+        # where A < 0 the minimum has no bound: a ratio of 100 would count a hundredfold
+        negative_T = advantage_T < 0
+        above_T = above_T | (negative_T & (ratio_T > dual))
+        value_T = torch.where(negative_T, torch.maximum(value_T, dual * advantage_T), value_T)
+    return Surrogate(value_T, (ratio_T < 1 - low) & (advantage_T < 0), above_T)
+
+
+def weighted_logprob(ratio_T: Tensor, logprob_T: Tensor, advantage_T: Tensor, low: float | None, high: float) -> Surrogate:
+    """sg[clip(r)] · A · log π: no token loses its gradient, its weight is bounded (CISPO)."""
+    ratio_T = ratio_T.detach()
+    weight_T = ratio_T.clamp(None if low is None else 1 - low, 1 + high)
+    return Surrogate(weight_T * advantage_T * logprob_T, ratio_T < weight_T, ratio_T > weight_T)
+
+
+def soft_gated(ratio_T: Tensor, advantage_T: Tensor, tau_positive: float, tau_negative: float) -> Surrogate:
+    """4/τ · σ(τ (r − 1)) · A, τ by the sign of A; no bound holds anywhere (SAPO, arXiv 2511.20347).
+
+    Its derivative by r is 4 σ(x)(1 − σ(x)) · A at x = τ (r − 1): A at r = 1, and less on either side.
+    """
+    tau_T = torch.where(advantage_T > 0, ratio_T.new_tensor(tau_positive), ratio_T.new_tensor(tau_negative))
+    never_T = torch.zeros_like(advantage_T, dtype=torch.bool)
+    return Surrogate(4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * advantage_T, never_T, never_T)
+
+
+def within_divergence(
+    region: Divergence, ratio_T: Tensor, logprob_T: Tensor, old_logprob_T: Tensor, advantage_T: Tensor
+) -> Surrogate:
+    """sg[min(r, cap)] · A · log π, 0 where the probability has gone too far the way that A favours (DPPO, arXiv 2602.04879).
+
+    Too far: the divergence of (p, 1 − p) from (p_old, 1 − p_old) is above the threshold, p = exp(log π).
+    """
+    with torch.no_grad():
+        moved_T = logprob_T.exp() - old_logprob_T.exp()
+        apart_T = moved_T.abs() if region.measure == "tv" else binary_kl(old_logprob_T, logprob_T)
+        far_T = apart_T > region.threshold
+        high_T, low_T = far_T & (moved_T > 0) & (advantage_T > 0), far_T & (moved_T < 0) & (advantage_T < 0)
+    value_T = ratio_T.detach().clamp(max=region.cap) * advantage_T * logprob_T
+    return Surrogate(torch.where(high_T | low_T, 0.0, value_T), low_T, high_T)
+
+
+def binary_kl(from_logprob_T: Tensor, to_logprob_T: Tensor) -> Tensor:
+    """KL of (q, 1 − q) from (p, 1 − p), q = exp(first), p = exp(second); finite also at probabilities of 1 and above it by a
+    rounding."""
+    tiny = torch.finfo(from_logprob_T.dtype).eps
+    rest_from_T, rest_to_T = (-torch.expm1(logprob_T).clamp(max=-tiny) for logprob_T in (from_logprob_T, to_logprob_T))
+    within_T = from_logprob_T.exp() * (from_logprob_T - to_logprob_T)
+    return within_T + rest_from_T * (rest_from_T.log() - rest_to_T.log())
+
+
+class Bounded(NamedTuple):
+    """Logarithms that a region has bounded, and where it did."""
+
+    log_T: Tensor
+    low_T: Tensor
+    high_T: Tensor
+
+
+def clip_logs(delta_T: Tensor, advantage_T: Tensor, low: float, high: float) -> Bounded:
+    """min(δ, high) where A > 0, max(δ, −low) where A < 0, δ where A = 0 (GMPO, arXiv 2507.20673)."""
+    high_T, low_T = (delta_T > high) & (advantage_T > 0), (delta_T < -low) & (advantage_T < 0)
+    # in place of the bounded ones stand constants, which have no gradient
+    return Bounded(torch.where(high_T, high, torch.where(low_T, -low, delta_T)), low_T, high_T)
+
+
+def clip_by_length(log_ratio_T: Tensor, lengths_T: Tensor, width: float) -> Bounded:
+    """log of the sequence's ratio, kept within ±width · √T_i, whatever the advantage (FSPO, arXiv 2509.09177)."""
+    most_T = width * lengths_T.sqrt()
+    bounded_T = log_ratio_T.clamp(-most_T, most_T)
+    return Bounded(bounded_T, log_ratio_T < -most_T, log_ratio_T > most_T)
+
+
+def bounded_ratio(config: ObjectiveConfig, values: TokenValues) -> tuple[Tensor, Bounded]:
+    """The ratio at every token, [T], with the bounds of those regions that act on logarithms: before a sequence's ratio is
+    formed (`clip_logs`) or after (`clip_by_length`). Other regions act on the ratio, in `surrogate`."""
+    region = None if isinstance(config.trust_region, OwnTrustRegion) else config.trust_region
+    never_T = torch.zeros_like(values.mask_T)
+    held = Bounded(values.delta_T, never_T, never_T)
+    if region is not None and region.kind == "log_clip":
+        held = clip_logs(values.delta_T, values.advantage_T, region.low, region.high)
+    if isinstance(config.ratio, OwnRatio):
+        log_ratio_T = own_log_ratio(config.ratio, values, held.log_T)
+    else:
+        log_ratio_T = policy_log_ratio(config.ratio, held.log_T, values.mask_T, values.lengths_S, values.index_T)
+    held = held._replace(log_T=log_ratio_T)
+    if region is not None and region.kind == "length_clip":
+        # before exp: the product of many ratios overflows, and a bound on an infinite ratio has no finite gradient
+        held = clip_by_length(log_ratio_T, values.lengths_S[values.index_T], region.width)
+    return held.log_T.exp(), held
+
+
+def surrogate(region: TrustRegion, ratio_T: Tensor, values: TokenValues, detached_T: Tensor | None, held: Bounded) -> Surrogate:
+    """The surrogate under a trust region, of the ratio and the bounds that `bounded_ratio` gave.
+
+    ``detached_T`` (bool) marks the tokens that a mechanism deprives of their gradient; their value stays as it is.
+    """
+    if isinstance(region, OwnTrustRegion):
+        return _own_surrogate(region, ratio_T, values, detached_T)
+    logprob_T, advantage_T = values.logprob_T, values.advantage_T
+    if detached_T is not None:  # of both, since some regions send the gradient through the ratio, others through log π
+        ratio_T = torch.where(detached_T, ratio_T.detach(), ratio_T)
+        logprob_T = torch.where(detached_T, logprob_T.detach(), logprob_T)
+    if region.kind == "clip_weight":
+        return weighted_logprob(ratio_T, logprob_T, advantage_T, region.low, region.high)
+    if region.kind == "soft_gate":
+        return soft_gated(ratio_T, advantage_T, region.tau_positive, region.tau_negative)
+    if region.kind == "divergence":
+        return within_divergence(region, ratio_T, logprob_T, values.old_logprob_T, advantage_T)
+    if region.kind == "clip" or region.kind == "clip_cov":
+        return clipped(ratio_T, advantage_T, region.low, region.high, region.dual if region.kind == "clip" else None)
+    return Surrogate(ratio_T * advantage_T, held.low_T, held.high_T)
+
+
+def _own_surrogate(region: OwnTrustRegion, ratio_T: Tensor, values: TokenValues, detached_T: Tensor | None) -> Surrogate:
+    """That of a kind of the user's own; what a mask detaches is its value, through whatever it was computed from."""
+    given = region.surrogate(ratio_T, values)
+    never_T = torch.zeros_like(values.mask_T)
+    whole = given if isinstance(given, Surrogate) else Surrogate(given, never_T, never_T)
+    value_T = torch.where(values.mask_T, own_token_values(region, whole.value_T, "surrogate", values), 0.0)
+    if detached_T is not None:
+        value_T = torch.where(detached_T, value_T.detach(), value_T)
+    return Surrogate(value_T, whole.clipped_low_T & values.mask_T, whole.clipped_high_T & values.mask_T)

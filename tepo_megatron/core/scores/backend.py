@@ -1,0 +1,104 @@
+"""Chooses the implementation of the two passes over a shard of logits: one forward, one backward."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.core.scores import native
+from tepo_megatron.core.scores import torch_sweep as sweep
+from tepo_megatron.core.scores import truncated_support as kept_tokens
+from tepo_megatron.core.scores.combine import RowScores
+from tepo_megatron.core.scores.row_sweeps import RowSweeps
+from tepo_megatron.core.scores.shard import Scoring
+
+BackendName = Literal["auto", "torch", "cpp", "triton"]
+
+_IN_TORCH, _IN_CPP = RowSweeps(sweep), RowSweeps(native)
+
+
+class Backend(Protocol):
+    """Computes the two passes over one shard [T, Vp], padding columns and rows that are not scored included. No collective."""
+
+    def statistics(self, logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
+        """Writes the packed statistics of the scored rows (see `combine`) into a contiguous [R, K], fp32 (fp64 for fp64)."""
+
+    def gradient(
+        self,
+        logits_TVp: Tensor,
+        scoring: Scoring,
+        scores: RowScores,
+        grad_logprob_T: Tensor | None,
+        grad_entropy_T: Tensor | None,
+        out_TVp: Tensor,
+    ) -> None:
+        """Writes the gradient with respect to the logits to all of ``out_TVp``, zeros for padding and masked rows included.
+
+        ``out_TVp`` may be the logits themselves. One of the two gradients of the tokens' scores [T] may be None.
+        """
+
+
+def get_backend(name: BackendName, device: torch.device, *, kept: bool = False) -> Backend:
+    """Returns the backend of that name for logits on ``device``; with ``kept`` the one for distributions over a few tokens of
+    the vocabulary (`kept`), where the name is only checked.
+
+    ``torch`` works everywhere. ``cpp`` is for logits on CPU and needs a C++ compiler on its first use. ``triton`` is for GPUs
+    (and for CPU in Triton's interpreter, which is for tests). ``auto`` is ``triton`` on a GPU where Triton is installed (CUDA
+    builds of torch for Linux bring it), ``cpp`` on a CPU where it can be compiled, and ``torch`` otherwise; on a CPU a sentence
+    in the log then says why.
+
+    Raises:
+        ValueError: the name is unknown, or the backend is not for this device or not installed.
+    """
+    chosen = _named(name, device)
+    return kept_tokens if kept else chosen
+
+
+def _named(name: BackendName, device: torch.device) -> Backend:
+    if name == "auto":
+        name = "triton" if device.type == "cuda" and _has_triton() else "torch"
+        name = _fastest_on_cpu() if device.type == "cpu" else name
+    if name == "torch":
+        return _IN_TORCH
+    if name == "triton":
+        return _in_triton(device)
+    if name != "cpp":
+        raise ValueError(f"backend = {name!r} is unknown; known: auto, torch, cpp, triton")
+    if device.type != "cpu":
+        raise ValueError(f"backend = 'cpp' is for logits on CPU, these are on {device}; use backend = 'auto'")
+    return _IN_CPP
+
+
+@functools.cache
+def _fastest_on_cpu() -> BackendName:
+    """Says once why it is torch, where it is."""
+    why_not = native.why_not()
+    if why_not is None:
+        return "cpp"
+    logging.getLogger(__name__).warning("scores are computed in torch, two to three times slower than in C++: %s", why_not)
+    return "torch"
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _in_triton(device: torch.device) -> Backend:
+    if not _has_triton():
+        raise ValueError(
+            "backend = 'triton', but triton is not installed; install it (pip install triton==3.7.1, 690 MB), or use "
+            "backend = 'torch'"
+        )
+    from tepo_megatron.core.scores import triton_sweep
+
+    if device.type != "cuda" and not triton_sweep.is_interpreted():
+        raise ValueError(
+            f"backend = 'triton' is for logits on a GPU, these are on {device}; use backend = 'auto', or for a test start the "
+            "process with TRITON_INTERPRET=1"
+        )
+    return triton_sweep

@@ -1,0 +1,235 @@
+"""Computes log-prob and entropy from hidden states and a shard of the head's weight, with the logits of one chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tepo_megatron.core.scores.backend import Backend, BackendName, get_backend
+from tepo_megatron.core.scores.collectives import all_gather, reduce_scatter
+from tepo_megatron.core.scores.combine import RowScores, combine
+from tepo_megatron.core.scores.shard import LocalLabels, Scoring, of_rows, plan_scoring, to_tokens
+from tepo_megatron.core.scores.torch_sweep import compute_dtype
+from tepo_megatron.core.types import TokenScores
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_CHUNK_BYTES = {"cpu": 32 * 1024 * 1024}  # logits of a chunk: for each, the whole weight gradient is read and written once
+_CHUNK_BYTES_ACCELERATOR = 256 * 1024 * 1024
+_PART_ROWS = 4096
+
+
+def fused_linear_logprob_and_entropy(
+    hidden_TH: Tensor,
+    weight_VpH: Tensor,
+    labels_T: Tensor,
+    *,
+    tp_group: ProcessGroup | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    mask_T: Tensor | None = None,
+    sequence_parallel: bool = False,
+    entropy_slope: bool = False,
+    kept_TK: Tensor | None = None,
+    gradient_accumulation_fusion: bool = False,
+    backend: BackendName = "auto",
+) -> TokenScores:
+    """`logprob_and_entropy` of ``hidden @ weightᵀ`` without ever holding the logits.
+
+    All ranks of ``tp_group`` call, forward and backward. Forward: one all-gather of 16 bytes (24 with the entropy's slope) per
+    scored token and rank.
+    Backward: the logits are computed again; one all-reduce sums the hidden states' gradient over the vocabulary shards, as
+    after any column-parallel linear. Under sequence parallelism the hidden states are all-gathered forward and again backward,
+    and their gradient is reduce-scattered instead. Arguments that are not listed are those of `logprob_and_entropy`.
+
+    Args:
+        hidden_TH: [T, H], the same on all ranks; with ``sequence_parallel`` this rank's rows, [T/p, H].
+        weight_VpH: [V/p, H], rank r's rows of the head, in the hidden states' dtype. The logits of a chunk have that dtype too,
+            so the scores are those of the unfused head.
+        labels_T: int64 [T], all tokens' also under sequence parallelism; likewise ``mask_T`` and ``kept_TK``.
+        gradient_accumulation_fusion: as in Megatron's linears: add the weight's gradient to ``weight_VpH.main_grad``
+            (fp32 [V/p, H], where Megatron's DDP has given the weight one), and mark it with ``grad_added_to_main_grad``. What
+            autograd then gets for the weight is there to run its hooks and has no meaning. A weight marked with
+            ``zero_out_wgrad`` is another layer's too (tied embeddings), and autograd gets that layer's gradient alone.
+
+    Returns:
+        fp32 [T] each (fp64 for fp64 input), the same on all ranks, differentiable (once) in hidden states and weight, but for
+        the slope. The weight's gradient is accumulated over the chunks in fp32, products of narrower dtypes unrounded.
+
+    Raises:
+        ValueError: as `logprob_and_entropy`, or hidden states and weight do not fit together.
+    """
+    fits = hidden_TH.ndim == weight_VpH.ndim == 2 and hidden_TH.shape[1] == weight_VpH.shape[1]
+    if not fits or hidden_TH.dtype != weight_VpH.dtype or not hidden_TH.is_floating_point():
+        raise ValueError(
+            f"hidden_TH is {hidden_TH.dtype} {tuple(hidden_TH.shape)} and weight_VpH {weight_VpH.dtype} "
+            f"{tuple(weight_VpH.shape)}; give [tokens, H] and [columns of this shard, H] of one floating-point dtype"
+        )
+    gather_group = tp_group if sequence_parallel else None
+    world = 1 if gather_group is None else dist.get_world_size(gather_group)
+    scoring = plan_scoring(
+        labels_T,
+        tokens=hidden_TH.shape[0] * world,
+        width=weight_VpH.shape[0],
+        tp_group=tp_group,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        mask_T=mask_T,
+        entropy_slope=entropy_slope,
+        kept_TK=kept_TK,
+    )
+    backend_of_device = get_backend(backend, hidden_TH.device, kept=kept_TK is not None)
+    apply = _FusedLinear.apply
+    scores = apply(hidden_TH, weight_VpH, scoring, backend_of_device, gather_group, gradient_accumulation_fusion)  # type: ignore[no-untyped-call]
+    return TokenScores(*scores)
+
+
+class _FusedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight_VpH: Tensor,
+        scoring: Scoring,
+        backend: Backend,
+        gather_group: ProcessGroup | None,
+        gradient_accumulation_fusion: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        hidden_RH = of_rows(_gather(hidden, gather_group), scoring)
+        stats_RK = hidden.new_empty(scoring.count, scoring.statistics, dtype=compute_dtype(hidden.dtype))
+        for at, chunk, logits_cVp in _chunks(hidden_RH, weight_VpH, scoring):
+            torch.mm(hidden_RH[at], weight_VpH.t(), out=logits_cVp)
+            backend.statistics(logits_cVp, chunk, stats_RK[at])
+        rows, slope_R = combine(stats_RK, scoring.rows_R, scoring.temperature, scoring.tp_group)
+        ctx.scoring, ctx.backend, ctx.gather_group = scoring, backend, gather_group
+        # The parameter itself, for its attributes: a saved tensor need not be the same object.
+        ctx.parameter = weight_VpH if gradient_accumulation_fusion and hasattr(weight_VpH, "main_grad") else None
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight_VpH, *rows)
+        slope_T = None if slope_R is None else to_tokens(slope_R, scoring)
+        if slope_T is not None:
+            ctx.mark_non_differentiable(slope_T)
+        return to_tokens(rows.logprob_R, scoring), to_tokens(rows.entropy_R, scoring), slope_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        hidden, weight_VpH, *saved = ctx.saved_tensors
+        if grad_logprob_T is None and grad_entropy_T is None:
+            return None, None, None, None, None, None
+        scoring: Scoring = ctx.scoring
+        hidden_RH = of_rows(_gather(hidden, ctx.gather_group), scoring)
+        grad_weight_VpH: Tensor | None = None  # of a frozen head, which has none
+        if ctx.needs_input_grad[1] and ctx.parameter is None:
+            grad_weight_VpH = torch.zeros_like(weight_VpH, dtype=compute_dtype(weight_VpH.dtype))
+        elif ctx.needs_input_grad[1]:
+            grad_weight_VpH = ctx.parameter.main_grad
+        grad_hidden_TH = _add_gradients(
+            hidden_RH,
+            weight_VpH,
+            scoring,
+            ctx.backend,
+            RowScores(*saved),
+            None if grad_logprob_T is None else of_rows(grad_logprob_T, scoring),
+            None if grad_entropy_T is None else of_rows(grad_entropy_T, scoring),
+            grad_weight_VpH,
+        )
+        del hidden_RH
+        if scoring.rows_R is not None:
+            rows_RH, grad_hidden_TH = grad_hidden_TH, hidden.new_zeros(scoring.tokens, hidden.shape[1])
+            grad_hidden_TH.index_copy_(0, scoring.rows_R, rows_RH)
+        grad_hidden = _sum_over_shards(grad_hidden_TH, scoring.tp_group, ctx.gather_group)
+        if grad_weight_VpH is None:
+            return grad_hidden, None, None, None, None, None
+        grad_weight = grad_weight_VpH.to(weight_VpH.dtype) if ctx.parameter is None else _placeholder(ctx.parameter)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _add_gradients(
+    hidden_RH: Tensor,
+    weight_VpH: Tensor,
+    scoring: Scoring,
+    backend: Backend,
+    rows: RowScores,
+    grad_logprob_R: Tensor | None,
+    grad_entropy_R: Tensor | None,
+    grad_weight_VpH: Tensor | None,
+) -> Tensor:
+    """Adds the weight's gradient to ``grad_weight_VpH``; returns the hidden states' [R, H], this vocabulary shard's share."""
+    grad_hidden_RH = torch.empty_like(hidden_RH)
+    for at, chunk, logits_cVp in _chunks(hidden_RH, weight_VpH, scoring):
+        # The logits are computed again rather than kept: keeping them is what this function avoids.
+        torch.mm(hidden_RH[at], weight_VpH.t(), out=logits_cVp)
+        backend.gradient(
+            logits_cVp,
+            chunk,
+            RowScores(*(value_R[at] for value_R in rows)),
+            None if grad_logprob_R is None else grad_logprob_R[at],
+            None if grad_entropy_R is None else grad_entropy_R[at],
+            logits_cVp,  # the gradient takes the logits' place
+        )
+        torch.mm(logits_cVp, weight_VpH, out=grad_hidden_RH[at])
+        if grad_weight_VpH is not None:
+            _add_product(grad_weight_VpH, logits_cVp.t(), hidden_RH[at])
+    return grad_hidden_RH
+
+
+def _placeholder(parameter: Any) -> Tensor | None:
+    """Marks a weight whose gradient is in ``main_grad`` already, and returns what autograd gets in its place.
+
+    It is a tensor of the weight's shape, not written to: DDP's hook expects a gradient, and on a GPU autograd would run the
+    hook in another thread without one. A tied weight has the embedding's gradient, which the hook must still add.
+    """
+    parameter.grad_added_to_main_grad = True
+    return None if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like(parameter)
+
+
+def _chunks(hidden_RH: Tensor, weight_VpH: Tensor, scoring: Scoring) -> Iterator[tuple[slice, Scoring, Tensor]]:
+    """Cuts the scored rows into chunks: yields a range of rows, its own `Scoring`, and a buffer for its logits, reused."""
+    width = weight_VpH.shape[0]
+    budget = _CHUNK_BYTES.get(hidden_RH.device.type, _CHUNK_BYTES_ACCELERATOR)
+    size = max(16, budget // (width * hidden_RH.dtype.itemsize))
+    buffer = hidden_RH.new_empty(min(size, hidden_RH.shape[0]), width)
+    for start in range(0, hidden_RH.shape[0], size):
+        at = slice(start, min(start + size, hidden_RH.shape[0]))
+        labels = LocalLabels(scoring.labels.column_R[at], scoring.labels.inside_R[at])
+        kept = None if scoring.kept is None else scoring.kept.of(at)
+        count = at.stop - at.start
+        yield at, replace(scoring, tokens=count, rows_R=None, labels=labels, kept=kept), buffer[:count]
+
+
+def _add_product(sum_VH: Tensor, left_Vc: Tensor, right_cH: Tensor) -> None:
+    """Adds a matrix product to ``sum_VH``, in its dtype; where it is wider than the factors', nothing is rounded to theirs."""
+    if sum_VH.dtype == left_Vc.dtype:
+        sum_VH.addmm_(left_Vc, right_cH)
+    elif sum_VH.is_cuda:
+        torch.addmm(sum_VH, left_Vc, right_cH, out_dtype=sum_VH.dtype, out=sum_VH)
+    else:  # torch has no such product on a CPU: the factors are widened, the larger one in parts
+        right_cH = right_cH.to(sum_VH.dtype)
+        for start in range(0, sum_VH.shape[0], _PART_ROWS):
+            at = slice(start, start + _PART_ROWS)
+            sum_VH[at].addmm_(left_Vc[at].to(sum_VH.dtype), right_cH)
+
+
+def _gather(hidden: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Gathers sequence-parallel shards [T/p, H] to [T, H]; without a group returns the input."""
+    return hidden if group is None else all_gather(hidden, group)
+
+
+def _sum_over_shards(grad_TH: Tensor, tp_group: ProcessGroup | None, scatter_group: ProcessGroup | None) -> Tensor:
+    """Sums the hidden states' gradient, to which every vocabulary shard contributed; under SP keeps this rank's rows."""
+    if tp_group is None or not grad_TH.numel():
+        return grad_TH
+    if scatter_group is None:
+        dist.all_reduce(grad_TH, group=tp_group)
+        return grad_TH
+    return reduce_scatter(grad_TH, scatter_group)

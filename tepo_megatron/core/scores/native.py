@@ -1,0 +1,203 @@
+"""Sweeps over a shard on a CPU in C++, with one pass each: compiled on first use, several times faster than `sweep`.
+
+``sweep.cpp`` is compiled for this machine's processor by ``c++`` (or the compiler that ``CXX`` names) and kept below the user's
+cache folder, under a name that changes with source, compiler and processor. It links nothing of torch, so it outlives an update
+of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import itertools
+import math
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.core.scores import torch_sweep as sweep
+from tepo_megatron.core.scores.combine import EMPTY_MAX, RowScores
+from tepo_megatron.core.scores.shard import LocalLabels
+
+_LOG2_E = math.log2(math.e)
+_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+# No -ffast-math: it would allow the compiler to assume that there is no NaN, and `combine` looks for one.
+_FLAGS = ["-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC"]
+if platform.machine() == "x86_64":
+    _FLAGS.append("-mprefer-vector-width=512")  # where there are such registers, compilers would still take half of them
+_POINTER, _SIZE, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_FORWARD = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT, _FLOAT, _POINTER, _SIZE)
+_BACKWARD = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT, *(_POINTER,) * 6, _SIZE)
+
+
+def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_RK: Tensor) -> None:
+    """Does what `sweep.forward` does, and calls it for fp64 logits."""
+    if logits_TV.dtype not in _NAMES:
+        return sweep.forward(logits_TV, rows_R, temperature, stats_RK)
+    logits_TV = _with_dense_rows(logits_TV)
+    function = getattr(_library(), f"forward_{_NAMES[logits_TV.dtype]}")
+    function.argtypes, function.restype = _FORWARD, None
+
+    def part(at: slice) -> None:
+        base_TV, rows = _part_of(logits_TV, rows_R, at)
+        out_RK = stats_RK[at]
+        function(
+            base_TV.data_ptr(),
+            base_TV.stride(0),
+            rows,
+            len(out_RK),
+            logits_TV.shape[1],
+            _LOG2_E / temperature,
+            EMPTY_MAX,
+            out_RK.data_ptr(),
+            out_RK.shape[1],
+        )
+
+    _in_parts(part, stats_RK.shape[0])
+    stats_RK[:, 2] /= _LOG2_E  # the C++ has t in units of log 2
+    if stats_RK.shape[1] == 6:
+        stats_RK[:, 5] /= _LOG2_E
+
+
+def backward(
+    logits_TV: Tensor,
+    rows_R: Tensor | None,
+    temperature: float,
+    scores: RowScores,
+    labels: LocalLabels,
+    grad_logprob_R: Tensor,
+    grad_entropy_R: Tensor | None,
+    out_TV: Tensor,
+) -> None:
+    """Does what `sweep.backward` does, and calls it for fp64 logits."""
+    if logits_TV.dtype not in _NAMES:
+        return sweep.backward(logits_TV, rows_R, temperature, scores, labels, grad_logprob_R, grad_entropy_R, out_TV)
+    logits_TV = _with_dense_rows(logits_TV)
+    function = getattr(_library(), f"backward_{_NAMES[logits_TV.dtype]}")
+    function.argtypes, function.restype = _BACKWARD, None
+    grad_entropy_R = torch.zeros_like(grad_logprob_R) if grad_entropy_R is None else grad_entropy_R
+    scale_R = (-scores.log_sum_R).exp() / temperature  # of `sweep.backward`, as are the terms below
+    constant_R = -scale_R * (grad_logprob_R + grad_entropy_R * (scores.entropy_R - scores.log_sum_R))
+    at_label_R = grad_logprob_R * labels.inside_R / temperature
+    per_row = [scores.max_R, constant_R, -grad_entropy_R * scale_R / _LOG2_E, labels.column_R, at_label_R]
+    per_row = [values_R.contiguous() for values_R in per_row]
+
+    def part(at: slice) -> None:
+        base_TV, rows = _part_of(logits_TV, rows_R, at)
+        target_TV, _ = _part_of(out_TV, rows_R, at)
+        pointers = [values_R[at].data_ptr() for values_R in per_row]
+        count, columns = at.stop - at.start, logits_TV.shape[1]
+        function(
+            base_TV.data_ptr(),
+            base_TV.stride(0),
+            rows,
+            count,
+            columns,
+            _LOG2_E / temperature,
+            *pointers,
+            target_TV.data_ptr(),
+            target_TV.stride(0),
+        )
+
+    _in_parts(part, scale_R.numel())
+
+
+def _with_dense_rows(logits_TV: Tensor) -> Tensor:
+    return logits_TV if logits_TV.stride(1) == 1 else logits_TV.contiguous()
+
+
+def _part_of(values_TV: Tensor, rows_R: Tensor | None, at: slice) -> tuple[Tensor, int | None]:
+    """Returns where a part of the scored rows starts, and the address of its row numbers (None if all rows are scored)."""
+    return (values_TV[at], None) if rows_R is None else (values_TV, rows_R[at].data_ptr())
+
+
+def _in_parts(part: Callable[[slice], None], count: int) -> None:
+    """Runs parts of the rows in as many threads as torch has, in parallel, since ctypes releases the interpreter's lock."""
+    threads = min(torch.get_num_threads(), max(count, 1))
+    cuts = [count * number // threads for number in range(threads + 1)]
+    parts = [slice(first, last) for first, last in itertools.pairwise(cuts)]
+    if threads == 1:
+        part(parts[0])
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(part, parts))
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """Loads the compiled sweeps, compiling them first if there is no library for this source, compiler and processor.
+
+    Raises:
+        RuntimeError: there is no compiler, or it refuses; the cache folder does not take the library or give it to run, or
+            others than this user may write there.
+    """
+    source = Path(__file__).with_name("sweep.cpp")
+    compiler = os.environ.get("CXX", "c++")
+    target = _run([compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull])  # names compiler and processor
+    digest = hashlib.sha256("\0".join([source.read_text(), target, *_FLAGS]).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tepo_megatron"
+    library = cache / f"sweep-{digest}.so"
+    try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_others(cache)
+        if not library.exists():
+            _build([compiler, *_FLAGS, str(source)], library)
+        _refuse_others(library)
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise RuntimeError(
+            f"backend = 'cpp' cannot be kept in {cache} or loaded from it: {error}; set XDG_CACHE_HOME to a folder that takes "
+            "files and runs them, or use backend = 'torch'"
+        ) from error
+
+
+def _refuse_others(path: Path) -> None:
+    """``RuntimeError`` where another user owns the folder or the library in it, or may write to it."""
+    found = path.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise RuntimeError(
+            f"backend = 'cpp' would load code from {path}, which belongs to another user or which others may write to; "
+            "remove it, or set XDG_CACHE_HOME to a folder of yours, or use backend = 'torch'"
+        )
+
+
+def _build(command: list[str], library: Path) -> None:
+    """Compile it, or wait for another process that does. Whoever is interrupted leaves no half of a library."""
+    with (library.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if library.exists():
+            return
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            built = Path(scratch) / library.name
+            _run([*command, "-o", str(built)])
+            built.chmod(0o700)
+            built.replace(library)  # in one move: whoever does not lock sees all of it or nothing
+
+
+def why_not() -> str | None:
+    """Why the sweeps cannot be compiled here, a sentence; None where they can. Compiles them, if nobody has."""
+    try:
+        _library()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def _run(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = error.stderr.strip()[-500:] if isinstance(error, subprocess.CalledProcessError) else error.strerror
+        raise RuntimeError(
+            f"backend = 'cpp' cannot be compiled: {' '.join(command[:2])} …: {why}; install a C++ compiler, name one in CXX, "
+            "or use backend = 'torch'"
+        ) from error

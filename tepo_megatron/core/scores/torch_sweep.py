@@ -1,0 +1,129 @@
+"""Sweeps over a shard of logits in plain torch, in chunks of rows that fit the cache. This backend works everywhere.
+
+Nothing of the logits' size is ever held in fp32: a chunk is upcast into a workspace, used, and overwritten by the next. exp
+is computed as exp2, which is several times faster on CPU. Axes: T rows of logits, R scored ones, c those of a chunk, V columns
+that are no padding, at least one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.core.scores.combine import EMPTY_MAX, RowScores
+from tepo_megatron.core.scores.shard import LocalLabels
+
+_LOG2_E = math.log2(math.e)
+_FAR_BELOW = -1e4
+"""Stands for −inf in an exponent: 2 to it is 0, and 0 times it is 0, while 0 · −inf is NaN."""
+
+_WORKSPACE_BYTES = {"cpu": 768 * 1024}  # beside the rows themselves in a second-level cache
+_WORKSPACE_BYTES_ACCELERATOR = 128 * 1024 * 1024  # where a chunk must be large enough to fill the device
+_FEW_ROWS = 8
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype to compute in: fp32 for bf16, fp16 and fp32; fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_RK: Tensor) -> None:
+    """Writes maximum, Σ e^t and Σ e^t·t of each scored row to ``stats_RK[:, :3]``, as `combine` takes them; with K = 6 also
+    Σ e^2t and Σ e^2t·t to ``stats_RK[:, 4:]``.
+    """
+    workspace = _workspace(logits_TV)
+    for at, where in _chunks(rows_R, logits_TV.shape[0], workspace.shape[1]):
+        t_cV, e_cV = workspace[:, : at.stop - at.start]
+        logits_cV = logits_TV[where]
+        source_cV = logits_cV if logits_cV.dtype == t_cV.dtype else t_cV.copy_(logits_cV)
+        max_c1 = source_cV.amax(1, keepdim=True).clamp(min=EMPTY_MAX)
+        _exponents(source_cV, max_c1, temperature, t_cV)
+        torch.exp2(t_cV, out=e_cV)
+        stats_RK[at, 0:1] = max_c1
+        stats_RK[at, 1] = e_cV.sum(1)
+        if t_cV.device.type == "cpu" and len(t_cV) <= _FEW_ROWS:
+            stats_RK[at, 2] = _inner(t_cV, e_cV) / _LOG2_E
+            if stats_RK.shape[1] == 6:
+                stats_RK[at, 5] = _inner(t_cV.mul_(e_cV), e_cV) / _LOG2_E
+                stats_RK[at, 4] = _inner(e_cV, e_cV)
+            continue
+        stats_RK[at, 2] = t_cV.mul_(e_cV).sum(1) / _LOG2_E
+        if stats_RK.shape[1] == 6:
+            stats_RK[at, 5] = t_cV.mul_(e_cV).sum(1) / _LOG2_E
+            stats_RK[at, 4] = e_cV.mul_(e_cV).sum(1)
+
+
+def _inner(a_cV: Tensor, b_cV: Tensor) -> Tensor:
+    """Returns Σ a·b of each row without writing the products: for few and long rows."""
+    return torch.stack([torch.dot(a_V, b_V) for a_V, b_V in zip(a_cV, b_cV, strict=True)])
+
+
+def backward(
+    logits_TV: Tensor,
+    rows_R: Tensor | None,
+    temperature: float,
+    scores: RowScores,
+    labels: LocalLabels,
+    grad_logprob_R: Tensor,
+    grad_entropy_R: Tensor | None,
+    out_TV: Tensor,
+) -> None:
+    """Writes the gradient of the scored rows into ``out_TV``, which may be the logits themselves.
+
+    With p = e^t / S and log p = t − log S the gradient is (grad_logprob · (1[label] − p) − grad_entropy · p (log p + H)) /
+    temperature.
+    """
+    # As a function of t alone it is e^t · (constant + slope · t), and at_label more in the label's column: one product a logit.
+    scale_R = (-scores.log_sum_R).exp() / temperature
+    constant_R1 = (-grad_logprob_R * scale_R).unsqueeze(1)
+    slope_R1 = None
+    if grad_entropy_R is not None:
+        constant_R1 = constant_R1 - (grad_entropy_R * scale_R * (scores.entropy_R - scores.log_sum_R)).unsqueeze(1)
+        slope_R1 = (-grad_entropy_R * scale_R / _LOG2_E).unsqueeze(1)  # t is in units of log 2 below
+    max_R1, column_R1 = scores.max_R.unsqueeze(1), labels.column_R.unsqueeze(1)
+    at_label_R1 = (grad_logprob_R * labels.inside_R / temperature).unsqueeze(1)
+    workspace = _workspace(logits_TV)
+    for at, where in _chunks(rows_R, logits_TV.shape[0], workspace.shape[1]):
+        t_cV, e_cV = workspace[:, : at.stop - at.start]
+        logits_cV = logits_TV[where]
+        source_cV = logits_cV if logits_cV.dtype == t_cV.dtype else t_cV.copy_(logits_cV)
+        _exponents(source_cV, max_R1[at], temperature, t_cV)
+        torch.exp2(t_cV, out=e_cV)
+        if slope_R1 is None:
+            e_cV.mul_(constant_R1[at])
+        else:
+            e_cV.mul_(t_cV.mul_(slope_R1[at]).add_(constant_R1[at]))
+        e_cV.scatter_add_(1, column_R1[at], at_label_R1[at])  # before rounding: scatter into bf16 is slow and inexact
+        out_TV[where] = e_cV if isinstance(where, slice) else e_cV.to(out_TV.dtype)
+
+
+def _exponents(source_cV: Tensor, max_c1: Tensor, temperature: float, out_cV: Tensor) -> None:
+    """Writes (x − max)/temperature in units of log 2. Subtracting before scaling keeps large offsets exact."""
+    torch.sub(source_cV, max_c1, out=out_cV)
+    out_cV.mul_(_LOG2_E / temperature).clamp_(min=_FAR_BELOW)
+
+
+def _workspace(logits_TV: Tensor) -> Tensor:
+    """Returns two buffers of one chunk each, [2, rows of a chunk, V]."""
+    dtype, columns = compute_dtype(logits_TV.dtype), logits_TV.shape[1]
+    budget = _WORKSPACE_BYTES.get(logits_TV.device.type, _WORKSPACE_BYTES_ACCELERATOR)
+    rows = max(1, min(budget // (2 * dtype.itemsize * columns), logits_TV.shape[0]))
+    return torch.empty(2, rows, columns, dtype=dtype, device=logits_TV.device)
+
+
+def _chunks(rows_R: Tensor | None, tokens: int, size: int) -> Iterator[tuple[slice, slice | Tensor]]:
+    """Cuts the scored rows into chunks: yields each one's range among the R scored rows, and its index among the T rows."""
+    count = tokens if rows_R is None else rows_R.numel()
+    places = None if rows_R is None else rows_R.cpu()
+    for start in range(0, count, size):
+        at = slice(start, min(start + size, count))
+        if rows_R is None or places is None:
+            yield at, at
+            continue
+        # Rows without a gap between them are indexed by a slice, which copies nothing.
+        first, last = int(places[at.start]), int(places[at.stop - 1])
+        adjacent = last - first == at.stop - at.start - 1
+        yield at, slice(first, last + 1) if adjacent else rows_R[at]

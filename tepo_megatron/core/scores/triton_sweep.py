@@ -1,0 +1,154 @@
+"""Launches `triton_kernels`: the two passes over a shard of logits on a GPU.
+
+The logits are read once forward, read and written once backward. No atomics and no tuning at run time: the same input gives the
+same bits. Axes: T rows of logits, R scored ones, Vp columns of this shard, J parts of a row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from tepo_megatron.core.scores import torch_sweep as sweep
+from tepo_megatron.core.scores import triton_kernels
+from tepo_megatron.core.scores.combine import RowScores, merge
+from tepo_megatron.core.scores.row_sweeps import RowSweeps
+from tepo_megatron.core.scores.shard import Scoring
+
+_LOG2_E = math.log2(math.e)
+_VECTOR_BYTES = 16
+_ELEMENTS = 16
+"""Elements of a tile that a thread has: two vectors in bf16. The forward then needs 32 registers, so that all threads of a
+processor fit.
+"""
+_WIDE = 32768
+"""Rows of so many columns get 8 warps; shorter ones 4, since every warp pays the fixed cost of a row."""
+_WARPS_PER_PROCESSOR = 64
+_in_torch = RowSweeps(sweep)  # for fp64 logits
+
+
+class _Grid(NamedTuple):
+    """How rows are cut into programs, and a program's columns into tiles."""
+
+    parts: int
+    """J, the number of programs that share a row."""
+    span: int
+    """Columns of a part, a multiple of a tile's columns."""
+    threads: int
+    vector: int
+    """Elements that a thread loads at once."""
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {
+            "VECTORS": _ELEMENTS // self.vector,
+            "THREADS": self.threads,
+            "VECTOR": self.vector,
+            "num_warps": max(1, self.threads // 32),
+        }
+
+
+def is_interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on CPU: TRITON_INTERPRET=1 was set when `triton_kernels` was imported."""
+    return not isinstance(triton_kernels.statistics_kernel, triton.JITFunction)
+
+
+def statistics(logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
+    """Does what `Backend.statistics` says, in one launch (a few small ones more for parts of rows). fp64 goes to `sweep`."""
+    if logits_TVp.dtype == torch.float64:
+        return _in_torch.statistics(logits_TVp, scoring, stats_RK)
+    if not scoring.count:
+        return
+    grid = _cut(logits_TVp, scoring.count, scoring.columns)
+    parts_JRK = stats_RK[None] if grid.parts == 1 else stats_RK.new_empty(grid.parts, scoring.count, scoring.statistics)
+    with _on_device_of(logits_TVp):
+        triton_kernels.statistics_kernel[(scoring.count, grid.parts)](
+            logits_TVp,
+            *logits_TVp.stride(),
+            scoring.rows_R,
+            scoring.labels.column_R,
+            scoring.labels.inside_R,
+            parts_JRK,
+            scoring.columns,
+            logits_TVp.shape[1],
+            grid.span,
+            _LOG2_E / scoring.temperature,
+            STATISTICS=scoring.statistics,
+            **grid.constants,
+        )
+    if grid.parts > 1:
+        stats_RK.copy_(merge(parts_JRK, scoring.temperature))
+
+
+def gradient(
+    logits_TVp: Tensor,
+    scoring: Scoring,
+    scores: RowScores,
+    grad_logprob_T: Tensor | None,
+    grad_entropy_T: Tensor | None,
+    out_TVp: Tensor,
+) -> None:
+    """Does what `Backend.gradient` says in one launch, zeros of masked rows and padding included. fp64 goes to `sweep`."""
+    if logits_TVp.dtype == torch.float64:
+        return _in_torch.gradient(logits_TVp, scoring, scores, grad_logprob_T, grad_entropy_T, out_TVp)
+    if not scoring.count:
+        out_TVp.zero_()
+        return
+    grid = _cut(logits_TVp, scoring.tokens, logits_TVp.shape[1])
+    with _on_device_of(logits_TVp):
+        triton_kernels.gradient_kernel[(scoring.tokens, grid.parts)](
+            logits_TVp,
+            *logits_TVp.stride(),
+            out_TVp,
+            *out_TVp.stride(),
+            _numbers(scoring),
+            scoring.labels.column_R,
+            scoring.labels.inside_R,
+            scores.max_R,
+            scores.log_sum_R,
+            scores.entropy_R,
+            None if grad_logprob_T is None else grad_logprob_T.contiguous(),
+            None if grad_entropy_T is None else grad_entropy_T.contiguous(),
+            scoring.columns,
+            logits_TVp.shape[1],
+            grid.span,
+            _LOG2_E / scoring.temperature,
+            1 / scoring.temperature,
+            **grid.constants,
+        )
+
+
+def _numbers(scoring: Scoring) -> Tensor | None:
+    """Returns int32 [T]: the number of a token's row among the scored ones, −1 for none; None if all tokens are scored."""
+    rows_R = scoring.rows_R
+    if rows_R is None:
+        return None
+    numbers_T = rows_R.new_full((scoring.tokens,), -1, dtype=torch.int32)
+    return numbers_T.index_copy_(0, rows_R, torch.arange(scoring.count, dtype=torch.int32, device=rows_R.device))
+
+
+def _cut(logits_TVp: Tensor, rows: int, columns: int) -> _Grid:
+    """Chooses one program for each row, or several where the device would have idle processors.
+
+    The choice depends on shape, dtype and device alone, so that the same input gives the same bits.
+    """
+    if logits_TVp.is_cuda:
+        threads = 128 if columns < _WIDE else 256
+        processors = torch.cuda.get_device_properties(logits_TVp.device).multi_processor_count
+        programs = processors * _WARPS_PER_PROCESSOR * 32 // threads  # as many as run at once; a warp is 32 threads
+    else:  # the interpreter, where a few columns are to make several tiles, and a few rows several parts
+        threads, programs = 8, 8
+    tile = threads * _ELEMENTS
+    tiles = max(1, -(-columns // tile))
+    per_part = -(-tiles // min(max(1, programs // rows), tiles))
+    return _Grid(-(-tiles // per_part), per_part * tile, threads, _VECTOR_BYTES // logits_TVp.element_size())
+
+
+def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """A context in which the tensor's device is torch's current one, on which Triton launches."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

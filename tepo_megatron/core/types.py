@@ -1,0 +1,173 @@
+"""Values that pass between rooms neither of which imports the other, and between processes.
+
+What a room makes for those that stand on it stays in that room (``bridge.geometry``, ``bridge.architecture``).
+
+Axes in names: S sequences, T tokens of all sequences packed one behind the other, V vocabulary, p tensor-parallel size.
+A value at position t of a ``_T`` tensor speaks of the *label* at t, the token that follows t in its sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from tepo_megatron.core.problem import Problem as Problem
+from tepo_megatron.core.problem import ResponseText as ResponseText
+from tepo_megatron.core.rollout import Logprobs as Logprobs
+from tepo_megatron.core.rollout import LossMask as LossMask
+from tepo_megatron.core.rollout import Response as Response
+from tepo_megatron.core.rollout import Rollout as Rollout
+from tepo_megatron.core.rollout import Routes as Routes
+from tepo_megatron.core.rollout import Spans as Spans
+from tepo_megatron.core.rollout import TokenIds as TokenIds
+from tepo_megatron.core.rollout import WeightsVersion as WeightsVersion
+from tepo_megatron.core.rollout import not_recorded as not_recorded
+from tepo_megatron.core.rollout import token_ids as token_ids
+from tepo_megatron.core.rollout import token_logprobs as token_logprobs
+from tepo_megatron.core.sampling_mask import SamplingMask as SamplingMask
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """S sequences packed into T tokens: a whole step, a mini-batch or a micro-batch, always the same type.
+
+    Always there (all on one device):
+      - ``tokens_T`` int64, ``labels_T`` int64 (the next token; 0 where there is none), ``loss_mask_T`` bool (True where the
+        label is a response token that the model wrote, so that T_i counts these alone: an environment's tokens are context),
+        ``cu_seqlens`` int32 [S+1] (offsets of the sequences, first 0, last T),
+      - ``sampler_logprobs_T`` fp32 (0 outside the mask), ``rewards_S`` fp32, ``groups_S`` int64.
+    Filled on the way, ``None`` before:
+      - ``advantages_S`` fp32; ``old_logprobs_T``, ``old_entropy_T`` fp32 from the pre-update policy;
+        ``reference_logprobs_T`` fp32 from a frozen reference model,
+      - ``reward_parts_SK`` fp32 [S, K]: the components of each reward, for an objective that weighs them itself.
+    Where the sampler recorded them:
+      - ``routed_experts_T`` uint8 or int16 [T, layers, k]: the experts that each *token* passed, always in the host's memory,
+        since it is far larger than all else; the largest number of the dtype where there is no record, as for the last token
+        of a sequence, which the sampler never computed,
+      - ``sampling_mask_T``, of T tokens: those that could have been drawn in place of the *label*, also in the host's memory;
+        scores are then among them. None outside the mask.
+    Where token values of the step are recorded:
+      - ``recorded_S`` int64: which of the step's sequences it is, where an update hands its token values back; −1 elsewhere.
+    Where an auxiliary loss balances experts:
+      - ``expert_load_LE`` int64 [layers, experts]: how many tokens of the mini-batch, which a micro-batch is a part of, each
+        layer's router sent to each expert when it was scored.
+    """
+
+    tokens_T: Tensor
+    labels_T: Tensor
+    loss_mask_T: Tensor
+    cu_seqlens: Tensor
+    sampler_logprobs_T: Tensor
+    rewards_S: Tensor
+    groups_S: Tensor
+    advantages_S: Tensor | None = None
+    old_logprobs_T: Tensor | None = None
+    old_entropy_T: Tensor | None = None
+    reference_logprobs_T: Tensor | None = None
+    reward_parts_SK: Tensor | None = None
+    routed_experts_T: Tensor | None = None
+    sampling_mask_T: SamplingMask | None = None
+    expert_load_LE: Tensor | None = None
+    recorded_S: Tensor | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens_T.numel()
+
+    @property
+    def lengths_S(self) -> Tensor:
+        """Tokens of each sequence, prompt included: int64 [S]."""
+        return self.cu_seqlens.diff().long()
+
+    @property
+    def sequence_index_T(self) -> Tensor:
+        """The sequence that each token belongs to: int64 [T]."""
+        import torch
+
+        lengths_S = self.lengths_S
+        return torch.repeat_interleave(torch.arange(self.num_sequences, device=lengths_S.device), lengths_S)
+
+    @property
+    def positions_T(self) -> Tensor:
+        """The place of each token within its sequence, from 0: int64 [T]."""
+        import torch
+
+        index_T = self.sequence_index_T
+        return torch.arange(self.num_tokens, device=index_T.device) - self.cu_seqlens.long()[index_T]
+
+    def with_(self, **changes: Any) -> Batch:
+        """A copy with some fields replaced."""
+        return replace(self, **changes)
+
+    def to(self, device: torch.device | str) -> Batch:
+        """A copy on a device, but for what stays in the host's memory."""
+        names = [f.name for f in fields(self) if f.name not in ("routed_experts_T", "sampling_mask_T")]
+        return replace(self, **{name: value.to(device) for name in names if (value := getattr(self, name)) is not None})
+
+    def token_index(self, sequences: Sequence[int]) -> Tensor:
+        """Where the tokens of these sequences lie, in their order: int64 [tokens of the sequences]."""
+        import torch
+
+        offsets = self.cu_seqlens.tolist()
+        runs = [torch.arange(offsets[s], offsets[s + 1]) for s in sequences]
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *runs]).to(self.tokens_T.device)
+
+    def select(self, sequences: Sequence[int]) -> Batch:
+        """The batch of these sequences, in this order."""
+        import torch
+
+        at_T = self.token_index(sequences)
+        at_S = torch.tensor(list(sequences), dtype=torch.int64, device=at_T.device)
+        changes: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, SamplingMask):
+                changes[f.name] = value[at_T.cpu().numpy()]
+            elif value is not None and f.name not in ("cu_seqlens", "expert_load_LE"):
+                changes[f.name] = value[(at_T if f.name.endswith("_T") else at_S).to(value.device)]
+        cu_seqlens = self.cu_seqlens.new_zeros(len(sequences) + 1)
+        cu_seqlens[1:] = self.lengths_S[at_S].cumsum(0)
+        return replace(self, cu_seqlens=cu_seqlens, **changes)
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What the objective needs of the logits: log-probability of the label and entropy of the whole distribution.
+
+    Each fp32 [T], natural logarithm. The first two are differentiable with respect to the logits (or hidden states and head
+    weight) that they were computed from. Under tensor parallelism every rank of the group holds the same values.
+    """
+
+    logprob: Tensor
+    entropy: Tensor
+    entropy_slope: Tensor | None = None
+    """How fast the entropy H changes when the logits move by e_k − p, as a policy-gradient step on the label k with a positive
+    advantage moves them: Σ_j p_j² (log p_j + H) − p_k (log p_k + H), p the probabilities. Below 0 the step lowers the entropy.
+    Detached; None where it was not asked for."""
+
+
+@dataclass(frozen=True)
+class ObjectiveOutput:
+    """A micro-batch's share of the loss of one optimizer step.
+
+    ``numerator`` is a differentiable scalar: a *sum*, to be minimised. ``denominator`` is what the sum over all
+    micro-batches and ranks is divided by, once; it was passed in, so it is the same on all of them. ``metrics`` maps a name
+    to detached ``(sum, count)`` scalars that add up over micro-batches and ranks; ``extrema`` maps a name that ends in
+    ``/min`` or ``/max`` to a detached scalar. ``token_values``: detached values [T] of the micro-batch's tokens by their names
+    (``logprob_update``, ``entropy_change``, ``ratio``, ``masked``), for runs that record them; an objective may leave some out.
+    """
+
+    numerator: Tensor
+    denominator: Tensor
+    metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    extrema: Mapping[str, Tensor] = field(default_factory=dict)
+    token_values: Mapping[str, Tensor] = field(default_factory=dict)

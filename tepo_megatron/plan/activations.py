@@ -1,0 +1,90 @@
+"""Bytes that a layer keeps for its backward pass, and what recomputation makes of them. docs/plan.md has the formulas.
+
+Symbols as in ``memory.py``. The kind of layers (``model/layers.py``) decides which kernels are fused: Transformer Engine's
+layers keep fewer activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.plan.shapes import expert_tp
+from tepo_megatron.weights.architecture import ModelSpec
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+
+NORM_COPIES = {"te": 2, "local": 3}
+"""Tensors that a norm keeps for its backward pass: input and output, and torch's norm also the normalised input."""
+
+
+def platform_of(config: RunConfig) -> str:
+    """``cpu`` or ``cuda``: plans take ``auto`` for a GPU."""
+    return "cpu" if config.engine.platform == "cpu" else "cuda"
+
+
+def layers_of(config: RunConfig) -> str:
+    """``te`` or ``local``, as ``model/layers.py`` chooses at the start of the run."""
+    return "te" if platform_of(config) == "cuda" and config.engine.layers != "local" else "local"
+
+
+def chosen_mlps(spec: ModelSpec) -> int:
+    """The number of MLPs that a token passes through in a layer."""
+    return spec.experts.per_token if spec.experts else 1
+
+
+def passed_width(spec: ModelSpec) -> int:
+    """The sizes of all MLPs that a token passes through in a layer, added up; of a layer with experts, where there are some."""
+    return chosen_mlps(spec) * spec.ffn_size + (spec.experts.shared_ffn_size if spec.experts else 0)
+
+
+def layer_activations(spec: ModelSpec, config: RunConfig) -> Mapping[str, float]:
+    """Bytes per token that one layer keeps for its backward pass, by what is kept; recomputed modules keep their inputs."""
+    return _kept(spec, config, config.engine.recomputed)
+
+
+def activations_made_again(spec: ModelSpec, config: RunConfig) -> float:
+    """Bytes per token that the backward pass of one layer computes again, and holds while it is in that layer."""
+    return sum(_kept(spec, config, ()).values()) - sum(layer_activations(spec, config).values())
+
+
+def _kept(spec: ModelSpec, config: RunConfig, again: Collection[str]) -> Mapping[str, float]:
+    """``again``: the modules whose activations are not kept (``engine.recompute_modules``)."""
+    parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
+    t, s = parallel.tp, parallel.tp if parallel.sequence_parallel else 1
+    q, k = spec.num_heads * spec.head_dim / t, spec.num_kv_heads * spec.head_dim / t
+    residual, mlp = spec.hidden_size / s, passed_width(spec) / t
+    local = layers_of(config) == "local"
+    attention_again, mlp_again = "core_attn" in again, "mlp" in again or "moe" in again
+    as_rows = local and not attention_again  # trainer/megatron/model/attention_cpu.py
+    # Transformer Engine has the norm of a dense MLP within it, and the output of that before experts is what is discarded.
+    norm_again = "layernorm" in again or (not local and "mlp" in again)
+    return {
+        "norms": b * residual * (2 * NORM_COPIES[layers_of(config)] - norm_again),
+        # fused qkv, and rotated q and k; as rows: q, k and v, with k and v repeated for every query head, and those of all
+        # context-parallel ranks
+        "attention inputs": b * q * (1 + 2 * parallel.cp) if as_rows else b * (q + 2 * k + q + k),
+        "attention output": b * q * (2 if as_rows else 1),
+        "log-sum-exp": 0 if attention_again else 4 * spec.num_heads / t,
+        "rotation": b * 4 * spec.head_dim,
+        "gate and up": 0 if mlp_again else b * 2 * mlp,
+        # fused: the product alone
+        "activated gate, offset up, product": 0 if mlp_again or "moe_act" in again else b * (3 if local else 1) * mlp,
+        **({} if "moe" in again else _routing(spec, config)),
+    }
+
+
+def _routing(spec: ModelSpec, config: RunConfig) -> Mapping[str, float]:
+    """Bytes per token that a layer of experts keeps beside those of their MLPs, if all experts get equally many tokens."""
+    if spec.experts is None:
+        return {}
+    parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
+    inputs = spec.experts.per_token * expert_tp(parallel) * spec.hidden_size
+    local = layers_of(config) == "local"
+    return {
+        "experts' inputs": b * inputs / parallel.tp,
+        # logits, probabilities of all and of the chosen, in fp32; trainer/megatron/model/moe.py's router also its input
+        "router": 4 * (3 * spec.experts.count + (spec.hidden_size if local else 0)) / parallel.tp,
+        # in the experts' MLP: what is multiplied with the probability
+        "weighted product": b * spec.experts.per_token * spec.ffn_size / parallel.tp if local else 0,
+    }

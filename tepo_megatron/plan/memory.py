@@ -1,0 +1,242 @@
+"""Bytes on one training rank, computed from the run's configuration alone. docs/plan.md has the formulas and their sources.
+
+Symbols: T tokens of a micro-batch on this rank, h hidden, f MLP size, q and k the widths of all query and all key heads, t
+tensor-parallel size, b bytes per element, s = t under sequence parallelism and 1 without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.plan.activations import (
+    ELEMENT_BYTES,
+    NORM_COPIES,
+    activations_made_again,
+    chosen_mlps,
+    layer_activations,
+    layers_of,
+    platform_of,
+)
+from tepo_megatron.plan.adapters import AdapterCount, stage_adapters
+from tepo_megatron.plan.padding import padded_tokens
+from tepo_megatron.plan.shapes import (
+    expert_copies,
+    expert_parameters,
+    expert_tp,
+    stage_expert_layers,
+    stage_layer_parameters,
+    stage_layers,
+    stage_parameters,
+    vocabulary_parameters,
+)
+from tepo_megatron.plan.states import state_bytes, step_copies
+from tepo_megatron.weights.architecture import ModelSpec
+
+GIB = 2**30
+SCORE_WORKSPACE = {"cuda": 128 * 2**20, "cpu": 768 * 2**10}
+"""Memory that ``vocab_parallel`` uses beside the logits, whatever their size."""
+
+FUSED_HEAD_CHUNK = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}
+"""Bytes of logits that a fused head holds at once; at least 16 tokens' (``core/scores/fused_linear.py``)."""
+
+CUDA_CONTEXT = 1.5 * GIB
+"""CUDA's context (0.5 GiB), kernels as they are loaded, workspaces of cuBLAS, cuDNN and Transformer Engine: an assumption. With
+seven communicators it makes 4 GiB, in the middle of the 3 to 5 that others see with ten of them and a group of 96 ranks."""
+
+COMMUNICATOR = 0.35 * GIB
+"""NCCL's buffers for each group of ranks that a rank belongs to: an assumption."""
+
+VLLM_ASLEEP = 3 * GIB
+"""What a colocated server keeps while it sleeps: context, CUDA graphs, buffers of the sampler. An assumption: vLLM's own test
+of its sleep lets it keep up to 7."""
+
+USABLE = 0.9
+"""The part of a GPU's memory that a plan may fill; the rest is for the allocator's gaps and what the plan leaves out."""
+
+BATCH_BYTES_PER_TOKEN = 29
+"""Every rank holds the step's batch: tokens and labels in 8 bytes each, mask 1, sampler's log-probs, old log-probs and old
+entropy 4 each.
+"""
+
+FP8_COPIES = 2
+"""Extra bytes per weight of a layer that is kept in bfloat16 and computed in FP8: a copy by rows, and one by columns for
+gradients.
+"""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes at the peak of an optimizer step on a rank of one pipeline stage."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    reference: float
+    activations: float
+    logits: float
+    transient: float
+    """Gathered inputs, gradients of activations and of the largest weight during the backward pass of one layer or the head.
+    Where a step of Adam needs more than all of the backward pass, its fp32 copies, and there are no activations."""
+
+    communication: float
+    """Activations and gradients that pipeline stages exchange, and the step's batch."""
+
+    context: float
+    """CUDA's context and NCCL's communicators."""
+
+    server: float
+    """What a server that sleeps keeps on the same GPU."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.terms.values())
+
+    @property
+    def terms(self) -> dict[str, float]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def micro_batch_tokens(config: RunConfig, longest: int) -> int:
+    """T: tokens of a micro-batch on a rank, padded. One sequence longer than the bound makes a micro-batch of its own."""
+    return -(-padded_tokens(config, max(config.engine.micro_batch_tokens, longest)) // config.engine.parallel.cp)
+
+
+def rank_memory(spec: ModelSpec, config: RunConfig, stage: int, *, longest: int, step_tokens: float) -> RankMemory:
+    """The peak on a rank of pipeline stage ``stage``, for sequences of up to ``longest`` tokens and ``step_tokens`` a step."""
+    parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
+    count, trained, adapters = stage_parameters(spec, parallel, stage), _trained(spec, config, stage), 0
+    if config.model.lora is not None:
+        adapters = trained.total
+    tokens = micro_batch_tokens(config, longest)
+    micro_batches = -(-step_tokens / config.train.minibatches / parallel.dp / (tokens * parallel.cp) // 1)
+    in_flight = layers_in_flight(spec, config, stage, micro_batches)
+    logits, transient = _head_or_layer(spec, config, stage, tokens)
+    owned = owned_weights(spec, config, stage)
+    boundary = tokens * b * spec.hidden_size / (parallel.tp if parallel.sequence_parallel else 1)
+    handed_over = boundary * (min(parallel.pp - stage, micro_batches) + 1) if parallel.pp > 1 else 0
+    activations = _activations(spec, config, stage, tokens, in_flight, boundary)
+    if (copies := step_copies(spec, config, owned)) > activations + logits + transient:
+        activations, logits, transient = 0, 0, copies
+    return RankMemory(
+        weights=b * (count + adapters) + _fp8_copies(spec, config, stage),
+        gradients=4 * trained.total,
+        optimizer=state_bytes(config) * owned,
+        # with LoRA the reference is the model itself, without its adapters
+        reference=b * count + _fp8_copies(spec, config, stage) if config.objective.needs_reference and not adapters else 0,
+        activations=activations,
+        logits=logits,
+        transient=transient,
+        communication=handed_over + step_tokens * BATCH_BYTES_PER_TOKEN * (1 + 2 / config.train.minibatches),
+        context=CUDA_CONTEXT + len(communicators(spec, config)) * COMMUNICATOR if platform_of(config) == "cuda" else 0,
+        server=VLLM_ASLEEP if config.rollout.server.placement == "colocated" and config.rollout.replay is None else 0,
+    )
+
+
+def communicators(spec: ModelSpec, config: RunConfig) -> list[str]:
+    """The groups of more than one rank that a rank at the end of the pipeline talks in, each with buffers of NCCL's own."""
+    parallel = config.engine.parallel
+    copies = parallel.cp * parallel.dp
+    sizes = {
+        "all ranks": parallel.world_size,
+        "tensor-parallel": parallel.tp,
+        "pipeline": parallel.pp,
+        "context-parallel": parallel.cp,
+        "data-parallel": parallel.dp if parallel.cp > 1 else 1,
+        "copies of the weights": copies,
+        "ranks of one copy": parallel.tp * parallel.pp,
+        "optimizer's ranks": parallel.world_size if config.optimizer.distributed else 1,
+        "tied embeddings": parallel.pp if spec.tied_embeddings else 1,
+        "expert-parallel": parallel.ep,
+        "expert-tensor-parallel": expert_tp(parallel) if spec.experts else 1,
+        "ranks that share experts": parallel.ep * expert_tp(parallel) if parallel.ep > 1 else 1,
+        "copies of the experts": expert_copies(parallel) if spec.experts else 1,
+        "trainer and servers": 2 if config.rollout.replay is None and config.rollout.server.placement != "colocated" else 1,
+    }
+    return [name for name, size in sizes.items() if size > 1]
+
+
+def _trained(spec: ModelSpec, config: RunConfig, stage: int) -> AdapterCount:
+    """How many parameters of a stage, dense and of experts, have gradients: all, or LoRA's adapters."""
+    parallel = config.engine.parallel
+    sparse = stage_expert_layers(spec, parallel)[stage]
+    if config.model.lora is not None:
+        dense = stage_layers(spec, parallel)[stage] - sparse
+        return stage_adapters(spec, config.model.lora, parallel, dense=dense, sparse=sparse)
+    experts = sparse * expert_parameters(spec, parallel)
+    return AdapterCount(stage_parameters(spec, parallel, stage) - experts, experts)
+
+
+def owned_weights(spec: ModelSpec, config: RunConfig, stage: int) -> float:
+    """How many of a stage's trained parameters a rank keeps optimizer states for.
+
+    The distributed optimizer shares states among the copies of a parameter, and experts have fewer copies.
+    """
+    parallel, trained = config.engine.parallel, _trained(spec, config, stage)
+    if not config.optimizer.distributed:
+        return trained.total
+    return trained.dense / (parallel.dp * parallel.cp) + trained.experts / expert_copies(parallel)
+
+
+def _fp8_copies(spec: ModelSpec, config: RunConfig, stage: int) -> float:
+    """Bytes of the FP8 copies that Transformer Engine keeps beside a stage's bfloat16 weights between micro-batches.
+
+    0 where the weights themselves are FP8: both copies then take the two bytes that bfloat16 would.
+    """
+    fp8, parallel = config.engine.fp8, config.engine.parallel
+    if not fp8.enabled or fp8.params:
+        return 0
+    return FP8_COPIES * stage_layer_parameters(spec, parallel, stage)
+
+
+def layers_in_flight(spec: ModelSpec, config: RunConfig, stage: int, micro_batches: float) -> float:
+    """How many layers' activations are alive at once on a stage under (interleaved) 1F1B."""
+    parallel = config.engine.parallel
+    per_chunk = stage_layers(spec, parallel)[stage] / parallel.vpp
+    behind = parallel.pp - stage - 1
+    # 1F1B: a stage runs ahead by one micro-batch for each stage behind it. Interleaved, Megatron warms up with two chunks for
+    # each stage behind, and one round of all stages for every further chunk.
+    chunks = behind + 1 if parallel.vpp == 1 else 2 * behind + (parallel.vpp - 1) * parallel.pp + 1
+    return per_chunk * min(chunks, micro_batches * parallel.vpp)
+
+
+def _activations(spec: ModelSpec, config: RunConfig, stage: int, tokens: int, in_flight: float, boundary: float) -> float:
+    """Bytes of all activations that a stage keeps. ``boundary``: bytes of one tensor between layers."""
+    final_norm = boundary * NORM_COPIES[layers_of(config)] if stage == config.engine.parallel.pp - 1 else 0
+    layer = tokens * sum(layer_activations(spec, config).values())
+    if config.engine.recompute == "full":
+        # Only each layer's input is kept; one layer at a time is computed again, and is then alive as a whole.
+        return in_flight * boundary + layer + final_norm
+    return in_flight * layer + tokens * activations_made_again(spec, config) + final_norm
+
+
+def _head_or_layer(spec: ModelSpec, config: RunConfig, stage: int, tokens: int) -> tuple[float, float]:
+    """Returns (logits, transient) in bytes for the moment that needs more: the backward pass of the head, or of an MLP."""
+    parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
+    hidden, mlp = spec.hidden_size, spec.ffn_size / (expert_tp(parallel) if spec.experts else parallel.tp)
+    gathered = b * tokens * hidden
+    passing = tokens * chosen_mlps(spec) * expert_tp(parallel) / parallel.tp  # in this rank's MLPs, if evenly routed
+    # the input's gradient; gradients of gate, up and their product; the gradient of the fused gate-and-up weight before it is
+    # added to the fp32 buffer
+    lora = config.model.lora is not None
+    # with LoRA also the merged weight, which is not kept from the forward pass
+    layer = b * passing * hidden + b * passing * 3 * mlp + b * hidden * 2 * mlp * (2 if lora else 1)
+    if stage < parallel.pp - 1:
+        return 0, layer
+    head = vocabulary_parameters(spec, parallel.tp)
+    if config.engine.head == "fused":
+        logits, at_head = _fused_head(config, tokens, b * head / hidden, gathered, 0 if lora else b * head)
+    else:
+        logits = b * tokens * head / hidden
+        # under sequence parallelism the gathered input and its gradient exist at once; then the gradient of the head's weight
+        at_head = gathered * (2 if parallel.sequence_parallel else 1) + (0 if lora else b * head)
+    logits += SCORE_WORKSPACE[platform_of(config)]
+    return (logits, at_head) if logits + at_head > layer else (0, layer)
+
+
+def _fused_head(config: RunConfig, tokens: int, row: float, gathered: float, weight: float) -> tuple[float, float]:
+    """Returns (logits, transient) in bytes of a fused head. ``row``: of a token's logits; ``gathered``: of all its inputs."""
+    kind = platform_of(config)
+    chunk = min(tokens, max(16, FUSED_HEAD_CHUNK[kind] // row)) * row
+    # the scored tokens' inputs and their gradients; what stands for the weight's gradient is memory that a CPU never touches
+    return chunk, 2 * gathered + (weight if kind == "cuda" else 0)

@@ -1,0 +1,230 @@
+"""Puts a plan together from its parts, and says what to change where a run does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.plan.activations import layers_of, platform_of
+from tepo_megatron.plan.host import HostMemory, check_host, host_memory, root_routes
+from tepo_megatron.plan.memory import GIB, USABLE, RankMemory, micro_batch_tokens, owned_weights, rank_memory
+from tepo_megatron.plan.nodes import check_placement
+from tepo_megatron.plan.rollout import (
+    ServerMemory,
+    Sync,
+    check_server,
+    check_turns,
+    draft_spec,
+    server_memory,
+    weight_sync,
+)
+from tepo_megatron.plan.search import smallest_changes
+from tepo_megatron.plan.shapes import model_parameters, resolve_spec, stage_parameters
+from tepo_megatron.plan.time import Lengths, StepTime, checkpoint_bytes, checkpoint_bytes_of_a_rank, step_time
+from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.layouts import check_balance, check_recompute, check_trainer_split
+
+DEFAULT_PROMPT_TOKENS = 512
+"""The longest prompt where ``data.max_prompt_tokens`` does not bound it, if the model has as many positions."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run needs. ``stages``: the memory of one rank of each pipeline stage; ``problems``: why it cannot run as it is."""
+
+    config: RunConfig
+    spec: ModelSpec
+    parameters: int
+    stage_parameters: tuple[int, ...]
+    lengths: Lengths
+    stages: tuple[RankMemory, ...]
+    hosts: tuple[HostMemory, ...]
+    server: ServerMemory
+    sync: Sync | None
+    """None where rollouts are replayed, without servers."""
+
+    time: StepTime
+    assumptions: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def worst(self) -> RankMemory:
+        return max(self.stages, key=lambda memory: memory.total)
+
+
+def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Plan:
+    """Computes what a run needs; ``prompt_tokens`` and ``response_tokens`` are mean lengths (default: half of the longest).
+
+    Raises ValueError for a run that cannot be laid out at all: nodes that the parallel sizes do not divide, a model that they
+    do not divide, a model whose shape is not known. What can be laid out but does not fit is in ``Plan.problems``.
+    """
+    check_placement(config)
+    spec, substitute = resolve_spec(config.model.path)
+    parallel = config.engine.parallel
+    _check_engine(spec, config)
+    lengths = _lengths(spec, config, prompt_tokens, response_tokens)
+    spec.check_length(lengths.longest, "data.max_prompt_tokens and rollout.sampling.max_new_tokens together")
+    stages = _stages(spec, config, lengths)
+    hosts = _hosts(spec, config, lengths, stages)
+    sync = weight_sync(spec, config) if config.rollout.replay is None else None
+    server = server_memory(spec, config, longest=lengths.longest, mean=lengths.mean)
+    return Plan(
+        config=config,
+        spec=spec,
+        parameters=model_parameters(spec),
+        stage_parameters=tuple(stage_parameters(spec, parallel, stage) for stage in range(parallel.pp)),
+        lengths=lengths,
+        stages=stages,
+        hosts=hosts,
+        server=server,
+        sync=sync,
+        time=step_time(spec, config, lengths, server, sync, stages),
+        assumptions=tuple(_assumptions(spec, config, lengths, substitute)),
+        problems=tuple(find_problems(spec, config, lengths, stages, server)),
+    )
+
+
+def _check_engine(spec: ModelSpec, config: RunConfig) -> None:
+    """Raises ValueError where the engine would refuse the model under this configuration, by the functions that it asks."""
+    check_trainer_split(spec, config.engine.parallel)
+    check_recompute(spec, config.engine.recomputed, transformer_engine=layers_of(config) == "te")
+    check_balance(spec, config.engine.moe_balance.kind)
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises ValueError with the plan's problems, if it has any."""
+    if plan.problems:
+        raise ValueError("the run does not fit: " + "; ".join(plan.problems))
+
+
+def problems_of(config: RunConfig, spec: ModelSpec) -> tuple[str, ...]:
+    """Returns why a run that can be laid out does not fit the GPUs' memory, each reason with a change; empty if it fits."""
+    lengths = _lengths(spec, config, None, None)
+    server = server_memory(spec, config, longest=lengths.longest, mean=lengths.mean)
+    return tuple(find_problems(spec, config, lengths, _stages(spec, config, lengths), server))
+
+
+def _lengths(spec: ModelSpec, config: RunConfig, prompt: float | None, response: float | None) -> Lengths:
+    longest_response = config.rollout.sampling.max_new_tokens
+    room = max(1, (config.rollout.server.max_model_len or spec.max_positions) - longest_response)
+    longest_prompt = config.data.max_prompt_tokens or min(DEFAULT_PROMPT_TOKENS, room)
+    longest = longest_prompt + longest_response
+    prompt = longest_prompt / 2 if prompt is None else prompt
+    response = longest_response / 2 if response is None else response
+    for option, value, most in (("--prompt-tokens", prompt, longest_prompt), ("--response-tokens", response, longest_response)):
+        if not 0 < value <= most:
+            raise ValueError(f"{option} = {value:g} must lie above 0 and not above the longest, {most}")
+    bound = config.rollout.server.max_model_len
+    if bound is not None and bound < longest:
+        raise ValueError(
+            f"rollout.server.max_model_len = {bound} is less than the longest prompt and response, {longest_prompt} + "
+            f"{longest_response}; raise it to {longest}, or lower data.max_prompt_tokens or rollout.sampling.max_new_tokens"
+        )
+    return Lengths(prompt, response, longest, longest_response)
+
+
+def _stages(spec: ModelSpec, config: RunConfig, lengths: Lengths) -> tuple[RankMemory, ...]:
+    tokens = _step_tokens(config, lengths)
+    stages = range(config.engine.parallel.pp)
+    return tuple(rank_memory(spec, config, stage, longest=lengths.longest, step_tokens=tokens) for stage in stages)
+
+
+def _step_tokens(config: RunConfig, lengths: Lengths) -> float:
+    return config.rollout.prompts_per_step * config.rollout.samples_per_prompt * lengths.mean
+
+
+def _hosts(spec: ModelSpec, config: RunConfig, lengths: Lengths, stages: tuple[RankMemory, ...]) -> tuple[HostMemory, ...]:
+    tokens = _step_tokens(config, lengths)
+    owned = (owned_weights(spec, config, stage) for stage in range(len(stages)))
+    return tuple(host_memory(spec, config, memory, own, step_tokens=tokens) for memory, own in zip(stages, owned, strict=True))
+
+
+def _host_problem(spec: ModelSpec, config: RunConfig, lengths: Lengths, stages: tuple[RankMemory, ...]) -> str | None:
+    needed = [host.total for host in _hosts(spec, config, lengths, stages)]
+    return check_host(config, needed, root_routes(spec, config, _step_tokens(config, lengths)))
+
+
+def usable_memory(config: RunConfig) -> float:
+    """Bytes of a GPU that a plan may fill."""
+    return config.cluster.gpu_memory_gib * GIB * min(USABLE, config.engine.gpu_memory_fraction)
+
+
+def find_problems(
+    spec: ModelSpec, config: RunConfig, lengths: Lengths, stages: tuple[RankMemory, ...], server: ServerMemory
+) -> Iterator[str]:
+    """Yields a sentence for each reason why the run does not fit, with the change that makes it fit."""
+    serves = config.rollout.replay is None
+    if platform_of(config) == "cuda":
+        usable = usable_memory(config)
+        worst = max(stages, key=lambda memory: memory.total)
+        if worst.total > usable:
+            largest = max(worst.terms, key=lambda name: worst.terms[name])
+            yield (
+                f"a training rank needs {worst.total / GIB:.1f} GiB, {(worst.total - usable) / GIB:.1f} GiB more than the "
+                f"{usable / GIB:.1f} GiB usable of cluster.gpu_memory_gib = {config.cluster.gpu_memory_gib:g}; the largest "
+                f"term is {largest} with {worst.terms[largest] / GIB:.1f} GiB. {_suggest(spec, config, lengths, usable)}"
+            )
+        if serves and config.rollout.server.placement == "colocated" and (problem := check_turns(config, worst.context)):
+            yield problem
+        if problem := _host_problem(spec, config, lengths, stages):
+            yield problem
+    if serves and (problem := check_server(config, server, lengths.longest)):
+        yield problem
+
+
+def _suggest(spec: ModelSpec, config: RunConfig, lengths: Lengths, usable: float) -> str:
+    """A sentence with the smallest changes after which the run fits, and the memory that it then needs."""
+
+    def measure(changed: RunConfig) -> tuple[float, float]:
+        check_placement(changed)
+        _check_engine(spec, changed)
+        stages = _stages(spec, changed, lengths)
+        if problem := _host_problem(spec, changed, lengths, stages):
+            raise ValueError(problem)
+        server = server_memory(spec, changed, longest=lengths.longest, mean=lengths.mean)
+        time = step_time(spec, changed, lengths, server, None, stages)
+        return max(memory.total for memory in stages), time.score + time.train + time.exchange + time.adam + time.turns
+
+    found = smallest_changes(config, spec, lengths.longest, usable, measure)
+    if found:
+        return f"It fits with {' or with '.join(f'{change} ({change.needed / GIB:.1f} GiB)' for change in found)}"
+    return "No change of one or two fields makes it fit, not on four times the nodes either; use larger GPUs or a smaller model"
+
+
+def _assumptions(spec: ModelSpec, config: RunConfig, lengths: Lengths, substitute: str | None) -> Iterator[str]:
+    cluster = config.cluster
+    if substitute:
+        yield substitute
+    if (unknown := draft_spec(config)[1]) is not None:
+        yield unknown
+    if config.rollout.server.speculative is not None:
+        yield "sampling takes as long as without speculative decoding: how many guesses hold is not known"
+    if config.data.max_prompt_tokens is None:
+        assumed = lengths.longest - lengths.longest_response
+        yield f"data.max_prompt_tokens is not set; prompts are taken to have at most {assumed} tokens"
+    yield f"prompts of {lengths.prompt:g} and responses of {lengths.response:g} tokens on average"
+    yield f"micro-batches of {micro_batch_tokens(config, lengths.longest)} tokens per rank; {USABLE:.0%} of a GPU is usable"
+    top_k = config.rollout.sampling.top_k
+    if config.rollout.sampling.truncates and top_k is not None:
+        tokens = config.rollout.prompts_per_step * config.rollout.samples_per_prompt * lengths.response
+        yield (
+            f"sampling masks (rollout.sampling.top_k = {top_k}): at most {4 * top_k * tokens / GIB:,.2f} GiB more of each "
+            "rank's host, far less where top_p or min_p leave few tokens; not in the sums"
+        )
+    if spec.experts:
+        yield "every expert gets as many tokens as any other; handing tokens to experts and back takes no time"
+    yield f"GPU: {cluster.gpu_tflops:g} TFLOP/s, {cluster.gpu_memory_gib:g} GiB at {cluster.gpu_memory_gb_per_s:g} GB/s"
+    yield (
+        f"MFU {cluster.train_mfu:.0%} in training and {cluster.score_mfu:.0%} without gradient while a GPU computes; it also "
+        "waits for tensor-parallel ranks and the next stage"
+    )
+    yield f"decoding reads memory at {cluster.decode_bandwidth:.0%} of its peak; one sequence of every wave is the longest"
+    yield (
+        f"links at {cluster.link_efficiency:.0%} of {cluster.network_gb_per_s:g} GB/s between nodes and "
+        f"{cluster.nvlink_gb_per_s:g} GB/s within; rewards, evaluations and start-up take no time"
+    )
+    if config.train.save_every:
+        size, own = checkpoint_bytes(spec, config) / 1e9, checkpoint_bytes_of_a_rank(spec, config) / 1e9
+        how = "written beside training" if config.train.async_save else f"written at {cluster.storage_gb_per_s:g} GB/s"
+        yield f"a checkpoint of {size:,.0f} GB every {config.train.save_every} steps, {own:,.1f} GB a rank at most, {how}"

@@ -1,0 +1,149 @@
+"""Searches for the smallest changes of a run after which its trainer fits into the GPUs' memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.weights.architecture import ModelSpec
+
+Values = Mapping[str, Any]
+"""Dotted names of fields, and what they are set to."""
+
+Knob = list[Values]
+"""Settings of the same fields, of which one is tried at a time."""
+
+MOST_AT_ONCE = 2
+"""How many knobs are turned at once."""
+
+MOST_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is set, the run that it makes, the bytes of its fullest rank, and the seconds of training and scores in a step."""
+
+    values: Values
+    config: RunConfig
+    needed: float
+    seconds: float
+
+    @property
+    def rounds_states(self) -> bool:
+        """Whether other numbers come out of it: what is kept in fewer bits is rounded at every step."""
+        return "optimizer.exp_avg_dtype" in self.values
+
+    def __str__(self) -> str:
+        """As ``engine.parallel.cp = 4 and dp = 2``: a field of the section before it is named without the section."""
+        parts, before = [], None
+        for path, value in self.values.items():
+            section, _, name = path.rpartition(".")
+            shown = f"[{', '.join(value)}]" if isinstance(value, tuple) else str(value).lower()
+            parts.append(f"{name if section == before else path} = {shown}")
+            before = section
+        return " and ".join(part for part in [", ".join(parts[:-1]), parts[-1]] if part)
+
+
+def smallest_changes(
+    config: RunConfig,
+    spec: ModelSpec,
+    longest: int,
+    usable: float,
+    measure: Callable[[RunConfig], tuple[float, float]],
+) -> list[Change]:
+    """Returns the changes of the fewest knobs, on the same GPUs, after which a rank needs no more than ``usable`` bytes; first
+    those that compute the same, and of them the fastest. If there is none, changes that also use more nodes. Empty if these do
+    not suffice either.
+
+    ``measure`` returns bytes and seconds of a run, and raises ValueError for one that cannot be laid out.
+    """
+    knobs = list(_knobs(config, spec, longest))
+    tried = [[knob] for knob in knobs], list(map(list, combinations(knobs, MOST_AT_ONCE)))
+    for groups in (*tried, [[knob] for knob in _more_nodes(config)]):
+        found = [
+            change
+            for group in groups
+            for values in _products(group)
+            if (change := _try(config, values, measure)) is not None and change.needed <= usable
+        ]
+        if found:
+            return sorted(found, key=lambda change: (change.rounds_states, change.seconds))[:MOST_SHOWN]
+    return []
+
+
+def _knobs(config: RunConfig, spec: ModelSpec, longest: int) -> Iterator[Knob]:
+    engine, parallel = config.engine, config.engine.parallel
+    yield from _optimizer_knobs(config)
+    if not parallel.sequence_parallel:
+        yield [{"engine.parallel.sequence_parallel": True}]
+    smaller = max(engine.micro_batch_tokens // 2, longest)
+    if smaller < engine.micro_batch_tokens:
+        yield [{"engine.micro_batch_tokens": smaller}]
+    if engine.head != "fused":
+        yield [{"engine.head": "fused"}]
+    if engine.recompute != "full":
+        modules = ("core_attn", "moe" if spec.experts else "mlp")
+        selective = {"engine.recompute": "selective", "engine.recompute_modules": modules}
+        full = {"engine.recompute": "full", "engine.recompute_modules": ("core_attn",)}
+        given = engine.recompute == "selective"
+        yield [selective, full if given else {"engine.recompute": "full"}]
+    for name in ("tp", "pp", "cp"):
+        size = getattr(parallel, name)
+        factors = [factor for factor in (2, 4, 8) if parallel.dp % factor == 0]
+        if factors:
+            yield [
+                {f"engine.parallel.{name}": size * factor, "engine.parallel.dp": parallel.dp // factor} for factor in factors
+            ]
+
+
+def _optimizer_knobs(config: RunConfig) -> Iterator[Knob]:
+    """States shared with other ranks, in fewer bits, or on the host; as one knob, since each needs the first."""
+    optimizer = config.optimizer
+    shared: Values = {} if optimizer.distributed else {"optimizer.distributed": True}
+    settings = [shared] if shared else []
+    if not optimizer.own_masters and not config.engine.fp8.params:
+        if config.model.dtype == "bfloat16" and config.engine.platform != "cpu":
+            reduced = {"store_param_remainders": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+            settings.append({**shared, **{f"optimizer.{name}": value for name, value in reduced.items()}})
+        settings.append({**shared, "optimizer.offload_fraction": 1.0})
+    if settings:
+        yield settings
+
+
+def _more_nodes(config: RunConfig) -> Iterator[Knob]:
+    parallel, nodes = config.engine.parallel, config.cluster.train_nodes
+    for name in ("pp", "cp"):
+        size = getattr(parallel, name)
+        yield [{"cluster.train_nodes": nodes * factor, f"engine.parallel.{name}": size * factor} for factor in (2, 4, 8)]
+
+
+def _products(knobs: list[Knob]) -> Iterator[Values]:
+    """Every choice of one setting of each knob; knobs that share a field, such as dp, are not turned together."""
+    if not knobs:
+        yield {}
+        return
+    for rest in _products(knobs[1:]):
+        yield from ({**rest, **values} for values in knobs[0] if not set(rest) & set(values))
+
+
+def _try(config: RunConfig, values: Values, measure: Callable[[RunConfig], tuple[float, float]]) -> Change | None:
+    """The change, or None where it makes no run that can be laid out."""
+    given = config.model_dump()
+    for path, value in values.items():
+        *sections, name = path.split(".")
+        section = given
+        for each in sections:
+            section = section[each]
+        section[name] = value
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            changed = RunConfig.model_validate(given)
+        needed, seconds = measure(changed)
+    except ValueError:
+        return None
+    return Change(values, changed, needed, seconds)

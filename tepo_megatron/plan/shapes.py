@@ -1,0 +1,225 @@
+"""The shape of a model, and the number of parameters that a rank holds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path, PurePath
+from types import MappingProxyType
+from typing import Any
+
+from tepo_megatron.config import ParallelConfig
+from tepo_megatron.weights.architecture import ModelSpec, model_spec, read_model_spec
+from tepo_megatron.weights.layouts import pipeline_stages_of
+
+_QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "vocab_size": 152064,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+}
+_MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+_QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_attention_heads": 32,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "Llama-3.3-70B-Instruct": _LLAMA,
+        "Qwen2.5-72B": _QWEN,
+        "Qwen2.5-7B": {
+            **_QWEN,
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "rms_norm_eps": 1e-6,
+        },
+        "Mixtral-8x7B-v0.1": _MIXTRAL,
+        "Qwen3-30B-A3B": _QWEN3_MOE,
+    }
+)
+"""``config.json`` as published, by the name of the model's folder: for plans on machines that do not have the folder."""
+
+
+def resolve_spec(source: str, field: str = "model.path") -> tuple[ModelSpec, str | None]:
+    """Returns the shape of the model that ``field`` names, and the assumption made if it is not the folder's own
+    ``config.json``, else None.
+
+    Raises ValueError for a folder that is not on this machine and whose last name is no known model's.
+    """
+    if source.startswith("builtin:"):
+        return read_model_spec(
+            Path(str(files("tepo_megatron.tasks.data").joinpath("builtin", source.removeprefix("builtin:"))))
+        ), None
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return read_model_spec(folder), None
+    name = PurePath(source).name
+    if name not in KNOWN_MODELS:
+        raise ValueError(
+            f"{field} = {source} is not on this machine, and the shape of {name!r} is not known here; give the folder "
+            f"(its config.json is enough for a plan), or a path that ends in one of {', '.join(KNOWN_MODELS)}"
+        )
+    spec = model_spec(KNOWN_MODELS[name], f"known model {name}")
+    return spec, f"{field} = {source} is not on this machine; shapes are those published for {name}"
+
+
+def expert_tp(parallel: ParallelConfig) -> int:
+    """The number of ranks over which each expert is split."""
+    return parallel.tp if parallel.etp is None else parallel.etp
+
+
+def expert_copies(parallel: ParallelConfig) -> int:
+    """The number of ranks that hold the same part of the same experts."""
+    return parallel.tp * parallel.cp * parallel.dp // (parallel.ep * expert_tp(parallel))
+
+
+def expert_parameters(spec: ModelSpec, parallel: ParallelConfig) -> int:
+    """Counts a rank's parameters of the experts of one layer, without router and shared ones; 0 for a dense model."""
+    if spec.experts is None:
+        return 0
+    return spec.experts.count // parallel.ep * 3 * spec.hidden_size * spec.ffn_size // expert_tp(parallel)
+
+
+def layer_parameters(spec: ModelSpec, parallel: ParallelConfig, layer: int) -> int:
+    """Counts a rank's parameters of decoder layer ``layer``: q, k, v (with biases), output, gate, up, down, or router and
+    experts, whose biases are no parameters.
+
+    Norms and router are not split.
+    """
+    tp = parallel.tp
+    qkv_rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim // tp
+    attention = qkv_rows * (spec.hidden_size + spec.qkv_bias) + spec.hidden_size * spec.num_heads * spec.head_dim // tp
+    if spec.experts is None or not spec.has_experts(layer):
+        mlp = 3 * spec.hidden_size * (spec.dense_ffn_size or spec.ffn_size) // tp
+    else:
+        shared = 3 * spec.hidden_size * spec.experts.shared_ffn_size // tp
+        mlp = spec.experts.count * spec.hidden_size + expert_parameters(spec, parallel) + shared
+    norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
+    return attention + mlp + norms
+
+
+def linear_parameters(spec: ModelSpec) -> int:
+    """Counts the weights of the whole model's linear layers, those of experts among them, without router and head."""
+    biases = spec.qkv_bias * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    routers = 0 if spec.experts is None else expert_layers(spec) * spec.experts.count * spec.hidden_size
+    norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
+    return _all_layers(spec) - spec.num_layers * (norms + biases) - routers
+
+
+def expert_layers(spec: ModelSpec) -> int:
+    """The number of layers with experts."""
+    return 0 if spec.experts is None else spec.num_layers - spec.dense_layers
+
+
+def _all_layers(spec: ModelSpec) -> int:
+    return sum(layer_parameters(spec, ParallelConfig(), layer) for layer in range(spec.num_layers))
+
+
+def vocabulary_parameters(spec: ModelSpec, tp: int) -> int:
+    """Counts the parameters of the embedding, or of the head, on one of ``tp`` ranks, with the rows that Megatron pads."""
+    return spec.padded_vocab_size(tp) // tp * spec.hidden_size
+
+
+def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, ...]:
+    """The number of layers of each pipeline stage, over all of its chunks. Raises ValueError where they do not fit."""
+    return tuple(sum(map(len, chunks)) for chunks in pipeline_stages_of(spec, parallel))
+
+
+def stage_expert_layers(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, ...]:
+    """The number of layers with experts of each pipeline stage."""
+    return tuple(sum(map(spec.has_experts, stage)) for stage in _held(spec, parallel))
+
+
+def stage_layer_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
+    """Counts the parameters of the decoder layers of a rank of pipeline stage ``stage``."""
+    return sum(layer_parameters(spec, parallel, layer) for layer in _held(spec, parallel)[stage])
+
+
+def _held(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
+    """The layers of each stage."""
+    return [[layer for chunk in chunks for layer in chunk] for chunks in pipeline_stages_of(spec, parallel)]
+
+
+def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
+    """Counts the parameters of a rank of pipeline stage ``stage`` (from 0)."""
+    count = stage_layer_parameters(spec, parallel, stage)
+    first, last = stage == 0, stage == parallel.pp - 1
+    if first:
+        count += vocabulary_parameters(spec, parallel.tp)
+    if last:
+        count += spec.hidden_size
+        if not (first and spec.tied_embeddings):  # tied: the last of several stages has a copy of the embedding
+            count += vocabulary_parameters(spec, parallel.tp)
+    return count
+
+
+def model_parameters(spec: ModelSpec) -> int:
+    """Counts the parameters of the whole model as published, without padding."""
+    vocabulary = spec.vocab_size * spec.hidden_size
+    return _all_layers(spec) + spec.hidden_size + vocabulary * (1 if spec.tied_embeddings else 2)
+
+
+def active_parameters(spec: ModelSpec) -> int:
+    """Counts the parameters of the whole model that one token meets: all but those of the experts that are not chosen."""
+    if spec.experts is None:
+        return model_parameters(spec)
+    idle = spec.experts.count - spec.experts.per_token
+    return model_parameters(spec) - expert_layers(spec) * idle * 3 * spec.hidden_size * spec.ffn_size

@@ -1,0 +1,186 @@
+"""Shows a plan as tables, or as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from tepo_megatron.plan.activations import platform_of
+from tepo_megatron.plan.memory import GIB
+from tepo_megatron.plan.rollout import ServerMemory, Sync
+from tepo_megatron.plan.run_plan import Plan, usable_memory
+from tepo_megatron.plan.schedules import ScheduleTime, schedule_times
+from tepo_megatron.plan.time import Lengths
+
+PUBLISHED = {"generation": 84, "log-probs": 18, "training": 28, "weight sync": 14, "step": 147}
+"""Seconds of a GRPO step of Llama-3.1-70B on 64 H100 (NeMo-RL, TP4 PP4, sequences of up to 4096 tokens)."""
+
+PUBLISHED_SIZES = (6e10, 8e10)
+"""The published figures are shown beside plans of models between these numbers of parameters."""
+
+
+def plan_tables(plan: Plan) -> Iterator[Table]:
+    """Yields the tables to print: the layout, a training rank's memory, the servers, a step's time."""
+    yield _layout(plan)
+    yield _memory(plan)
+    if plan.sync is not None:
+        yield _servers(plan.server, plan.sync, plan.lengths)
+    yield _time(plan)
+    if schedules := _schedules(plan):
+        table = _table("The same step under each schedule (train.schedule)", "", "estimate, s", "trainer idle", "servers idle")
+        for each in schedules:
+            chosen = " (this run's)" if each.schedule == plan.config.train.schedule else ""
+            shares = (f"{share:.0%}" for share in (each.idle_trainer, each.idle_servers))
+            table.add_row(each.schedule + chosen, f"{each.seconds:,.1f}", *shares)
+        yield table
+
+
+def _schedules(plan: Plan) -> list[ScheduleTime]:
+    return schedule_times(plan.time, takes_turns=plan.config.rollout.server.placement == "colocated")
+
+
+def plan_notes(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> list[str]:
+    """Lines with every assumption, and, where ``exact`` was computed, with how many counts agree with Megatron's."""
+    counted = sum(map(len, exact or ()))
+    verdict = [f"Exact: Megatron builds as many parameters on each of {counted} (tp, pp) ranks as the formula says."]
+    return ["Assumed:", *(f"  - {text}" for text in plan.assumptions), *(verdict if exact else [])]
+
+
+def plan_json(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> str:
+    """The plan as JSON: bytes, tokens, FLOPs and seconds. ``exact`` is what ``check_exact`` returned."""
+    found: dict[str, Any] = {
+        "name": plan.config.name,
+        "model": asdict(plan.spec),
+        "parallel": plan.config.engine.parallel.model_dump(),
+        "parameters": plan.parameters,
+        "parameters_per_rank": plan.stage_parameters,
+        "parameters_per_rank_exact": exact,
+        "lengths": asdict(plan.lengths),
+        "memory_per_rank": [{**memory.terms, "total": memory.total} for memory in plan.stages],
+        "host_memory_per_rank": [{**asdict(host), "total": host.total} for host in plan.hosts],
+        "server": asdict(plan.server),
+        "weight_sync": asdict(plan.sync) if plan.sync else None,
+        "step": {**asdict(plan.time), "seconds": plan.time.seconds},
+        "schedules": [asdict(each) for each in _schedules(plan)],
+        "assumptions": plan.assumptions,
+        "problems": plan.problems,
+    }
+    return json.dumps({key: _finite(value) for key, value in found.items()}, indent=2)
+
+
+def _finite(value: Any) -> Any:
+    """Replaces infinity and NaN, which JSON does not have, by null."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index == 0 else "right")
+    return table
+
+
+def _layout(plan: Plan) -> Table:
+    parallel, cluster, server = plan.config.engine.parallel, plan.config.cluster, plan.config.rollout.server
+    table = Table(title=escape(f"Plan: {plan.config.name}"), title_justify="left", box=SIMPLE_HEAD, show_header=False)
+    split = f"tp {parallel.tp} × pp {parallel.pp} × cp {parallel.cp} × dp {parallel.dp}"
+    if parallel.vpp > 1:
+        split += f", {parallel.vpp} virtual stages per rank"
+    counts = sorted(set(plan.stage_parameters), reverse=True)
+    table.add_row("model", escape(f"{plan.spec.architecture}, {plan.parameters:,} parameters"))
+    table.add_row("training", f"{parallel.world_size} ranks on {_nodes(cluster.train_nodes)}: {split}")
+    table.add_row("per rank", " or ".join(f"{count:,}" for count in counts) + " parameters, by pipeline stage")
+    if plan.config.rollout.replay is None:
+        where = _nodes(cluster.rollout_nodes) if cluster.rollout_nodes else "the training node"
+        table.add_row("servers", f"{server.count} × tp {server.tp} on {where}")
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    stages = plan.stages
+    worst = max(range(len(stages)), key=lambda stage: stages[stage].total)
+    table = _table("Memory of a training rank, GiB", "", f"worst, stage {worst}", "mean over stages")
+    for name, value in stages[worst].terms.items():
+        table.add_row(name, _gib(value), _gib(_mean(memory.terms[name] for memory in stages)))
+    table.add_row("total", _gib(stages[worst].total), _gib(_mean(memory.total for memory in stages)), style="bold")
+    if platform_of(plan.config) == "cuda":
+        memory = plan.config.cluster.gpu_memory_gib
+        table.add_row(f"usable of {memory:g}", *2 * [_gib(usable_memory(plan.config))])
+    table.add_row("on the host", *(_gib(each) for each in (plan.hosts[worst].total, _mean(host.total for host in plan.hosts))))
+    return table
+
+
+def _servers(server: ServerMemory, sync: Sync, lengths: Lengths) -> Table:
+    table = _table("Each vLLM worker, and a weight sync", "", "")
+    table.add_row("weights, GiB", _gib(server.weights))
+    if server.draft:
+        table.add_row("draft model, GiB", _gib(server.draft))
+    table.add_row("activations and graphs, GiB", _gib(server.workspace))
+    table.add_row("KV cache, GiB", _gib(server.kv_cache))
+    table.add_row("KV cache per token, KiB", f"{server.kv_bytes_per_token / 1024:.1f}")
+    table.add_row("tokens of a server's cache", f"{server.capacity:,.0f}")
+    table.add_row(f"sequences at once, all of {lengths.longest} tokens", f"{server.concurrency_longest:,.0f}")
+    table.add_row(f"sequences at once, of {lengths.mean:g} tokens on average", f"{server.concurrency_mean:,.0f}")
+    table.add_row(f"sync: every server's shards once, {sync.moves:,} moves, GB", f"{sync.bytes_total / 1e9:,.1f}")
+    table.add_row("sync: sent by the busiest training rank, GB", f"{sync.bytes_sent_most / 1e9:,.1f}")
+    table.add_row("sync: received by the busiest worker, GB", f"{sync.bytes_received_most / 1e9:,.1f}")
+    table.add_row("sync: lower bound over these links, s", f"{sync.seconds:.2f}")
+    return table
+
+
+def _time(plan: Plan) -> Table:
+    step = plan.time
+    title = f"One step: {step.sequences} sequences, {step.tokens:,.0f} tokens, {step.response_tokens:,.0f} of them sampled"
+    smallest, largest = PUBLISHED_SIZES
+    comparable = smallest <= plan.parameters <= largest
+    table = _table(title, "", "10¹⁵ FLOP", "estimate, s", *(["published*, s"] if comparable else []))
+    rows = (
+        ("generation", step.flops_generation, step.generation, "generation"),
+        ("log-probs", step.flops_score, step.score, "log-probs"),
+        ("training", step.flops_train, step.train, "training"),
+        ("of the two, waiting for other ranks", None, step.exposed, ""),
+        ("gradients and weights between replicas", None, step.exchange, ""),
+        ("Adam", None, step.adam, ""),
+        ("leaving the GPU to servers, and coming back", None, step.turns, ""),
+        ("weight sync", None, step.sync, "weight sync"),
+        ("packing on rank 0", None, step.root, ""),
+        ("a step's share of a checkpoint", None, step.save, ""),
+        ("step", None, step.seconds, "step"),
+    )
+    for name, flops, seconds, published in rows:
+        work = "" if flops is None else f"{flops / 1e15:,.0f}"
+        table.add_row(name, work, f"{seconds:,.1f}", *([str(PUBLISHED.get(published, ""))] if comparable else []))
+    table.caption = (
+        f"The pipeline's bubble adds {step.bubble:.0%} to training, and its busiest stage has {step.imbalance:.0%} more to do "
+        f"than the mean; padding adds {step.padding:.1%}.\nTraining is expected to reach an MFU of {step.mfu:.0%} with "
+        f"waiting, and {step.mfu / (1 + step.bubble):.0%} with the bubble.\nEstimates: nobody has measured this run."
+    )
+    if comparable:
+        table.caption += (
+            "\n* Llama-3.1-70B, GRPO, 64 H100 that sample and train in turn, NeMo-RL, up to 4096 tokens; its batch is not\n"
+            "  this one. A sync of Qwen2.5-72B took 28.5–29.1 s with verl."
+        )
+    table.caption_justify = "left"
+    return table
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def _gib(value: float) -> str:
+    return f"{value / GIB:.2f}"
+
+
+def _nodes(count: int) -> str:
+    return "1 node" if count == 1 else f"{count} nodes"

@@ -1,0 +1,284 @@
+"""Estimates the seconds of one step: sample, score, update, sync, save. Every assumption is printed with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.plan.activations import ELEMENT_BYTES
+from tepo_megatron.plan.adapters import model_adapters
+from tepo_megatron.plan.flops import forward_flops, recomputed_flops
+from tepo_megatron.plan.memory import RankMemory, owned_weights
+from tepo_megatron.plan.padding import padding_share
+from tepo_megatron.plan.rollout import ServerMemory, Sync
+from tepo_megatron.plan.shapes import (
+    active_parameters,
+    expert_copies,
+    expert_parameters,
+    model_parameters,
+    stage_expert_layers,
+    stage_layers,
+    stage_parameters,
+)
+from tepo_megatron.plan.states import state_bytes
+from tepo_megatron.weights.architecture import ModelSpec
+
+PACK_SECONDS_PER_TOKEN = 0.02e-6
+"""Seconds in which rank 0 packs a sampled token, measured on one CPU core (0.01); all ranks wait for it."""
+
+DECODE_SECONDS_PER_TOKEN = 3e-6
+"""Seconds in which rank 0 reads a sampled token and its log-prob out of an answer, measured so; the servers go on meanwhile."""
+
+DIGEST_SECONDS_PER_BYTE = 1e-9
+"""Seconds in which a rank's core computes the SHA-256 of a byte of a checkpoint, measured so; it then writes it."""
+
+ADAM_BANDWIDTH = 0.7
+"""The part of a GPU's memory bandwidth that a step of Adam reaches: an assumption."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths in tokens. ``prompt``, ``response``: means; ``longest``: longest prompt and longest response together."""
+
+    prompt: float
+    response: float
+    longest: int
+    longest_response: int
+
+    @property
+    def mean(self) -> float:
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Sizes of one step, FLOPs over all GPUs, and seconds of each phase; the phases follow one another."""
+
+    sequences: int
+    tokens: float
+    response_tokens: float
+    flops_generation: float
+    flops_score: float
+    flops_train: float
+    bubble: float
+    """Idle time of the pipeline in an update, relative to the time it works."""
+
+    imbalance: float
+    """By how much the busiest stage has more to compute than the mean, which all others wait for."""
+
+    padding: float
+    """By how much padding adds to the tokens that are computed."""
+
+    generation: float
+    score: float
+    train: float
+    """Seconds of the updates, without Adam."""
+
+    exposed: float
+    """Seconds of ``score`` and ``train`` in which ranks wait for tensor-parallel ranks and for neighbouring stages."""
+
+    exchange: float
+    """Seconds for gradients and new weights between data-parallel ranks, as far as nothing hides them."""
+
+    adam: float
+    """Seconds of Adam's steps: reading and writing states on the GPU; where they are on the host, gradients go there, its cores
+    compute, and weights come back."""
+
+    turns: float
+    """Seconds in which weights and states leave the GPU for servers that share it, and come back."""
+
+    sync: float
+    root: float
+    """Seconds in which rank 0 packs the step's rollouts, and all others wait."""
+
+    save: float
+    """A checkpoint's seconds, divided by the steps between two."""
+
+    mfu: float
+    """FLOPs of the updates, without what is computed again, over the GPUs' peak in that time: what the recipe can expect while
+    the pipeline is full."""
+
+    @property
+    def seconds(self) -> float:
+        first = self.generation + self.score + self.train + self.exchange + self.adam
+        return first + self.turns + self.sync + self.root + self.save
+
+
+def step_time(
+    spec: ModelSpec,
+    config: RunConfig,
+    lengths: Lengths,
+    server: ServerMemory,
+    sync: Sync | None,
+    stages: Sequence[RankMemory],
+) -> StepTime:
+    """Estimates a step; ``stages``: a rank's memory in each. A token costs 3 forward passes in training and what is computed
+    again, 1 in scoring (2 with a reference model), 1 in generation.
+    """
+    cluster, parallel, rollout = config.cluster, config.engine.parallel, config.rollout
+    sequences = rollout.prompts_per_step * rollout.samples_per_prompt
+    tokens, responses = sequences * lengths.mean, sequences * lengths.response
+    token = forward_flops(spec, lengths.mean)
+    training = 3 * token + recomputed_flops(spec, config, lengths.mean)
+    scores = 2 if config.objective.needs_reference else 1
+    peak = cluster.gpu_tflops * 1e12 * parallel.world_size
+    imbalance = stage_imbalance(spec, config)
+    bubble, score_bubble = _bubble(config, tokens / config.train.minibatches), _bubble(config, tokens)
+    waits_train, waits_score = exposed_seconds(spec, config, tokens)
+    waits_score *= scores
+    prefill = rollout.prompts_per_step * lengths.prompt * token
+    padding = padding_share(config, lengths.mean)
+    score = (scores * token * tokens / (peak * cluster.score_mfu) * (1 + imbalance) + waits_score) * (1 + padding)
+    train = (training * tokens / (peak * cluster.train_mfu) * (1 + imbalance) + waits_train) * (1 + padding)
+    return StepTime(
+        sequences=sequences,
+        tokens=tokens,
+        response_tokens=responses,
+        flops_generation=prefill + responses * token,
+        flops_score=scores * token * tokens,
+        flops_train=training * tokens,
+        bubble=bubble,
+        imbalance=imbalance,
+        padding=padding,
+        generation=_generation(config, lengths, server, prefill, responses * token),
+        score=score * (1 + score_bubble),
+        train=train * (1 + bubble),
+        exposed=(waits_score * (1 + score_bubble) + waits_train * (1 + bubble)) * (1 + padding),
+        exchange=_exchange(spec, config, train / config.train.minibatches / _micro_batches(config, tokens)),
+        adam=config.train.minibatches * max(_adam(spec, config, stage) for stage in range(parallel.pp)),
+        turns=max(_turns(config, memory) for memory in stages),
+        sync=sync.seconds if sync else 0.0,
+        root=responses * PACK_SECONDS_PER_TOKEN,
+        save=_save(spec, config),
+        mfu=3 * token * tokens / (peak * train),
+    )
+
+
+def stage_imbalance(spec: ModelSpec, config: RunConfig) -> float:
+    """By how much the busiest pipeline stage has more weights to multiply with than the mean stage; 0 if all have the same."""
+    layers = stage_layers(spec, config.engine.parallel)
+    head = spec.vocab_size * spec.hidden_size
+    layer = (active_parameters(spec) - head * (1 if spec.tied_embeddings else 2)) / spec.num_layers
+    work = [count * layer for count in layers]
+    work[-1] += head
+    return max(work) * len(work) / sum(work) - 1
+
+
+def exposed_seconds(spec: ModelSpec, config: RunConfig, tokens: float) -> tuple[float, float]:
+    """Seconds of a rank in which it waits for activations, while ``tokens`` are trained on, and while they are scored.
+
+    Each layer gathers or scatters the micro-batch's activations over the tensor-parallel ranks: 4 times forward and 6 times
+    backward, of which 2 hide behind gradients of weights. An all-reduce without sequence parallelism is a gather and a scatter.
+    A stage hands them on once each way; interleaved stages do it behind computation, and so do context-parallel ranks.
+    """
+    parallel, cluster = config.engine.parallel, config.cluster
+    share = tokens / (parallel.dp * parallel.cp)  # that a rank sees
+    activations = ELEMENT_BYTES[config.model.dtype] * spec.hidden_size * share
+    within = cluster.nvlink_gb_per_s * 1e9 * cluster.link_efficiency
+    across = (cluster.network_gb_per_s if cluster.train_nodes > 1 else cluster.nvlink_gb_per_s) * 1e9 * cluster.link_efficiency
+    once = activations * (1 - 1 / parallel.tp) / within * max(stage_layers(spec, parallel))
+    handed_on = 0.0
+    if parallel.pp > 1 and parallel.vpp == 1:
+        handed_on = activations / (parallel.tp if parallel.sequence_parallel else 1) / across
+    return 8 * once + 2 * handed_on, 4 * once + handed_on
+
+
+def _micro_batches(config: RunConfig, tokens: float) -> float:
+    """How many micro-batches a data-parallel rank makes of a mini-batch, if a step has ``tokens``."""
+    per_rank = tokens / config.train.minibatches / config.engine.parallel.dp
+    return max(1.0, per_rank / config.engine.micro_batch_tokens)
+
+
+def _bubble(config: RunConfig, tokens: float) -> float:
+    """The pipeline's idle share, (pp − 1) / (micro-batches · vpp), for ``tokens`` spread over the data-parallel ranks."""
+    parallel = config.engine.parallel
+    micro_batches = max(1.0, tokens / (parallel.dp * config.engine.micro_batch_tokens))
+    return (parallel.pp - 1) / (micro_batches * parallel.vpp)
+
+
+def _adam(spec: ModelSpec, config: RunConfig, stage: int) -> float:
+    """Seconds of one step of Adam on a rank of a stage."""
+    cluster, optimizer = config.cluster, config.optimizer
+    owned, b = owned_weights(spec, config, stage), ELEMENT_BYTES[config.model.dtype]
+    # a gradient is read, states are read and written, a weight is written
+    moved = (1 - optimizer.offload_fraction) * (4 + b) + 2 * state_bytes(config)
+    on_gpu = owned * moved / (cluster.gpu_memory_gb_per_s * 1e9 * ADAM_BANDWIDTH)
+    away = owned * optimizer.offload_fraction
+    there_and_back = (4 + 4) * away / (cluster.pcie_gb_per_s * 1e9 * cluster.link_efficiency)
+    return on_gpu + there_and_back + away / cluster.host_adam_per_s
+
+
+def _turns(config: RunConfig, memory: RankMemory) -> float:
+    """Seconds in which a rank's weights and states go to the host and come back; gradients are not kept."""
+    if config.rollout.server.placement != "colocated" or config.rollout.replay is not None:
+        return 0.0
+    bytes_moved = 2 * (memory.weights + memory.optimizer + memory.reference)
+    return bytes_moved / (config.cluster.pcie_gb_per_s * 1e9 * config.cluster.link_efficiency)
+
+
+def _save(spec: ModelSpec, config: RunConfig) -> float:
+    """Seconds of a step's share of a checkpoint. A rank computes the digest of its part and writes it, all at once to one disk;
+    beside training it only copies its part to the host."""
+    every, cluster = config.train.save_every, config.cluster
+    if not every:
+        return 0.0
+    own = checkpoint_bytes_of_a_rank(spec, config)
+    if config.train.async_save:
+        return own / (cluster.pcie_gb_per_s * 1e9 * cluster.link_efficiency) / every
+    return (checkpoint_bytes(spec, config) / (cluster.storage_gb_per_s * 1e9) + own * DIGEST_SECONDS_PER_BYTE) / every
+
+
+def checkpoint_bytes_of_a_rank(spec: ModelSpec, config: RunConfig) -> float:
+    """Bytes that the rank with the most states writes: those that it holds, as fp32 whatever they are kept in."""
+    return 12 * max(owned_weights(spec, config, stage) for stage in range(config.engine.parallel.pp))
+
+
+def checkpoint_bytes(spec: ModelSpec, config: RunConfig) -> int:
+    """Bytes of a checkpoint on disk: master and moments of what is trained."""
+    lora = config.model.lora
+    return 12 * (model_parameters(spec) if lora is None else model_adapters(spec, lora))
+
+
+def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefill: float, decode: float) -> float:
+    """Seconds of sampling: prompts at ``score_mfu``, then decoding, which is bound by memory bandwidth or by FLOPs.
+
+    A wave is the sequences that run at once. It reads the weights once for every position of its longest response, and every
+    sequence's keys and values once per token. Rank 0 reads the answers of all servers, which may take longer.
+    """
+    cluster, rollout = config.cluster, config.rollout
+    if rollout.replay is not None:
+        return 0.0
+    if server.concurrency_mean == 0:
+        return float("inf")
+    gpus = rollout.server.count * rollout.server.tp
+    rate = gpus * cluster.gpu_tflops * 1e12 * cluster.score_mfu
+    per_server = rollout.prompts_per_step * rollout.samples_per_prompt / rollout.server.count
+    waves = per_server / server.concurrency_mean
+    read = waves * lengths.longest_response * server.weights
+    read += per_server * lengths.response * (lengths.prompt + lengths.response / 2) * server.kv_bytes_per_token
+    bandwidth = cluster.gpu_memory_gb_per_s * 1e9 * cluster.decode_bandwidth
+    answers = rollout.prompts_per_step * rollout.samples_per_prompt * lengths.response * DECODE_SECONDS_PER_TOKEN
+    return max(prefill / rate + max(read / bandwidth, decode / rate), answers)
+
+
+def _exchange(spec: ModelSpec, config: RunConfig, micro_batch: float) -> float:
+    """Seconds of a step for reducing fp32 gradients and, with the distributed optimizer, gathering new weights, as far as they
+    are exposed. ``micro_batch``: seconds of a micro-batch, forward and backward.
+
+    Overlapped, gradients hide behind the backward pass of a mini-batch's last micro-batch, and weights behind the forward pass
+    of the next mini-batch's first; a step's last mini-batch has no next.
+    """
+    parallel, cluster, engine = config.engine.parallel, config.cluster, config.engine
+    copies, minibatches = parallel.dp * parallel.cp, config.train.minibatches
+    experts = max(stage_expert_layers(spec, parallel)) * expert_parameters(spec, parallel)
+    dense = max(stage_parameters(spec, parallel, stage) for stage in range(parallel.pp)) - experts
+    sent = dense * (1 - 1 / copies) + experts * (1 - 1 / expert_copies(parallel))
+    link = (cluster.network_gb_per_s if cluster.train_nodes > 1 else cluster.nvlink_gb_per_s) * 1e9 * cluster.link_efficiency
+    # distributed optimizer: reduce-scatter of fp32 gradients, all-gather of weights; otherwise an all-reduce, which is both
+    distributed = config.optimizer.distributed
+    reduce = (4 if distributed else 8) * sent / link
+    gather = (ELEMENT_BYTES[config.model.dtype] if distributed else 0) * sent / link
+    exposed = minibatches * max(0.0, reduce - 2 / 3 * micro_batch if engine.overlap_grad_reduce else reduce)
+    between = max(0.0, gather - 1 / 3 * micro_batch if engine.overlap_param_gather else gather)
+    return exposed + (minibatches - 1) * between + gather

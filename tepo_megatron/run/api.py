@@ -1,0 +1,142 @@
+"""``tepo_megatron.train(…)``: a run from a script or a notebook, by the code that runs ``tepo train``.
+
+Three ways, chosen by what is there. Under torchrun this process is one rank. A world of one rank is this process itself. A
+larger one is processes of its own, started as ``tepo train`` starts them, which know functions by their names only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.loading.load import dump_resolved
+from tepo_megatron.run.output.result import TrainResult, read_result
+from tepo_megatron.run.python_args import Brought, bring
+from tepo_megatron.run.rank import run_rank
+from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, StopRequested, borrowed_stop_signals
+from tepo_megatron.runtime.rank import is_restart, speaks_first, under_torchrun
+
+if TYPE_CHECKING:
+    from tepo_megatron.config import ObjectiveConfig
+
+
+def train(
+    config: RunConfig | str | Path | Mapping[str, Any] | None = None,
+    *,
+    reward: str | Mapping[str, Any] | Callable[..., Any] | object | None = None,
+    objective: str | Mapping[str, Any] | ObjectiveConfig | None = None,
+    env: str | type | Mapping[str, Any] | None = None,
+    callbacks: Sequence[object] = (),
+    collect: str | Callable[..., Any] | None = None,
+    resume: bool | Literal["auto"] | str = False,
+    overwrite: bool = False,
+    **settings: Any,
+) -> TrainResult:
+    """Trains a model, as ``tepo train`` does, and returns what the run has left.
+
+    Args:
+        config: the path of a run's YAML, a ``RunConfig``, settings by their dotted names or sections
+            (``{"train.steps": 10}``), or None: ``settings`` alone.
+        reward: what rates a response: a function ``(problem, response) -> float``, or one of the other forms of
+            docs/rewards.md, as an object or by name; or the settings of ``reward``.
+        objective: a preset's name, or the settings of ``objective``, which may name plugins.
+        env: an environment's name, a class of one that can be imported, or the settings of ``environment``.
+        callbacks: objects that are told what the run does (``Callback``), or names as in ``train.callbacks``, beside the
+            config's.
+        collect: a generation step of your own, ``(problems, sampler) -> rollouts`` (docs/from-python.md), as an object or by
+            name.
+        resume: go on from the newest whole checkpoint of ``output`` (``"auto"``: where there is one), or from the one with this
+            name or path.
+        overwrite: remove the run that ``output`` holds.
+        settings: over ``config``: sections as mappings, or ``name``, ``output``, ``seed``.
+
+    With one rank (``engine.parallel``) the run is in this process, and ends with it: its memory, its random numbers and, in the
+    main thread, its Ctrl-C are the run's as long as it lasts. With several, ranks are started on this machine, and ``reward``
+    and callbacks must have a name that they can import. Under torchrun every rank calls, with the same arguments; rank 0's
+    functions are used, and ranks that fail end their process.
+
+    Raises:
+        ConfigError, ValueError, RuntimeError: with the sentence that ``tepo train`` prints.
+        StopRequested: a KeyboardInterrupt, after Ctrl-C, SIGTERM or SIGUSR1, when what was trained is saved.
+    """
+    brought = bring(
+        config, settings, reward=reward, objective=objective, callbacks=callbacks, collect=collect, env=env, resume=resume
+    )
+    if speaks_first() and not is_restart():
+        from tepo_megatron.run.output.run_folder import prepare_folder
+
+        prepare_folder(brought.config, overwrite=overwrite)
+    if under_torchrun():
+        _train_as_rank(brought)
+    elif brought.config.engine.parallel.world_size == 1:
+        _train_here(brought)
+    else:
+        _train_in_ranks(brought)
+    return read_result(brought.config)
+
+
+def _train_as_rank(brought: Brought) -> None:
+    """Ends the process where the rank fails or is asked to stop, as torchrun's agent expects."""
+
+    def work(config: RunConfig) -> None:
+        from tepo_megatron.run.training import train_model
+
+        train_model(config, brought.extensions)
+
+    code = run_rank(brought.config, work)
+    if code:
+        sys.exit(code)
+
+
+def _train_here(brought: Brought) -> None:
+    with _own_process(), borrowed_stop_signals():
+        from tepo_megatron.run.training import train_model
+
+        train_model(brought.config, brought.extensions)
+
+
+@contextmanager
+def _own_process() -> Iterator[None]:
+    """What a rank of a run finds, and this process has back afterwards: one thread a rank, gloo by the loopback interface."""
+    import torch
+
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in environment and not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _train_in_ranks(brought: Brought) -> None:
+    from tepo_megatron.runtime.torchrun import run_ranks
+
+    config = brought.named_everywhere()
+    if config.train.resume:
+        from tepo_megatron.run.output.resume import find_checkpoint, resumes
+        from tepo_megatron.tasks.data.builtin import resolve_model_path
+
+        if resumes(config):
+            find_checkpoint(config, resolve_model_path(config.model.path))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "run.yaml"
+        file.write_text(dump_resolved(config), encoding="utf-8")
+        code, sentence = run_ranks(["train", str(file)], config.engine.parallel.world_size, status=config.output / "status")
+    if code in (INTERRUPTED, PREEMPTED):
+        raise StopRequested(signal.SIGINT if code == INTERRUPTED else signal.SIGTERM)
+    if code:
+        raise RuntimeError(sentence)

@@ -1,0 +1,1 @@
+"""User callbacks, and how they end a run."""

@@ -1,0 +1,208 @@
+"""The figures of a run in words: one line of a step, one table of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tepo_megatron.run.display.palette import PHASE_COLOURS
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A column of ``metrics.jsonl`` as people read it; ``more_is_better`` is ``None`` where neither is."""
+
+    key: str
+    label: str
+    format: Callable[[float], str]
+    more_is_better: bool | None = None
+
+    def name(self, samples: int) -> str:
+        """The label, with k replaced by the samples per problem."""
+        return self.label.replace("@k", f"@{samples}")
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _count(value: float) -> str:
+    return f"{value:.0f}"
+
+
+FIGURES = (
+    Figure("reward/mean", "reward", _number, more_is_better=True),
+    Figure("accuracy/greedy", "greedy", _number, more_is_better=True),
+    Figure("accuracy/avg@k", "avg@k", _number, more_is_better=True),
+    Figure("accuracy/pass@k", "pass@k", _number, more_is_better=True),
+    Figure("heldout/reward_greedy", "reward, greedy", _number, more_is_better=True),
+    Figure("heldout/reward_sampled", "reward, sampled", _number, more_is_better=True),
+    Figure("entropy/mean", "entropy", _number),
+    Figure("mask/fraction", "masked", _percent),
+    Figure("grad_norm", "grad norm", _number),
+    Figure("tokens/s", "tokens/s", _count, more_is_better=True),
+)
+"""What is shown of a row, in this order; everything else is in the file."""
+
+_HELD_OUT = ("accuracy/", "heldout/")
+_SAME_AS = {"heldout/reward_greedy": "accuracy/greedy", "heldout/reward_sampled": "accuracy/avg@k"}
+"""Mean rewards, and the accuracies that they are where every reward is 0 or 1."""
+
+_FILES = {
+    "resolved.yaml": "the configuration, complete",
+    "metrics.jsonl": "one row a step",
+    "samples.jsonl": "held-out responses, to read: tepo samples",
+    "train_samples.jsonl": "responses that were trained on, to read: tepo samples --train",
+    "tokens": "values of single tokens, for tepo report",
+    "curves.png": "reward, accuracy, entropy, gradient norm, time",
+    "tensorboard": "the same numbers for TensorBoard",
+    "checkpoints": "to resume from",
+    "model": "the model, for transformers and vLLM",
+    "logs": "what the servers wrote",
+    "wandb": "the run for W&B",
+    "mlflow": "the run for MLflow",
+    "journal": "rollouts that a resumed run takes again",
+    "run.lock": "who uses the folder",
+    "rollouts": "every step's rollouts",
+    "skipped": "batches with a number that is not finite, to study",
+    "status": "heartbeats of the ranks, for tepo status",
+}
+
+
+def figures_of(row: Row) -> list[tuple[Figure, float]]:
+    """What a row has of ``FIGURES``; a mean reward that only repeats an accuracy is left out."""
+    shown = [(figure, row[figure.key]) for figure in FIGURES if row.get(figure.key) is not None]
+    return [(figure, value) for figure, value in shown if not _repeats(figure, row)]
+
+
+def _repeats(figure: Figure, row: Row) -> bool:
+    accuracy = row.get(_SAME_AS.get(figure.key, ""))
+    return accuracy is not None and abs(accuracy - row[figure.key]) < 1e-9
+
+
+def figures_line(row: Row) -> str:
+    """The step's key figures as one plain line; empty if the row has none of them (an evaluation only)."""
+    shown = [(figure, value) for figure, value in figures_of(row) if not figure.key.startswith(_HELD_OUT)]
+    parts = [f"{figure.label} {figure.format(value)}" for figure, value in shown]
+    if parts and row.get("time/step") is not None:
+        parts.append(f"{row['time/step']:.1f} s")
+    return "  ".join(parts)
+
+
+def set_figures(row: Row) -> dict[str, dict[str, Any]]:
+    """Of each evaluation set that the row has: its figures by name, such as ``greedy`` and ``maj@8``."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in row.items():
+        if key.startswith("eval/") and value is not None:
+            _, name, figure = key.split("/")
+            found.setdefault(name, {})[figure] = value
+    return found
+
+
+def set_lines(row: Row) -> list[str]:
+    """The accuracies of each evaluation set that the row has, as a plain line."""
+    lines = []
+    for name, figures in set_figures(row).items():
+        parts = [f"{figure} {value:.3f}" for figure, value in figures.items() if _is_accuracy(figure)]
+        lines.append(f"{name}: {'  '.join(parts)}")
+    return lines
+
+
+def _is_accuracy(figure: str) -> bool:
+    return figure == "greedy" or "@" in figure
+
+
+def evaluation_line(row: Row, samples: int) -> str:
+    """The held-out accuracies, and mean rewards that differ from them, as one plain line; empty if the row has none."""
+    shown = [(figure, value) for figure, value in figures_of(row) if figure.key.startswith(_HELD_OUT)]
+    return "held out: " + "  ".join(f"{f.name(samples)} {f.format(value)}" for f, value in shown) if shown else ""
+
+
+def final_table(rows: Sequence[Row], output: Path) -> RenderableType:
+    """First, best and last value of each key figure with their steps, where the time went, and the files below ``output``."""
+    table = Table(title="The run in figures", title_justify="left", title_style="bold")
+    table.add_column("")
+    for heading in ("first", "best", "last"):
+        table.add_column(heading, justify="right")
+    for figure in FIGURES:
+        series = [(row["step"], row[figure.key]) for row in rows if row.get(figure.key) is not None]
+        if any(figure is shown for row in rows for shown, _ in figures_of(row)):
+            best = max(series, key=lambda point: point[1]) if figure.more_is_better else None
+            table.add_row(figure.label, *(_cell(figure, point) for point in (series[0], best, series[-1])))
+    for key in dict.fromkeys(key for row in rows for key in row if key.startswith("eval/")):
+        name, kind = key.split("/")[1:]
+        series = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        if _is_accuracy(kind) and series:
+            shown = Figure(key, f"{name} {kind}", _number, more_is_better=True)
+            best = max(series, key=lambda point: point[1])
+            table.add_row(shown.label, *(_cell(shown, point) for point in (series[0], best, series[-1])))
+    parts: list[RenderableType] = [table]
+    if split := mean_time_split(rows):
+        parts.append(_time_table(split, idle_line(rows)))
+    return Group(*parts, *_files(output))
+
+
+def mean_time_split(rows: Sequence[Row]) -> dict[str, float]:
+    """Seconds per step of each phase, ``other`` and ``step``, as a mean over the rows from step 1 on."""
+    timed = [row for row in rows if row["step"] > 0 and row.get("time/step") is not None]
+    names = (*PHASE_COLOURS, "step")
+    return {name: sum(row.get(f"time/{name}") or 0.0 for row in timed) / len(timed) for name in names} if timed else {}
+
+
+def idle_line(rows: Sequence[Row]) -> str:
+    """How much of the steps' time, without evaluations, trainer and servers had nothing to do; empty where no row says."""
+    timed = [row for row in rows if row["step"] > 0 and row.get("idle/trainer") is not None]
+    seconds = [max(row["time/step"] - (row.get("time/eval") or 0.0), 0.0) for row in timed]
+    if not sum(seconds):
+        return ""
+    shares = (
+        sum(row[f"idle/{side}"] * weight for row, weight in zip(timed, seconds, strict=True)) / sum(seconds)
+        for side in ("trainer", "servers")
+    )
+    return "idle: trainer {:.0%}, servers {:.0%}".format(*shares)
+
+
+def duration(seconds: float) -> str:
+    """``12.3 s``, ``4:05`` or ``1:02:03``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _cell(figure: Figure, point: tuple[int, float] | None) -> str:
+    return f"{figure.format(point[1])} [dim]({point[0]})[/]" if point else "–"
+
+
+def _time_table(split: Mapping[str, float], caption: str) -> Table:
+    table = Table(title="Seconds per step (mean)", title_justify="left", title_style="bold")
+    table.caption, table.caption_justify = caption or None, "left"
+    for name in split:
+        table.add_column(name, justify="right", header_style=PHASE_COLOURS.get(name, "bold"))
+    table.add_row(*(f"{seconds:.2f}" for seconds in split.values()))
+    table.add_row(*(f"[dim]{100 * seconds / max(split['step'], 1e-9):.0f} %[/]" for seconds in split.values()))
+    return table
+
+
+def _files(output: Path) -> list[Text]:
+    """A line for each file, folded where the terminal is narrow: a path that is cut cannot be copied."""
+    paths = sorted(output.iterdir()) if output.is_dir() else []
+    shown = {path: f"{path}/" if path.is_dir() else str(path) for path in paths}
+    width = max(map(len, shown.values()), default=0)
+    return [
+        Text.assemble(name.ljust(width + 2), (_FILES.get(path.name, ""), "dim"), overflow="fold")
+        for path, name in shown.items()
+    ]

@@ -1,0 +1,241 @@
+"""The algorithm, as every rank runs it. Rank 0 drives: its ``Driver`` alone talks to servers, verifiers and files."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.run.driver import Driver
+from tepo_megatron.run.metrics.summary import summarize
+from tepo_megatron.run.output.resume import newest_whole
+from tepo_megatron.run.step.graceful_stop import Leaving
+from tepo_megatron.run.step.minibatches import mark_recorded, minibatches, trained_sequences
+from tepo_megatron.run.step.nonfinite_updates import SkippedUpdates, describe
+from tepo_megatron.run.step.placement import takes_turns
+from tepo_megatron.run.step.rollback import Rollback
+from tepo_megatron.runtime.preemption import StopRequested
+from tepo_megatron.sampler.fleet.canary import due_prompt
+
+if TYPE_CHECKING:
+    from tepo_megatron.run.weights import WeightPublisher
+    from tepo_megatron.trainer.megatron.engine import Engine
+
+T = TypeVar("T")
+
+
+@dataclass
+class Loop:
+    """One run, from ``step`` completed steps to ``config.train.steps``."""
+
+    config: RunConfig
+    engine: Engine
+    driver: Driver
+    publisher: WeightPublisher
+    step: int = 0
+    updates_sent: int = 0
+    """Weight updates that reached every server; one that a server's death repeated counts once."""
+    skipped: SkippedUpdates = field(init=False)
+    rollback: Rollback = field(init=False)
+    leaving: Leaving = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.leaving = Leaving(saved_step=self.step)
+        self.leaving.signals.at_risk = lambda: self.leaving.at_risk(self.step)
+        allowed = self.config.train.max_skipped
+        self.skipped = SkippedUpdates(allowed, self.driver.keep_skipped, self.engine.broadcast_from_root)
+        self.rollback = Rollback(self.config.train.rollback)
+
+    def run(self) -> None:
+        """Every rank calls. Afterwards the trainer has its GPUs, and everything on them.
+
+        Raises StopRequested on every rank after a signal, once what was trained since the last checkpoint is saved.
+        """
+        try:
+            self.run_steps()
+        except StopRequested as stop:
+            self.save_before_leaving(stop)
+            raise
+
+    def run_steps(self) -> None:
+        driver, engine = self.driver, self.engine
+        engine.offload()
+        self.from_root(driver.wait_until_ready)
+        self.update_weights()
+        # A first row is missing at the start of a run, and where it ended between a checkpoint and its row.
+        if not self.from_root(lambda: driver.has_logged(self.step)):
+            self.evaluate()
+            driver.log(self.step, {})
+        while self.from_root(lambda: driver.goes_on(self.step)):
+            self.train_step()
+        self.finish_save()
+        self.onload_trainer()
+        if self.step > self.leaving.saved_step:  # a callback ended the run
+            self.save()
+            self.finish_save()
+
+    def train_step(self) -> None:
+        """Sample, reward, score, update K times, save if due, update the servers' weights, evaluate if due."""
+        driver, engine = self.driver, self.engine
+        rollouts = self.with_servers(lambda: driver.collect(self.step))
+        with driver.phase("score"):
+            self.onload_trainer()
+            batch = mark_recorded(engine.batch_from_root(rollouts), self.config.log, self.step + 1)
+            noise = engine.measure_noise(batch) if self.noise_is_due() else {}
+            # Mini-batches first: each is scored in the very micro-batches of its update, so that rounding, which depends on a
+            # token's place in its micro-batch, cancels in ratios and in differences of entropies (decision 012).
+            parts = minibatches(batch, self.config.train.minibatches, seed=self.config.seed, step=self.step)
+            scored = [engine.score(part) for part in parts]
+            driver.check_rollouts(self.step, scored)
+        self.from_root(lambda: None, unless=self.leaving.update_fits)  # a step whose updates are too long is dropped
+        with driver.phase("update"), self.leaving.timed_update():
+            updates = [engine.update(part, last=at == len(scored)) for at, part in enumerate(scored, start=1)]
+            trained = trained_sequences(batch)
+            self.skipped.check(self.step, updates, lambda: describe(updates, trained, seed=self.config.seed, step=self.step))
+        self.finish_save(wait=False)
+        row = {**summarize(batch, updates), **noise, **self.leaving.take_save_times()}
+        reason = self.rollback.reason(row)
+        if reason and self.go_back(reason):
+            return
+        self.step += 1
+        row |= engine.memory() | engine.take_routing_metrics()
+        driver.note_step(self.step, row, scored, updates)
+        self.save_if_due()
+        self.from_root(lambda: None)
+        self.update_weights()
+        self.evaluate()
+        driver.log(self.step, row)
+
+    def go_back(self, reason: str) -> bool:
+        """Trainer and servers get the weights of the newest whole checkpoint again, and the run goes on from its step with
+        other prompts; not where there is no checkpoint yet. Raises RuntimeError where none is whole, or it was done too often.
+        """
+        self.finish_save()
+        found = newest_whole(self.config, self.engine, reason)
+        if found is None:
+            self.driver.message(
+                f"step {self.step + 1}: {reason}, but there is no checkpoint yet to go back to; the run goes on"
+            )
+            return False
+        self.rollback.count(reason)
+        undone = self.step + 1
+        self.step = self.leaving.saved_step = self.engine.checkpoints.load(found.folder, checked=dict(found.state))["step"]
+        self.driver.go_back(found, f"step {undone}: {reason}; back to {found.folder}, with other prompts")
+        self.update_weights()
+        return True
+
+    def update_weights(self) -> None:
+        """The servers' weights become the trainer's, and a canary shows that they do; every later rollout carries their
+        version. A server that dies under it is revived, and gets them too. GPUs that both use are the servers' afterwards.
+        """
+        while not self.try_update_weights():
+            continue
+        self.updates_sent += 1
+
+    def try_update_weights(self) -> bool:
+        """Whether all servers have the weights and sample; not if one died under it, which has been revived."""
+        driver, engine = self.driver, self.engine
+        with driver.phase("sync"):
+            engine.onload_weights_only()
+            died = driver.update_weights(engine.weights.version(self.step), self.publisher)
+            scored = self.score_canary()
+            engine.offload()
+            if self.from_root(lambda: driver.revive_or_wake(died)):
+                return False
+            return scored is None or self.canary_agrees(*scored)
+
+    def score_canary(self) -> tuple[Sequence[int], Sequence[float]] | None:
+        """The canary prompt and the trainer's log-probs of its tokens but the first, where they are due."""
+        # By the step, so that a resumed run checks, and logs, after the same steps; and servers that have just started, always.
+        sync = self.step if self.updates_sent else 0
+        prompt = due_prompt(self.config, self.engine.spec, sync=sync)
+        return None if prompt is None else (prompt, self.engine.prompt_logprobs(prompt))
+
+    def canary_agrees(self, prompt: Sequence[int], logprobs: Sequence[float]) -> bool:
+        """The servers score the prompt too; a difference stops the run. False if a server died under it."""
+        driver = self.driver
+        return not self.from_root(lambda: driver.run_or_revive(lambda: driver.check_canary(self.step, prompt, logprobs))[1])
+
+    def onload_trainer(self) -> None:
+        """Servers on the trainer's GPUs sleep, and what it needs for training is onloaded. Elsewhere it is there anyway."""
+        self.from_root(self.driver.sleep_servers)
+        self.engine.onload()
+
+    def noise_is_due(self) -> bool:
+        every = self.config.engine.noise_every
+        return bool(every) and self.step % every == 0
+
+    def evaluate(self) -> None:
+        """Where it is due."""
+        if self.config.evaluate.any_due(self.step, self.config.train.steps):
+            self.with_servers(lambda: self.driver.evaluate(self.step))
+
+    def save_if_due(self) -> None:
+        """Right after an update, while the GPUs are the trainer's, and before a server can end the run."""
+        config = self.config.train
+        by_count = self.step == config.steps or (config.save_every and self.step % config.save_every == 0)
+        if by_count or self.from_root(lambda: self.leaving.save_is_due(config.save_minutes)):
+            self.save()
+
+    def save(self) -> None:
+        """Training goes on beside it with ``train.async_save``; until ``finish_save`` it counts as not saved."""
+        self.finish_save()
+        folder, background = self.config.output / "checkpoints", self.config.train.async_save
+        self.engine.checkpoints.begin(folder, step=self.step, state=self.driver.state(), background=background)
+        if not background:
+            self.finish_save()
+
+    def finish_save(self, *, wait: bool = True) -> None:
+        """Gives a checkpoint that was begun its name. Nothing where there is none, or ``wait`` is false and it is still being
+        written.
+        """
+        saved = self.engine.checkpoints.finish(wait=wait)
+        if saved is not None:
+            self.leaving.saved(saved.step, stage_s=saved.stage_s, write_s=saved.write_s, waited_s=saved.waited_s)
+
+    def save_before_leaving(self, stop: StopRequested) -> None:
+        """Saves what was trained since the last checkpoint. A step that was begun is dropped: its problems are drawn again."""
+        self.finish_save()
+        driver, engine, found = self.driver, self.engine, self.leaving.saved_step
+        driver.drop_step(self.step)
+        if self.step > found:
+            if takes_turns(self.config):
+                driver.close()  # the GPUs are the servers', who are not needed again
+                engine.broadcast_from_root(None)  # the others wait for that
+            engine.onload()
+            self.save()
+            self.finish_save()
+        driver.message(self.leaving.describe(stop, saved=self.step > found))
+
+    def with_servers(self, work: Callable[[], T | None]) -> T | None:
+        """Rank 0 does the work; if a server died under it, it is revived, all ranks update its weights, and the work is
+        repeated. Other ranks get None.
+        """
+        results: list[T | None] = []
+
+        def attempt() -> bool:
+            result, stale = self.driver.run_or_revive(work)
+            results.append(result)
+            return stale
+
+        while self.from_root(attempt):
+            self.update_weights()
+        return results[-1]
+
+    def from_root(self, work: Callable[[], T], *, unless: Callable[[], bool] = bool) -> T | None:
+        """What ``work`` returns on rank 0, on every rank: anything that JSON carries. Every rank calls and works.
+
+        A safe point: if a signal has asked rank 0 to stop, also in the middle of its work, every rank raises StopRequested;
+        ``unless`` says on rank 0 that it should go on to the next safe point.
+        """
+        answer: T | None = None
+        with contextlib.suppress(StopRequested):  # rank 0 says so to all
+            answer = work()
+        requested = self.leaving.signals.requested
+        stop = None if requested is None or unless() else int(requested)
+        agreed: list[Any] = self.engine.broadcast_from_root([stop, answer])
+        if agreed[0] is not None:
+            raise StopRequested(agreed[0])
+        return agreed[1]

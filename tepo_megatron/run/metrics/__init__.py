@@ -1,0 +1,1 @@
+"""The figures of a step and of its tokens."""

@@ -1,0 +1,166 @@
+"""What a run measures: one row a step on disk, and where the step's time went."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tepo_megatron.run.loggers.events import EventsFile
+from tepo_megatron.runtime.log_file import Failed, LogFile, raise_error, read_lines, replace_text
+
+PHASES = ("rollout", "reward", "journal", "score", "update", "sync", "eval")
+"""The phases of a step that ``Stopwatch`` knows, in the order in which they happen."""
+
+
+class MetricsWriter:
+    """Appends the rows of a run to ``<output>/metrics.jsonl`` and, if asked, to TensorBoard events in ``<output>/tensorboard``.
+
+    Rank 0 only. A row is one line, written at once: a reader finds it whole or not at all. Numbers that are not finite become
+    ``null``. A last line that a crash cut off is removed when the file is opened again. Where a file cannot be written,
+    ``failed`` is told, and what it lacks is written with the next row.
+    """
+
+    def __init__(self, output: Path, tensorboard: bool, failed: Failed = raise_error) -> None:
+        output.mkdir(parents=True, exist_ok=True)
+        self._path = output / "metrics.jsonl"
+        self._file = LogFile(self._path, failed)
+        self._failed = failed
+        self.last_step: int | None = None
+        """The step of the last row."""
+        self.cut = False
+        """Whether a last line that a crash had cut off was removed."""
+        self._events_folder = output / "tensorboard" if tensorboard else None
+        self._events: EventsFile | None = None
+        self._path.touch()
+        rows, self.cut = _read_rows(self._path)
+        self._rewrite(rows)
+
+    @property
+    def waiting(self) -> int:
+        """How many rows could not be written yet."""
+        return self._file.waiting
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Appends one row; ``step`` is put first, and is also the step of the TensorBoard scalars, whose tags are the keys."""
+        finite = {key: _finite(value) for key, value in row.items() if key != "step"}
+        # One write of a whole line: a crash cuts a line off, and never mixes two.
+        self._file.append((json.dumps({"step": step, **finite}) + "\n").encode())
+        self.last_step = step
+        events = self._open_events()
+        if events is not None:
+            events.add_scalars(step, {key: value for key, value in finite.items() if value is not None})
+
+    def truncate_after(self, step: int) -> None:
+        """Drops the rows beyond ``step``, from which a run is resumed; TensorBoard hides its events from there on."""
+        self._rewrite([row for row in read_metrics(self._path) if row["step"] <= step] if self._path.exists() else [])
+        self._events = None
+        events = self._open_events()
+        if events is not None:
+            events.hide_from(step + 1)
+
+    def close(self) -> None:
+        """Tries once more to write what could not be written."""
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+        self.last_step = rows[-1]["step"] if rows else None
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        if self._path.exists() and self._path.read_bytes() != text.encode():
+            replace_text(self._path, text)
+
+    def _open_events(self) -> EventsFile | None:
+        if self._events is None and self._events_folder is not None:
+            self._events = EventsFile(self._events_folder, self._failed)
+        return self._events
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a ``metrics.jsonl``, in file order; a last line without its end, cut off by a crash, is left out.
+
+    Raises:
+        ValueError: a line that is not a JSON object with an integer ``step``.
+    """
+    return _read_rows(path)[0]
+
+
+def _read_rows(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """The rows, and whether a last line was cut off."""
+    lines, cut = read_lines(path)
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not a row of metrics: {error}; remove the line") from error
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise ValueError(f"{path}:{number}: not a row of metrics: an object with an integer 'step' was expected")
+        rows.append(row)
+    return rows, cut
+
+
+class Stopwatch:
+    """Splits the wall time of a step into phases.
+
+    Phases exclude each other: a phase that is opened inside another one stops the outer clock until it ends. What no phase
+    covers is ``other``. ``clock`` gives seconds and never goes back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._open: list[str] = []
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._start = self._mark = clock()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The time spent inside goes to ``name``, one of ``PHASES``; a ``ValueError`` for any other."""
+        if name not in self._seconds:
+            raise ValueError(f"phase {name!r} is not known; known phases: {', '.join(PHASES)}")
+        self._charge()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._open.pop()
+
+    def elapsed(self) -> float:
+        """Seconds since the last :meth:`split`, or the start."""
+        return self._clock() - self._start
+
+    def split(self) -> dict[str, float]:
+        """Seconds since the last call (or the start) as ``time/<phase>``, ``time/other``, ``time/step``; starts anew."""
+        now = self._charge()
+        step = now - self._start
+        split = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+        # The sum of the parts can pass the whole by rounding.
+        split["time/other"] = max(0.0, step - sum(self._seconds.values()))
+        split["time/step"] = step
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._start = now
+        return split
+
+    def _charge(self) -> float:
+        """Gives the time since the last mark to the innermost open phase."""
+        now = self._clock()
+        if self._open:
+            self._seconds[self._open[-1]] += now - self._mark
+        self._mark = now
+        return now
+
+
+def _finite(value: float) -> float | int | None:
+    number = value if isinstance(value, int) else float(value)
+    return number if math.isfinite(number) else None

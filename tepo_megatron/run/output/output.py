@@ -1,0 +1,236 @@
+"""The output folder of a run, and what is shown of it while it grows. Rank 0 only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.loading.load import dump_resolved
+from tepo_megatron.run.display.figures import final_table
+from tepo_megatron.run.display.lost_time import fault_lines
+from tepo_megatron.run.display.plots import plot_curves
+from tepo_megatron.run.display.progress import Progress
+from tepo_megatron.run.loggers.client import Ending
+from tepo_megatron.run.loggers.installed import check_installed
+from tepo_megatron.run.loggers.loggers import Loggers
+from tepo_megatron.run.metrics.metrics import MetricsWriter, read_metrics
+from tepo_megatron.run.metrics.token_file import FOLDER, TokenSamples
+from tepo_megatron.run.metrics.token_log import TokenLog
+from tepo_megatron.run.output.resume import resumes
+from tepo_megatron.run.output.run_folder import check_no_run, forget_start, unwritable_is_a_sentence
+from tepo_megatron.runtime.log_file import LogFile, parse_samples, read_lines, replace_text
+from tepo_megatron.runtime.preemption import stop_signals
+from tepo_megatron.runtime.run_lock import RunLock
+
+OF_CHOSEN_TOKENS = ("mask/fraction", "kl/masked", "entropy/delta_masked", "entropy/delta_unmasked")
+"""Columns that only an objective that singles out tokens has: a mask that is not there masks nothing, not 0 %."""
+
+
+class Output:
+    """Writes ``resolved.yaml`` at once, a row of metrics a step, samples per evaluation, and at the end the picture.
+
+    Holds the folder's lock until :meth:`close`. A file that cannot be written does not end the run: that is said once, counted
+    in the rows (``log/failed``), and what it lacks is written with the next row.
+    """
+
+    def __init__(self, config: RunConfig, progress: Progress) -> None:
+        """Raises ValueError if the folder cannot be written, another run uses it, it holds a run that this one does not resume,
+        files of the one that it resumes are damaged, or the package of a logger is not installed.
+        """
+        check_installed(config.log)
+        self.folder = config.output
+        self.progress = progress
+        self._finished = False
+        self._config = config
+        self.resumes = False
+        """Whether the run goes on from a checkpoint."""
+        self._failures = 0
+        self._said: set[Path] = set()
+        self._samples = LogFile(self.folder / "samples.jsonl", self.write_failed)
+        self._train_samples = LogFile(self.folder / "train_samples.jsonl", self.write_failed)
+        self._tokens = TokenLog(self.folder, self.write_failed)
+        self._lock = RunLock(self.folder)
+        with unwritable_is_a_sentence(self.folder):
+            left_behind = self._lock.take()
+            try:
+                check_no_run(config)
+                self.resumes = self._begins_at_checkpoint()
+                self._metrics = self._open_files()
+                self._loggers = Loggers(config, self.message, self._count_failures)
+            except BaseException:
+                self._lock.release()
+                raise
+        progress.start(config)
+        if left_behind is not None:
+            self.message(f"{self.folder} was left locked by {left_behind}, which is gone")
+        cuts = {self.folder / "metrics.jsonl": self._metrics.cut, **self._samples_cut}
+        for path, cut in cuts.items():
+            if cut:
+                self.message(f"{path}: its last line was cut off when the run ended, and is dropped")
+
+    def _begins_at_checkpoint(self) -> bool:
+        """With ``resume = auto`` and no checkpoint the run begins anew, and what one before has logged is put aside."""
+        if self._config.train.resume == "auto" and not resumes(self._config):
+            _put_aside(self.folder)
+        return resumes(self._config)
+
+    def _open_files(self) -> MetricsWriter:
+        if not self.resumes:  # a resumed run writes it when the checkpoint has been accepted
+            forget_start(self.folder)
+            (self.folder / "resolved.yaml").write_text(dump_resolved(self._config))
+        self._samples_cut = {file.path: _read_samples(file.path)[1] for file in (self._samples, self._train_samples)}
+        return MetricsWriter(self.folder, self._config.log.tensorboard, self.write_failed)
+
+    @property
+    def last_step(self) -> int | None:
+        """The step of the last row of metrics."""
+        return self._metrics.last_step
+
+    def resume_from(self, step: int) -> float:
+        """Forgets what was logged beyond the checkpoint, and samples of an evaluation that has no row. Returns the seconds of
+        the steps that are forgotten, and done again.
+        """
+        with unwritable_is_a_sentence(self.folder):
+            rows = read_metrics(self.folder / "metrics.jsonl")
+            forgotten = sum(row.get("time/step") or 0.0 for row in rows if row["step"] > step)
+            self._metrics.truncate_after(step)
+            logged = -1 if self.last_step is None else self.last_step
+            for file in (self._samples, self._train_samples):
+                samples, cut = _read_samples(file.path)
+                kept = [line for line, of in samples if of <= logged]
+                if cut or len(kept) < len(samples):
+                    replace_text(file.path, "".join(line + "\n" for line in kept))
+            self._tokens.forget_after(step)
+        return forgotten
+
+    def message(self, text: str) -> None:
+        self.progress.message(text)
+
+    def write_row(self, step: int, row: Mapping[str, float]) -> dict[str, float]:
+        """Returns what is written. Raises RuntimeError if another run has taken the folder over."""
+        self._make_again_if_removed()
+        self._loggers.take_reports()
+        failures, self._failures = self._failures, 0
+        if not self._config.objective.chooses_tokens:
+            row = {name: value for name, value in row.items() if name not in OF_CHOSEN_TOKENS}
+        written = {"step": step, **row, "log/failed": float(failures)}
+        self._metrics.write(step, written)
+        self._loggers.row_written()
+        self.progress.step(step, row)
+        return written
+
+    def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Appends an evaluation's readable responses to ``samples.jsonl``."""
+        self._samples.append(_as_lines(step, samples))
+
+    def write_train_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Appends readable responses that a step trains on to ``train_samples.jsonl``."""
+        self._train_samples.append(_as_lines(step, samples))
+
+    def write_tokens(self, samples: TokenSamples) -> None:
+        """Writes the token values of a step to a file of its own; one of the same step is replaced."""
+        self._tokens.write(samples)
+
+    def _count_failures(self, count: int) -> None:
+        self._failures += count
+
+    def write_failed(self, path: Path, error: OSError) -> None:
+        """Counts a file of logs that could not be written; the first time for each folder it is said."""
+        self._failures += 1
+        if path.parent not in self._said:
+            self._said.add(path.parent)
+            self.message(
+                f"{path} cannot be written: {error.strerror or error}. The run goes on; what is missing is written as soon as "
+                "it can be (log/failed counts the attempts)"
+            )
+
+    def finish(self) -> None:
+        """Draws ``curves.png`` and shows the final table, and what went wrong where something did."""
+        self.progress.close()
+        self._metrics.close()
+        self._samples.flush()
+        self._train_samples.flush()
+        self._tokens.flush()
+        metrics = self.folder / "metrics.jsonl"
+        if self._metrics.waiting:
+            self.message(f"{self._metrics.waiting} rows of {metrics} could not be written to the end, and are lost")
+        from rich.console import Console
+
+        self._finished = True
+        # In a pipe there is no width to fit into: paths are better whole than cut.
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        try:
+            rows = read_metrics(metrics)
+            plot_curves(metrics, self.folder / "curves.png", self._config.name)
+            console.print(final_table(rows, self.folder))
+            for line in fault_lines(rows):
+                console.print(f"  {line}", highlight=False)
+        except (OSError, ValueError) as error:
+            self.message(f"the run is complete, but its picture and table could not be made: {error}")
+
+    def close(self) -> None:
+        """At the end, or after a failure: the terminal is given back, the files are complete up to the last row, loggers
+        have it or are given up; what went wrong before a failure is said.
+        """
+        signals = stop_signals()
+        ending: Ending = "finished" if self._finished else "failed" if signals.requested is None else "stopped"
+        metrics = self.folder / "metrics.jsonl"
+        if not self._finished and metrics.exists():
+            self._finished = True
+            with contextlib.suppress(OSError, ValueError):  # the folder is gone, or damaged: what ends the run says more
+                for line in fault_lines(read_metrics(metrics)):
+                    self.progress.message(f"  {line}")
+        self.progress.close()
+        self._metrics.close()
+        # A run that was asked to stop keeps a second for what is left of its end.
+        self._loggers.close(ending, max(0.0, signals.seconds_left() - 1))
+        self._lock.release()
+
+    def _make_again_if_removed(self) -> None:
+        """A folder that was removed under the run is made anew: the next checkpoint is worth more than what is lost."""
+        if self._lock.is_there():
+            return
+        resolved = self.folder / "resolved.yaml"
+        what = f"the lock of {self.folder}" if resolved.exists() else f"{self.folder}, with all that it held,"
+        try:
+            self._lock.release()
+            self._lock.take()
+            resolved.write_text(dump_resolved(self._config))
+        except OSError as error:
+            self.write_failed(self.folder, error)
+        else:
+            self.message(f"{what} was removed while the run went on; it is made again")
+
+
+def _as_lines(step: int, samples: Iterable[Mapping[str, Any]]) -> bytes:
+    lines = "".join(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples)
+    return lines.encode("utf-8", errors="backslashreplace")
+
+
+def _read_samples(path: Path) -> tuple[list[tuple[str, int]], bool]:
+    """The lines with their steps, and whether a last one was cut off. Raises ValueError with the line that is no sample."""
+    if not path.exists():
+        return [], False
+    lines, cut = read_lines(path)
+    samples = []
+    for number, (line, row) in enumerate(zip(lines, parse_samples(path, lines), strict=True), start=1):
+        if not isinstance(row.get("step"), int):
+            raise ValueError(f"{path}:{number}: not a sample: an integer 'step' was expected; remove the line")
+        samples.append((line, row["step"]))
+    return samples, cut
+
+
+def _put_aside(folder: Path) -> None:
+    """Keeps what a run logged that left no checkpoint: ``metrics.jsonl`` becomes ``metrics.before-1.jsonl``, then 2; ``tokens``
+    becomes ``tokens.before-1``."""
+    number = 1 + len(list(folder.glob("metrics.before-*.jsonl")))
+    for name in ("metrics", "samples", "train_samples"):
+        if (folder / f"{name}.jsonl").exists():
+            (folder / f"{name}.jsonl").rename(folder / f"{name}.before-{number}.jsonl")
+    if (folder / FOLDER).exists():
+        (folder / FOLDER).rename(folder / f"{FOLDER}.before-{number}")

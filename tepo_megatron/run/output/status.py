@@ -1,0 +1,134 @@
+"""What a run does now, or how it ended, read from its output folder: also of a running one, from another process or machine."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tepo_megatron.run.display.figures import duration, evaluation_line, figures_line, set_figures, set_lines
+from tepo_megatron.run.display.lost_time import fault_lines
+from tepo_megatron.run.metrics.metrics import read_metrics
+from tepo_megatron.runtime.watch.heartbeat import Record, read_records
+from tepo_megatron.runtime.watch.processes import STOPPED, process_state
+
+SILENT_S = 60.0
+"""A rank on another machine that has said nothing for so long may be gone."""
+
+_RECENT = 10
+"""Steps whose mean time the estimate of what is left takes."""
+
+
+def run_status(output: Path, *, now: float | None = None) -> tuple[list[str], bool]:
+    """Lines for a person, and whether the run goes on. Raises ValueError where the folder holds no run."""
+    resolved = output / "resolved.yaml"
+    if not resolved.is_file():
+        raise ValueError(f"{output} holds no run: it has no resolved.yaml; give the output folder of tepo train")
+    config = yaml.safe_load(resolved.read_text(encoding="utf-8"))
+    metrics = output / "metrics.jsonl"
+    rows = read_metrics(metrics) if metrics.is_file() else []
+    records = read_records(output / "status")
+    now = time.time() if now is None else now
+    root = next((record for record in records if record.rank == 0), None)
+    goes_on = root is not None and not root.ended and _is_there(root, now)
+    lines = [f"{config['name']}: {_head(root, rows, config, now, goes_on)}"]
+    if goes_on and root is not None:
+        lines += _roles(root, records, now)
+    lines += _figures(rows, config)
+    lines += [f"  fault    {line}" for line in fault_lines(rows)]
+    lines += [f"  report   {path}" for path in sorted((output / "logs").glob("hang-*.txt"))]
+    return lines, goes_on
+
+
+def status_record(output: Path, *, now: float | None = None) -> dict[str, Any]:
+    """The same for tools, as values of JSON: whether it runs, its ranks as they said last, the newest rows, and faults."""
+    lines, goes_on = run_status(output, now=now)
+    config = yaml.safe_load((output / "resolved.yaml").read_text(encoding="utf-8"))
+    metrics = output / "metrics.jsonl"
+    rows = read_metrics(metrics) if metrics.is_file() else []
+    evaluated = [row for row in rows if evaluation_line(row, 1) or set_lines(row)]
+    records = sorted(read_records(output / "status"), key=lambda record: record.rank)
+    return {
+        "name": config["name"],
+        "runs": goes_on,
+        "said": lines[0],
+        "step": rows[-1]["step"] if rows else 0,
+        "steps": config["train"]["steps"],
+        "ranks": [asdict(record) for record in records],
+        "last_row": rows[-1] if rows else None,
+        "last_evaluation": evaluated[-1] if evaluated else None,
+        "faults": fault_lines(rows),
+        "reports": [str(path) for path in sorted((output / "logs").glob("hang-*.txt"))],
+    }
+
+
+def _head(root: Record | None, rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any], now: float, goes_on: bool) -> str:
+    steps = config["train"]["steps"]
+    done = rows[-1]["step"] if rows else 0
+    count = f"step {done} of {steps}"
+    if root is None:
+        return f"ended at {count}, or of a version that says no more; nothing in {config['output']}/status"
+    if root.ended:
+        return f"ended at {count} {_ago(now - root.time)}: {root.ended}"
+    if not goes_on:
+        doing = f"in phase {root.phase}, {_ago(now - root.time)}"
+        return f"ended at {count} without a last word (killed?), {doing}; go on with --resume"
+    seconds = [row["time/step"] for row in rows if row["step"] and row.get("time/step") is not None][-_RECENT:]
+    left = f", about {duration(sum(seconds) / len(seconds) * (steps - done))} left" if seconds else ""
+    return f"runs, {count} done{left}"
+
+
+def _roles(root: Record, records: Sequence[Record], now: float) -> list[str]:
+    lines = [f"  phase    {root.phase} for {duration(now - root.since)}{_count(root)}"]
+    for record in sorted(records, key=lambda record: record.rank):
+        waits = f", waits for {record.waits_for}" if record.waits_for else ""
+        lines.append(
+            f"  rank {record.rank:<4}{record.phase}{waits}; last move {_ago(now - record.moved_at)}"
+            f" on {record.host}, process {record.pid}{_trouble(record, now)}"
+        )
+    servers = root.facts.get("servers", [])
+    lines += [f"  server   {server}" for server in servers]
+    if workers := root.facts.get("reward_workers"):
+        lines.append(f"  rewards  {workers} workers, {'at work' if root.phase == 'reward' else 'waiting for responses'}")
+    return lines
+
+
+def _figures(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[str]:
+    trained = [row for row in rows if figures_line(row)]
+    evaluated = [row for row in rows if evaluation_line(row, 1)]
+    lines = [f"  step {trained[-1]['step']:<4}{figures_line(trained[-1])}"] if trained else []
+    if evaluated:
+        lines.append(f"  step {evaluated[-1]['step']:<4}{evaluation_line(evaluated[-1], config['evaluate']['samples'])}")
+    newest = {name: (row["step"], line) for row in rows for name, line in zip(set_figures(row), set_lines(row), strict=True)}
+    lines += [f"  step {step:<4}{line}" for step, line in newest.values()]
+    return lines
+
+
+def _count(record: Record) -> str:
+    return f", {record.done} of {record.total} done" if record.total else ""
+
+
+def _is_there(record: Record, now: float) -> bool:
+    """Whether the process lives, as far as can be known from here."""
+    if record.host == socket.gethostname() and (state := process_state(record.pid)) is not None:
+        return state.alive and state.started == record.started
+    return record.host != socket.gethostname() and now - record.time < SILENT_S
+
+
+def _trouble(record: Record, now: float) -> str:
+    if record.host == socket.gethostname():
+        state = process_state(record.pid)
+        if state is None or not state.alive or state.started != record.started:
+            return ": GONE"
+        return ": STOPPED (state T)" if state.letter == STOPPED else ""
+    silent = now - record.time
+    return f": SILENT for {duration(silent)}" if silent > SILENT_S else ""
+
+
+def _ago(seconds: float) -> str:
+    return f"{duration(max(0.0, seconds))} ago"

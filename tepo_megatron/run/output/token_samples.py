@@ -1,0 +1,119 @@
+"""The token values of a step's responses, from its rollouts, scores and updates (``log.token_samples``). Rank 0 only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tepo_megatron.config import LogConfig
+from tepo_megatron.core.types import Batch, Problem, Rollout
+from tepo_megatron.run.metrics.token_file import TokenPrompt, TokenSamples
+from tepo_megatron.run.step.minibatches import recorded_places
+from tepo_megatron.tasks.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tepo_megatron.run.output.output import Output
+    from tepo_megatron.trainer.megatron.step.step import UpdateResult
+
+Values = NDArray[Any]
+
+
+class TokenRecorder:
+    """Writes the token values of the steps that are recorded. Rank 0 only."""
+
+    def __init__(self, log: LogConfig, problems: Mapping[str, Problem], tokenizer: Tokenizer, output: Output) -> None:
+        """``problems`` by their id."""
+        self._log, self._problems, self._tokenizer, self._output = log, problems, tokenizer, output
+
+    def record(self, step: int, rollouts: Sequence[Rollout], parts: Sequence[Batch], updates: Sequence[UpdateResult]) -> None:
+        """Nothing where the step is not recorded. ``step``: as its row is numbered; ``rollouts``: all that the step trained on,
+        in its batch's order; ``parts``: its mini-batches, scored, of the batch that ``mark_recorded`` marked; ``updates``: what
+        came of each.
+        """
+        if self._log.records_tokens(step):
+            self._output.write_tokens(self.samples(step, rollouts, parts, updates))
+
+    def samples(
+        self, step: int, rollouts: Sequence[Rollout], parts: Sequence[Batch], updates: Sequence[UpdateResult]
+    ) -> TokenSamples:
+        """What :meth:`record` writes."""
+        places = recorded_places([rollout.group for rollout in rollouts], self._log.token_samples)
+        chosen = [rollouts[place] for place in places]
+        found: dict[int, dict[str, Values]] = {}
+        for number, (part, update) in enumerate(zip(parts, updates, strict=True), start=1):
+            found |= _values_of(part, update, number)
+        arrays = [_response(rollout, found.get(place)) for place, rollout in zip(places, chosen, strict=True)]
+        first_of = {rollout.group: rollout for rollout in reversed(chosen)}
+        groups = sorted(first_of)
+        return TokenSamples(
+            step=step,
+            prompts=tuple(self._prompt(first_of[group]) for group in groups),
+            pieces={
+                token: self._tokenizer.piece(token) for token in sorted({int(i) for each in chosen for i in each.response_ids})
+            },
+            prompt=np.array([groups.index(rollout.group) for rollout in chosen], dtype=np.int32),
+            **{name: np.concatenate([each[name] for each in arrays]) for name in arrays[0]},
+        )
+
+    def _prompt(self, rollout: Rollout) -> TokenPrompt:
+        problem = self._problems.get(rollout.problem_id)
+        text = self._tokenizer.show(rollout.prompt_ids.tolist())
+        if problem is None:
+            return TokenPrompt(text, None, problem=rollout.problem_id)
+        return TokenPrompt(text, problem.answer, problem.source, problem.id)
+
+
+_OF_THE_TRAINER = ("logprob_trainer", "logprob_update", "entropy", "entropy_change", "advantage", "ratio", "masked")
+
+
+def _values_of(part: Batch, update: UpdateResult, number: int) -> dict[int, dict[str, Values]]:
+    """Of each recorded sequence of a mini-batch, by its number in the step: values of the *labels* of all its tokens, by name,
+    NaN outside the loss mask; and ``update``, the mini-batch's number.
+    """
+    assert part.recorded_S is not None
+    assert part.advantages_S is not None
+    assert part.old_logprobs_T is not None
+    assert part.old_entropy_T is not None
+    recorded_S, index_T = part.recorded_S >= 0, part.sequence_index_T
+    at_R = recorded_S[index_T].nonzero()[:, 0]
+    values = {
+        "logprob_trainer": part.old_logprobs_T[at_R],
+        "entropy": part.old_entropy_T[at_R],
+        "advantage": part.advantages_S[index_T[at_R]],
+        **update.token_values,
+    }
+    mask_R = part.loss_mask_T[at_R]
+    arrays = {name: torch.where(mask_R, value_R.float(), torch.nan).cpu().numpy() for name, value_R in values.items()}
+    places, lengths = part.recorded_S[recorded_S].tolist(), part.lengths_S[recorded_S].tolist()
+    starts = np.cumsum([0, *lengths]).tolist()
+    return {
+        place: {"update": np.array([number]), **{name: array[start : start + length] for name, array in arrays.items()}}
+        for place, start, length in zip(places, starts, lengths, strict=False)
+    }
+
+
+def _response(rollout: Rollout, trained: Mapping[str, Values] | None) -> dict[str, Values]:
+    """The arrays of one response. ``trained``: what :func:`_values_of` found; None where no mini-batch had it."""
+    length, trained = rollout.response_ids.size, trained or {}
+    labels = slice(rollout.prompt_ids.size - 1, rollout.prompt_ids.size - 1 + length)
+    unknown = np.full(length, np.nan, dtype=np.float32)
+    values = {name: trained[name][labels] if name in trained else unknown for name in _OF_THE_TRAINER}
+    own = np.ones(length, dtype=np.bool_) if rollout.loss_mask is None else rollout.loss_mask
+    starts, versions = zip(*rollout.versions, strict=True)
+    return {
+        **values,
+        "masked": values["masked"] == 1,
+        "lengths": np.array([length], dtype=np.int32),
+        "group": np.array([rollout.group], dtype=np.int32),
+        "update": trained.get("update", np.array([0])).astype(np.int32),
+        "reward": np.array([rollout.reward], dtype=np.float32),
+        "truncated": np.array([rollout.finish_reason == "length"]),
+        "ids": rollout.response_ids,
+        "loss_mask": own,
+        "version": np.repeat([version.step for version in versions], np.diff([*starts, length])).astype(np.int32),
+        "logprob_sampler": np.where(own, rollout.sampler_logprobs, np.float32(np.nan)),
+    }

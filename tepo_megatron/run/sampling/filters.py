@@ -1,0 +1,90 @@
+"""Filters of dynamic sampling: small functions that say whether a group of responses is trained on.
+
+A filter takes the rollouts of one group that have a reward, at least one, and returns whether to keep the group. It sees the
+verifier's rewards; what ``rollout.overlong`` takes off comes later, so that lengths alone make no variance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import cast
+
+from tepo_megatron.config.filter_groups import FilterGroupsConfig
+from tepo_megatron.core.types import Rollout
+from tepo_megatron.runtime.user_code import load_user_code
+
+GroupFilter = Callable[[Sequence[Rollout]], bool]
+
+NO_REWARD = "no_reward"
+"""The cause of a group of which fewer than two responses have a reward; it is no filter that one names."""
+
+
+def zero_variance(group: Sequence[Rollout]) -> bool:
+    """Keeps a group whose rewards differ: of equal ones every advantage is 0 (DAPO, "dynamic sampling")."""
+    return len({rollout.reward for rollout in group}) > 1
+
+
+def too_long(group: Sequence[Rollout], *, max_truncated: float) -> bool:
+    """Keeps a group of whose responses at most this share was cut at ``rollout.sampling.max_new_tokens``."""
+    return sum(rollout.finish_reason == "length" for rollout in group) <= max_truncated * len(group)
+
+
+def reward_range(group: Sequence[Rollout], *, low: float, high: float) -> bool:
+    """Keeps a group whose mean reward is from ``low`` to ``high``."""
+    mean = sum(rollout.reward or 0.0 for rollout in group) / len(group)
+    return low <= mean <= high
+
+
+def load_filters(config: FilterGroupsConfig | None) -> dict[str, GroupFilter]:
+    """The filters of a run by their names, in the order in which they are asked; none without a section.
+
+    Raises ValueError for a function of the user's that cannot be imported.
+    """
+    if config is None:
+        return {}
+    built_in: dict[str, GroupFilter] = {"zero_variance": zero_variance}
+    if config.max_truncated is not None:
+        built_in["too_long"] = partial(too_long, max_truncated=config.max_truncated)
+    if config.reward_range is not None:
+        built_in["reward_range"] = partial(reward_range, low=config.reward_range[0], high=config.reward_range[1])
+    return {_short(name): built_in.get(name) or _load(name) for name in config.filters}
+
+
+def refused_by(filters: Mapping[str, GroupFilter], group: Sequence[Rollout]) -> str | None:
+    """The name of the first filter that refuses a group, or ``NO_REWARD``; None where it is kept.
+
+    Raises RuntimeError where a filter raises, or answers something else than a boolean.
+    """
+    rewarded = [rollout for rollout in group if rollout.reward is not None]
+    if len(rewarded) < min(2, len(group)):
+        return NO_REWARD
+    for name, keeps in filters.items():
+        try:
+            kept = keeps(rewarded)
+        except Exception as error:
+            raise RuntimeError(
+                f"the filter {name} (rollout.filter_groups.filters) raised {type(error).__name__} on the group of problem "
+                f"{group[0].problem_id!r}: {error}"
+            ) from error
+        if not isinstance(kept, bool):
+            raise RuntimeError(
+                f"the filter {name} (rollout.filter_groups.filters) returned {kept!r} for the group of problem "
+                f"{group[0].problem_id!r}; return True to keep it, or False"
+            )
+        if not kept:
+            return name
+    return None
+
+
+def _short(name: str) -> str:
+    """What a filter is called in metrics: a function's own name."""
+    return name.rpartition(":")[2]
+
+
+def _load(name: str) -> GroupFilter:
+    what = f"rollout.filter_groups.filters: {name}"
+    function = load_user_code(name, what)
+    if not callable(function):
+        raise ValueError(f"{what} cannot be loaded: it is {type(function).__name__}, no function")
+    return cast(GroupFilter, function)

@@ -1,0 +1,268 @@
+"""What a run reads, checked before anything is started or written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tepo_megatron.config import LoraConfig, RewardConfig, RunConfig
+from tepo_megatron.core.types import Problem, Rollout
+from tepo_megatron.run.callbacks.callbacks import check_callbacks
+from tepo_megatron.run.output.resume import find_checkpoint, resumes
+from tepo_megatron.run.sampling.filters import load_filters
+from tepo_megatron.run.sampling.staleness import most_stale
+from tepo_megatron.run.step.memory_check import check_fits
+from tepo_megatron.run.step.placement import check_placement, this_machine, trains_on_gpus
+from tepo_megatron.sampler.rollout_file import read_rollouts, record_path
+from tepo_megatron.sampler.rollout_file_checks import check_rollouts
+from tepo_megatron.sampler.vllm.server.parallelism_check import check_head_size, check_server_split
+from tepo_megatron.sampler.vllm.server.quantization import check_quantization
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.served_tokenizer import check_served_tokenizer
+from tepo_megatron.tasks.data.sources import TOO_LONG, Prompt, Source, read_sources
+from tepo_megatron.tasks.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from tepo_megatron.tasks.environments.calls import resolve_environment
+from tepo_megatron.tasks.environments.episode_prompts import opening_of
+from tepo_megatron.tasks.evaluate.sets import EvaluationSet, load_sets
+from tepo_megatron.tasks.reward.by_source import reward_configs
+from tepo_megatron.tasks.reward.verifiers import check_reachable, resolve_verifier
+from tepo_megatron.trainer.checkpoints.folder import checkpoints, step_of
+from tepo_megatron.trainer.megatron.checkpoint.plugins import check_plugins
+from tepo_megatron.trainer.megatron.optimizer.reduced_states import check_states
+from tepo_megatron.weights.architecture import ModelSpec, read_model_spec
+from tepo_megatron.weights.expert_routes import rollout_fault
+from tepo_megatron.weights.layouts import check_balance, check_recompute, check_trainer_split, tensor_shapes
+from tepo_megatron.weights.layouts.adapters import adapted_tensors, adapter_shapes
+from tepo_megatron.weights.storage.convert import check_imported
+from tepo_megatron.weights.storage.peft_folder import check_peft_folder
+from tepo_megatron.weights.storage.stored import open_weights
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Model folder and shape, tokenizer and problems. ``left_out`` says which source has how many problems that are not used,
+    and why; ``sets`` are those that are evaluated beside ``heldout``.
+    """
+
+    model_dir: Path
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    train: list[Problem]
+    heldout: list[Problem]
+    left_out: list[str]
+    sets: Sequence[EvaluationSet] = ()
+
+
+def check_model(config: RunConfig) -> Path:
+    """The model folder, after checking that it is whole and fits the parallel layouts of trainer and servers and the memory
+    of the GPUs, that ``model.shards`` was made of it, and that there is a checkpoint of this run if one is to be resumed from.
+    Every rank calls.
+    """
+    model_dir = resolve_model_path(config.model.path)
+    layout = config.engine.parallel
+    machine = this_machine()
+    check_placement(config, machine)
+    if resumes(config) and int(os.environ.get("RANK", 0)) == 0:  # the ranks agree on it when they have their groups
+        find_checkpoint(config, model_dir)
+    spec = read_model_spec(model_dir)
+    check_trainer_split(spec, layout)
+    on_gpu = trains_on_gpus(config, machine)
+    check_recompute(spec, config.engine.recomputed, transformer_engine=on_gpu and config.engine.layers != "local")
+    check_balance(spec, config.engine.moe_balance.kind)
+    if config.rollout.server.max_model_len is not None:
+        spec.check_length(config.rollout.server.max_model_len, "rollout.server.max_model_len")
+    if config.rollout.server.routing_replay and spec.experts is None:
+        raise ValueError(
+            f"rollout.server.routing_replay = true replays the choice of experts, and {spec.architecture} has none; leave it "
+            "out"
+        )
+    if config.rollout.replay is None:
+        check_server_split(config.rollout.server, spec)
+    if config.model.shards is not None:
+        check_imported(config.model.shards, model_dir)
+    if config.model.lora is not None:
+        check_adapters(config.model.lora, spec)
+    if config.engine.head == "fused" and not spec.tied_embeddings:
+        _check_head(config.model.shards or model_dir)
+    check_states(config.optimizer, on_gpu=on_gpu)
+    check_fits(config, spec, machine)
+    return model_dir
+
+
+def _check_head(folder: Path) -> None:
+    """Refuses a folder without the one matrix that a fused head multiplies with."""
+    held = open_weights(folder).boxes
+    if "lm_head.weight" not in held:
+        raise ValueError(
+            f"engine.head = fused, but {folder} has no lm_head.weight to fuse, and config.json does not tie the head to the "
+            "embedding; give a model with a head (a reward or embedding model has none)"
+        )
+    if "lm_head.bias" in held:
+        raise ValueError(
+            f"engine.head = fused has no place for a bias, and {folder} has lm_head.bias; give a model whose head has none"
+        )
+
+
+def check_adapters(lora: LoraConfig, spec: ModelSpec) -> None:
+    """Raises ValueError for target modules that the model does not have, for a folder of other adapters, and for experts'
+    adapters that servers would have to compute.
+    """
+    shapes = tensor_shapes(spec)
+    wanted = adapter_shapes(shapes, adapted_tensors(shapes, lora.target_modules), lora.rank)
+    if lora.serve == "adapter" and spec.experts is not None:
+        raise ValueError(
+            "model.lora.serve = adapter is for dense models, and this one has experts; set model.lora.serve = merged"
+        )
+    if lora.path is not None:
+        check_peft_folder(lora.path, wanted, rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora)
+
+
+def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False) -> Inputs:
+    """Tokenizer and problems, each checked against the model; no process is started and nothing is written. ``has_reward``: the
+    verifier is an object that the run was given, and no name.
+
+    Raises ValueError for whatever the user can correct: an unknown verifier, a tokenizer of another model, a damaged file, a
+    prompt that leaves no room for a response, replayed rollouts that are not there, a quantization that this machine's servers
+    cannot do.
+    """
+    config.require_data()
+    check_plugins(config)
+    tokenizer = load_tokenizer(model_dir)
+    check_tokenizer(tokenizer, model_dir)
+    if config.environment is not None:
+        resolve_environment(config.environment.name)
+        opening_of(config.environment, tokenizer)
+    rewards = reward_configs(config.reward, config.data)
+    if has_reward or config.environment is not None:
+        del rewards[""]
+    for reward in rewards.values():
+        resolve_verifier(reward.verifier)
+    load_filters(config.rollout.filter_groups)
+    check_callbacks(config)
+    replay = config.rollout.replay
+    if replay is not None and not replay.is_dir():
+        raise ValueError(f"rollout.replay = {replay} is not a folder; give one that a run with rollout.record=true has written")
+    if replay is None and config.rollout.server.placement != "external":
+        check_quantization(config.rollout.server.quantization)
+    spec = read_model_spec(model_dir)
+    if replay is None and config.rollout.server.placement != "external":
+        check_head_size(spec, on_gpu=this_machine().gpus > 0)
+    if replay is not None:
+        _check_replay(config, spec)
+    train = read_sources(config.data, "train", tokenizer)
+    heldout: list[Source] = []
+    evaluate = config.evaluate
+    if evaluate.every and config.data.heldout is not None:
+        heldout = read_sources(config.data, "heldout", tokenizer)
+    left_out = [notice for source in (*train, *heldout) for notice in source.notices]
+    if replay is None:
+        left_out += _unsolvable(rewards, train)
+    if config.servers_need_tokenizer and replay is None:
+        texts = (text for source in train for each in source.used for text in (each.prompt, each.answer))
+        check_served_tokenizer(tokenizer, model_dir, texts)
+    _check_room(config, spec, [prompt for source in (*train, *heldout) for prompt in source.prompts if prompt.left_out is None])
+    sets = load_sets(config, tokenizer, [name for name in evaluate.sets if evaluate.every_of(name)] if replay is None else ())
+    for each in sets:
+        check_set_room(config, spec, each)
+    left_out += [f"{each.name}: {each.left_out} left out, {TOO_LONG}" for each in sets if each.left_out]
+    return Inputs(model_dir, spec, tokenizer, _problems(train), _problems(heldout), left_out, sets)
+
+
+def _unsolvable(rewards: Mapping[str, RewardConfig], sources: Sequence[Source]) -> list[str]:
+    """A notice for each source some of whose problems no response can solve. Raises ValueError where it is all of them."""
+    found = []
+    for source in sources:
+        reward = rewards.get(source.name) or rewards.get("")
+        if reward is not None and (lost := check_reachable(reward.verifier, source.used)):
+            found.append(f"{source.path}: {lost} problems whose own answer {reward.verifier} refuses: no response solves them")
+    return found
+
+
+def _problems(sources: Sequence[Source]) -> list[Problem]:
+    return [problem for source in sources for problem in source.used]
+
+
+def read_replay(config: RunConfig, vocab_size: int, step: int) -> list[Rollout]:
+    """A step's rollouts, from ``rollout.replay``. ValueError with file and line where they cannot be trained on."""
+    folder, rollout = config.rollout.replay, config.rollout
+    assert folder is not None, "the run samples its rollouts"
+    found = read_rollouts(folder, step)
+    prompts, samples = rollout.prompts_per_step, rollout.samples_per_prompt
+    path, stalest = record_path(folder, step), most_stale(config, step)
+    check_rollouts(path, found, step=step, prompts=prompts, samples=samples, vocab_size=vocab_size, stalest=stalest)
+    return found
+
+
+def _check_replay(config: RunConfig, spec: ModelSpec) -> None:
+    """A record of every step that the run has left, and the first one whole. The others are checked when they are read."""
+    folder, first = config.rollout.replay, 0
+    assert folder is not None, "the run samples its rollouts"
+    saved = checkpoints(config.output / "checkpoints")
+    if config.train.resume and saved:
+        first = step_of(saved[-1])
+    missing = [step for step in range(first, config.train.steps) if not record_path(folder, step).is_file()]
+    if missing:
+        raise ValueError(
+            f"rollout.replay = {folder} has no record of step {missing[0]} ({record_path(folder, missing[0]).name}), and "
+            f"{len(missing)} of the steps {first} to {config.train.steps - 1} are missing; lower train.steps, or record them"
+        )
+    if first < config.train.steps:
+        rollouts = read_replay(config, spec.vocab_size, first)
+        check_replayed_routes(config, spec, rollouts, first)
+        check_replayed_masks(config, rollouts, first)
+
+
+def check_replayed_masks(config: RunConfig, rollouts: Sequence[Rollout], step: int) -> None:
+    """Raises ValueError with file and line where tokens are scored among those that could have been drawn, and a rollout does
+    not name them.
+    """
+    folder = config.rollout.replay
+    assert folder is not None, "the run samples its rollouts"
+    for line, rollout in enumerate(rollouts if config.rollout.sampling.truncates else (), start=2):
+        if rollout.sampling_mask is None:
+            raise ValueError(
+                f"{record_path(folder, step)}, line {line}: the rollout has no sampling mask, but rollout.sampling.top_k says "
+                "that its tokens were drawn from a part of the vocabulary; record the steps again with these settings, or "
+                "leave top_k, top_p, min_p and bad_words out if they were drawn from all of it"
+            )
+
+
+def check_replayed_routes(config: RunConfig, spec: ModelSpec, rollouts: Sequence[Rollout], step: int) -> None:
+    """Raises ValueError with file and line where experts are to be replayed and a rollout has no record of this model's."""
+    folder = config.rollout.replay
+    assert folder is not None, "the run samples its rollouts"
+    for line, rollout in enumerate(rollouts if config.rollout.server.routing_replay else (), start=2):
+        if fault := rollout_fault(rollout, spec):
+            raise ValueError(
+                f"{record_path(folder, step)}, line {line}: the rollout {fault}; record the steps again with "
+                "rollout.server.routing_replay = true, or leave it out"
+            )
+
+
+def check_set_room(config: RunConfig, spec: ModelSpec, of: EvaluationSet) -> None:
+    """Raises ValueError where the model has no room for the longest prompt of an evaluation set and its response."""
+    limit = config.rollout.server.max_model_len or spec.max_positions
+    longest, problem = max((len(prompt), problem.id) for prompt, problem in zip(of.prompts, of.problems, strict=True))
+    if longest + of.max_new_tokens > limit:
+        raise ValueError(
+            f"evaluate.sets.{of.name}: the prompt of problem {problem!r} ({longest} tokens) and {of.max_new_tokens} new tokens "
+            f"exceed the {limit} tokens that the model takes; set evaluate.sets.{of.name}.sampling.max_new_tokens to "
+            f"{max(1, limit - longest)} or less"
+        )
+
+
+def _check_room(config: RunConfig, spec: ModelSpec, prompts: Sequence[Prompt]) -> None:
+    limit = config.rollout.server.max_model_len or spec.max_positions
+    longest = max(prompts, key=lambda prompt: prompt.tokens)
+    new = config.rollout.sampling.max_new_tokens
+    if longest.tokens + new > limit:
+        bound = "" if config.rollout.server.max_model_len is None else " (rollout.server.max_model_len)"
+        advice = f"lower max_new_tokens to {max(1, limit - longest.tokens)} or less"
+        if new < limit:  # else no prompt is short enough
+            advice += f", or set data.max_prompt_tokens={limit - new}"
+        raise ValueError(
+            f"the prompt of problem {longest.problem.id!r} ({longest.tokens} tokens) and rollout.sampling.max_new_tokens = "
+            f"{new} exceed the {limit} tokens that the model takes{bound}; {advice}"
+        )

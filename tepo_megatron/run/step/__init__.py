@@ -1,0 +1,1 @@
+"""What surrounds a step: mini-batches, skipped updates, rollback, placement."""

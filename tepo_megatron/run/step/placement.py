@@ -1,0 +1,148 @@
+"""Where servers run relative to the trainer's GPUs, and how weights get there: decided and refused before anything starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.sampler.vllm.server.resources import available_cores, cores_of, worker_cores
+from tepo_megatron.weights.transfer.transport import TransportName
+from tepo_megatron.weights.transfer.transports import find_transport
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the decisions depend on: GPUs that torch sees here, NCCL in torch, ranks of the trainer here and in all."""
+
+    gpus: int
+    has_nccl: bool
+    local_ranks: int
+    ranks: int
+
+
+def this_machine() -> Machine:
+    """As torch and torchrun's variables say."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return Machine(torch.cuda.device_count(), dist.is_nccl_available(), local, ranks)
+
+
+def trains_on_gpus(config: RunConfig, machine: Machine) -> bool:
+    """Whether the trainer runs on GPUs here."""
+    return config.engine.platform != "cpu" and machine.gpus > 0
+
+
+def trainer_threads(config: RunConfig, machine: Machine, cores: Sequence[int]) -> int | None:
+    """Torch's threads in each rank, by ``engine.cpu_threads``; ``cores``: those that this process may use. None where torch's
+    own number stays.
+    """
+    wanted = config.engine.cpu_threads
+    if wanted is None or trains_on_gpus(config, machine):
+        return None
+    if wanted != "auto":
+        return wanted
+    server = config.rollout.server
+    # Phases that alternate have all cores each; phases that overlap share them.
+    beside = config.train.schedule == "overlap" and server.placement == "local" and config.rollout.replay is None
+    taken = cores_of(worker_cores(server, server.count), cores) if beside else set()
+    return max(1, len(set(cores) - taken) // machine.local_ranks)
+
+
+def set_threads(config: RunConfig) -> None:
+    """Gives this rank its threads. Called before the engine is made, on every rank."""
+    threads = trainer_threads(config, this_machine(), available_cores())
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def choose_transport(config: RunConfig, machine: Machine) -> TransportName:
+    """The transport that ``rollout.server.transport`` means here; ``auto`` is decided."""
+    server = config.rollout.server
+    if server.transport != "auto":
+        return server.transport
+    if not trains_on_gpus(config, machine):
+        return "gloo"
+    if server.placement == "colocated":
+        return "ipc"
+    return "nccl" if machine.has_nccl else "gloo"
+
+
+def first_server_gpu(config: RunConfig, machine: Machine) -> int:
+    """The first GPU of the servers that the trainer starts: they share its GPUs, or use those behind them."""
+    if config.rollout.server.placement == "colocated" or not trains_on_gpus(config, machine):
+        return 0
+    return machine.local_ranks
+
+
+def takes_turns(config: RunConfig) -> bool:
+    """Whether trainer and servers are on the same GPUs, so that only one of them can have its memory there at a time."""
+    return config.rollout.server.placement == "colocated" and config.rollout.replay is None
+
+
+def shared_gpus(config: RunConfig) -> dict[int, int]:
+    """Worker, numbered over all servers → the trainer rank on the same GPU."""
+    server = config.rollout.server
+    return {worker: worker for worker in range(server.tp * server.count)} if server.placement == "colocated" else {}
+
+
+def check_placement(config: RunConfig, machine: Machine) -> None:
+    """Raises ValueError where this machine cannot do what ``rollout.server`` and ``engine`` say."""
+    if config.rollout.replay is not None:
+        return
+    server = config.rollout.server
+    on_gpus = trains_on_gpus(config, machine)
+    if config.engine.cpu_threads is not None and on_gpus:
+        raise ValueError(
+            f"engine.cpu_threads = {config.engine.cpu_threads} acts where the trainer runs on a CPU, and it runs on GPUs here; "
+            "leave it out"
+        )
+    if server.transport != "auto" and find_transport(server.transport).requires_gpu and not on_gpus:
+        raise ValueError(
+            f"rollout.server.transport = {server.transport} moves weights between GPUs, and {_no_gpus(config, machine)}; set "
+            "it to gloo, or auto"
+        )
+    if server.transport == "nccl" and not machine.has_nccl:
+        raise ValueError(
+            f"rollout.server.transport = nccl, but torch {torch.__version__} has no NCCL; install a CUDA build of torch, or "
+            "set it to gloo"
+        )
+    if server.placement == "colocated":
+        _check_colocated(config, machine)
+    elif server.placement == "local" and on_gpus:
+        wanted = machine.local_ranks + server.tp * server.count
+        if wanted > machine.gpus:
+            raise ValueError(
+                f"the trainer uses {machine.local_ranks} GPUs and the servers (rollout.server.tp × count) "
+                f"{server.tp * server.count} others, but this machine has {machine.gpus}; share them with "
+                "rollout.server.placement = colocated, or use fewer ranks or servers"
+            )
+
+
+def _check_colocated(config: RunConfig, machine: Machine) -> None:
+    server = config.rollout.server
+    if not trains_on_gpus(config, machine):
+        raise ValueError(
+            f"rollout.server.placement = colocated shares GPUs between trainer and servers, and {_no_gpus(config, machine)}; "
+            "set it to local"
+        )
+    if machine.local_ranks != machine.ranks:
+        raise ValueError(
+            f"rollout.server.placement = colocated starts the servers from rank 0, on its machine, but {machine.ranks} ranks "
+            f"run on several machines ({machine.local_ranks} here); use placement = external there"
+        )
+    if server.tp * server.count > machine.ranks:
+        raise ValueError(
+            f"rollout.server.tp × count = {server.tp} × {server.count} workers do not fit on the GPUs of {machine.ranks} "
+            "trainer ranks, one on each, as placement = colocated puts them; lower tp or count"
+        )
+
+
+def _no_gpus(config: RunConfig, machine: Machine) -> str:
+    if config.engine.platform == "cpu":
+        return "engine.platform = cpu"
+    return f"torch {torch.__version__} sees {machine.gpus} GPUs here"

@@ -1,0 +1,133 @@
+"""A training run, as torchrun starts it on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import warnings
+from functools import partial
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.run.callbacks.callbacks import Callbacks, make_callbacks
+from tepo_megatron.run.callbacks.extensions import NO_EXTENSIONS, Extensions
+from tepo_megatron.run.callbacks.stop import RunInfo
+from tepo_megatron.run.display.progress import make_progress
+from tepo_megatron.run.driver import Driver, NonRootDriver
+from tepo_megatron.run.loop import Loop
+from tepo_megatron.run.metrics.metrics import read_metrics
+from tepo_megatron.run.output.output import Output
+from tepo_megatron.run.output.resume import accept, messages, resume
+from tepo_megatron.run.rank0 import RootDriver
+from tepo_megatron.run.sampling.custom_rollout import load_collect
+from tepo_megatron.run.sampling.inputs import check_model, read_inputs
+from tepo_megatron.run.sampling.step_rewards import ready_pool
+from tepo_megatron.run.step.heartbeat_limits import make_heartbeat, told_at_the_end
+from tepo_megatron.run.step.placement import set_threads, takes_turns
+from tepo_megatron.run.weights import WeightPublisher
+from tepo_megatron.runtime.preemption import STOP_SIGNALS, stop_signals
+from tepo_megatron.runtime.rank import report_before_leaving
+from tepo_megatron.tasks.environments.pool import open_pool
+from tepo_megatron.tasks.evaluate.evaluations import VerifierPools
+from tepo_megatron.trainer.checkpoints.folder import checkpoint_name
+from tepo_megatron.trainer.megatron.platform.connections import set_connections, set_interface
+
+
+def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> None:
+    """Trains to ``config.train.steps``, or to where a callback ends it, and leaves checkpoint, exported model, metrics and
+    picture in ``config.output``. ``extensions`` are rank 0's.
+
+    Every rank of the torchrun world calls (or one process, for a world of 1). Raises ValueError for what the user can correct,
+    before servers and model are made wherever that is possible; on any way out, servers and workers are ended. Raises
+    StopRequested after a signal that ``rank.run_rank`` handles, when what was trained has been saved.
+    """
+    signals = stop_signals()
+    set_interface(config.rollout.server.interface)
+    set_connections(config.engine.parallel)  # before the servers' side or the engine look for GPUs
+    set_threads(config)
+    is_root = int(os.environ.get("RANK", 0)) == 0
+    _end_non_root_ranks_promptly(is_root)
+    model_dir = check_model(config)
+    # Unwound in reverse: the engine leaves its groups first, then servers and verifiers end, and the files are closed last.
+    with contextlib.ExitStack() as stack:
+        output: Output | None = None
+        callbacks = Callbacks(())
+        heartbeat = make_heartbeat(config)
+        stack.enter_context(told_at_the_end(heartbeat))
+        driver: Driver = NonRootDriver(heartbeat)
+        if is_root:
+            inputs = read_inputs(config, model_dir, has_reward=extensions.reward is not None)
+            callbacks = Callbacks(make_callbacks(config, extensions.callbacks))
+            collect = load_collect(config, extensions.collect)
+            open_rewards = partial(open_pool, config, inputs.tokenizer, inputs.spec, extensions.reward)
+            pool = ready_pool(config, inputs.train, open_pool=open_rewards)  # before anything is written
+            stack.callback(pool.close)
+            pools = stack.enter_context(VerifierPools(config, inputs.sets, pool))
+            output = Output(config, make_progress(config.log))
+            stack.callback(output.close)
+            signals.say = output.message
+            heartbeat.start()
+            for notice in inputs.left_out:
+                output.message(notice)
+            if pool.notice is not None:
+                output.message(pool.notice)
+            callbacks.say = output.message
+            driver = RootDriver(config, inputs, output, heartbeat, pool, pools, callbacks, collect)
+            stack.callback(driver.close)
+        _silence_upstream()
+        # Megatron-Core takes seconds to import; the servers are coming up meanwhile.
+        from tepo_megatron.trainer.megatron.engine import Engine
+
+        engine = Engine(config, model_dir, shares_gpus=takes_turns(config), heartbeat=heartbeat)
+        stack.callback(engine.close)
+        stack.push(report_before_leaving)
+        fleet = driver.fleet if isinstance(driver, RootDriver) else None
+        loop = Loop(config, engine, driver, WeightPublisher(config, engine.weights, fleet))
+        # Ranks may see a shared disk differently: rank 0 has looked.
+        if engine.broadcast_from_root(output is not None and output.resumes):
+            _resume(loop, driver, output)
+        _begin(callbacks, loop)
+        signals.defer()
+        loop.run()
+        callbacks.raise_failure(saved_step=loop.leaving.saved_step)
+        engine.weights.export(config.output / "model")
+        engine.weights.export_adapters(config.output / "adapter")
+        callbacks.tell("on_run_end", loop.step, loop.step)
+        if output is not None:
+            output.finish()
+        callbacks.raise_failure(saved_step=loop.leaving.saved_step)
+
+
+def _resume(loop: Loop, driver: Driver, output: Output | None) -> None:
+    found = resume(loop.config, loop.engine)
+    loop.step = loop.leaving.saved_step = found.step
+    loop.updates_sent = found.step  # one a step, so that canaries are due when they would have been
+    if isinstance(driver, RootDriver) and output is not None:
+        driver.lost.add("lost/resume", output.resume_from(loop.step))
+        driver.restore(found.state)
+        for sentence in [*messages(loop.config, found), *accept(loop.config, found)]:
+            output.message(sentence)
+
+
+def _begin(callbacks: Callbacks, loop: Loop) -> None:
+    """On rank 0; the others have no callbacks."""
+    if callbacks.callbacks:
+        output = loop.config.output
+        folder = output / "checkpoints"
+        loop.leaving.on_saved = lambda step: callbacks.tell("on_checkpoint", step, step, folder / checkpoint_name(step))
+        callbacks.begin(RunInfo(loop.config, loop.step, read_metrics(output / "metrics.jsonl")))
+
+
+def _silence_upstream() -> None:
+    """Hides warnings of Megatron and torch that no user of this package can act on (missing apex, renamed collectives)."""
+    for module in (r"megatron\.", r"torch\.distributed\.c10d_logger", r"torch\.distributed\.distributed_c10d"):
+        warnings.filterwarnings("ignore", module=module)
+
+
+def _end_non_root_ranks_promptly(is_root: bool) -> None:
+    """Before the loop rank 0 unwinds on a signal, so that servers end. The others have nothing to end, and waiting in a
+    collective would keep them from noticing. In the loop all go to the next safe point together.
+    """
+    if not is_root:
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)

@@ -1,0 +1,202 @@
+"""What a server leaves when it is killed, its temporary folder and names in /dev/shm: recorded while it lives, then removed.
+
+vLLM, torch and Python's multiprocessing unlink their sockets, shared memory and semaphores when they end in an orderly way. A
+killed process does not. The supervisor, which outlives its server, gives it a temporary folder of its own, and writes there
+which names in /dev/shm the server's processes have mapped. Where the supervisor is killed too, whoever ends or starts a server
+next removes what is left (:func:`sweep`). Nothing is removed that was there before, that another user owns, or that a living
+process still maps or has open.
+
+Without Linux's /proc only the folder is removed, by the supervisor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from uuid import uuid4
+
+from tepo_megatron.runtime.temporary import PREFIX, PROC, folder_name, place, started
+
+SHM = Path("/dev/shm")  # noqa: S108
+_LONGEST_BASE = 107 - len("/tepo-01abcd-1234567-1234567890") - len(f"/{uuid4()}")
+_RECORD = "shm"
+_LOOKS = 3
+"""A name is looked up in the memory maps of the server's processes so often: one that none of them maps is another's."""
+
+
+class Scratch:
+    """The temporary folder and the shared memory of the process group that the calling process leads.
+
+    Made before the group's other processes; the folder's name says which process made it, so that :func:`sweep` knows whether
+    it is still in use.
+    """
+
+    def __init__(self, base: Path | None = None) -> None:
+        """Raises OSError where no folder can be made in ``base``, by default the system's temporary folder."""
+        base = base or temporary_folder()
+        self.folder = base / folder_name()
+        self.folder.mkdir(mode=0o700)
+        self._looks = dict.fromkeys(_names(), _LOOKS)
+        self._recorded: dict[str, int] = {}
+        self._written = 0
+
+    def environment(self) -> dict[str, str]:
+        """Where processes put their temporary files, for all who read it: Python, vLLM's sockets, C libraries.
+
+        vLLM's processes unpickle what comes by these sockets; nobody else may enter the folder.
+        """
+        return dict.fromkeys(("TMPDIR", "TMP", "TEMP", "VLLM_RPC_BASE_PATH"), str(self.folder))
+
+    def record(self) -> None:
+        """Write down the names in /dev/shm that have appeared and that the group's processes use. Cheap if there are none."""
+        new = {name: inode for name in _names() if self._looks.get(name, 0) < _LOOKS and (inode := _own_inode(SHM / name))}
+        if not new:
+            return
+        used = _used_inodes(group_members(os.getpgrp()))
+        for name, inode in new.items():
+            self._looks[name] = _LOOKS if inode in used else self._looks.get(name, 0) + 1
+        self._recorded |= {name: inode for name, inode in new.items() if inode in used}
+        self._write()
+
+    def _write(self) -> None:
+        lines = [json.dumps(entry) + "\n" for entry in self._recorded.items()]
+        if len(lines) > self._written:
+            with suppress(OSError), (self.folder / _RECORD).open("a", encoding="utf-8") as file:
+                # On a full disk the record is in this process alone; the server goes on.
+                file.writelines(lines[self._written :])
+                self._written = len(lines)
+
+    def remove(self) -> None:
+        """Remove the folder, and what was recorded. To be called when the group's other processes have ended."""
+        _remove(self.folder, self._recorded)
+
+
+def temporary_folder() -> Path:
+    """The system's temporary folder; /tmp where that is too long: a socket's path below ours may have 107 characters."""
+    found = Path(tempfile.gettempdir())
+    return found if len(os.fsencode(found)) <= _LONGEST_BASE else Path("/tmp")  # noqa: S108
+
+
+def sweep(base: Path | None = None) -> list[Path]:
+    """Remove what killed servers and trainers of this user have left on this machine, and return their folders.
+
+    A folder is in use as long as the process that made it, another one of its group, or one whose environment names it lives.
+    """
+    if not PROC.exists():
+        return []
+    base = base or temporary_folder()
+    removed = []
+    for folder in base.glob(f"{PREFIX}-{place()}-*"):
+        with suppress(FileNotFoundError):  # another sweeps too
+            if _is_own_folder(folder) and not _in_use(folder):
+                _remove(folder, _read_record(folder / _RECORD))
+                removed.append(folder)
+    return removed
+
+
+def group_members(group: int) -> list[int]:
+    """The processes of a process group that still run, where the system tells."""
+    found = []
+    for entry in PROC.glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, _, number = entry.read_text(errors="replace").rpartition(")")[2].split()[:3]
+            if int(number) == group and state not in "ZX":
+                found.append(int(entry.parent.name))
+    return found
+
+
+def _remove(folder: Path, recorded: Mapping[str, int]) -> None:
+    """Shared memory first: the record of it is in the folder."""
+    present = {name for name, inode in recorded.items() if _own_inode(SHM / name) == inode}
+    still_used = _used_inodes(_own_processes()) if present else set()
+    for name in present:
+        if recorded[name] not in still_used:
+            with suppress(FileNotFoundError):
+                (SHM / name).unlink()
+    shutil.rmtree(folder, ignore_errors=True)  # what cannot be removed now is left to the next sweep
+
+
+def _read_record(path: Path) -> dict[str, int]:
+    found: dict[str, int] = {}
+    with suppress(FileNotFoundError):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):  # the supervisor was killed in the middle of it
+                name, inode = json.loads(line)
+                found[name] = inode
+    return found
+
+
+def _names() -> list[str]:
+    try:
+        return os.listdir(SHM)
+    except OSError:  # this system has none
+        return []
+
+
+def _own_inode(path: Path) -> int:
+    """The file's inode, if it is a plain file of this user's, else 0."""
+    with suppress(FileNotFoundError):
+        found = path.lstat()
+        if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
+            return found.st_ino
+    return 0
+
+
+def _used_inodes(processes: Iterable[int]) -> set[int]:
+    """The inodes in /dev/shm that a process has mapped or open. A process that cannot be looked into is another user's.
+
+    Not the names: what makes a semaphore has it mapped under another one, from which it was renamed.
+    """
+    used: set[int] = set()
+    for process in processes:
+        with suppress(OSError):
+            maps = (PROC / str(process) / "maps").read_text(errors="replace")
+            used |= {int(line.split()[4]) for line in maps.splitlines() if f" {SHM}/" in line}
+        with suppress(OSError):
+            for descriptor in os.scandir(PROC / str(process) / "fd"):
+                with suppress(OSError):
+                    if os.readlink(descriptor.path).startswith(f"{SHM}/"):
+                        used.add(os.stat(descriptor.path).st_ino)
+    return used
+
+
+def _own_processes() -> list[int]:
+    found = []
+    for entry in PROC.glob("[0-9]*"):
+        with suppress(OSError):
+            if entry.stat().st_uid == os.getuid():
+                found.append(int(entry.name))
+    return found
+
+
+def _is_own_folder(folder: Path) -> bool:
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+
+
+def _in_use(folder: Path) -> bool:
+    """Whether the process that made the folder lives, one of its group, or one that was told of the folder: a rank."""
+    try:
+        pid, began = map(int, folder.name.split("-")[2:4])
+    except ValueError:
+        return True  # no folder of ours, whatever its name
+    now = started(pid)
+    if now:  # a number is given again only when its process and its group are gone
+        return now == began
+    return bool(group_members(pid)) or _is_named(folder)
+
+
+def _is_named(folder: Path) -> bool:
+    """Whether the environment of a process names the folder."""
+    name = os.fsencode(folder)
+    for process in _own_processes():
+        with suppress(OSError):
+            if name in (PROC / str(process) / "environ").read_bytes():
+                return True
+    return False

@@ -1,0 +1,300 @@
+"""Signals that ask a run to stop: how its ranks learn of them, and with which exit code they end.
+
+Ctrl-C (SIGINT), SIGTERM and SIGUSR1, by which Slurm warns, all ask for the same: save what was trained, end every process, and
+say with the exit code whether somebody interrupted the run or a machine wants it to go on later. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tepo_megatron.runtime.temporary import PROC, started
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells give it."""
+
+PREEMPTED = 75
+"""Exit code after SIGTERM or SIGUSR1 (``EX_TEMPFAIL``): the run ended in an orderly way and wants to be resumed."""
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+_RANKS_FOLDER = "TEPO_RANKS_FOLDER"
+"""Environment: where each rank of this machine writes its process id once it handles signals; set by ``forward_signals``."""
+
+_LOOK_S = 1.0
+"""How often a rank that was asked to stop looks whether there still is a rank 0."""
+
+_OTHERS_S = 5.0
+"""How much longer than rank 0 the other ranks wait at the end of the grace time, so that rank 0 says why."""
+
+
+class StopRequested(KeyboardInterrupt):
+    """A signal asked the run to stop. On every rank of a loop it is raised at the same point."""
+
+    def __init__(self, number: int) -> None:
+        self.number = signal.Signals(number)
+        super().__init__(_name(number))
+
+    @property
+    def exit_code(self) -> int:
+        return exit_code(self.number)
+
+
+def exit_code(number: int) -> int:
+    """The exit code of a run that this signal ended."""
+    return INTERRUPTED if number == signal.SIGINT else PREEMPTED
+
+
+class StopSignals:
+    """What signals ask of this process; made and installed by ``rank.run_rank``, and found by :func:`stop_signals`.
+
+    Until :meth:`defer` the first of them raises ``StopRequested`` in the main thread at once; from then on only within
+    :meth:`interruptible`, and elsewhere :attr:`requested` is set, for whoever comes to a safe point. A thread hears the signals
+    too, also while the main thread waits in a collective. It says what happens, and ends the process when the grace time is
+    over, or at a Ctrl-C after another signal.
+
+    ``grace_s`` and ``warning_s``: seconds from SIGTERM and from SIGUSR1 to the end of the process. Ctrl-C has no such limit.
+    ``ends``: whether the process may be ended; if not, it is the user's own, there are no limits, and a Ctrl-C after another
+    signal raises KeyboardInterrupt in the main thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        grace_s: float = math.inf,
+        warning_s: float = math.inf,
+        numbers: tuple[signal.Signals, ...] = STOP_SIGNALS,
+        ends: bool = True,
+    ) -> None:
+        self._numbers, self._ends = numbers, ends
+        self.requested: signal.Signals | None = None
+        """The first signal."""
+        self.say: Callable[[str], None] = lambda text: None
+        """Tells the user a sentence; called from another thread. Ranks other than 0 say nothing."""
+        self.at_risk: Callable[[], str] = str
+        """What would be lost if the process ended now, as a sentence; empty if nothing is."""
+        self._limits = {
+            signal.SIGTERM: (grace_s, "train.grace_s"),
+            signal.SIGUSR1: (warning_s, "train.warning_s"),
+        }
+        self._deadline, self._limited_by = math.inf, signal.SIGTERM
+        self._raises = True
+        self._wakes: socket.socket | None = None
+        self._before: dict[signal.Signals, Any] = {}
+        self._wakes_before = -1
+        self._noting = threading.RLock()  # a handler may interrupt another in the main thread
+
+    def install(self) -> None:
+        """Handles the signals from now on. Called from the main thread."""
+        hears, self._wakes = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._before = {number: signal.getsignal(number) for number in self._numbers}
+        self._wakes_before = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+        self._handle_all()
+        threading.Thread(target=self._listen, args=(hears,), name="stop signals", daemon=True).start()
+        if (folder := os.environ.get(_RANKS_FOLDER)) and (rank := os.environ.get("RANK")):
+            _write(Path(folder) / f"rank-{rank}.pid", str(os.getpid()))
+
+    def uninstall(self) -> None:
+        """The signals are handled as before :meth:`install`. Called from the main thread; nothing where it was not called."""
+        if self._wakes is not None:
+            signal.set_wakeup_fd(self._wakes_before, warn_on_full_buffer=False)
+            for number, handler in self._before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            self._wakes.close()  # ends the thread
+            self._wakes = None
+
+    def defer(self) -> None:
+        """From now on a signal raises only within :meth:`interruptible`; also one whose default was restored meanwhile."""
+        self._raises = False
+        if self._wakes is not None:
+            self._handle_all()
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Around a wait that may be given up anywhere: a signal raises ``StopRequested`` within it, and one that has come
+        already does so at once. For the main thread, after :meth:`defer`.
+        """
+        self._raises = True
+        try:
+            if self.requested is not None:
+                raise StopRequested(self.requested)
+            yield
+        finally:
+            self._raises = False
+
+    def seconds_left(self) -> float:
+        """Seconds until the process ends; infinite if no signal came, or only Ctrl-C."""
+        return self._deadline - time.monotonic()
+
+    def _handle_all(self) -> None:
+        for number in self._numbers:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        again = self.requested is not None
+        self._note(number)
+        if again and number == signal.SIGINT and not self._ends:
+            raise KeyboardInterrupt
+        if self._raises and self.requested is not None:
+            self._raises = False  # once: what is done on the way out must not be cut short
+            raise StopRequested(self.requested)
+
+    def _note(self, number: int) -> None:
+        with self._noting:
+            came = signal.Signals(number)
+            self.requested = self.requested or came
+            if came in self._limits and (deadline := time.monotonic() + self._limits[came][0]) < self._deadline:
+                self._deadline, self._limited_by = deadline, came
+
+    def _listen(self, hears: socket.socket) -> None:
+        """Runs in a thread of its own. The kernel tells of a signal here whatever the main thread does."""
+        told: signal.Signals | None = None
+        while True:
+            left = max(0.0, self.seconds_left() + _patience())
+            # Who waits for rank 0, for as long as it takes, does not see that it is gone.
+            wait = min(left, _LOOK_S) if told is not None and _root_process() else left
+            if not select.select([hears], [], [], None if wait == math.inf else wait)[0]:
+                if wait == left:
+                    self._end(self._too_late())
+                if not started(_root_process()):
+                    os._exit(1)
+                continue
+            numbers = hears.recv(64)
+            if not numbers:
+                hears.close()
+                return
+            for number in numbers:
+                if number not in self._numbers:
+                    continue
+                if told is not None and number == signal.SIGINT and self._ends:
+                    self._end("ended at once, without saving")
+                self._note(number)
+                if told is None:
+                    told = signal.Signals(number)
+                    self.say(self._plan(told))
+
+    def _plan(self, number: signal.Signals) -> str:
+        if number == signal.SIGINT:
+            return "Ctrl-C: the run saves and ends; a second Ctrl-C ends it at once, without saving"
+        seconds, field = self._limits[number]
+        if seconds == math.inf:
+            return f"{_name(number)}: the run saves and ends"
+        return f"{_name(number)}: the run saves and ends, within {seconds:g} s ({field})"
+
+    def _too_late(self) -> str:
+        seconds, field = self._limits[self._limited_by]
+        return f"{field} = {seconds:g} s after {self._limited_by.name} are over: ended without saving"
+
+    def _end(self, why: str) -> None:
+        """Ends the process. Servers and verifiers end with it: each holds a pipe from here."""
+        assert self.requested is not None
+        lost = self.at_risk()
+        with suppress(Exception):  # nothing may keep the process alive
+            self.say(f"{why}. {lost}" if lost else f"{why}; nothing is lost")
+            sys.stdout.flush()
+        os._exit(exit_code(self.requested))
+
+
+_installed = StopSignals()
+
+
+def install_stop_signals(
+    *, grace_s: float = math.inf, warning_s: float = math.inf, numbers: tuple[signal.Signals, ...] = STOP_SIGNALS
+) -> StopSignals:
+    """Handles these signals of this process, and returns what they ask for. Called from the main thread, once."""
+    global _installed
+    _installed = StopSignals(grace_s=grace_s, warning_s=warning_s, numbers=numbers)
+    _installed.install()
+    return _installed
+
+
+@contextmanager
+def borrowed_stop_signals() -> Iterator[StopSignals]:
+    """Within, the signals ask for a stop of what runs in this process, which is the user's own and never ended by them;
+    afterwards they are handled as before. In another thread than the main one no signal is heard.
+    """
+    global _installed
+    before, _installed = _installed, StopSignals(ends=False)
+    mine = _installed
+    if threading.current_thread() is threading.main_thread():
+        mine.install()
+    try:
+        yield mine
+    finally:
+        mine.uninstall()
+        _installed = before
+
+
+def stop_signals() -> StopSignals:
+    """What signals ask of this process; nothing where the caller of the public functions handles them."""
+    return _installed
+
+
+@contextmanager
+def forward_signals(folder: Path, ranks: int) -> Iterator[Callable[[], int | None]]:
+    """In the parent of so many ranks: every stop signal goes on to each of them as it is, and the parent waits for their end.
+
+    Before all of them handle signals, ``StopRequested`` is raised in the parent instead. ``folder`` is private to the parent.
+    Yields a function that gives the first signal, or None. For the main thread; the agent of torchrun must leave these signals
+    alone (:data:`AGENT_ENVIRONMENT`).
+    """
+    received: list[int] = []
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        files = list(folder.glob("rank-*.pid"))
+        if len(files) < ranks:
+            raise StopRequested(number)
+        for file in files:
+            with suppress(ProcessLookupError):  # it has ended
+                os.kill(int(file.read_text()), number)
+
+    before = {number: signal.signal(number, forward) for number in STOP_SIGNALS}
+    os.environ[_RANKS_FOLDER] = str(folder)
+    try:
+        yield lambda: received[0] if received else None
+    finally:
+        del os.environ[_RANKS_FOLDER]
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+AGENT_ENVIRONMENT = {"PET_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT"}
+"""For torchrun's agent: it would end the ranks 30 s after a signal, with SIGKILL."""
+
+
+def _root_process() -> int:
+    """Rank 0's process for another rank of its machine; 0 where that is not known."""
+    folder = os.environ.get(_RANKS_FOLDER)
+    if folder is None or os.environ.get("RANK", "0") == "0" or not PROC.exists():
+        return 0
+    with suppress(OSError, ValueError):  # rank 0 is on another machine, or has not begun
+        return int((Path(folder) / "rank-0.pid").read_text())
+    return 0
+
+
+def _patience() -> float:
+    return 0.0 if os.environ.get("RANK", "0") == "0" else _OTHERS_S
+
+
+def _write(path: Path, text: str) -> None:
+    draft = path.with_suffix(".partial")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+def _name(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

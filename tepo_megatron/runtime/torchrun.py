@@ -1,0 +1,191 @@
+"""The ranks of a run on one machine: started and ended together, with one sentence about what went wrong.
+
+``launch`` runs the agent that the ``torchrun`` command runs; ``rank.run_rank`` is what each rank does. ``python -m
+tepo_megatron.runtime.torchrun`` is the ``torchrun`` command for a node of a cluster, with our signals and exit codes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tepo_megatron.errors import wants_traceback
+from tepo_megatron.runtime.preemption import (
+    AGENT_ENVIRONMENT,
+    INTERRUPTED,
+    PREEMPTED,
+    StopRequested,
+    exit_code,
+    forward_signals,
+)
+from tepo_megatron.runtime.rank import FAILURE_FILE, print_error
+from tepo_megatron.runtime.rendezvous import run_agent
+from tepo_megatron.runtime.temporary import folder_name
+from tepo_megatron.runtime.watch.watcher import watching
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+_AGENT_LOG = "torch.distributed.elastic.multiprocessing.api"
+
+
+def launch(arguments: Sequence[str], world_size: int, module: str = "tepo_megatron", *, status: Path | None = None) -> int:
+    """Runs ``python -m <module>`` with ``arguments`` as ``world_size`` ranks of this machine; returns the exit code, and prints
+    what went wrong: see :func:`run_ranks`.
+    """
+    code, sentence = run_ranks(arguments, world_size, module, status=status)
+    if sentence:
+        print_error(sentence)
+    return code
+
+
+def run_ranks(
+    arguments: Sequence[str], world_size: int, module: str = "tepo_megatron", *, status: Path | None = None
+) -> tuple[int, str]:
+    """Runs ``python -m <module>`` with ``arguments`` as ``world_size`` ranks of this machine; returns the exit code and, of
+    ranks that failed, what went wrong.
+
+    Where the ranks' heartbeats are in ``status``, ranks that hang are found there and ended, with a report (``watch/``).
+
+    A signal (Ctrl-C, SIGTERM, SIGUSR1) goes to every rank, and this returns when they have ended. If a rank fails, the others
+    are ended, and the first one's sentence is what is returned. The ranks meet in a private file and talk over the loopback
+    interface.
+    """
+    hangs: list[str] = []
+    with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder:
+        failure = Path(folder) / "failure.txt"
+        try:
+            with (
+                _environment(failure),
+                watching(status, hangs.append),
+                forward_signals(Path(folder), world_size) as asked,
+            ):
+                code, end = _run_agent(["-m", module, *arguments], world_size, Path(folder), asked)
+        except StopRequested as stop:
+            code = stop.exit_code
+        _show_cursor()
+        if code in (0, INTERRUPTED, PREEMPTED):
+            return code, ""
+        return code, _first_cause(hangs, end, failure.read_text(encoding="utf-8") if failure.exists() else "")
+
+
+@dataclass(frozen=True)
+class _End:
+    """How the first rank ended: ``sentence``; ``killed``: by a signal, of which it could say nothing itself."""
+
+    sentence: str = ""
+    killed: bool = False
+
+
+def _first_cause(hangs: Sequence[str], end: _End, said: str) -> str:
+    """What is told. A rank that was killed comes before what the others ``said``, since their connections to it broke."""
+    if hangs:
+        return hangs[0]
+    if end.killed and said:
+        return f"{end.sentence}. Then the others failed: {said}"
+    return said or end.sentence
+
+
+def run_node(arguments: Sequence[str]) -> int:
+    """The ``torchrun`` command with these arguments, for the ranks of one node of several; returns the exit code.
+
+    ``--status FOLDER`` may come first: where the ranks' heartbeats are, so that ranks that hang are found. A signal goes to
+    every rank of the node, and this returns when they have ended, with 75 or 130 on the node of rank 0. Other failures are
+    raised as ``torchrun`` does, with its table of ranks.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    status = None
+    if list(arguments[:1]) == ["--status"]:
+        status, arguments = Path(arguments[1]), arguments[2:]
+    os.environ.update(AGENT_ENVIRONMENT)
+    parsed = torchrun.parse_args(list(arguments))
+    with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder, watching(status, print_error):
+        try:
+            with forward_signals(Path(folder), int(parsed.nproc_per_node)) as asked:
+                # The agent would log a rank that did as it was asked as a failure.
+                logging.getLogger(_AGENT_LOG).addFilter(lambda record: asked() is None)
+                try:
+                    run_agent(arguments, Path(folder))
+                except ChildFailedError as error:
+                    if (code := _stop_code(error, asked())) is None:
+                        raise
+                    return code
+        except StopRequested as stop:
+            return stop.exit_code
+    return 0
+
+
+def _stop_code(error: ChildFailedError, asked: int | None) -> int | None:
+    """The exit code of ranks that were asked to stop and did; None for any other failure."""
+    code = error.get_first_failure()[1].exitcode
+    if code in (INTERRUPTED, PREEMPTED):
+        return code
+    return exit_code(asked) if asked is not None and code == -asked else None
+
+
+def _run_agent(arguments: Sequence[str], world_size: int, folder: Path, asked: Callable[[], int | None]) -> tuple[int, _End]:
+    """The exit code, and how the first rank ended."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    options = ["--nnodes=1", f"--nproc-per-node={world_size}", f"--rdzv-id={uuid.uuid4()}", f"--log-dir={folder / 'ranks'}"]
+    try:
+        run_agent([*options, "--local-addr=127.0.0.1", *arguments], folder)
+    except ChildFailedError as error:
+        code = _stop_code(error, asked())
+        return _describe_end(error) if code is None else (code, _End())
+    return 0, _End()
+
+
+def _describe_end(error: ChildFailedError) -> tuple[int, _End]:
+    rank, failure = error.get_first_failure()
+    # A rank that a signal ended takes others with it, which may have been seen to end before it.
+    killed = [
+        (r, f) for r, f in error.failures.items() if f.exitcode < 0 and -f.exitcode not in (signal.SIGINT, signal.SIGTERM)
+    ]
+    rank, failure = killed[0] if killed else (rank, failure)
+    if failure.exitcode >= 0:
+        return failure.exitcode, _End(f"rank {rank} ended with exit code {failure.exitcode}; what it wrote last is above")
+    name = signal.Signals(-failure.exitcode).name
+    hint = "; the kernel does this when memory runs out" if name == "SIGKILL" else ""
+    return 128 - failure.exitcode, _End(f"rank {rank} was ended by {name}{hint}", killed=bool(killed))
+
+
+@contextmanager
+def _environment(failure: Path) -> Iterator[None]:
+    """What the ranks inherit, and an agent that keeps its log lines to itself; as before afterwards."""
+    before, level = dict(os.environ), logging.root.manager.disable
+    os.environ[FAILURE_FILE] = str(failure)
+    os.environ.update(AGENT_ENVIRONMENT)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if not wants_traceback():
+        logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(level)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _show_cursor() -> None:
+    """A rank that was killed while it drew a live view could not do it."""
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(run_node(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Child processes that answer JSON lines within limits of time and memory."""

@@ -1,0 +1,275 @@
+"""The servers of a fleet as processes: started, watched for their end, replaced within bounds, and spoken to by clients."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.core.types import WeightsVersion
+from tepo_megatron.sampler.fleet.external import ExternalServer
+from tepo_megatron.sampler.fleet.restarts import Restarts
+from tepo_megatron.sampler.fleet.server_handle import Lane
+from tepo_megatron.sampler.fleet.servers import make_servers
+from tepo_megatron.sampler.fleet.sync import WeightSync
+from tepo_megatron.sampler.vllm.client.client import INITIAL_WEIGHTS, Client
+from tepo_megatron.sampler.vllm.client.faults import ServerDied, ServerFault, ServerGone, ServerSilent
+from tepo_megatron.sampler.vllm.server.limits import connections
+from tepo_megatron.sampler.vllm.server.server import Server, for_all_at_once
+from tepo_megatron.sampler.vllm.server.speculation import read_vocab_size
+from tepo_megatron.weights.architecture import read_model_spec
+
+FIGURES = ("servers/timeouts", "requests/retried")
+"""What a fleet counts beside its restarts."""
+
+NO_SERVERS = dict.fromkeys(("servers/restarts", *FIGURES), 0.0)
+"""The figures of a run without servers."""
+
+
+class Roster:
+    """What a ``Fleet`` is below sampling and updates; its arguments are a fleet's.
+
+    ``_version`` is that of the weights of all servers but those in ``_lost``.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        model_dir: Path,
+        dtype: str,
+        stop_token_ids: Sequence[int],
+        log_dir: Path,
+        seed: int = 0,
+        first_gpu: int = 0,
+        report: Callable[[str], None] = lambda sentence: None,
+        keep_cache: bool = False,
+        trained: bool = False,
+        adapter_rank: int | None = None,
+        tokenizer: bool = False,
+    ) -> None:
+        self._starts_empty = adapter_rank is not None or config.starts_with_dummies(trained=trained)
+        config, self._key, self._servers = make_servers(
+            config,
+            model_dir=model_dir,
+            dtype=dtype,
+            log_dir=log_dir,
+            seed=seed,
+            first_gpu=first_gpu,
+            trained=trained,
+            adapter_rank=adapter_rank,
+            tokenizer=tokenizer,
+        )
+        self._config = config
+        self._sleeps = config.placement == "colocated"
+        self._keep_cache = keep_cache
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._report = report
+        self._vocab_size = read_vocab_size(model_dir)
+        self._routed = read_model_spec(model_dir) if config.routing_replay else None
+        self._clients: list[Client] = []
+        self._pools: list[ThreadPoolExecutor] = []
+        self._sync: WeightSync | None = None
+        self._version: WeightsVersion | None = None
+        self._restarts = Restarts(config.max_restarts)
+        self._restarts_told = 0
+        self._counts = dict.fromkeys(FIGURES, 0)
+        self._lost: dict[int, Future[None] | None] = {}
+        """Servers that sample no more until the next update, by number; with the start of what replaces them, if that runs."""
+        self._replaced: set[int] = set()
+        """Servers that were replaced, and get their first weights by the update under way."""
+        self._revived = False
+        """Whether all wait for the next update, as some were started again: none may be asked before."""
+        self._replacing = ThreadPoolExecutor(1, thread_name_prefix="replace-server")
+        # start() may run in another thread than stop(): without the lock a server could be started after all were stopped.
+        self._spawning = threading.Lock()
+        self._stopped = False
+        self._published: list[WeightsVersion] = [INITIAL_WEIGHTS]
+        self._common = 1
+        """How many of the published weights were given to servers by updates that are over."""
+        self.updating = False
+        """Whether the servers are getting new weights just now, for which they hold their requests."""
+        # A stream of samples may lose a server in one thread while another updates weights.
+        self._changing = threading.RLock()
+
+    # -- what a stream of samples asks of its fleet (``stream.Host``)
+
+    def lanes(self) -> list[Lane]:
+        """The servers that sample."""
+        if self._revived and self._version is None:
+            return []
+        parts = enumerate(zip(self._servers, self._clients, self._pools, strict=False))
+        away = self._lost.keys() | self._replaced
+        return [Lane(index, client, pool, server.healthy) for index, (server, client, pool) in parts if index not in away]
+
+    def published(self) -> int:
+        """How many weights the servers have been given so far, those that all of them have now included."""
+        return self._common
+
+    def versions(self, since: int) -> list[WeightsVersion]:
+        """The weights that were given to the servers, the last of the first ``since`` and all after it."""
+        return self._published[since - 1 :]
+
+    def count_retried(self, requests: int) -> None:
+        """So many requests were asked again."""
+        self._counts["requests/retried"] += requests
+
+    @contextmanager
+    def _announced(self, version: WeightsVersion) -> Iterator[None]:
+        """While the servers get these weights: some may draw by them already."""
+        self._published.append(version)
+        self.updating = True
+        try:
+            yield
+            self._common = len(self._published)
+            self._replaced, self._revived = set(), False
+        except BaseException:
+            self._published.pop()
+            raise
+        finally:
+            self.updating = False
+
+    def _end(self) -> None:
+        self._version = None
+        self._close_sync()
+        for_all_at_once(self._servers, lambda server: server.stop())
+        self._disconnect()
+
+    def lose(self, lane: Lane, cause: ServerFault) -> None:
+        """End a server that is dead, hangs or answers wrongly, and start what replaces it, which gets weights with the next
+        update. Raises ServerDied where no other server samples, or servers share the trainer's GPUs and start together.
+        """
+        with self._changing:
+            # Not replaced meanwhile, nor lost by another stream, that of an evaluation for example.
+            if lane.index not in self._lost and lane.client in self._clients:
+                self._lose(lane, cause)
+
+    def _lose(self, lane: Lane, cause: ServerFault) -> None:
+        self._blame(cause)
+        self._lost[lane.index] = None
+        if self._sleeps or len(self._lost) == len(self._servers):
+            if not isinstance(cause, ServerGone):  # one that only seemed dead is spared by revive()
+                self._servers[lane.index].stop()
+                self._clients[lane.index].close()
+            raise self._died([self._servers[index] for index in self._lost], cause)
+        self._report(f"{cause}; its requests go to the other servers, and it is started again")
+        self._clients[lane.index].close()
+        self._close_sync()
+        self._lost[lane.index] = self._replacing.submit(self._restart, [self._servers[lane.index]], stop=True)
+
+    def _blame(self, cause: Exception) -> None:
+        self._restarts.blame(cause)
+        if isinstance(cause, ServerSilent):
+            self._counts["servers/timeouts"] += 1
+
+    def figures(self) -> dict[str, float]:
+        """Since the last call: restarts of servers, servers that were given up because they hung, requests asked again."""
+        done = self._restarts.done
+        counts = {"servers/restarts": done - self._restarts_told, **self._counts}
+        self._restarts_told, self._counts = done, dict.fromkeys(FIGURES, 0)
+        return {name: float(count) for name, count in counts.items()}
+
+    def _take_back(self) -> None:
+        """Wait for servers that are being replaced; they have the weights of the model's folder."""
+        if not self._lost:
+            return
+        # Before they leave ``_lost``: a stream in another thread looks at both, and must not ask a server without weights.
+        self._replaced = {index for index, started in self._lost.items() if started is not None}
+        replacements, self._lost = self._lost, {}
+        try:
+            for started in replacements.values():
+                if started is not None:
+                    started.result()
+            for index, started in replacements.items():
+                if started is not None:
+                    self._version = None
+                    self._connect_one(index)
+        except BaseException:
+            self._end()
+            raise
+
+    def _restart(self, servers: Sequence[Server | ExternalServer], *, stop: bool = False) -> None:
+        """Start servers again until they answer. May run in a thread. Raises RuntimeError when there are too many restarts."""
+        if stop:
+            for_all_at_once(servers, lambda server: server.stop())
+        while servers:
+            self._restarts.add(len(servers), "\n".join(server.log_end() for server in servers))
+            try:
+                self._launch(servers)
+                return
+            except RuntimeError as error:
+                if self._stopped:
+                    raise
+                self._restarts.blame(error)
+                servers = [server for server in servers if not server.healthy()]
+                for server in servers:
+                    server.stop()
+
+    def _start(self, servers: Sequence[Server | ExternalServer]) -> None:
+        try:
+            self._launch(servers)
+            self._connect()
+        except BaseException:
+            self._end()
+            raise
+
+    def _launch(self, servers: Sequence[Server | ExternalServer]) -> None:
+        with self._spawning:
+            if self._stopped:
+                raise RuntimeError("the rollout servers were stopped; make a new Fleet to start them again")
+            taken = {server.port for server in self._servers if server.alive}
+            for server in servers:
+                server.start(taken)
+                taken.add(server.port)
+        for_all_at_once(servers, lambda server: server.wait_ready())
+
+    def _connect(self) -> None:
+        self._disconnect()
+        self._replaced = set()
+        self._clients = [self._client(server) for server in self._servers]
+        self._pools = [self._pool() for _ in self._servers]
+        if self._sleeps:
+            for_all_at_once(self._clients, Client.sleep)
+
+    def _connect_one(self, index: int) -> None:
+        """To a server that was replaced; the others go on with what they draw."""
+        self._pools[index].shutdown(wait=False, cancel_futures=True)
+        self._pools[index] = self._pool()
+        self._clients[index] = self._client(self._servers[index])
+
+    def _client(self, server: Server | ExternalServer) -> Client:
+        timeout_s, apart = self._config.request_timeout_s, self._keep_cache
+        return Client(server.url, self._key, timeout_s, self._vocab_size, self._routed, versions_apart=apart)
+
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(connections(self._config), thread_name_prefix="rollout")
+
+    def _disconnect(self) -> None:
+        """Requests that other threads wait for fail."""
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        for client in self._clients:
+            client.close()
+        self._clients, self._pools = [], []
+
+    def raise_if_dead(self, cause: Exception) -> None:
+        """Raises ServerDied if ``cause`` is the consequence of a server that is gone."""
+        if isinstance(cause, ServerDied):
+            return
+        away = self._lost.keys() | self._replaced
+        dead = [server for index, server in enumerate(self._servers) if index not in away and not server.healthy()]
+        if dead:
+            self._restarts.blame(cause)
+            raise self._died(dead, cause) from cause
+
+    def _died(self, dead: Sequence[Server | ExternalServer], cause: Exception) -> ServerDied:
+        logs = "\n".join(server.log_end() for server in dead)
+        return ServerDied(f"rollout server gone: {', '.join(server.url for server in dead)} ({cause}).\n{logs}")
+
+    def _close_sync(self) -> None:
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None

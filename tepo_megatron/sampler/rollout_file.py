@@ -1,0 +1,287 @@
+"""A step's rollouts as JSON lines: written whole or not at all, read back exactly.
+
+The first line says what follows, ``{"format": 3, "step": 12, "rollouts": 512, …, "sha256": "…"}``; then comes one rollout per
+line. Token ids and log-probs are base64 of little-endian int32 and float32; ``versions`` are (first token, step, digest) of the
+weights that drew them; ``routed_experts``, where a server recorded the experts that tokens passed, has their shape, dtype and
+base64; ``loss_mask``, where an environment wrote some of the response tokens, has base64 of a bit for each, 1 for the model's;
+``sampling_mask``, where tokens were drawn from a part of the vocabulary, has its counts and ids in base64. The digest is over
+all the rest of the file, the first line included. Formats 1 (without a digest) and 2, which had them as numbers and one
+version, are read too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from tepo_megatron.core.types import LossMask, Rollout, SamplingMask, TokenIds, WeightsVersion
+from tepo_megatron.weights.storage.manifest import sync_folder
+
+FORMAT = 3
+_FORMATS = (1, 2, FORMAT)
+
+_IDS, _LOGPROBS = "<i4", "<f4"
+_ROUTES = ("|u1", "<i2")
+
+
+def _array_of(dtype: DTypeLike) -> BeforeValidator:
+    """Reads base64 text as an array; ValueError for other text."""
+
+    def read(text: object) -> Any:
+        if not isinstance(text, str):
+            raise ValueError("not base64 text")
+        return np.frombuffer(b64decode(text, validate=True), dtype)
+
+    return BeforeValidator(read)
+
+
+def _read_routes(value: object) -> Any:
+    """Reads an array of routes from its shape, dtype and base64 text; ValueError for anything else."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or value.get("dtype") not in _ROUTES or not isinstance(value.get("data"), str):
+        raise ValueError("not a routing record: shape, dtype and data")
+    return np.frombuffer(b64decode(value["data"], validate=True), value["dtype"]).reshape([int(n) for n in value["shape"]])
+
+
+def _read_sampling_mask(value: object) -> Any:
+    """Reads a sampling mask from its counts and ids; ValueError for anything else."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not all(isinstance(value.get(name), str) for name in ("counts", "ids")):
+        raise ValueError("not a sampling mask: counts and ids")
+    return SamplingMask(*(np.frombuffer(b64decode(value[name], validate=True), _IDS) for name in ("counts", "ids")))
+
+
+def _read_bits(text: object) -> Any:
+    """Reads base64 text as uint8 of 0 and 1, a multiple of eight; ValueError for other text."""
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise ValueError("not base64 text")
+    return np.unpackbits(np.frombuffer(b64decode(text, validate=True), np.uint8))
+
+
+class _Common(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
+    problem_id: str
+    group: int
+    finish_reason: str
+    text: str
+    reward: float | None
+    reward_parts: dict[str, float] = {}
+
+
+class _Line(_Common):
+    """A line of the present format."""
+
+    prompt_ids: Annotated[np.ndarray, _array_of(_IDS)]
+    response_ids: Annotated[np.ndarray, _array_of(_IDS)]
+    sampler_logprobs: Annotated[np.ndarray, _array_of(_LOGPROBS)]
+    versions: list[tuple[int, int, str]]
+    routed_experts: Annotated[np.ndarray | None, BeforeValidator(_read_routes)] = None
+    loss_mask: Annotated[np.ndarray | None, BeforeValidator(_read_bits)] = None
+    sampling_mask: Annotated[SamplingMask | None, BeforeValidator(_read_sampling_mask)] = None
+
+    def rollout(self) -> Rollout:
+        spans = tuple((start, WeightsVersion(step, digest)) for start, step, digest in self.versions)
+        return Rollout(**{**dict(self), "versions": spans, "loss_mask": self._mask()})
+
+    def _mask(self) -> LossMask | None:
+        if self.loss_mask is None:
+            return None
+        tokens = self.response_ids.size
+        if self.loss_mask.size != -(-tokens // 8) * 8:
+            raise ValueError(f"loss_mask has {self.loss_mask.size} bits for {tokens} response tokens")
+        mask: LossMask = self.loss_mask[:tokens].astype(np.bool_)
+        return mask
+
+
+class _Version(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    step: int
+    digest: str
+
+
+class _OldLine(_Common):
+    """A line of formats 1 and 2."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    sampler_logprobs: tuple[float, ...]
+    weights_version: _Version
+
+    def rollout(self) -> Rollout:
+        values = dict(self)
+        version = values.pop("weights_version")
+        return Rollout(**values, versions=WeightsVersion(version.step, version.digest))
+
+
+@dataclass(frozen=True)
+class Record:
+    """A step's rollouts in their order. ``drawn_by`` names weights and settings that they come of, as whoever wrote them counts
+    them; ``failed_rewards`` says how many verifiers failed on them.
+    """
+
+    rollouts: list[Rollout]
+    drawn_by: str = ""
+    failed_rewards: int = 0
+
+
+def record_path(folder: Path, step: int) -> Path:
+    """Where the rollouts of a step lie, such as ``<folder>/step_0000012.jsonl``."""
+    return folder / f"step_{step:07d}.jsonl"
+
+
+def write_rollouts(
+    folder: Path,
+    step: int,
+    rollouts: Sequence[Rollout],
+    *,
+    drawn_by: str = "",
+    failed_rewards: int = 0,
+    flush: bool = True,
+) -> Path:
+    """Write the rollouts of a step, in their order, and return the file; it appears under its name only when it is whole, and
+    is on disk then. Without ``flush`` it survives the process, and perhaps not the machine.
+
+    What is read back is equal to the last bit. Raises OSError if the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = record_path(folder, step)
+    head = {"format": FORMAT, "step": step, "rollouts": len(rollouts), "drawn_by": drawn_by, "failed_rewards": failed_rewards}
+    body = "".join(_line(rollout) for rollout in rollouts).encode()
+    first = json.dumps(head | {"sha256": _digest(head, body)}) + "\n"
+    partial = path.with_suffix(".partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(first.encode())
+            file.write(body)
+            file.flush()
+            if flush:
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):  # what there is of it takes room on a disk that may be full
+            partial.unlink()
+        raise
+    if flush:
+        sync_folder(folder)
+    return path
+
+
+def link_record(path: Path, folder: Path) -> None:
+    """Puts a record into another folder, too, without a second copy where the file system can. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / path.name
+    if target.exists() and target.samefile(path):
+        return
+    partial = target.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    try:
+        os.link(path, partial)
+    except OSError:
+        shutil.copyfile(path, partial)
+    partial.replace(target)
+
+
+def read_rollouts(folder: Path, step: int) -> list[Rollout]:
+    """What :func:`write_rollouts` wrote. Raises ValueError with file and line if it is missing, cut or damaged."""
+    return read_record(folder, step).rollouts
+
+
+def read_record(folder: Path, step: int) -> Record:
+    """As :func:`read_rollouts`, with what the first line says."""
+    path = record_path(folder, step)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: the recorded rollouts of step {step} cannot be read: {error}") from error
+    lines = text.split("\n")
+    if lines.pop():  # every line ends with a line feed, so the last piece is empty
+        raise ValueError(f"{path}, line {len(lines) + 1}: the file ends within a line; record the step again")
+    head = _head(path, lines, step)
+    if len(lines) - 1 != head["rollouts"]:
+        raise ValueError(
+            f"{path}, line {len(lines)}: the file ends after {len(lines) - 1} rollouts, but its first line announces "
+            f"{head['rollouts']}; record the step again"
+        )
+    kind = _Line if head["format"] == FORMAT else _OldLine
+    rollouts = [_rollout(path, number, line, kind) for number, line in enumerate(lines[1:], start=2)]
+    if head["format"] != 1:
+        _check_digest(path, head, text.partition("\n")[2].encode())
+    return Record(rollouts, drawn_by=str(head.get("drawn_by", "")), failed_rewards=int(head.get("failed_rewards", 0)))
+
+
+def _head(path: Path, lines: Sequence[str], step: int) -> dict[str, Any]:
+    try:
+        head = json.loads(lines[0]) if lines else None
+    except ValueError:
+        head = None
+    if not isinstance(head, dict) or head.get("format") not in _FORMATS or head.get("step") != step:
+        raise ValueError(f"{path}, line 1: not the head of a record of step {step} in format {FORMAT}")
+    return head
+
+
+def _check_digest(path: Path, head: dict[str, Any], body: bytes) -> None:
+    rest = {key: value for key, value in head.items() if key != "sha256"}
+    if head.get("sha256") != _digest(rest, body):
+        raise ValueError(f"{path}, line 1: the file was changed or damaged after it was written; record the step again")
+
+
+def _digest(head: dict[str, Any], body: bytes) -> str:
+    digest = sha256(json.dumps(head).encode() + b"\n")
+    digest.update(body)
+    return digest.hexdigest()
+
+
+def _line(rollout: Rollout) -> str:
+    line: dict[str, Any] = {
+        "problem_id": rollout.problem_id,
+        "group": rollout.group,
+        "prompt_ids": _text_of(rollout.prompt_ids),
+        "response_ids": _text_of(rollout.response_ids),
+        "sampler_logprobs": b64encode(rollout.sampler_logprobs.astype(_LOGPROBS, copy=False).tobytes()).decode(),
+        "finish_reason": rollout.finish_reason,
+        "versions": [(start, version.step, version.digest) for start, version in rollout.versions],
+        "text": rollout.text,
+        "reward": rollout.reward,
+        **({"reward_parts": dict(rollout.reward_parts)} if rollout.reward_parts else {}),
+    }
+    if (routes := rollout.routed_experts) is not None:
+        dtype = _ROUTES[routes.itemsize - 1]
+        data = b64encode(routes.astype(dtype, copy=False).tobytes()).decode()
+        line["routed_experts"] = {"shape": routes.shape, "dtype": dtype, "data": data}
+    if rollout.loss_mask is not None:
+        line["loss_mask"] = b64encode(np.packbits(rollout.loss_mask).tobytes()).decode()
+    if (kept := rollout.sampling_mask) is not None:
+        line["sampling_mask"] = {"counts": _text_of(kept.counts), "ids": _text_of(kept.ids)}
+    return json.dumps(line) + "\n"
+
+
+def _text_of(ids: TokenIds) -> str:
+    """Base64 of little-endian int32."""
+    return b64encode(ids.astype(_IDS, copy=False).tobytes()).decode()
+
+
+def _rollout(path: Path, number: int, line: str, kind: type[_Line] | type[_OldLine]) -> Rollout:
+    try:
+        return kind.model_validate_json(line).rollout()
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the line"
+        raise ValueError(f"{path}, line {number}: not a rollout: {where}: {first['msg']}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number}: not a rollout: {error}") from error

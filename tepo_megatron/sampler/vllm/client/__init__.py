@@ -1,0 +1,1 @@
+"""HTTP clients of a vLLM server."""

@@ -1,0 +1,334 @@
+"""The HTTP client of one vLLM server."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+import httpx
+import numpy as np
+
+from tepo_megatron.core.types import Response, TokenIds, WeightsVersion
+from tepo_megatron.sampler.vllm.client.answers import (
+    BadAnswer,
+    FailedAnswer,
+    OtherWeights,
+    Routed,
+    read_frames,
+    read_prompt_logprobs,
+    read_response,
+)
+from tepo_megatron.sampler.vllm.client.connection import Connection
+from tepo_megatron.sampler.vllm.client.faults import ServerFault, ServerGone, ServerSilent
+from tepo_megatron.sampler.vllm.client.requests import Sample, Sampling
+from tepo_megatron.sampler.vllm.plugin.adapter_route import ADAPTER_NAME, USE
+from tepo_megatron.sampler.vllm.server.server import HEALTH_TIMEOUT_S
+from tepo_megatron.sampler.vllm.server.server_program import MODEL_NAME
+from tepo_megatron.sampler.vllm.wire.frames import ABORT, SAMPLES
+from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.transfer.broadcast import Manifest
+
+SLEEPS = frozenset({"weights", "kv_cache"})
+"""What a server frees when it sleeps, under vLLM's names."""
+
+
+GENERATE = "/inference/v1/generate"
+"""vLLM's route for token ids, which scores prompts here. Responses come by our plugin's (``frames``)."""
+
+PROGRESS = "/progress"
+"""Our plugin's route: how many requests and tokens the server holds. It changes as long as the server samples."""
+
+INITIAL_WEIGHTS = WeightsVersion(0)
+"""The weights of the model's folder, with which a server starts."""
+
+_FIRST = -1
+"""vLLM's priority of a canary's requests, which wait for no sample that waits; that of samples is 0."""
+
+_INITIAL_LABEL = "default"
+"""vLLM's name for weights that were never updated."""
+
+
+class Client(Connection):
+    """Requests to one server; may be used from several threads.
+
+    Every method raises RuntimeError, with the address and what the server said, when the server refuses the request. That is a
+    ServerFault when the server cannot be reached, fails (status 5xx) or answers what cannot be right, a ServerSilent when it
+    takes longer than ``timeout_s`` seconds. Samples and the receiving of weights may take any time: who asks for them watches
+    the progress, and ends them by :meth:`close`. ``asleep`` is what the server has freed of its GPU memory; token ids below
+    ``vocab_size`` exist (None: not known). ``routed``: the model, where responses must have the experts that they passed.
+    ``versions_apart``: what a server has cached of a prompt is used by requests of the same version of weights only, for
+    servers whose cache is not emptied when their weights change.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        key: str,
+        timeout_s: float,
+        vocab_size: int | None = None,
+        routed: ModelSpec | None = None,
+        *,
+        versions_apart: bool = False,
+    ) -> None:
+        super().__init__(url, key, timeout_s)
+        self.asleep: frozenset[str] = frozenset()
+        self._model = MODEL_NAME
+        self._vocab_size = vocab_size
+        self.versions_apart = versions_apart
+        self._routed = routed
+
+    def progress(self) -> object:
+        """Something that changes whenever the server makes a token or ends a request; None if it cannot tell.
+
+        Asks whether the server is well first: raises ServerGone if it says that it is not or refuses the connection, and
+        ServerSilent if it does not answer.
+        """
+        limit = min(self._timeout_s, HEALTH_TIMEOUT_S)
+        traced = {"trace": self._note_socket}
+        try:
+            health = self._http.get("/health", timeout=limit, extensions=traced)
+            if not health.is_success:
+                raise ServerGone(f"{self.url}/health: status {health.status_code}", url=self.url)
+            reply = self._http.get(PROGRESS, timeout=limit, extensions=traced)
+        except httpx.ConnectError as error:
+            raise ServerGone(f"{self.url}/health: {error or type(error).__name__}", url=self.url) from error
+        except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed
+            if isinstance(error, ServerGone):
+                raise
+            raise ServerSilent(f"{self.url}/health: no answer within {limit:g} s", url=self.url) from error
+        return reply.text if reply.is_success else None
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        n: int,
+        temperature: float,
+        max_new_tokens: int,
+        seed: int | None,
+        stop_token_ids: Sequence[int],
+        version: WeightsVersion,
+        from_cache: bool = True,
+        first: bool = False,
+    ) -> list[Response]:
+        """``n`` continuations of a prompt of token ids; sample j is drawn with the seed ``seed`` + j. ``from_cache``: what the
+        prefix cache has of the prompt may be used. ``first``: before all that waits.
+
+        Raises as :meth:`draw`; all tokens must be drawn by ``version``.
+        """
+        samples = [Sample(at, None if seed is None else seed + at, max_new_tokens) for at in range(n)]
+        sampling = Sampling(temperature, max_new_tokens, tuple(stop_token_ids))
+        drawn = self.draw("", prompt, samples, sampling, lambda: (version,), from_cache=from_cache, first=first)
+        found = dict(drawn)
+        return [found[at] for at in range(n)]
+
+    def draw(
+        self,
+        name: str,
+        prompt: Sequence[int] | TokenIds,
+        samples: Sequence[Sample],
+        sampling: Sampling,
+        versions: Callable[[], Sequence[WeightsVersion]],
+        *,
+        from_cache: bool = True,
+        first: bool = False,
+        ended: Callable[[], bool] = lambda: False,
+    ) -> Iterator[tuple[int, Response]]:
+        """Each of the samples with its response, as they finish. ``versions`` are the weights that tokens may be drawn by,
+        oldest first, asked for at each response. Samples that :meth:`abort` ends by ``name`` come as far as they are, once
+        ``ended`` says that it was called; those without a token do not come.
+
+        Raises ServerFault where an answer cannot be right (``answers``) or is not whole, and RuntimeError where the server says
+        that any token was drawn by other weights than ``versions``.
+        """
+        self._check_awake()
+        body = {
+            "id": name or secrets.token_hex(8),
+            "model": self._model,
+            "prompt": _listed(prompt),
+            **({"cache_salt": _label(versions()[-1])} if self.versions_apart else {}),
+            **({"priority": _FIRST} if first else {}),
+            "sampling": {**sampling.parameters(), **({} if from_cache else {"skip_reading_prefix_cache": True})},
+            **({"sampling_mask": True} if sampling.sampling_mask else {}),
+            "samples": [
+                {"sample": each.index, "seed": each.seed, "max_tokens": each.max_new_tokens, "prefix": _listed(each.prefix)}
+                for each in samples
+            ],
+        }
+        rooms = {each.index: each.max_new_tokens for each in samples}
+        routed = {}
+        if self._routed is not None:
+            routed = {each.index: Routed(self._routed, len(prompt) + len(each.prefix)) for each in samples}
+        given: Sequence[WeightsVersion] = ()
+        try:
+            for frame in read_frames(self._stream(SAMPLES, body), list(rooms)):
+                given = versions()
+                labels = {label: version for version in given for label in _labels(version)}
+                found = read_response(
+                    frame,
+                    max_new_tokens=rooms[frame.head["sample"]],
+                    vocab_size=self._vocab_size,
+                    labels=labels,
+                    part=ended(),
+                    routed=routed.get(frame.head["sample"]),
+                    sampling_mask=sampling.sampling_mask,
+                )
+                if found is not None:
+                    yield frame.head["sample"], found
+        except BadAnswer as error:
+            raise ServerFault(f"{self.url} {error} (POST {SAMPLES})", url=self.url) from error
+        except FailedAnswer as error:
+            message = f"POST {self.url}{SAMPLES}: status {error.status}: {error}"
+            raise ServerFault(message, url=self.url) if error.status >= 500 else RuntimeError(message) from error
+        except OtherWeights as error:
+            raise RuntimeError(
+                f"{self.url} drew a response with weights {error}, but this run gave "
+                f"it {' and '.join(map(_label, given))} (step:digest): another run updates this server, or an update was lost. "
+                "Give every run servers of its own, and start this one again with --resume"
+            ) from error
+
+    def abort(self, names: Sequence[str]) -> None:
+        """End the samples of these requests: they are answered as far as they are."""
+        self._post(ABORT, {"ids": list(names)})
+
+    def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
+        """The natural-log probability of every token of ``prompt`` but the first, as the model has it: under temperature 1.
+        Asked before all samples that wait.
+        """
+        self._check_awake()
+        # prompt_logprobs = 0: only those of the prompt's own tokens; vLLM applies no temperature to them
+        sampling = {"max_tokens": 1, "prompt_logprobs": 0}
+        body = {"model": self._model, "token_ids": list(prompt), "sampling_params": sampling, "priority": _FIRST}
+        reply = self._post(GENERATE, body)
+        try:
+            return read_prompt_logprobs(reply, prompt)
+        except BadAnswer as error:
+            raise ServerFault(f"{self.url} {error} (POST {GENERATE})", url=self.url) from error
+
+    def cached_logprobs(self, prompt: Sequence[int], n: int, version: WeightsVersion) -> tuple[list[float], list[float]]:
+        """The log-probs of up to ``n`` tokens that are drawn after ``prompt``, computed with what the prefix cache has of the
+        prompt, and those of the same tokens without it. Natural logarithms, temperature 1. Drawn before all samples that
+        wait.
+        """
+        # Drawn, and not the likeliest: log-probs near 0 say little. The same seed draws the same tokens.
+        through, fresh = (
+            self.generate(
+                prompt,
+                n=1,
+                temperature=1.0,
+                max_new_tokens=n,
+                seed=0,
+                stop_token_ids=(),
+                version=version,
+                from_cache=from_cache,
+                first=True,
+            )[0]
+            for from_cache in (True, False)
+        )
+        pairs = zip(through.response_ids.tolist(), fresh.response_ids.tolist(), strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))  # scores after another token are another's
+        return through.logprobs[:same].tolist(), fresh.logprobs[:same].tolist()
+
+    def pause(self, *, keep_cache: bool = False) -> None:
+        """Hold requests where they are. ``keep_cache``: with their keys and values, which are computed again otherwise."""
+        self._post("/pause?mode=keep" + ("&clear_cache=false" if keep_cache else ""))
+
+    def resume(self) -> None:
+        """Let the held requests go on."""
+        self._post("/resume")
+
+    def sleep(self) -> None:
+        """Free the GPU: requests end, cache and weights are dropped, new ones must come before the next sample.
+
+        That is vLLM's level 2. Level 1 would keep a copy of the weights on the host, only for the next update to replace it.
+        """
+        self._post("/sleep?level=2")
+        self.asleep = SLEEPS
+
+    def wake_up(self, *tags: str) -> None:
+        """Take memory back for ``tags`` (``weights``, ``kv_cache``); requests are served again when there is all of it."""
+        tags = tuple(tag for tag in tags if tag in self.asleep)
+        if tags:
+            self._post("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
+            self.asleep -= set(tags)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached keys and values, which belong to older weights. RuntimeError where the server could not."""
+        if self._post("/reset_prefix_cache").get("success") is False:
+            raise RuntimeError(
+                f"{self.url} did not forget its prefix cache, since requests hold blocks of it; samples that begin as earlier "
+                "ones would be of older weights"
+            )
+
+    def init_weight_transfer(
+        self,
+        host: str,
+        place: str,
+        *,
+        rank_offset: int,
+        world_size: int,
+        timeout_s: float,
+        sharded: bool,
+        adapters: bool = False,
+    ) -> None:
+        """Make the workers join the group that meets at ``place`` of ``host``; returns when all members have."""
+        info = {
+            "host": host,
+            "place": place,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "timeout_s": timeout_s,
+            "sharded": sharded,
+            "adapters": adapters,
+        }
+        self._post("/init_weight_transfer_engine", {"init_info": info})
+
+    def start_weight_update(self) -> None:
+        """Prepare for new weights."""
+        self._post("/start_weight_update")
+
+    def receive_shards(self) -> None:
+        """Make the workers receive and load their shards; returns when they have, and have found the digests to agree."""
+        self._post("/update_weights", {"update_info": {}}, self._unbounded)
+
+    def receive_tensors(self, manifest: Manifest) -> None:
+        """Make the workers receive and load the full tensors of the manifest; returns when they have."""
+        tensors = [[name, list(shape), dtype] for name, shape, dtype in manifest]
+        self._post("/update_weights", {"update_info": {"manifest": tensors}}, self._unbounded)
+
+    def receive_adapters(self, manifest: Manifest, settings: Mapping[str, Any]) -> None:
+        """As :meth:`receive_tensors`, of LoRA adapters with the settings of a PEFT folder."""
+        tensors = [[name, list(shape), dtype] for name, shape, dtype in manifest]
+        self._post("/update_weights", {"update_info": {"manifest": tensors, "settings": dict(settings)}}, self._unbounded)
+
+    def use_adapter(self) -> None:
+        """Has requests from now on use the adapters that the server received."""
+        self._post(USE)
+        self._model = ADAPTER_NAME
+
+    def finish_weight_update(self, version: WeightsVersion) -> None:
+        """Let the model take the weights into use, and the server remember their version."""
+        self._post("/finish_weight_update", {"weight_version": _label(version)})
+
+    def _check_awake(self) -> None:
+        if self.asleep:
+            raise RuntimeError(
+                f"{self.url} is asleep: its {' and '.join(sorted(self.asleep))} are not on the GPU, and a request would wait "
+                "for ever; update its weights and wake it up first"
+            )
+
+
+def _listed(ids: Sequence[int] | TokenIds) -> list[int]:
+    return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+
+
+def _labels(version: WeightsVersion) -> list[str]:
+    """All names that a server may have for these weights."""
+    return [_label(version), _INITIAL_LABEL] if version == INITIAL_WEIGHTS else [_label(version)]
+
+
+def _label(version: WeightsVersion) -> str:
+    """What vLLM stores as the version of its weights."""
+    return f"{version.step}:{version.digest}"

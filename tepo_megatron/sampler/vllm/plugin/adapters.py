@@ -1,0 +1,71 @@
+"""LoRA adapters that the trainer sends without the weights under them, in every vLLM worker: held in memory, on no disk.
+
+vLLM forgets all adapters when a weight update ends, and loads an adapter again when the next request names it. Here it gets
+what the update brought.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.worker_manager import WorkerLoRAManager
+
+from tepo_megatron.sampler.vllm.plugin.adapter_route import ADAPTER_PATH
+
+
+@dataclass
+class Held:
+    """What the last update brought: a PEFT folder's settings, and its tensors without PEFT's prefix."""
+
+    settings: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+_held: list[Held] = []
+"""One, or none before the first update. A worker is a process."""
+
+
+def hold(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Keeps adapters for the next request."""
+    _held[:] = [Held(settings, tensors)]
+
+
+def load_from_memory() -> None:
+    """From here on vLLM's workers take what lies at ``ADAPTER_PATH`` from memory."""
+    from_folder = WorkerLoRAManager._load_adapter
+
+    def load(manager: Any, request: Any) -> Any:
+        return _from_memory(manager, request) if request.lora_path == ADAPTER_PATH else from_folder(manager, request)
+
+    WorkerLoRAManager._load_adapter = load
+
+
+def _from_memory(manager: Any, request: Any) -> Any:
+    """vLLM's model of the adapters, as it makes one of a folder. Raises where a layer has none to take them."""
+    if not _held:
+        raise RuntimeError("this worker holds no adapters yet; the trainer sends them with the first weight update")
+    held, inner = _held[0], manager._adapter_manager
+    helper = PEFTHelper.from_dict(dict(held.settings))
+    helper.validate_legal(manager.lora_config)
+    mapper = getattr(inner.model, "hf_to_vllm_mapper", None)
+    found = LoRAModel.from_lora_tensors(
+        request.lora_int_id,
+        # vLLM multiplies the scale into B where it lies
+        {name: tensor.clone() for name, tensor in held.tensors.items()},
+        peft_helper=helper,
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        model_vocab_size=manager.vocab_size,
+        weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+    )
+    packed = inner.packed_modules_mapping
+    known = {part for name in inner.supported_lora_modules for part in packed.get(name, [name])}
+    unknown = sorted(name for name in found.loras if name.rpartition(".")[2] not in known)
+    if unknown:
+        raise RuntimeError(f"vLLM has no place for the adapters of {', '.join(unknown[:4])}; set model.lora.serve = merged")
+    return found

@@ -1,0 +1,171 @@
+"""The receiving end of a weight update, in every vLLM worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from tepo_megatron.sampler.vllm.plugin.experts import pack_experts_again
+from tepo_megatron.sampler.vllm.plugin.shards import ShardLoader
+from tepo_megatron.weights.transfer import broadcast, move
+from tepo_megatron.weights.transfer.sender import Order, decode_order, order_key
+from tepo_megatron.weights.transfer.transport import Group, connect, own_address
+from tepo_megatron.weights.transfer.transports import Member, join
+from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm's types are not followed, here and below
+    """The rendezvous of the group; ``rank_offset`` is the rank of this server's first worker. ``sharded``: the trainer's ranks
+    send shards by a plan, and this worker finds its part in the rendezvous store; otherwise rank 0 broadcasts full tensors, or
+    with ``adapters`` those of LoRA.
+    """
+
+    host: str
+    place: str
+    rank_offset: int
+    world_size: int
+    timeout_s: float
+    sharded: bool
+    adapters: bool = False
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Of full tensors the manifest: [name, shape, dtype name] of each, under Hugging Face names, in order; of adapters also the
+    settings that a PEFT folder has.
+    """
+
+    manifest: list[tuple[str, list[int], str]] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """Receives shards in vLLM's own layout, or full Hugging Face tensors that the model's ``load_weights`` takes apart.
+
+    Either way an update runs inside vLLM's layerwise reload, because some back ends (the CPU's linear layers for one) repack
+    weights after loading, so that the live parameters could not be written in place.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+    _group: Group | None = None
+    _loader: ShardLoader | None = None
+    _order: Order | None = None
+    _adapters = False
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Enter the trainer's group; one that was joined before is left. RuntimeError if the orders do not fit the model."""
+        self.shutdown()
+        store = connect(init_info.host, init_info.place, init_info.timeout_s)
+        rank = init_info.rank_offset + self.parallel_config.rank
+        address = own_address(init_info.host)
+        self._adapters = init_info.adapters
+        if init_info.sharded:
+            self._order = decode_order(store.get(order_key(rank)))
+            self._loader = ShardLoader(self.model, self._order.incoming)
+            name = f"worker {self.parallel_config.rank} of a rollout server (rank {rank} of the group)"
+            takes, routes = self._order.takes, self._order.routes
+            member = Member(rank, init_info.world_size, self.device, address, name, same_gpu_senders=takes, routes=routes)
+            self._group = join(self._order.transport, store, member, init_info.timeout_s, or_gloo=self._order.or_gloo)
+        else:
+            self._group = GlooGroup(store, address, rank, init_info.world_size, init_info.timeout_s)
+
+    def start_weight_update(self) -> None:
+        """Prepare the model for new tensors, in the way that the group was entered for."""
+        self._joined()
+        if self._adapters:
+            return  # the weights stay
+        pack_experts_again(self.model)
+        if self._loader is None:
+            initialize_layerwise_reload(self.model)
+        else:
+            self._loader.start()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Receive and load all weights. Raises RuntimeError where the transfer or the loading of a tensor fails."""
+        group = self._joined()
+        try:
+            with torch.no_grad():
+                if self._adapters:
+                    from tepo_megatron.sampler.vllm.plugin.adapters import hold  # only here: it imports all of vLLM's LoRA
+
+                    assert isinstance(group, GlooGroup)
+                    hold(update_info.settings, dict(broadcast.receive(group, update_info.manifest)))
+                elif self._loader is None:
+                    assert isinstance(group, GlooGroup)
+                    self._receive_tensors(group, update_info)
+                else:
+                    self._receive_shards(group, self._loader)
+        except BaseException:
+            self.shutdown()  # closes the connections, so that the trainer's end fails at once
+            raise
+
+    def _joined(self) -> Group:
+        if self._group is None:
+            raise RuntimeError("this worker is in no weight-transfer group; call /init_weight_transfer_engine first")
+        return self._group
+
+    def _receive_tensors(self, group: GlooGroup, update_info: UpdateInfo) -> None:
+        current = ["the first tensor"]
+
+        def stream() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in broadcast.receive(group, update_info.manifest):
+                current[0] = repr(name)
+                yield name, tensor
+
+        try:
+            self.model.load_weights(stream())
+        except Exception as error:
+            raise RuntimeError(f"the weight update failed at {current[0]}: {error}") from error
+
+    def _receive_shards(self, group: Group, loader: ShardLoader) -> None:
+        assert self._order is not None
+        try:
+            move.receive(group, self._order.incoming, loader, self._order.wire, loader.complete)
+        except Exception as error:
+            worker = self.parallel_config.rank
+            raise RuntimeError(f"the weight update failed in worker {worker} of this server: {error}") from error
+
+    def finish_weight_update(self) -> None:
+        """Let every layer process its new weights."""
+        if self._adapters:
+            return
+        if self._loader is not None:
+            with torch.no_grad():
+                self._loader.finish()
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self._loader is None:
+            _process_tied_heads(self.model)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            self._group.close()
+        self._group = self._loader = self._order = None
+
+
+def _process_tied_heads(model: torch.nn.Module) -> None:
+    """No full tensor bears the name of a head that shares the embedding's weight, so vLLM's reload leaves what the head made of
+    the old weight (on a CPU a packed copy, which it computes with) in use.
+    """
+    plain = [
+        module
+        for module in model.modules()
+        if isinstance(module, VocabParallelEmbedding) and isinstance(module.quant_method, UnquantizedEmbeddingMethod)
+    ]
+    for head in plain:
+        if isinstance(head, ParallelLMHead) and any(other is not head and other.weight is head.weight for other in plain):
+            head.quant_method.process_weights_after_loading(head)

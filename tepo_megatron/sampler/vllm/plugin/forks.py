@@ -1,0 +1,88 @@
+"""What vLLM does otherwise on CPUs, in servers whose workers' cores are known: its processes are forks.
+
+Importing torch and vLLM costs a process five CPU seconds, and a server has three or more. vLLM forks by default where it is
+used as a library; its CPU platform spawns for one reason: OpenMP reads once in a process how many threads there are, and where.
+The first process has one thread; a worker takes its cores itself (``bound_worker``): docs/decisions/020-forked-servers.md.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import stat
+
+from tepo_megatron.sampler.vllm.wire.cores import read_cores
+from tepo_megatron.versions import VLLM_RANGE, in_range
+
+FORK_VARIABLE = "TEPO_SERVER_FORKS"
+"""Environment: set where a server's processes are to be forks of its first one."""
+
+_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+
+
+def fork_processes() -> None:
+    """From here on vLLM forks the processes that it starts from this one. Nothing happens on GPUs, nor in another version of
+    vLLM than ours, which then spawns as it would.
+
+    Called before vLLM makes its config.
+    """
+    import vllm
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or not in_range(vllm.__version__, VLLM_RANGE):
+        return
+    # vLLM's table of variables, which it asks at each use: its platform writes the variable itself whenever it sees a config.
+    envs.environment_variables[_METHOD] = lambda: "fork"
+    os.register_at_fork(after_in_child=leave_parent)
+
+
+def resume_collector() -> None:
+    """Has the garbage collector work from now on, if it was stopped (``start``), and leave alone what is there now."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+
+
+def take_cores(cores: str, worker: int) -> int:
+    """Has the calling thread, and those that it starts from now on, run on worker ``worker``'s part of ``cores`` (``0|1``);
+    how many cores that are.
+
+    Raises ValueError where this process may not run there.
+    """
+    own = set(read_cores(cores)[worker])
+    try:
+        os.sched_setaffinity(0, own)
+        taken = os.sched_getaffinity(0)
+    except OSError:
+        taken = set()
+    if taken != own:  # the kernel takes a list of which a part exists
+        missing = ", ".join(map(str, sorted(own - taken)))
+        raise ValueError(
+            f"worker {worker} of this server cannot run on core {missing}: there is none, or it is kept from this job; set "
+            "rollout.server.cpu_threads to cores that it has, or to auto"
+        )
+    return len(own)
+
+
+def leave_parent() -> None:
+    """In a fork: its signals are no longer those of the server's event loop, and the server's port is not kept open by it."""
+    signal.set_wakeup_fd(-1)
+    with open(os.devnull, "rb") as nothing:
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if _is_internet_socket(descriptor):
+                os.dup2(nothing.fileno(), descriptor)  # keeps the number: the parent's objects would close another's
+
+
+def _is_internet_socket(descriptor: int) -> bool:
+    try:
+        copy = os.dup(descriptor)
+    except OSError:  # that of the listing, closed by now
+        return False
+    if not stat.S_ISSOCK(os.fstat(copy).st_mode):
+        os.close(copy)
+        return False
+    with socket.socket(fileno=copy) as inherited:
+        return inherited.family in (socket.AF_INET, socket.AF_INET6)

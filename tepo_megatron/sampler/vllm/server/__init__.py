@@ -1,0 +1,1 @@
+"""A vLLM server's process, its limits and its log."""

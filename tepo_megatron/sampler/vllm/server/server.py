@@ -1,0 +1,200 @@
+"""One vLLM server: its process group and its log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import TypeVar
+
+from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.runtime.leftovers import group_members, sweep
+from tepo_megatron.sampler.vllm.server.quantization import check_quantization
+from tepo_megatron.sampler.vllm.server.resources import load_hint, reserve_port
+from tepo_megatron.sampler.vllm.server.server_log import first_error
+from tepo_megatron.sampler.vllm.server.server_program import ServerProgram
+from tepo_megatron.sampler.vllm.server.speculation import check_draft
+
+T = TypeVar("T")
+
+STOP_TIMEOUT_S = 10.0
+HEALTH_TIMEOUT_S = 30.0
+"""A server on a busy machine may be slow to answer; one that is gone refuses at once."""
+
+LOG_LINES = 20
+
+
+class Server:
+    """A vLLM server that runs from :meth:`start` to :meth:`stop`, and never longer than the process that started it.
+
+    ``dtype`` is that of the weights (``float32``, ``bfloat16``); ``cores`` binds the workers as ``VLLM_CPU_OMP_THREADS_BIND``
+    does and is ignored where there is a GPU; ``gpus`` numbers those that it may use, by default all; ``key`` protects every
+    path but /health and travels in the environment only. Output of all processes is appended to ``log``. With ``dummy`` it
+    reads no weights, and refuses to sample until it was given some; with ``adapter_rank`` until it was given adapters up to
+    that rank, for the weights that it has read. With ``tokenizer`` it loads the one in ``model_dir``, which stop strings and
+    bad words need.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        model_dir: Path,
+        dtype: str,
+        cores: str,
+        key: str,
+        log: Path,
+        seed: int = 0,
+        gpus: Sequence[int] = (),
+        dummy: bool = False,
+        adapter_rank: int | None = None,
+        tokenizer: bool = False,
+    ) -> None:
+        """Raises ValueError where this machine cannot serve the config's quantization, or the draft model is none."""
+        check_quantization(config.quantization)
+        check_draft(config.speculative, model_dir)
+        self.config = config
+        self.log = log
+        self.port = 0
+        self._log_start = 0
+        self.program = ServerProgram(
+            config, model_dir, dtype, cores, key, seed, tuple(gpus), dummy=dummy, adapter_rank=adapter_rank, tokenizer=tokenizer
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reserved: socket.socket | None = None
+
+    @property
+    def url(self) -> str:
+        """The address, such as ``http://127.0.0.1:8000``; valid after start()."""
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        return f"http://{host}:{self.port}"
+
+    def start(self, taken: Collection[int] = ()) -> None:
+        """Start the processes, on the first free port that is not in ``taken``; does not wait until they serve.
+
+        Raises RuntimeError if no port is free.
+        """
+        self.stop()
+        self._reserved = reserve_port(self.config.host, self.config.port, taken)
+        self.port = self._reserved.getsockname()[1]
+        on_gpu = has_gpu()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "tepo_megatron.runtime.supervise",
+                    "--",
+                    *self.program.command(on_gpu=on_gpu, port=self.port),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.program.environment(on_gpu=on_gpu),
+                start_new_session=True,  # a Ctrl-C at the terminal is the trainer's; it stops its servers itself
+            )
+
+    def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Return when the server answers; raises RuntimeError with the end of its log if it dies or takes too long."""
+        timeout_s = self.config.start_timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        while not self.healthy():
+            if not self.alive:
+                raise RuntimeError(f"the vLLM server at {self.url} ended before it was ready.\n{self.log_end()}")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise RuntimeError(
+                    f"the vLLM server at {self.url} was not ready within {timeout_s:g} s "
+                    f"(rollout.server.start_timeout_s) and was stopped.{load_hint()}\n{self.log_end()}"
+                )
+            time.sleep(0.2)
+        self._release_port()
+
+    def _release_port(self) -> None:
+        reserved, self._reserved = self._reserved, None
+        if reserved is not None:
+            reserved.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the processes run; they may not answer yet, or no longer."""
+        return self._process is not None and self._process.poll() is None
+
+    def healthy(self) -> bool:
+        """Whether the server runs and says that its engine works."""
+        return self.alive and is_healthy(self.config.host, self.port)
+
+    def stop(self) -> None:
+        """End every process of the server: SIGTERM, a wait of seconds, SIGKILL. Does nothing if there is none."""
+        self._release_port()
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        process.terminate()  # the supervisor ends the group; a forked relative of this process may hold the pipe open
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        with suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, when only zombies are left
+            os.killpg(process.pid, signal.SIGKILL)  # there is something left only if the supervisor itself was killed
+        # What follows the server may need its memory and its GPU, and cannot remove its files while it lives.
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while group_members(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        sweep()
+
+    def log_end(self, lines: int = LOG_LINES) -> str:
+        """The log's path, its first error since the start, which is the likely cause, and its last lines; for messages."""
+        try:
+            with self.log.open(errors="replace") as log:
+                log.seek(self._log_start)
+                text = log.read().splitlines()
+        except OSError as error:
+            return f"Its log {self.log} cannot be read: {error.strerror}"
+        parts = [f"The last lines of {self.log}:", *(f"  {line}" for line in text[-lines:])]
+        if cause := first_error(text):
+            parts = [f"The first error in {self.log}:", *(f"  {line}" for line in cause), *parts]
+        return "\n".join(parts)
+
+
+def is_healthy(host: str, port: int) -> bool:
+    """Whether a server there says that its engine works."""
+    connection = HTTPConnection(host, port, timeout=HEALTH_TIMEOUT_S)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def for_all_at_once(servers: Sequence[T], action: Callable[[T], None]) -> None:
+    """Do it to all servers at once; raises the first error when one fails, without waiting for the others."""
+    pool = ThreadPoolExecutor(len(servers), thread_name_prefix="server")
+    try:
+        requests = [pool.submit(action, server) for server in servers]
+        for request in wait(requests, return_when=FIRST_EXCEPTION).done:
+            request.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def has_gpu() -> bool:
+    """Whether servers of this machine run on GPUs."""
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,172 @@
+"""``tepo data prepare``: published files to problems, digests that are checked, and a run's section to evaluate on them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tepo_megatron.tasks.data.benchmarks.convert import as_lines, convert
+from tepo_megatron.tasks.data.benchmarks.registry import BENCHMARKS, Benchmark, find_benchmark
+from tepo_megatron.tasks.data.digest import file_digest
+from tepo_megatron.tasks.data.rows import read_rows
+
+LOCK = "digests.json"
+"""In the folder of prepared benchmarks: which file each was made from, with its digest. To be kept with one's runs."""
+
+SETS = "benchmarks.yaml"
+"""The same folder's section ``evaluate.sets``, of all benchmarks that are prepared there."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A benchmark that is ready. ``recorded``: its source's digest was not known before, and is from now on."""
+
+    name: str
+    path: Path
+    problems: int
+    source: Path
+    source_sha256: str
+    recorded: bool
+
+
+def prepare(
+    name: str, folder: Path, *, source: Path | None = None, family: str | None = None, accept_changed: bool = False
+) -> Prepared:
+    """Makes ``folder/NAME.jsonl`` of a benchmark's published file, and renews ``benchmarks.yaml`` beside it.
+
+    Args:
+        source: the published file, or a folder with it (as the repository has it, or directly): for machines without a network.
+            None: it is fetched from the Hugging Face hub, at the pinned revision.
+        family: prompts for which family of models (``templates.yaml``); None: as before, or ``instruct``.
+        accept_changed: take a file of another digest than the known or recorded one, and record that.
+
+    Raises:
+        ValueError: an unknown benchmark or family; a file that cannot be fetched, found or read; another digest than is known,
+            or than was recorded at the first preparation; another number of problems than the benchmark has.
+    """
+    benchmark = find_benchmark(name)
+    families = templates()
+    if family is not None and family not in families:
+        raise ValueError(f"unknown family {family!r}; known: {', '.join(families)}")
+    path = _fetch(benchmark) if source is None else _find(benchmark, source)
+    digest = file_digest(path)
+    lock = read_lock(folder)
+    expected = lock.get(name, {}).get("sha256") or benchmark.sha256
+    if expected is not None and digest != expected and not accept_changed:
+        whence = f"recorded in {folder / LOCK}" if name in lock else f"of {benchmark.repository} at {benchmark.revision[:12]}"
+        raise ValueError(
+            f"{path} has the SHA-256 {digest}, but {expected} is {whence}: another file, of which figures are not comparable; "
+            "give that one, or take this one from now on (--accept-changed)"
+        )
+    rows = list(read_rows(path))
+    try:
+        problems = convert(name, benchmark, (row.values() for row in rows))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if len(problems) != benchmark.problems and not accept_changed:
+        raise ValueError(
+            f"{path} has {len(problems)} problems, and {benchmark.title} has {benchmark.problems}; give the whole file, or "
+            "take this one (--accept-changed)"
+        )
+    family = family or lock.get(name, {}).get("family") or "instruct"
+    content = as_lines(problems)
+    target = folder / f"{name}.jsonl"
+    lock[name] = {
+        "title": benchmark.title,
+        "repository": benchmark.repository,
+        "revision": benchmark.revision if source is None else None,
+        "file": benchmark.file,
+        "sha256": digest,
+        "problems": len(problems),
+        "prepared_sha256": sha256(content).hexdigest(),
+        "family": family,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(target, content)
+    _write(folder / LOCK, (json.dumps(lock, indent=2, sort_keys=True) + "\n").encode())
+    _write(folder / SETS, sets_yaml(folder, lock).encode())
+    return Prepared(name, target, len(problems), path, digest, recorded=expected is None)
+
+
+def sets_yaml(folder: Path, lock: Mapping[str, Mapping[str, Any]]) -> str:
+    """The section of a run that evaluates on every benchmark of a lock file, with its prompts and its digest."""
+    sets = {}
+    for name in (known for known in BENCHMARKS if known in lock):
+        benchmark, entry = BENCHMARKS[name], lock[name]
+        given = templates()[entry["family"]]
+        sets[name] = {
+            "path": str((folder / f"{name}.jsonl").absolute()),
+            "sha256": entry["prepared_sha256"],
+            "verifier": benchmark.verifier,
+            "samples": benchmark.samples,
+            **given.get(benchmark.prompts, {}),
+            **given.get(name, {}),
+        }
+    head = "# Written by tepo data prepare: tepo eval MODEL --run benchmarks.yaml, or base: benchmarks.yaml in a run.\n"
+    return head + yaml.safe_dump({"data": {"heldout": None}, "evaluate": {"sets": sets}}, sort_keys=False, allow_unicode=True)
+
+
+@cache
+def templates() -> Mapping[str, Mapping[str, Any]]:
+    """Families of models → fields of an evaluation set, for all benchmarks of answers (``all``), for all of programs
+    (``code``), and for one by its name."""
+    text = files("tepo_megatron.tasks.data.benchmarks").joinpath("templates.yaml").read_text(encoding="utf-8")
+    found: Mapping[str, Mapping[str, Any]] = yaml.safe_load(text)
+    return found
+
+
+def read_lock(folder: Path) -> dict[str, dict[str, Any]]:
+    """What was prepared in a folder. Raises ValueError where its record is damaged."""
+    path = folder / LOCK
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): dict(entry) for name, entry in found.items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}; restore it, or prepare into another folder") from error
+
+
+def _fetch(benchmark: Benchmark) -> Path:
+    try:
+        return _download(benchmark)
+    except Exception as error:  # the hub's own errors, the network's, and those of a missing package
+        why = (str(error) or type(error).__name__).strip().splitlines()[0]
+        raise ValueError(
+            f"{benchmark.repository} {benchmark.file} cannot be fetched: {why}; fetch it where there is a network (hf download "
+            f"{benchmark.repository} {benchmark.file} --repo-type dataset --revision {benchmark.revision} --local-dir FOLDER), "
+            "and give --from FOLDER"
+        ) from error
+
+
+def _download(benchmark: Benchmark) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(benchmark.repository, benchmark.file, repo_type="dataset", revision=benchmark.revision))
+
+
+def _find(benchmark: Benchmark, source: Path) -> Path:
+    candidates: Sequence[Path] = [source] if source.is_file() else [source / benchmark.file, source / Path(benchmark.file).name]
+    for path in candidates:
+        if path.is_file():
+            return path
+    raise ValueError(
+        f"{source} has no {benchmark.file} of {benchmark.repository}; give the file itself, or the folder that "
+        f"'hf download {benchmark.repository} --repo-type dataset --local-dir' has made"
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all."""
+    new = path.with_name(f"{path.name}.new-{os.getpid()}")
+    new.write_bytes(content)
+    new.replace(path)

@@ -1,0 +1,94 @@
+"""Finds the folder of a model: the user's, or the one that ships with the package."""
+
+from __future__ import annotations
+
+import json
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+_BUILTIN = "builtin:"
+
+
+def resolve_model_path(source: str) -> Path:
+    """Returns the Hugging Face folder of a model, after checking that it has ``config.json``, safetensors and a tokenizer.
+
+    Args:
+        source: ``builtin:NAME``, or a folder.
+
+    Raises:
+        ValueError: an unknown built-in model, or a folder that is missing, incomplete or damaged; all that is wrong is named.
+    """
+    folder = _builtin_folder(source.removeprefix(_BUILTIN)) if source.startswith(_BUILTIN) else Path(source).expanduser()
+    if not folder.is_dir():
+        raise ValueError(
+            f"the model folder {source} does not exist; give a Hugging Face folder on this machine "
+            "(hf download NAME --local-dir FOLDER makes one), or builtin:tiny"
+        )
+    wrong = _config_problems(folder) + _weight_problems(folder) + _tokenizer_problems(folder)
+    if wrong:
+        raise ValueError(f"the model folder {source} cannot be used: {'; '.join(wrong)}")
+    return folder
+
+
+def _builtin_folder(name: str) -> Path:
+    root = Path(str(files("tepo_megatron.tasks.data").joinpath("builtin")))
+    known = sorted(folder.name for folder in root.iterdir() if folder.is_dir()) if root.is_dir() else []
+    if name not in known:
+        nearest = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {_BUILTIN}{nearest[0]}?" if nearest else ""
+        raise ValueError(
+            f"unknown built-in model {_BUILTIN + name!r}; known: {', '.join(_BUILTIN + n for n in known) or 'none'}{hint}"
+        )
+    return root / name
+
+
+def _config_problems(folder: Path) -> list[str]:
+    path = folder / "config.json"
+    if not path.is_file():
+        return ["it has no config.json"]
+    return [] if isinstance(_read_json(path), dict) else ["its config.json is damaged (not a JSON object)"]
+
+
+def _weight_problems(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    present = sorted(path.name for path in folder.glob("*.safetensors"))
+    if index.is_file():
+        content = _read_json(index)
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weight_map, dict):
+            return [f"its {index.name} is damaged (no weight_map)"]
+        needed = sorted(set(weight_map.values()))
+        missing = [name for name in needed if name not in present]
+        if missing:
+            return [f"{len(missing)} of {len(needed)} weight files are missing ({', '.join(missing[:3])})"]
+        present = needed
+    if not present:
+        return ["it has no weights (*.safetensors)"]
+    return [message for name in present if (message := _damage(folder / name))]
+
+
+def _damage(path: Path) -> str | None:
+    """A sentence if a safetensors file is damaged, by its header and size, else None."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="numpy"):
+            return None
+    except (SafetensorError, OSError) as error:
+        return f"its {path.name} is damaged ({error})"
+
+
+def _tokenizer_problems(folder: Path) -> list[str]:
+    if any((folder / name).is_file() for name in ("tokenizer.model", "tokenizer.json", "vocab.json")):
+        return []
+    return ["it has no tokenizer (tokenizer.model or tokenizer.json)"]
+
+
+def _read_json(path: Path) -> Any:
+    """The file's value, or None if it is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None

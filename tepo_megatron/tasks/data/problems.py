@@ -1,0 +1,198 @@
+"""Loads problems from built-in tasks, files and folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.config.data import BUILTIN, SourceConfig
+from tepo_megatron.config.prompts import FieldsConfig
+from tepo_megatron.core.types import Problem
+from tepo_megatron.tasks.data.rows import Row, columns_of, read_rows
+from tepo_megatron.tasks.data.tasks import BUILTIN_TASKS
+from tepo_megatron.tasks.data.templates import fill_template, read_messages
+
+_ABSENT = object()
+
+
+def load_problems(source: str | SourceConfig) -> list[Problem]:
+    """Loads the problems of a data source, in its own order; never an empty list.
+
+    Args:
+        source: ``builtin:NAME``, or the path of a file or folder (``rows.read_rows``), or one of the sources that a
+            ``DataConfig`` completes. Each row has ``prompt`` and ``answer`` (text, or a number, which is taken as it is
+            written) and optionally ``id``, by these names or by those that the source gives them; other keys are the problem's
+            ``metadata``. A prompt may be a list of messages. Blank lines are ignored. A row without an id is called
+            ``<file stem>:<line>``; where the source has a name, ids begin with it.
+
+    Raises:
+        ValueError: an unknown built-in task, a file that is missing, damaged or has no problem, a column that it lacks, or a
+            line that is no problem; the message names the file and the line.
+    """
+    config = SourceConfig(path=source) if isinstance(source, str) else source
+    if config.path.startswith(BUILTIN):
+        return [_shaped(problem, config) for problem in _load_builtin(config.path.removeprefix(BUILTIN))]
+    path = Path(config.path).expanduser()
+    if not path.exists():
+        hint = f"; did you mean {BUILTIN}{path}?" if str(path) in BUILTIN_TASKS else ""
+        raise ValueError(f"the data file {path} does not exist{hint}")
+    _check_columns(path, config)
+    problems = list(_without_repeats(path, config))
+    if not problems:
+        raise ValueError(f"the data file {path} has no problem in it; write one JSON object with prompt and answer per line")
+    return problems
+
+
+def _load_builtin(name: str) -> list[Problem]:
+    if name not in BUILTIN_TASKS:
+        known = ", ".join(BUILTIN + task for task in sorted(BUILTIN_TASKS))
+        nearest = get_close_matches(name, BUILTIN_TASKS, n=1)
+        hint = f"; did you mean {BUILTIN}{nearest[0]}?" if nearest else ""
+        raise ValueError(f"unknown built-in task {BUILTIN + name!r}; known: {known}{hint}")
+    return BUILTIN_TASKS[name]()
+
+
+def _shaped(problem: Problem, config: SourceConfig) -> Problem:
+    """A built-in problem as the source's template, messages and name have it."""
+    if config.template is not None:
+        columns = {"prompt": problem.prompt, "answer": problem.answer, "id": problem.id, **problem.metadata}
+        problem = replace(problem, prompt=fill_template(config.template, columns, columns))
+    identity = f"{config.name}/{problem.id}" if config.name else problem.id
+    return replace(problem, id=identity, messages=_wrapped(problem.prompt, config))
+
+
+def _check_columns(path: Path, config: SourceConfig) -> None:
+    """Once for a file that says which columns it has: a column that is mapped to must be one of them."""
+    columns = columns_of(path, config.split)
+    if columns is None:
+        return
+    fields = config.fields or FieldsConfig()
+    needed = {"answer": fields.answer}
+    if fields.messages is not None:
+        needed["messages"] = fields.messages
+    elif config.template is None and not (fields.prompt == "prompt" and "messages" in columns):
+        needed["prompt"] = fields.prompt
+    for field, column in needed.items():
+        if column not in columns and column.partition(".")[0] not in columns:
+            raise ValueError(
+                f"{path} has no column {column!r}, which fields.{field} names; its columns are: {', '.join(columns)}. Say "
+                f"which one it is, such as data.fields.{field}={_likely(field, columns)}"
+            )
+
+
+def _without_repeats(path: Path, config: SourceConfig) -> Iterator[Problem]:
+    place_of_id: dict[str, str] = {}
+    for row in read_rows(path, config.split):
+        try:
+            problem = _problem(row, config)
+        except ValueError as error:
+            raise ValueError(f"{row.place}: {error}") from error
+        if problem.id in place_of_id:
+            raise ValueError(
+                f"{row.place}: the id {problem.id!r} was used before, in {place_of_id[problem.id]}; ids must differ"
+            )
+        place_of_id[problem.id] = _line(row.place)
+        yield problem
+
+
+def _line(place: str) -> str:
+    """The end of a row's place: ``line 3`` or ``row 3``."""
+    _, comma, row = place.rpartition(", ")
+    return row if comma and row.startswith("row ") else f"line {place.rpartition(':')[2]}"
+
+
+def _problem(row: Row, config: SourceConfig) -> Problem:
+    """Reads one row. The ValueError says what is wrong; the caller adds file and line."""
+    fields, columns = config.fields or FieldsConfig(), row.written
+    name = config.name
+    if _get(columns, fields.id) not in (None, _ABSENT):
+        identity = _text(columns, fields.id, "id")
+        identity = f"{name}/{identity}" if name else identity
+    else:
+        identity = f"{name}:{row.name.rpartition(':')[2]}" if name else row.name
+    prompt, messages, used = _read_prompt(columns, config, fields)
+    answer = _text(columns, fields.answer, "answer")
+    others = columns.keys() - {used, fields.answer, fields.id}
+    values = row.values() if others else {}
+    metadata = {key: values[key] for key in columns if key in others}
+    return Problem(identity, prompt, answer, metadata, messages)
+
+
+def _read_prompt(
+    columns: Mapping[str, Any], config: SourceConfig, fields: FieldsConfig
+) -> tuple[str, tuple[tuple[str, str], ...], str | None]:
+    """The prompt, its messages where it is to be read in the chat template, and the column that both come of."""
+    column = _messages_column(columns, fields)
+    if column is not None:
+        if config.template is not None:
+            raise ValueError(f"a template is for prompts that are text, and {column!r} has messages; leave the template out")
+        messages = read_messages(_get(columns, column), column)
+        if config.system_prompt and messages[0][0] != "system":
+            messages = (("system", config.system_prompt), *messages)
+        return messages[-1][1], messages, column
+    if config.template is not None:
+        prompt = _get(columns, fields.prompt)
+        prompt = fill_template(config.template, columns, {} if prompt is _ABSENT else {"prompt": prompt})
+        return prompt, _wrapped(prompt, config), None  # every column stays in the metadata: the prompt shows it otherwise
+    prompt = _text(columns, fields.prompt, "prompt")
+    return prompt, _wrapped(prompt, config), fields.prompt
+
+
+def _messages_column(columns: Mapping[str, Any], fields: FieldsConfig) -> str | None:
+    """The column whose messages are the prompt, if there is one."""
+    if fields.messages is not None:
+        if _get(columns, fields.messages) in (None, _ABSENT):
+            raise ValueError(f"{fields.messages!r} is missing (the keys are: {', '.join(columns) or 'none'})")
+        return fields.messages
+    prompt = _get(columns, fields.prompt)
+    if isinstance(prompt, list) and prompt and all(isinstance(each, Mapping) for each in prompt):
+        return fields.prompt
+    return "messages" if prompt in (None, _ABSENT) and isinstance(columns.get("messages"), list) else None
+
+
+def _wrapped(prompt: str, config: SourceConfig) -> tuple[tuple[str, str], ...]:
+    """A prompt as messages, where the source wants its chat template."""
+    if not config.chat_template:
+        if config.system_prompt:
+            raise ValueError(
+                "a system_prompt is given, and a plain prompt has no place for it; set chat_template = true, or leave it out"
+            )
+        return ()
+    system = (("system", config.system_prompt),) if config.system_prompt else ()
+    return (*system, ("user", prompt))
+
+
+def _get(columns: Mapping[str, Any], name: str) -> Any:
+    """A column, or the key of one for ``a.b``; ``_ABSENT`` where there is none."""
+    if name in columns:
+        return columns[name]
+    value: Any = columns
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return _ABSENT
+        value = value[part]
+    return value
+
+
+def _likely(field: str, columns: Sequence[str]) -> str:
+    """The column that an example of a setting names: questions are usually left of their answers."""
+    return columns[-1 if field == "answer" else 0]
+
+
+def _text(columns: Mapping[str, Any], name: str, field: str) -> str:
+    value = _get(columns, name)
+    if value is None or value is _ABSENT:
+        keys = list(columns)
+        hint = f"; if another key has it, say which one, such as data.fields.{field}={_likely(field, keys)}" if keys else ""
+        raise ValueError(f"{name!r} is missing (the keys are: {', '.join(keys) or 'none'}){hint}")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)  # of a file that has numbers as numbers
+    if not isinstance(value, str):
+        raise ValueError(f"{name!r} must be text, not {json.dumps(value)[:40]}")
+    if not value.strip():
+        raise ValueError(f"{name!r} is empty")
+    return value

@@ -1,0 +1,213 @@
+"""The rows of a data file or folder: JSON lines, a JSON list, CSV, Parquet, and folders that Hugging Face's ``datasets`` makes.
+
+Parquet and Arrow are read by pyarrow, batch by batch; ``datasets`` itself is not needed. Columns of raw bytes are left out.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.tasks.data.splits import DataFiles, find_files
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row. ``place`` names it in messages, ``name`` is what a problem without an id is called; ``written``: its columns,
+    with numbers as text where the file has them as text, which ``text`` is.
+    """
+
+    place: str
+    name: str
+    written: Mapping[str, Any]
+    text: str | None = None
+
+    def values(self) -> Mapping[str, Any]:
+        """Its columns with numbers as numbers, as JSON has them."""
+        return self.written if self.text is None else json.loads(self.text)
+
+
+def read_rows(path: Path, split: str | None = None) -> Iterator[Row]:
+    """The rows of a file or folder, in their order.
+
+    Raises:
+        ValueError: nothing is there that can be read, a folder has no such split, or a line is no JSON object; the message
+            names file and line.
+    """
+    found = find_files(path, split)
+    of_text = {"json": _json_rows, "list": _list_rows, "csv": _csv_rows}
+    if found.format in of_text:
+        for file in found.files:
+            yield from of_text[found.format](file)
+    else:
+        yield from _arrow_rows(found)
+
+
+def columns_of(path: Path, split: str | None = None) -> tuple[str, ...] | None:
+    """The columns of a file that says so itself; None of JSON, where each row has its own."""
+    found = find_files(path, split)
+    if found.format in ("json", "list"):
+        return None
+    if found.format == "csv":
+        with _csv_lines(found.files[0]) as (columns, _):
+            return tuple(columns)
+    with _readable(found.files[0], found.format):
+        return tuple(_open(found.files[0], found.format)[0])
+
+
+def first_columns(path: Path, split: str | None = None) -> list[str]:
+    """The columns of a file, or where each row has its own those of the first one. ValueError as `read_rows`."""
+    named = columns_of(path, split)
+    if named is None:
+        named = tuple(next((row.written for row in read_rows(path, split)), ()))
+    return list(named)
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                place = f"{path}:{number}"
+                text, written = _parse(line, place)
+                yield Row(place, f"{path.stem}:{number}", written, text)
+
+
+def _list_rows(path: Path) -> Iterator[Row]:
+    """One JSON list of objects, such as ``json.dump`` makes; read as a whole."""
+    text, written = _decode(path.read_bytes(), str(path), "")
+    for number, (entry, value) in enumerate(zip(written, json.loads(text), strict=True), start=1):
+        place = f"{path}, row {number}"
+        if not isinstance(entry, dict):
+            raise ValueError(f'{place}: not a JSON object; write {{"prompt": ..., "answer": ...}}')
+        yield Row(place, f"{path.stem}:{number}", entry, json.dumps(value))
+
+
+def _csv_rows(path: Path) -> Iterator[Row]:
+    """Every value is text, as it is written."""
+    with _csv_lines(path) as (columns, lines):
+        for line, cells in lines:
+            if len(cells) != len(columns):
+                raise ValueError(
+                    f"{path}:{line}: {len(cells)} columns, and the first line names {len(columns)} ({', '.join(columns)}); put "
+                    "text with a comma, a semicolon or a line break in it between double quotes"
+                )
+            yield Row(f"{path}:{line}", f"{path.stem}:{line}", dict(zip(columns, cells, strict=True)))
+
+
+@contextmanager
+def _csv_lines(path: Path) -> Iterator[tuple[list[str], Iterator[tuple[int, list[str]]]]]:
+    """The columns that the first line names, and behind it each row with the number of its first line. Columns are divided by
+    what the first line has most of: commas, semicolons or tabs. Turns what cannot be read into a sentence.
+    """
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        try:
+            header = file.readline()
+            file.seek(0)
+            reader = csv.reader(file, delimiter=max(",;\t", key=header.count), strict=True)
+            columns = next(reader, [])
+            if not all(columns) or len(set(columns)) < len(columns):
+                named = ", ".join(map(repr, columns))
+                raise ValueError(f"{path}:1: the first line of a CSV file names each column once; this one has {named}")
+            yield columns, _numbered(reader)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 text (byte {error.start + 1}); save the file as UTF-8") from error
+        except csv.Error as error:
+            raise ValueError(f"{path}:{reader.line_num}: not CSV: {error}; JSON lines or Parquet take any text") from error
+
+
+def _numbered(reader: Any) -> Iterator[tuple[int, list[str]]]:
+    line = reader.line_num + 1
+    for cells in reader:
+        if cells:  # no blank line
+            yield line, cells
+        line = reader.line_num + 1
+
+
+def _parse(line: bytes, place: str) -> tuple[str, Mapping[str, Any]]:
+    text, entry = _decode(line, place, " of the line")
+    if not isinstance(entry, dict):
+        raise ValueError(f'{place}: not a JSON object; write {{"prompt": ..., "answer": ...}}')
+    return text, entry
+
+
+def _decode(data: bytes, place: str, of: str) -> tuple[str, Any]:
+    """The text, and its value in which a number stays as it was written: "1.50" must not become "1.5"."""
+    try:
+        # utf-8-sig: editors on Windows start a file with a byte-order mark.
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place}: not UTF-8 text (byte {error.start + 1}{of}); save the file as UTF-8") from error
+    try:
+        return text, json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
+    except json.JSONDecodeError as error:
+        where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"{place}: not JSON: {error.msg} at {where}") from error
+    except RecursionError as error:
+        raise ValueError(f"{place}: nested too deeply to be read") from error
+
+
+def _arrow_rows(found: DataFiles) -> Iterator[Row]:
+    number = 0
+    for file in found.files:
+        with _readable(file, found.format):
+            columns, batches = _open(file, found.format)
+            for batch in batches:
+                for entry in batch.select(columns).to_pylist():
+                    number += 1
+                    values = {name: _plain(value) for name, value in entry.items()}
+                    yield Row(f"{found.name}, row {number}", f"{found.stem}:{number}", values)
+
+
+def _open(path: Path, form: str) -> tuple[list[str], Iterable[Any]]:
+    """The names of the columns but those of raw bytes, and the record batches of a file."""
+    pyarrow = _pyarrow()
+    if form == "parquet":
+        import pyarrow.parquet as parquet
+
+        opened = parquet.ParquetFile(path)
+        schema, batches = opened.schema_arrow, opened.iter_batches()
+    else:
+        stream = pyarrow.ipc.open_stream(path.open("rb"))
+        schema, batches = stream.schema, stream
+    binary = (pyarrow.types.is_binary, pyarrow.types.is_large_binary, pyarrow.types.is_fixed_size_binary)
+    return [field.name for field in schema if not any(is_raw(field.type) for is_raw in binary)], batches
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError as error:
+        raise ValueError("Parquet and Arrow files are read by pyarrow, which is not installed; pip install pyarrow") from error
+    return pyarrow
+
+
+@contextmanager
+def _readable(path: Path, form: str) -> Iterator[None]:
+    """Turns pyarrow's errors of a damaged file into a sentence."""
+    pyarrow = _pyarrow()
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path} cannot be read as {form.capitalize()}: {why}") from error
+
+
+def _plain(value: Any) -> Any:
+    """A value of Arrow as one of JSON."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal | timedelta):
+        return str(value)
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

@@ -1,0 +1,83 @@
+"""Sums of two two-digit numbers, solved column by column: ``37+58=`` is answered ``7+8=15 3+5+1=9 95``.
+
+The units come first, then the tens with the carry, which is written also when it is 0 (``3+5+0=8``), then the sum. With its
+end token a response has 17 to 20 characters. The answer is what follows the last space.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from hashlib import sha256
+
+from tepo_megatron.core.types import Problem
+
+NUM_HELDOUT = 200
+
+
+def train_problems() -> list[Problem]:
+    """The 7 900 sums to train on, in an order that looks random and is always the same."""
+    return list(_problems()[NUM_HELDOUT:])
+
+
+def heldout_problems() -> list[Problem]:
+    """The 200 sums that are never trained on; any first n of them are a fair sample."""
+    return list(_problems()[:NUM_HELDOUT])
+
+
+def solution(problem: Problem) -> str:
+    """The right response to a sum, without the end token."""
+    return _write_solution(problem, slip=None, rng=None)
+
+
+def supervised_examples(n: int, noise: float, seed: int) -> list[tuple[str, str]]:
+    """``n`` pairs (prompt, response) of training sums, for a supervised warm start.
+
+    Args:
+        n: how many; sums repeat only after all of them were used.
+        noise: the probability, in [0, 1], that a solution contains one slip. A slip replaces the units' sum, the carry, the
+            tens' sum or the result by a wrong value, and what comes later follows from it, so its last word is always wrong.
+        seed: the same arguments give the same pairs.
+
+    Raises:
+        ValueError: ``noise`` outside [0, 1], or ``n`` negative.
+    """
+    if not 0 <= noise <= 1:
+        raise ValueError(f"noise = {noise} is a probability: give a value from 0 to 1")
+    if n < 0:
+        raise ValueError(f"n = {n} examples cannot be written; give 0 or more")
+    rng = random.Random(seed)
+    problems = train_problems()
+    examples: list[tuple[str, str]] = []
+    while len(examples) < n:
+        rng.shuffle(problems)
+        for problem in problems[: n - len(examples)]:
+            slip = rng.choice(_SLIPS) if rng.random() < noise else None
+            examples.append((problem.prompt, _write_solution(problem, slip, rng)))
+    return examples
+
+
+_SLIPS = ("units", "carry", "tens", "result")
+
+
+def _write_solution(problem: Problem, slip: str | None, rng: random.Random | None) -> str:
+    a, b = (int(number) for number in problem.prompt.removesuffix("=").split("+"))
+
+    def slipped(place: str, value: int, choices: Sequence[int]) -> int:
+        if place != slip or rng is None:
+            return value
+        return rng.choice([choice for choice in choices if choice != value])
+
+    units = slipped("units", a % 10 + b % 10, range(19))
+    carry = slipped("carry", units // 10, range(2))
+    tens = slipped("tens", a // 10 + b // 10 + carry, range(2, 20))
+    result = slipped("result", 10 * tens + units % 10, range(20, 199))
+    return f"{a % 10}+{b % 10}={units} {a // 10}+{b // 10}+{carry}={tens} {result}"
+
+
+@cache
+def _problems() -> tuple[Problem, ...]:
+    """All 8 100 sums in the order of their digests: no random generator, whose stream a version could change."""
+    problems = [Problem(id=f"{a}+{b}", prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(10, 100) for b in range(10, 100)]
+    return tuple(sorted(problems, key=lambda problem: sha256(problem.id.encode()).digest()))

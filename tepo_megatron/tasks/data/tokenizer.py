@@ -1,0 +1,300 @@
+"""Tokenizers behind one protocol: SentencePiece models, and those of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from tepo_megatron.tasks.data.chat import AnyMessage, chat_ids
+from tepo_megatron.tasks.data.pieces import piece_text
+from tepo_megatron.tasks.data.turns import turn_ids
+
+UNKNOWN_TEXT = "\ufffd"
+"""The text of an id that has none: the unknown token, or a row that pads the model's vocabulary. It must be visible: if it
+vanished, a wrong answer such as ``9<unk>5`` would read as the right one."""
+
+_NO_CHAT = (
+    ", which prompts of messages and chat_template = true need; use an instruct model's tokenizer, or plain prompts and set "
+    "data.chat_template = false"
+)
+
+Tools = Sequence[Mapping[str, Any]] | None
+
+
+class Tokenizer(Protocol):
+    """Encodes text as ids and decodes them. ``eos_ids`` end a response, the tokenizer's own id first."""
+
+    @property
+    def bos_id(self) -> int | None: ...
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+    @property
+    def pad_id(self) -> int: ...
+    @property
+    def unk_id(self) -> int | None: ...
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id that the tokenizer knows; the model's vocabulary may be padded beyond it."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without special tokens around it."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids: special tokens are left out, ids without text become ``UNKNOWN_TEXT``, all else is exact."""
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """The ids that a model reads for the plain prompt ``text``: with the begin token where the tokenizer adds one. Names of
+        special tokens in it are read as the tokenizer reads them: a text may have been in a chat template before.
+        """
+
+    def chat_ids(self, messages: Sequence[AnyMessage], *, tools: Tools = None) -> list[int]:
+        """The ids that a model reads for messages in the chat template, up to where the answer begins. ``tools``: functions
+        that it describes, as the OpenAI protocol has them.
+
+        What the template writes may be special tokens; text of a content that looks like one stays text.
+
+        Raises:
+            ValueError: there is no template, or it does not take these messages.
+        """
+
+    def turn_ids(self, messages: Sequence[AnyMessage], *, ended: bool) -> list[int]:
+        """The ids with which a chat goes on behind an answer: its end, unless its last token was one (``ended``), messages, and
+        what begins the next answer.
+
+        Raises:
+            ValueError: there is no chat template, or it does not take the messages.
+        """
+
+    def show(self, ids: Sequence[int]) -> str:
+        """The text of ids for people: as ``decode``, but special tokens are written as ``⟦name⟧``."""
+
+    def piece(self, token: int) -> str:
+        """The text of one id for people, as it reads in the middle of a text: as ``show``, but bytes that are no whole
+        character stand as ``⟨xx⟩``.
+        """
+
+
+def load_tokenizer(model_dir: str | Path) -> Tokenizer:
+    """Loads the tokenizer of a Hugging Face model folder.
+
+    A folder with ``tokenizer.model`` and no ``tokenizer.json`` is read by SentencePiece. ``tokenizer.json`` is read as it
+    stands, whatever the model's type is; without one ``transformers.AutoTokenizer`` decides (without running code from the
+    folder). End tokens are the tokenizer's, and those that ``generation_config.json`` adds.
+
+    Raises:
+        ValueError: the folder has no tokenizer, a damaged one, or one without an end token.
+    """
+    folder = Path(model_dir)
+    has_json, has_model = (folder / "tokenizer.json").is_file(), (folder / "tokenizer.model").is_file()
+    if not (has_json or has_model or (folder / "tokenizer_config.json").is_file()):
+        raise ValueError(
+            f"{folder} has no tokenizer: copy tokenizer.model, or tokenizer.json and tokenizer_config.json, into it"
+        )
+    return SentencePieceTokenizer(folder) if has_model and not has_json else HuggingFaceTokenizer(folder)
+
+
+class SentencePieceTokenizer:
+    """``tokenizer.model``, with the begin token before prompts unless ``tokenizer_config.json`` says otherwise."""
+
+    def __init__(self, folder: Path) -> None:
+        import sentencepiece
+
+        with _reading(folder):
+            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+        config = _read_json(folder / "tokenizer_config.json")
+        self.vocab_size: int = self._processor.vocab_size()
+        self.bos_id = _id_or_none(self._processor.bos_id())
+        self.unk_id = _id_or_none(self._processor.unk_id())
+        self.eos_ids = _end_ids(_id_or_none(self._processor.eos_id()), folder)
+        pad_id = _id_or_none(self._processor.pad_id())
+        self.pad_id = self.eos_ids[0] if pad_id is None else pad_id
+        self._adds_bos = self.bos_id is not None and config.get("add_bos_token", True)
+        self._special = frozenset(i for i in range(self.vocab_size) if self._processor.is_control(i)) | set(self.eos_ids)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._processor.encode(text)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return _decode(ids, self._special, self.unk_id, self.vocab_size, self._processor.decode)
+
+    def prompt_ids(self, text: str) -> list[int]:
+        begin = [self.bos_id] if self._adds_bos and self.bos_id is not None else []
+        return begin + self.encode(text)
+
+    def chat_ids(self, messages: Sequence[AnyMessage], *, tools: Tools = None) -> list[int]:
+        raise ValueError(f"a SentencePiece tokenizer.model has no chat template{_NO_CHAT}")
+
+    def turn_ids(self, messages: Sequence[AnyMessage], *, ended: bool) -> list[int]:
+        raise ValueError(
+            "the environment returned messages, and a SentencePiece tokenizer.model has no chat template; return text"
+        )
+
+    def show(self, ids: Sequence[int]) -> str:
+        return _show(ids, self._special, self.decode, self._processor.id_to_piece)
+
+    def piece(self, token: int) -> str:
+        return _piece(token, self, self._special, self._processor.id_to_piece)
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of transformers, with prompts as the folder's own configuration wants them."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+        # For some types of model AutoTokenizer takes the vocabulary out of tokenizer.json, and divides and joins text by rules
+        # of its own: other ids than those that the model was trained on, without a word, where the file has other rules.
+        whole = (folder / "tokenizer.json").is_file()
+        loader: Any = PreTrainedTokenizerFast if whole else AutoTokenizer
+        with _reading(folder):
+            self._tokenizer: Any = loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        added = self._added = dict[int, Any](self._tokenizer.added_tokens_decoder)
+        self.vocab_size = max(len(self._tokenizer), max(added, default=-1) + 1)
+        self.bos_id: int | None = self._tokenizer.bos_token_id
+        self.unk_id: int | None = self._tokenizer.unk_token_id
+        self.eos_ids = _end_ids(self._tokenizer.eos_token_id, folder)
+        pad_id: int | None = self._tokenizer.pad_token_id
+        self.pad_id = self.eos_ids[0] if pad_id is None else pad_id
+        # Some tokenizers call their end token also their unknown token: as an end token it is left out.
+        self._special = ({i for i, token in added.items() if token.special} - {self.unk_id}) | set(self.eos_ids)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return _decode(ids, self._special, self.unk_id, self.vocab_size, self._decode_known)
+
+    def prompt_ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True)
+        # A tokenizer set up for training may close every text; a prompt is not over.
+        return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id else ids
+
+    def chat_ids(self, messages: Sequence[AnyMessage], *, tools: Tools = None) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise ValueError(f"the model's tokenizer has no chat template{_NO_CHAT}")
+        return chat_ids(self._tokenizer, messages, [str(token) for token in self._added.values() if token.special], tools)
+
+    def show(self, ids: Sequence[int]) -> str:
+        return _show(ids, self._special, self.decode, self._tokenizer.convert_ids_to_tokens)
+
+    def piece(self, token: int) -> str:
+        return _piece(token, self, self._special, self._tokenizer.convert_ids_to_tokens)
+
+    def turn_ids(self, messages: Sequence[AnyMessage], *, ended: bool) -> list[int]:
+        special = [str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        return turn_ids(self._tokenizer, messages, ended=ended, special=special, end_ids=self.eos_ids)
+
+    def _decode_known(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
+def check_tokenizer(tokenizer: Tokenizer, model_dir: str | Path) -> None:
+    """Checks that a tokenizer fits the model that reads its ids.
+
+    Args:
+        model_dir: the model's folder; ``vocab_size`` and ``eos_token_id`` (one, several or absent) of ``config.json`` are read.
+
+    Raises:
+        ValueError: the tokenizer has ids that the model has no row for, or none of its end tokens is one of the model's.
+    """
+    path = Path(model_dir) / "config.json"
+    model_config = _read_json(path)
+    rows = model_config.get("vocab_size")
+    if not isinstance(rows, int):
+        raise ValueError(f"{path} says vocab_size = {rows!r}; it must be a number")
+    needed = max(tokenizer.vocab_size, max(tokenizer.eos_ids) + 1)
+    if needed > rows:
+        raise ValueError(
+            f"the tokenizer has {needed} ids, the model only {rows} rows (vocab_size in config.json): they belong to "
+            "different models; copy the model's own tokenizer into its folder"
+        )
+    expected = _as_ids(model_config.get("eos_token_id"))
+    if expected and not set(expected) & set(tokenizer.eos_ids):
+        raise ValueError(
+            f"the tokenizer ends a response with token {_join(tokenizer.eos_ids)}, the model's config.json with "
+            f"{_join(expected)} (eos_token_id): responses would never end; set the two alike"
+        )
+
+
+def _decode(
+    ids: Sequence[int], special: frozenset[int] | set[int], unk_id: int | None, size: int, known: Callable[[list[int]], str]
+) -> str:
+    """Decodes the runs of known ids, and puts ``UNKNOWN_TEXT`` in place of every other id."""
+    runs: list[list[int]] = [[]]
+    for token in ids:
+        if token in special:
+            continue
+        if token == unk_id or not 0 <= token < size:
+            runs.append([])
+        else:
+            runs[-1].append(int(token))
+    return UNKNOWN_TEXT.join(known(run) if run else "" for run in runs)
+
+
+def _show(ids: Sequence[int], special: Container[int], decode: Callable[[list[int]], str], name: Callable[[int], Any]) -> str:
+    """Runs of other ids are decoded together; a special one between them is written by its name."""
+    parts: list[str] = []
+    run: list[int] = []
+    for token in [*ids, None]:
+        if token is not None and token not in special:
+            run.append(int(token))
+            continue
+        parts += [decode(run)] if run else []
+        run = []
+        parts += [] if token is None else [f"⟦{name(int(token))}⟧"]
+    return "".join(parts)
+
+
+def _piece(token: int, tokenizer: Tokenizer, special: Container[int], name: Callable[[int], Any]) -> str:
+    if token in special or token == tokenizer.unk_id or not 0 <= token < tokenizer.vocab_size:
+        return tokenizer.show([token])
+    return piece_text(token, tokenizer.encode("a"), tokenizer.decode, name)
+
+
+def _end_ids(own: int | None, folder: Path) -> tuple[int, ...]:
+    more = _as_ids(_read_json(folder / "generation_config.json").get("eos_token_id"))
+    ids = tuple(dict.fromkeys(([] if own is None else [own]) + more))
+    if not ids:
+        raise ValueError(f"the tokenizer in {folder} has no end token; set eos_token in tokenizer_config.json")
+    return ids
+
+
+def _as_ids(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _join(ids: Sequence[int]) -> str:
+    return " or ".join(str(i) for i in ids)
+
+
+def _id_or_none(piece_id: int) -> int | None:
+    """None for -1, which SentencePiece gives for a special token that the model does not have."""
+    return piece_id if piece_id >= 0 else None
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Turns any error of the libraries, which raise many types for a damaged file, into one ValueError."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"the tokenizer in {folder} cannot be read, copy it again: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged, copy it again: {error}") from error
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,1 @@
+"""Agents: programs that call the model through a chat address."""

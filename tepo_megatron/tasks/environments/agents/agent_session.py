@@ -1,0 +1,171 @@
+"""An agent's episode, as its requests make it: one request after another, each answered once by the model."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tepo_megatron.core.problem import ResponseText
+from tepo_megatron.tasks.environments.agents.chat_messages import Conversation, same_messages
+from tepo_megatron.tasks.environments.agents.chat_requests import (
+    Answer,
+    AskedFor,
+    ChatRequest,
+    RefusedError,
+    completion,
+    read_answer,
+)
+
+OVER = "the episode is over"
+
+
+class EpisodeError(Exception):
+    """An episode fails, and its text is the sentence for it."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The agent is done: with what it returned, or posted as reward; or with an error that it raised."""
+
+    result: Any = None
+    error: BaseException | None = None
+
+
+@dataclass
+class _Turn:
+    """A request under way, or the last one; ``answer``: the body of its answer. ``waiting``: HTTP requests that wait for it."""
+
+    asked: AskedFor
+    answer: asyncio.Future[dict[str, Any]]
+    waiting: int = 0
+
+
+@dataclass(eq=False)
+class Talk:
+    """Between an agent, which asks over HTTP, and the one who plays its episode: :meth:`ask` is the agent's side, :meth:`wait`
+    and :meth:`give` are the other's. Used from one event loop.
+
+    Whatever is refused fails the episode: an agent that goes on after an error would be rated for something else than what it
+    does. ``history``: what becomes of one that sends other messages than were said (``AgentConfig``).
+    """
+
+    history: Literal["fail", "restart"]
+    tool_calls: str
+    reward_ends: bool = False
+    """Whether the agent is done when it has sent its reward."""
+    posted: Any = None
+    """The reward that the agent has sent."""
+    malformed: bool = False
+    """Whether the model's last answer has a call of a tool that is none."""
+    _conversation: Conversation = field(default_factory=Conversation)
+    _turn: _Turn | None = None
+    _ask: ChatRequest | None = None
+    """What is asked and was not fetched by :meth:`wait` yet."""
+    _ended: Ended | None = None
+    _failure: str | None = None
+    _closed: bool = False
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    # -- the agent's side --------------------------------------------------------------------------------------------------
+
+    async def ask(self, asked: AskedFor, *, again: bool) -> dict[str, Any]:
+        """The body of the answer to a request. ``again``: the client says that it sends it once more; then it gets the same
+        answer. Raises RefusedError.
+        """
+        turn = self._begun(asked, again=again) or self._begin(asked)
+        turn.waiting += 1
+        try:
+            return await asyncio.shield(turn.answer)
+        finally:
+            turn.waiting -= 1
+
+    def refuse(self, sentence: str) -> None:
+        """The episode fails, since a request cannot be answered."""
+        self._failure = self._failure or sentence
+        self._news.set()
+
+    def _begun(self, asked: AskedFor, *, again: bool) -> _Turn | None:
+        """The turn that the request is about, where it is one that was asked before."""
+        if self._closed or self._ended is not None or self._failure is not None:
+            raise RefusedError(
+                OVER if self._failure is None else f"the episode has failed: {self._failure}", code="episode_over"
+            )
+        turn = self._turn
+        same = turn is not None and asked.tools == turn.asked.tools and same_messages(turn.asked.messages, asked.messages)
+        if turn is None or (turn.answer.done() and not (same and again)):
+            return None
+        if same and (again or not turn.waiting):
+            return turn
+        raise RefusedError(
+            "the agent asks again before it was answered; an episode is one conversation, so have it wait for each answer",
+            code="one_at_a_time",
+        )
+
+    def _begin(self, asked: AskedFor) -> _Turn:
+        new = self._conversation.new(asked.messages, asked.tools)
+        begins = not self._conversation.said
+        if new is None:
+            if self.history == "fail":
+                why = self._conversation.why_not(asked.messages, asked.tools)
+                raise RefusedError(
+                    f"the agent sent another history than what was said: {why}; an episode is trained on as one sequence, so "
+                    "send what was said and the new messages behind it, or set environment.agent.history = restart to train "
+                    "on the last conversation alone",
+                    code="other_history",
+                    param="messages",
+                )
+            new, begins = asked.messages, True
+        self._conversation.heard(asked.messages, asked.tools)
+        tools = None if asked.tools is None or not begins else tuple(asked.tools)
+        self._ask = ChatRequest(tuple(new), begins, tools, asked.max_tokens)
+        self._turn = _Turn(asked, asyncio.get_running_loop().create_future())
+        self._news.set()
+        return self._turn
+
+    def post(self, reward: Any) -> None:
+        """The agent sends its reward."""
+        self.posted = reward
+        if self.reward_ends:
+            self.end(Ended())
+
+    def end(self, ended: Ended) -> None:
+        """The agent is done."""
+        if self._ended is None:
+            self._ended = ended
+            self._news.set()
+
+    # -- the other side ----------------------------------------------------------------------------------------------------
+
+    async def wait(self) -> ChatRequest | Ended:
+        """What the agent does next. Raises EpisodeError where it asked something that is refused."""
+        while self._ask is None and self._ended is None and self._failure is None:
+            self._news.clear()
+            await self._news.wait()
+        if self._failure is not None:
+            raise EpisodeError(self._failure)
+        if self._ended is not None:
+            return self._ended
+        assert self._ask is not None
+        ask, self._ask = self._ask, None
+        return ask
+
+    def give(self, action: ResponseText) -> None:
+        """What the model wrote."""
+        turn = self._turn
+        assert turn is not None, "nothing was asked"
+        answer: Answer = read_answer(action, self.tool_calls)
+        self.malformed = answer.malformed
+        self._conversation.answered(answer.message)
+        if not turn.answer.done():
+            turn.answer.set_result(completion(turn.asked, answer, action))
+
+    def close(self) -> None:
+        """Whatever the agent still asks is refused."""
+        self._closed = True
+        turn = self._turn
+        if turn is not None and not turn.answer.done():
+            if turn.waiting:
+                turn.answer.set_exception(RefusedError(OVER, code="episode_over"))
+            else:
+                turn.answer.cancel()

@@ -1,0 +1,189 @@
+"""Agents as environments: a function that calls the model over the OpenAI protocol, turned around into ``reset`` and ``step``.
+
+The agent waits for the model in its request, and the driver of the episode waits for the agent's next one. So an agent's
+episode is played, limited, recorded and counted as any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.runtime.workers.failure import why_it_raised
+from tepo_megatron.tasks.environments.agents.agent_session import Ended, EpisodeError, Talk
+from tepo_megatron.tasks.environments.agents.chat_address import ChatAddress
+from tepo_megatron.tasks.environments.agents.chat_requests import ChatRequest
+from tepo_megatron.tasks.environments.protocol import StepResult
+from tepo_megatron.tasks.reward.verifiers import load_verifier
+
+_STACK = 2 * 2**20
+"""Bytes of an agent's thread, of which there are as many as episodes; they count to ``environment.memory_mb``."""
+
+_MOST_STUCK = 32
+"""Agents that run on after their episodes ended, before their process is replaced."""
+
+
+class Agents:
+    """Makes the episodes of one process. ``solve``: the agent, None where agents outside take the episodes. ``setup``: fields
+    of ``environment`` by their names, with the ``agent``'s settings and how the run draws (``agent_setup``).
+
+    Raises ValueError: what ``name`` names is no function of (problem, base_url, api_key), or the verifier is none.
+    """
+
+    def __init__(self, solve: Callable[..., Any] | None, kwargs: Mapping[str, Any], setup: Mapping[str, Any]) -> None:
+        settings = setup["agent"]
+        self.solve, self.kwargs, self.setup = solve, kwargs, setup
+        if solve is not None:
+            self._takes_seed = _takes_seed(solve, kwargs, setup["name"])
+        self.verify = None if settings["verifier"] is None else load_verifier(settings["verifier"])
+        if self.verify is not None and (inspect.isclass(self.verify) or not callable(self.verify)):
+            raise ValueError(f"environment.agent.verifier = {settings['verifier']} must be a function of one response")
+        self.address = ChatAddress(
+            settings["sampling"],
+            frozenset(settings["ignore"]),
+            port=settings["port"],
+            max_request_bytes=settings["max_request_mb"] * 10**6,
+            outside_key=settings["key"],
+        )
+        self._threads: list[threading.Thread] = []
+
+    def episode(self) -> AgentEpisode:
+        settings = self.setup["agent"]
+        return AgentEpisode(self, Talk(settings["history"], settings["tool_calls"], reward_ends=self.solve is None))
+
+    @property
+    def worn(self) -> bool:
+        """Whether so many agents run on after their episodes that this process is better replaced; asked when it has none."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        return len(self._threads) > _MOST_STUCK
+
+    async def begin(self, problem: Problem, seed: int, talk: Talk, key: str) -> None:
+        """Starts the agent of an episode, or has one outside take it."""
+        url = await self.address.url()
+        if self.solve is None:
+            self.address.offer(_as_json(problem), key, seed)
+            return
+        loop = asyncio.get_running_loop()
+        given = {**self.kwargs, "base_url": url, "api_key": key, **({"seed": seed} if self._takes_seed else {})}
+
+        def run() -> None:
+            ended = _run(self.solve, problem, given)
+            loop.call_soon_threadsafe(talk.end, ended)
+
+        # A thread for each: agents may block, and those that are async may run an event loop of their own.
+        thread = threading.Thread(target=run, name="agent", daemon=True)
+        before = threading.stack_size(_STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+
+
+class AgentEpisode:
+    """One episode of an agent, with an environment's methods."""
+
+    def __init__(self, agents: Agents, talk: Talk) -> None:
+        self._agents, self._talk = agents, talk
+        self._key = ""
+        self._problem: Problem | None = None
+        self._last = ResponseText("")
+
+    async def reset(self, problem: Problem, seed: int) -> ChatRequest:
+        """What the agent asks first."""
+        self._problem = problem
+        self._key = self._agents.address.open(self._talk)
+        await self._agents.begin(problem, seed, self._talk, self._key)
+        found = await self._talk.wait()
+        if isinstance(found, ChatRequest):
+            return found
+        self._check(found)
+        raise EpisodeError("the agent ended without asking the model anything")
+
+    async def step(self, action: ResponseText) -> StepResult:
+        """What the agent asks next; or it is done, and has its reward."""
+        self._last = action
+        self._talk.give(action)
+        mistake = self._talk.malformed
+        found = await self._talk.wait()
+        if isinstance(found, ChatRequest):
+            asked: Any = found  # an observation that only this package makes
+            return StepResult(asked, tool_error=mistake)
+        self._check(found)
+        return StepResult(reward=self._reward(found.result), done=True, tool_error=mistake)
+
+    def close(self) -> None:
+        self._agents.address.close(self._key)
+        self._talk.close()
+
+    def _check(self, ended: Ended) -> None:
+        """Raises EpisodeError where the agent raised."""
+        if ended.error is not None:
+            assert self._agents.solve is not None
+            raise EpisodeError(why_it_raised(ended.error, self._agents.solve, {**self._agents.setup, "what": "agent"}))
+
+    def _reward(self, result: Any) -> Any:
+        """What the agent returned or sent, or what the verifier gives for its answer: what it returned as text, or else what
+        the model wrote last.
+        """
+        if result is not None and not isinstance(result, str):
+            return result
+        if result is None and self._talk.posted is not None:
+            return self._talk.posted
+        if self._agents.verify is None:
+            what = "text" if isinstance(result, str) else "nothing"
+            raise EpisodeError(
+                f"the agent returned {what}, and no reward; return a number, send one to /v1/reward, or set "
+                "environment.agent.verifier"
+            )
+        action = self._last
+        answer = action if result is None else ResponseText(result, action.token_ids, action.finish_reason)
+        try:
+            return self._agents.verify(self._problem, answer)
+        except Exception as error:
+            sentence = why_it_raised(error, self._agents.verify, {**self._agents.setup, "what": "verifier"})
+            raise EpisodeError(sentence) from error
+
+
+def _run(solve: Callable[..., Any] | None, problem: Problem, given: Mapping[str, Any]) -> Ended:
+    """In a thread of its own."""
+    assert solve is not None
+    try:
+        result = solve(problem, **given)
+        return Ended(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
+    except BaseException as error:  # SystemExit too: it ends the episode, and not the thread without a word
+        return Ended(error=error)
+
+
+async def _awaited(found: Any) -> Any:
+    return await found
+
+
+def _takes_seed(solve: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> bool:
+    """Whether the agent takes the seed. Raises ValueError: it does not take what it is called with."""
+    try:
+        signature = inspect.signature(solve)
+        parameters = signature.parameters.values()
+        takes = "seed" not in kwargs and any(each.name == "seed" or each.kind is each.VAR_KEYWORD for each in parameters)
+        signature.bind(None, base_url="", api_key="", **({"seed": 0} if takes else {}), **kwargs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the agent {name!r} is called with (problem, base_url=…, api_key=…) and environment.kwargs, which it does not "
+            f"take ({error})"
+        ) from error
+    return takes
+
+
+def _as_json(problem: Problem) -> dict[str, Any]:
+    messages = [{"role": role, "content": content} for role, content in problem.messages]
+    return {
+        "id": problem.id,
+        "prompt": problem.prompt,
+        "answer": problem.answer,
+        "metadata": dict(problem.metadata),
+        "messages": messages or [{"role": "user", "content": problem.prompt}],
+    }

@@ -1,0 +1,237 @@
+"""Requests and answers of the OpenAI protocol: what of a request is taken, and what is refused since the run decides on it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tepo_megatron.core.problem import ResponseText
+from tepo_megatron.tasks.environments.agents.chat_messages import Message, read_messages
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("model", "messages", "stream", "stream_options", "tools", "max_tokens", "max_completion_tokens"),
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    }
+)
+"""Fields of a request that are read elsewhere, or say nothing about what the model writes."""
+
+_USUAL: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "reasoning_effort": (),
+    "verbosity": (),
+}
+"""Fields → what they may be: what leaves the model's distribution as it is."""
+
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
+
+
+class RefusedError(Exception):
+    """A request that is not answered; its text is a sentence for the agent."""
+
+    def __init__(self, sentence: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(sentence)
+        self.status, self.code, self.param = status, code, param
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI's clients read it."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What the model is asked: an observation of an agent's episode.
+
+    ``messages`` are those that are new; all of them where the conversation ``begins``, with the ``tools`` that its template
+    shows. ``max_tokens`` of the answer, where the agent bounds it.
+    """
+
+    messages: tuple[Message, ...]
+    begins: bool
+    tools: tuple[dict[str, Any], ...] | None = None
+    max_tokens: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        tools = None if self.tools is None else list(self.tools)
+        return {"messages": list(self.messages), "begins": self.begins, "tools": tools, "max_tokens": self.max_tokens}
+
+
+@dataclass(frozen=True)
+class AskedFor:
+    """A request as it was read: ``messages`` with all that was said before."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    max_tokens: int | None
+    stream: bool
+    usage_in_stream: bool
+    model: str
+
+
+def read_request(body: Any, sampling: Mapping[str, Any], ignored: frozenset[str]) -> AskedFor:
+    """Reads the body of ``/v1/chat/completions``.
+
+    ``sampling``: how the run draws (temperature, top_p, top_k, min_p, stop); a request may say the same or nothing. What is in
+    ``ignored`` is not looked at. Raises RefusedError.
+    """
+    if not isinstance(body, dict):
+        raise RefusedError("the body must be a JSON object")
+    given = {name: value for name, value in body.items() if value is not None and name not in ignored}
+    for name, value in given.items():
+        _check_field(name, value, sampling)
+    try:
+        messages = read_messages(given.get("messages"))
+    except ValueError as error:
+        raise RefusedError(str(error), param="messages") from None
+    options = given.get("stream_options")
+    return AskedFor(
+        messages,
+        _tools(given.get("tools")),
+        _max_tokens(given),
+        given.get("stream") is True,
+        isinstance(options, dict) and bool(options.get("include_usage")),
+        str(given.get("model", "")),
+    )
+
+
+def _check_field(name: str, value: Any, sampling: Mapping[str, Any]) -> None:
+    if name in _WITHOUT_EFFECT:
+        return
+    advice = f"leave it out, or let the run ignore it by environment.agent.ignore=[{name}]"
+    if name in sampling:
+        if not _same(value, sampling[name]):
+            raise RefusedError(
+                f"{name} = {_short(value)}, and the run draws with rollout.sampling.{name} = {_short(sampling[name])}: the "
+                f"trainer scores what was drawn under the run's own distribution; send the same, {advice}",
+                param=name,
+            )
+    elif name in ("n", "logprobs", "top_logprobs"):
+        if value not in _USUAL[name]:
+            raise RefusedError(
+                f"{name} = {_short(value)} is not answered here: an episode is one response; leave it out", param=name
+            )
+    elif name in _USUAL:
+        if value not in _USUAL[name]:
+            why = "would change what the model writes, and the trainer would not know"
+            raise RefusedError(f"{name} = {_short(value)} {why}; {advice}", param=name)
+    elif name == "seed":
+        raise RefusedError(f"seed = {_short(value)}: the run gives each turn a seed of its own; {advice}", param=name)
+    else:
+        raise RefusedError(f"{name} is not known here, and might change what the model writes; leave it out", param=name)
+
+
+def _same(given: Any, ours: Any) -> bool:
+    if isinstance(ours, list):  # stop: text, or a list
+        return ([given] if isinstance(given, str) else given) == ours
+    if ours is None:  # top_k, which vLLM also writes so
+        return given in (0, -1)
+    return type(given) in (int, float) and math.isclose(given, ours, rel_tol=1e-9)
+
+
+def _tools(given: Any) -> list[dict[str, Any]] | None:
+    if not given:
+        return None
+    if not isinstance(given, list) or not all(
+        isinstance(each, dict) and each.get("type") == "function" and isinstance(each.get("function"), dict) for each in given
+    ):
+        raise RefusedError('tools must be a list of {"type": "function", "function": {…}}', param="tools")
+    return given
+
+
+def _max_tokens(given: Mapping[str, Any]) -> int | None:
+    bounds = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
+    for bound in bounds:
+        if type(bound) is not int or bound < 1:
+            raise RefusedError(f"max_tokens = {_short(bound)} must be a whole number of at least 1", param="max_tokens")
+    return min(bounds, default=None)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model wrote, as a message; ``malformed``: it wrote a call of a tool that is none."""
+
+    message: Message
+    finish_reason: str
+    malformed: bool = False
+
+
+def read_answer(action: ResponseText, tool_calls: str) -> Answer:
+    """What the model wrote as a message of the conversation; ``tool_calls``: how it writes them (``AgentConfig``)."""
+    text, calls, malformed = str(action), [], False
+    if tool_calls == "hermes":
+        for found in _CALL.findall(text):
+            try:
+                call = json.loads(found)
+                function = {"name": str(call["name"]), "arguments": call.get("arguments") or {}}
+            except (ValueError, TypeError, KeyError, AttributeError):
+                malformed = True
+                continue
+            calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+        if calls:
+            text = _CALL.sub("", text).strip()
+    message: Message = {"role": "assistant", "content": text}
+    if calls:
+        message["tool_calls"] = calls
+    return Answer(message, "tool_calls" if calls else action.finish_reason, malformed)
+
+
+def completion(asked: AskedFor, answer: Answer, action: ResponseText) -> dict[str, Any]:
+    """The body of an answer."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
+        for call in answer.message.get("tool_calls", ())
+    ]
+    content = answer.message["content"]
+    message = {"role": "assistant", "content": content or (None if calls else ""), **({"tool_calls": calls} if calls else {})}
+    wrote = len(action.token_ids)
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": asked.model,
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}],
+        "usage": {
+            "prompt_tokens": action.prompt_tokens,
+            "completion_tokens": wrote,
+            "total_tokens": action.prompt_tokens + wrote,
+        },
+    }
+
+
+def chunks(whole: Mapping[str, Any], *, usage: bool) -> list[dict[str, Any]]:
+    """The same as a stream has it: all that was written in one part."""
+    (choice,) = whole["choices"]
+    delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(delta["tool_calls"])]
+    kept = {name: whole[name] for name in ("id", "created", "model")}
+    kept["object"] = "chat.completion.chunk"
+    found = [
+        {**kept, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+        {**kept, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
+    ]
+    return [*found, {**kept, "choices": [], "usage": whole["usage"]}] if usage else found

@@ -1,0 +1,93 @@
+"""What an environment says, as token ids: nothing that a model has read or written is ever encoded again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tepo_megatron.core.types import TokenIds, token_ids
+from tepo_megatron.tasks.data.chat import AnyMessage
+
+
+@dataclass(frozen=True)
+class Observations:
+    """Encodes observations for one model.
+
+    ``encode`` gives the ids of text, without special tokens around it; ``turn_ids`` those with which a chat goes on behind an
+    answer: its end, unless its last token was one (``ended``), then messages, up to where the next answer begins; ``chat_ids``
+    those of a whole chat up to there, with the tools that it names. Without the latter an agent's messages are read as plain
+    text. ``unknown``: the id of characters that the tokenizer does not know. Ids are below ``vocab_size``.
+    """
+
+    encode: Callable[[str], Sequence[int]]
+    turn_ids: Callable[[Sequence[AnyMessage], bool], Sequence[int]]
+    unknown: int | None
+    vocab_size: int
+    chat_ids: Callable[[Sequence[AnyMessage], Any], Sequence[int]] | None = None
+
+    def ids(self, observation: Sequence[Any] | None, *, ended: bool | None, opening: TokenIds | None = None) -> TokenIds:
+        """The ids of an observation as workers send it (``calls``); none for None. ``ended``: whether the turn before it ended
+        with an end token; None: there was no turn. ``opening``: the prompt with which an agent's chat begins (``openings``),
+        which is left out of it.
+
+        Raises ValueError, with a sentence: ids outside the vocabulary, text that the tokenizer does not know, messages where
+        nothing was written yet or there is no chat template.
+        """
+        if observation is None:
+            return token_ids(())
+        kind, given = observation
+        if kind == "chat":
+            return self._chat(given, ended=ended, opening=opening)
+        if kind == "ids":
+            return self._checked(given)
+        if kind == "text":
+            return self._known(self.encode(given), given)
+        if ended is None:
+            raise ValueError(
+                "the environment's reset returned messages, but the prompt that begins a chat is the data's: give the problem "
+                "messages, and return text, token ids or None from reset"
+            )
+        pairs = [(str(each["role"]), str(each["content"])) for each in given]
+        return self._known(self.turn_ids(pairs, ended), " ".join(content for _, content in pairs))
+
+    def _chat(self, request: Mapping[str, Any], *, ended: bool | None, opening: TokenIds | None) -> TokenIds:
+        """Of what an agent asks (``ChatRequest``): the whole chat where it begins, else its new messages."""
+        messages, tools = request["messages"], request["tools"]
+        text = " ".join(message["content"] for message in messages)
+        if self.chat_ids is None:
+            if tools:
+                raise ValueError(
+                    "the agent sends tools, which need a chat template; set environment.agent.chat_template = true, or have "
+                    "the agent describe its tools in a message"
+                )
+            return self._known([token for message in messages for token in self.encode(message["content"])], text)
+        if not request["begins"]:
+            return self._known(self.turn_ids(messages, bool(ended)), text)
+        ids = self._known(self.chat_ids(messages, tools), text)
+        if opening is None:
+            return ids
+        if ids[: opening.size].tolist() != opening.tolist():
+            raise ValueError(
+                f"the agent's chat begins with token {ids[:1].tolist()} in the model's chat template, and others begin with "
+                f"{opening.tolist()}: all prompts of a run begin alike; use another template, or chat_template = false"
+            )
+        return ids[opening.size :]
+
+    def _checked(self, ids: Sequence[int]) -> TokenIds:
+        for at, token in enumerate(ids):
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"the environment returned {token} as token {at} of its observation, which is no token of the model's "
+                    f"vocabulary of {self.vocab_size}"
+                )
+        return token_ids(ids)
+
+    def _known(self, ids: Sequence[int], text: str) -> TokenIds:
+        if self.unknown is not None and self.unknown in ids:
+            lost = [each for each in dict.fromkeys(text) if self.unknown in self.encode(each)] or [text[:60]]
+            raise ValueError(
+                f"the environment's observation has characters that the tokenizer does not know: {''.join(lost)[:60]!r}; "
+                "change it, or use a model whose tokenizer knows them"
+            )
+        return token_ids(ids)

@@ -1,0 +1,298 @@
+"""The environments of a run, where a run without them has a pool of verifiers: episodes in, responses and their rewards out."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from types import TracebackType
+from typing import Any
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.environment import OUTSIDE, EnvironmentConfig
+from tepo_megatron.config.sampling import SamplingConfig
+from tepo_megatron.core.types import Problem, Response, ResponseText
+from tepo_megatron.sampler.fleet.fleet import Fleet
+from tepo_megatron.sampler.fleet.stream import SampleStream
+from tepo_megatron.sampler.vllm.client.requests import Sampling, prompt_seed
+from tepo_megatron.tasks.data.tokenizer import Tokenizer
+from tepo_megatron.tasks.environments.episode_prompts import opening_of
+from tepo_megatron.tasks.environments.episodes import EpisodeEnd, EpisodeLimits, EpisodeStream
+from tepo_megatron.tasks.environments.host import EnvironmentHost, reset_call
+from tepo_megatron.tasks.environments.observations import Observations
+from tepo_megatron.tasks.environments.remote import RemoteEnvironments
+from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
+from tepo_megatron.tasks.reward.by_source import Pool, open_verifiers
+from tepo_megatron.tasks.reward.components import weigh
+from tepo_megatron.tasks.reward.pool import RewardResult
+from tepo_megatron.weights.architecture import ModelSpec
+
+_KEPT = 1 << 16
+"""Results that are kept until somebody asks for them."""
+
+_REHEARSED = 4
+_LOST = "its episode was played before the interruption, and what came of it is not known any more"
+
+
+@dataclass
+class _Counts:
+    """Of the episodes since the last row."""
+
+    episodes: int = 0
+    tool_errors: int = 0
+    restarts: int = 0
+    new_histories: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class EpisodePool:
+    """Plays the episodes of ``config.environment``. Used from one thread; close it.
+
+    In the place of a ``RewardPool``: a response's reward was found in its episode, so that :meth:`submit` and :meth:`score`
+    give it at once. What could not be played to its end has ``reward.failed_reward``, and an error text with the problem's id.
+    ``max_length``: of prompt and all turns in tokens; ``vocab_size`` of the model. Raises as ``EnvironmentWorkers``.
+    """
+
+    config: RunConfig
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_length: int
+    host: EnvironmentHost = field(init=False)
+    components: tuple[str, ...] | None = field(init=False, default=None)
+    _results: OrderedDict[tuple[str, bytes], deque[RewardResult]] = field(init=False, default_factory=OrderedDict)
+    """By problem and tokens. Two episodes with the same tokens may differ in their rewards; either gets one of the two."""
+    _finished: list[tuple[Hashable, RewardResult]] = field(init=False, default_factory=list)
+    _counts: _Counts = field(init=False, default_factory=_Counts)
+    _numbers: Iterator[int] = field(init=False, default_factory=count)
+    """Of episodes: one that was ended has its number to itself, whatever answers of it still come."""
+
+    def __post_init__(self) -> None:
+        environment, weights = self.config.environment, self.config.reward.weights
+        assert environment is not None, "the run has no environment"
+        self._environment = environment
+        self.components = None if weights is None else tuple(weights)
+        tokenizer = self.tokenizer
+        self._observations = Observations(
+            tokenizer.encode,
+            lambda messages, ended: tokenizer.turn_ids(messages, ended=ended),
+            tokenizer.unk_id,
+            self.vocab_size,
+            (lambda messages, tools: tokenizer.chat_ids(messages, tools=tools))
+            if environment.agent_settings.chat_template
+            else None,
+        )
+        self._limits = EpisodeLimits(environment.max_turns, environment.max_tokens, self.max_length, environment.max_restarts)
+        self.host = open_host(environment, self.config.rollout.sampling)
+
+    @property
+    def notice(self) -> str | None:
+        return self.host.notice
+
+    @property
+    def scores_groups(self) -> bool:
+        return False
+
+    @property
+    def _plays_agents(self) -> bool:
+        return self._environment.adapter == "agent"
+
+    @property
+    def unfinished(self) -> int:
+        """Results that :meth:`poll` has not returned yet."""
+        return len(self._finished)
+
+    def stream(self, inner: SampleStream, problem_of: Callable[[Any], Problem]) -> EpisodeStream:
+        """A stream of episodes over a stream of samples, to be entered; ``problem_of`` gives the problem of a key."""
+        tokenizer = self.tokenizer
+        return EpisodeStream(
+            inner,
+            self.host,
+            problem_of,
+            self._observations,
+            tokenizer.decode,
+            self._limits,
+            frozenset(tokenizer.eos_ids),
+            self,
+            self._numbers,
+        )
+
+    def generate(
+        self,
+        fleet: Fleet,
+        problems: Sequence[Problem],
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int,
+        temperature: float,
+        max_new_tokens: int,
+        seed: int,
+        on_progress: Callable[[int, int], None] | None = None,
+        on_move: Callable[[], None] = lambda: None,
+        **truncation: Any,
+    ) -> list[list[Response]]:
+        """As ``Fleet.generate``, ``n`` episodes of each of the problems, whose ``prompts`` are in the same order;
+        ``max_new_tokens`` of a turn. ``truncation``: what else ``Sampling`` has.
+        """
+        groups: list[dict[int, Response]] = [{} for _ in prompts]
+        counted, self._counts = self._counts, _Counts()  # a row counts the step's episodes alone
+        inner = fleet.sample_stream(Sampling(temperature, max_new_tokens, **truncation), on_move=on_move)
+        opening = opening_of(self._environment, self.tokenizer)
+        with self.stream(inner, lambda at: problems[at]) as stream:
+            for at, prompt in enumerate(prompts):
+                stream.submit(at, prompt if opening is None else opening, prompt_seed(seed, at), n)
+            while stream.unfinished:
+                if (found := stream.next(None)) is not None:
+                    groups[found[0]][found[1]] = found[2]
+                    if len(groups[found[0]]) == n and on_progress is not None:
+                        on_progress(sum(len(group) == n for group in groups), len(prompts))
+        self._counts = counted
+        return [[group[at] for at in range(n)] for group in groups]
+
+    # -- as a pool of verifiers --------------------------------------------------------------------------------------------
+
+    def note(self, problem: Problem, response: Response, end: EpisodeEnd) -> None:
+        """An episode has ended."""
+        counts = self._counts
+        counts.episodes += 1
+        counts.tool_errors += end.tool_errors
+        counts.restarts += end.restarts
+        counts.new_histories += end.new_histories
+        counts.seconds += end.seconds
+        key = _key(problem, response.response_ids.tobytes())
+        self._results.setdefault(key, deque()).append(self._result(problem, response, end))
+        while len(self._results) > _KEPT:
+            self._results.popitem(last=False)
+
+    def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:
+        """The result of the response, one that this pool has played, comes with the next :meth:`poll`."""
+        self._finished.append((key, self._take(problem, response)))
+
+    def poll(self, timeout_s: float | None = 0.0) -> list[tuple[Hashable, RewardResult]]:
+        found, self._finished = self._finished, []
+        return found
+
+    def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable] | None = None) -> list[RewardResult]:
+        """The results of (problem, response) pairs, in their order."""
+        return [self._take(problem, response) for problem, response in items]
+
+    def reset(self) -> None:
+        """Forgets what was submitted and not returned."""
+        self._finished.clear()
+
+    def rehearse(self, problems: Sequence[Problem]) -> None:
+        """Has the environment begin an episode of each of the first few problems. Agents outside may come later, and are not
+        rehearsed.
+
+        Raises ValueError where none of them begins: with the line that raised, where it did.
+        """
+        tried = problems[: _REHEARSED if self._environment.name != OUTSIDE else 0]
+        errors: list[str] = []
+        for problem in tried:
+            number = next(self._numbers)
+            self.host.call(number, reset_call(problem, self.config.seed))
+            answers = self.host.poll(self._environment.timeout_s)
+            while not answers and self.host.busy:
+                answers = self.host.poll(self._environment.timeout_s)
+            for found in answers:
+                try:
+                    if why := found.error or found.lost:
+                        raise ValueError(why)
+                    self._observations.ids(found.answer["observation"], ended=None)
+                except ValueError as error:
+                    errors.append(str(error))
+            self.host.end(number)
+        if tried and len(errors) == len(tried):
+            raise ValueError(
+                f"environment.name = {self._environment.name!r} cannot begin an episode of the first {len(tried)} problems: "
+                f"{errors[0]}; correct the environment, or the data"
+            )
+
+    def take_figures(self) -> dict[str, float]:
+        """Of the episodes since the last call, for a row of metrics."""
+        counts, self._counts = self._counts, _Counts()
+        if not counts.episodes:
+            return {}
+        return {
+            "environment/tool_errors": counts.tool_errors / counts.episodes,
+            "environment/restarts": float(counts.restarts),
+            "environment/seconds": counts.seconds / counts.episodes,
+            **({"environment/new_histories": counts.new_histories / counts.episodes} if self._plays_agents else {}),
+        }
+
+    def another(self) -> EpisodePool:
+        """One like it, for another thread."""
+        return EpisodePool(self.config, self.tokenizer, self.vocab_size, self.max_length)
+
+    def close(self) -> None:
+        """Ends the environments. It may be called more than once."""
+        self.host.close()
+
+    def __enter__(self) -> EpisodePool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _take(self, problem: Problem, response: str) -> RewardResult:
+        text = response if isinstance(response, ResponseText) else ResponseText(response)
+        key = _key(problem, text.packed_ids)
+        waiting = self._results.get(key)
+        if not waiting:
+            return RewardResult(None, f"problem {problem.id!r}: {_LOST}")
+        found = waiting.popleft()
+        if not waiting:
+            del self._results[key]
+        return found
+
+    def _result(self, problem: Problem, response: Response, end: EpisodeEnd) -> RewardResult:
+        error = end.error
+        if error is None:
+            value = end.reward
+            if value == 0.0 and self.components:  # nothing was rated, as where a limit cut it
+                value = dict.fromkeys(self.components, 0.0)
+            try:
+                reward, parts = weigh(value, self.config.reward.weights, self.components)
+            except ValueError as wrong:
+                error = str(wrong).replace("the verifier", "the environment")
+            else:
+                if self.components is None:
+                    self.components = tuple(parts)
+                return RewardResult(reward, parts=parts, seconds=end.seconds)
+        failed = self.config.reward.failed_reward if response.model_tokens else None  # nothing can be learnt of no token
+        return RewardResult(failed, f"problem {problem.id!r}: {error}", seconds=end.seconds)
+
+
+def open_host(config: EnvironmentConfig, sampling: SamplingConfig) -> EnvironmentHost:
+    """What runs a run's environments: processes of this machine, or servers. Raises as either. ``sampling``: how it draws."""
+    return RemoteEnvironments(config, sampling) if config.servers else EnvironmentWorkers(config, sampling)
+
+
+def open_pool(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, given: Any = None) -> Pool | EpisodePool:
+    """What gives rewards to the responses of a run: its environment, or the pool of its verifier. Raises as either. ``given``:
+    the verifier itself, where it is no name.
+    """
+    if config.environment is None or config.rollout.replay is not None:
+        return open_verifiers(config.reward, config.data, given)
+    length = config.rollout.server.max_model_len or spec.max_positions
+    return EpisodePool(config, tokenizer, spec.vocab_size, length)
+
+
+def stream_of(pool: object, inner: SampleStream, problem_of: Callable[[Any], Problem]) -> SampleStream | EpisodeStream:
+    """A stream of responses, to be entered: of episodes where ``pool`` plays them, else ``inner`` itself."""
+    return pool.stream(inner, problem_of) if isinstance(pool, EpisodePool) else inner
+
+
+def heldout_generate(
+    pool: object, fleet: Fleet, problems: Sequence[Problem], settings: Mapping[str, Any]
+) -> Callable[..., list[list[Response]]] | None:
+    """What answers ``problems``, whose prompts it is given in their order, where ``pool`` plays episodes; None where it does
+    not. ``settings``: more arguments of :meth:`EpisodePool.generate`.
+    """
+    return partial(pool.generate, fleet, problems, **settings) if isinstance(pool, EpisodePool) else None
+
+
+def _key(problem: Problem, ids: bytes) -> tuple[str, bytes]:
+    return problem.id, ids

@@ -1,0 +1,235 @@
+"""Worker processes that run episodes beside their driver: each episode in one of them, with limits for each call."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from tepo_megatron.config.environment import EnvironmentConfig
+from tepo_megatron.config.sampling import SamplingConfig
+from tepo_megatron.runtime.workers.failure import why_it_ended
+from tepo_megatron.runtime.workers.process import WorkerProcess
+from tepo_megatron.runtime.workers.worker_set import START_TIMEOUT_S, Worker, WorkerSet
+from tepo_megatron.tasks.environments.agents.agent_setup import agent_setup
+from tepo_megatron.tasks.environments.calls import resolve_environment, took_too_long
+from tepo_megatron.tasks.environments.host import END, EpisodeAnswer
+from tepo_megatron.tasks.environments.worker import SETUP
+
+_SLACK_S = 2.0
+"""An ``async`` environment's worker ends a call that is late itself; one that cannot is given so long."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call under way. ``number`` is the worker's for it. ``awaited``: its episode goes on, and waits for the answer."""
+
+    number: int
+    episode: int
+    kind: str
+    deadline: float
+    awaited: bool = True
+
+
+@dataclass(eq=False)
+class _Worker(Worker[_Call]):
+    alone: bool = False
+    """For one episode at a time, under which another worker ended."""
+    episodes: set[int] = field(default_factory=set)
+    outbox: list[Any] = field(default_factory=list)
+    """What is to be sent once it is ready: before that it does not read."""
+
+
+class EnvironmentWorkers:
+    """``config.workers`` processes, ready when the constructor returns; an ``EnvironmentHost``. ``sampling``: how the run
+    draws, which agents must know.
+
+    An episode goes to the worker that has the fewest, at most ``config.concurrency`` of them; more wait for one to end. If a
+    call raises, returns what is no answer or passes a limit, its episode has failed. A worker that hangs or dies is replaced:
+    the episode whose call was late has failed, the others that it had are lost. Those that may have been the cause are begun
+    again in a worker of their own, one more process, one by one.
+
+    Raises ValueError: an environment that cannot be found, imported or made. RuntimeError: a worker does not start.
+    """
+
+    def __init__(self, config: EnvironmentConfig, sampling: SamplingConfig | None = None) -> None:
+        self._config = config
+        self._agent = agent_setup(config, sampling)
+        self._name = resolve_environment(config.name)
+        self._workers: WorkerSet[_Worker] = WorkerSet()
+        self._numbers = count()
+        self._home: dict[int, _Worker] = {}
+        self._waiting: dict[int, list[Any]] = {}
+        """First calls of episodes that no worker has room for."""
+        self._found: list[EpisodeAnswer] = []
+        self._notice: str | None = None
+        try:
+            for _ in range(config.workers):
+                self._workers.add(self._start())
+            while not self._workers.ready:
+                self._wait(START_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def notice(self) -> str | None:
+        return self._notice
+
+    @property
+    def busy(self) -> bool:
+        under_way = (call.awaited for worker in self._workers for call in worker.pending)
+        return bool(self._found or self._waiting) or any(under_way)
+
+    def call(self, episode: int, call: list[Any]) -> None:
+        worker = self._home.get(episode) or self._room(call)
+        if worker is None:
+            self._waiting[episode] = call
+            return
+        self._home[episode] = worker
+        worker.episodes.add(episode)
+        self._begin(worker, episode, call)
+
+    def end(self, episode: int) -> None:
+        self._waiting.pop(episode, None)
+        self._found = [each for each in self._found if each.episode != episode]
+        worker = self._home.pop(episode, None)
+        if worker is not None:
+            worker.episodes.discard(episode)
+            self._begin(worker, episode, END)
+            for call in worker.pending:
+                call.awaited = call.awaited and call.episode != episode
+            self._give_room()
+
+    def poll(self, timeout_s: float) -> Sequence[EpisodeAnswer]:
+        deadline = time.monotonic() + timeout_s
+        self._wait(0.0)
+        while not self._found and self.busy and (left := deadline - time.monotonic()) > 0:
+            self._wait(left)
+        found, self._found = self._found, []
+        return found
+
+    def close(self) -> None:
+        self._workers.close()
+
+    # -- within ------------------------------------------------------------------------------------------------------------
+
+    def _start(self, *, alone: bool = False) -> _Worker:
+        config = self._config
+        process = WorkerProcess("tepo_megatron.tasks.environments.worker")
+        worker = _Worker(process, alone=alone)
+        setup = {name: getattr(config, name) for name in SETUP}
+        # A file by its whole path: the worker may look for it from another folder.
+        name = self._name if ":" in config.name else config.name
+        # Two processes cannot have one port; agents of this package's own processes find any.
+        agent = self._agent if self._agent is None or not alone else {**self._agent, "port": 0}
+        setup |= {"name": name, "agent": agent, "concurrency": config.concurrency}
+        process.send({**setup, "path": sys.path, "network": not config.cuts_network}, START_TIMEOUT_S)
+        return worker
+
+    def _begin(self, worker: _Worker, episode: int, call: list[Any]) -> None:
+        under_way = _Call(next(self._numbers), episode, call[0], self._deadline(worker))
+        worker.pending.append(under_way)
+        self._send(worker, [[under_way.number, episode, call]])
+
+    def _send(self, worker: _Worker, calls: list[Any]) -> None:
+        worker.outbox += calls
+        if worker.ready:
+            worker.process.send(worker.outbox, self._config.timeout_s)
+            worker.outbox = []
+
+    def _room(self, reset: list[Any]) -> _Worker | None:
+        """The worker for an episode that begins so; None where it must wait."""
+        alone = bool(reset[3])
+        if alone and not any(worker.alone for worker in self._workers):
+            self._workers.add(self._start(alone=True))
+        room = 1 if alone else self._config.concurrency
+        free = [worker for worker in self._workers if worker.alone == alone and len(worker.episodes) < room]
+        if alone:  # in which nothing else goes on, the end of another episode neither
+            free = [worker for worker in free if not worker.pending]
+        return min(free, key=lambda worker: len(worker.episodes), default=None)
+
+    def _give_room(self) -> None:
+        for episode, call in list(self._waiting.items()):
+            if self._room(call) is None:
+                if not call[3]:
+                    return
+                continue
+            del self._waiting[episode]
+            self.call(episode, call)
+
+    def _deadline(self, worker: _Worker) -> float:
+        """Of a call that begins now. One that waits behind others gets another when its turn comes."""
+        return time.monotonic() + self._config.timeout_s + (_SLACK_S if worker.concurrent else 0.0)
+
+    def _wait(self, timeout_s: float) -> None:
+        """Takes the answers that have come, waiting until the next deadline for the first, ``timeout_s`` at most; replaces
+        workers that are late."""
+        for worker, has_written in self._workers.wait(timeout_s):
+            if has_written:
+                self._take_answers(worker)
+            else:
+                self._replace_late(worker)
+
+    def _take_answers(self, worker: _Worker) -> None:
+        try:
+            answers = worker.process.receive()
+        except EOFError:
+            status = worker.process.exit_status()
+            why = why_it_ended(status, self._config.memory_mb, what="environment", section="environment")
+            self._replace(worker, why)
+            return
+        for answer in answers:
+            if not worker.ready:
+                self._begin_work(worker, answer)
+                continue
+            number, given, seconds, last = answer
+            call = next(call for call in worker.pending if call.number == number)
+            worker.pending.remove(call)
+            error = given.pop("error", None)
+            if call.awaited:
+                self._found.append(EpisodeAnswer(call.episode, given, error, seconds=seconds))
+            elif worker.alone:
+                self._give_room()
+            if worker.pending and not worker.concurrent:
+                worker.pending[0].deadline = self._deadline(worker)
+            if last:
+                worker.pending.clear()  # what it has not begun is no cause
+                self._replace(worker, "its worker had grown too large")
+                return
+
+    def _begin_work(self, worker: _Worker, answer: dict[str, Any]) -> None:
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        worker.ready, worker.concurrent, self._notice = True, answer["concurrent"], answer["notice"]
+        for call in worker.pending:
+            call.deadline = self._deadline(worker)
+        if worker.outbox:
+            self._send(worker, [])
+
+    def _replace_late(self, worker: _Worker) -> None:
+        now = time.monotonic()
+        late = [call for call in worker.running if now >= call.deadline]
+        # Of several that hold up one process, none is known to be the cause.
+        if len(late) == 1 and late[0].awaited and not worker.process.stopped:
+            episode = late[0].episode
+            worker.episodes.discard(episode)
+            del self._home[episode]
+            self._found.append(EpisodeAnswer(episode, error=took_too_long(self._config.timeout_s, late[0].kind)))
+        kind = late[0].kind if late else "reset"
+        self._replace(worker, took_too_long(self._config.timeout_s, kind))
+
+    def _replace(self, worker: _Worker, why: str) -> None:
+        """Ends a worker, and starts another in its place; the episodes that it still has are lost."""
+        if not worker.ready:
+            raise RuntimeError(f"a worker for environment.name = {self._config.name!r} did not start: {why}")
+        self._workers.kill(worker)
+        self._workers.replace(worker, self._start(alone=worker.alone))
+        suspects = {call.episode for call in worker.running if call.awaited}
+        for episode in sorted(worker.episodes):
+            del self._home[episode]
+            self._found.append(EpisodeAnswer(episode, lost=why, suspect=episode in suspects))
+        self._give_room()

@@ -1,0 +1,100 @@
+"""One evaluation: answers held-out problems greedily and with k samples, and scores the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from tepo_megatron.config.evaluate import EvaluateConfig
+from tepo_megatron.config.sampling import SamplingConfig
+from tepo_megatron.core.types import Problem
+from tepo_megatron.tasks.data.prompts import encode_prompt
+from tepo_megatron.tasks.data.tokenizer import Tokenizer
+from tepo_megatron.tasks.evaluate.answers import Generate, Scored, Scorer, answers_row, mean_reward, score_groups
+from tepo_megatron.tasks.evaluate.estimators import avg_at_k, pass_at_k
+from tepo_megatron.tasks.evaluate.sets import SetResult
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The result of an evaluation.
+
+    ``metrics`` holds ``accuracy/greedy`` and, when samples were drawn, ``accuracy/avg@k`` and ``accuracy/pass@k`` for the
+    ``k`` given here (0: greedy only); and ``heldout/reward_greedy`` and ``heldout/reward_sampled``, the mean rewards of the
+    responses that have one, where any has. ``mean_response_len`` is in tokens over the greedy responses, the end token
+    included. ``failures`` counts responses that the verifier could not score, which are not correct; ``first_failure`` says why
+    of the first. ``samples`` are rows for ``samples.jsonl``. Where evaluation sets were evaluated too, their results are in
+    ``sets``, and their metrics among the others; without held-out problems there is nothing else.
+    """
+
+    metrics: dict[str, float]
+    k: int
+    num_problems: int
+    mean_response_len: float
+    failures: int
+    samples: list[dict[str, Any]]
+    first_failure: str | None = None
+    sets: tuple[SetResult, ...] = ()
+
+
+def evaluate(
+    problems: Sequence[Problem],
+    *,
+    generate: Generate,
+    tokenizer: Tokenizer,
+    pool: Scorer,
+    config: EvaluateConfig,
+    sampling: SamplingConfig,
+    seed: int,
+) -> EvaluationResult:
+    """Answers held-out problems greedily, and ``config.samples`` times at the training temperature.
+
+    Called on rank 0 alone. The first ``config.problems`` are used, so that evaluations of a run compare; ``seed`` is for the
+    samples.
+
+    Raises:
+        ValueError: there is no problem, or a prompt that the tokenizer cannot represent.
+        RuntimeError: the sampler returned another number of responses than was asked for.
+    """
+    chosen = list(problems[: config.problems])
+    if not chosen:
+        raise ValueError("there is no held-out problem to evaluate; give data.heldout, or set evaluate.every = 0")
+    prompts = [encode_prompt(tokenizer, problem) for problem in chosen]
+
+    def answer(n: int, temperature: float) -> list[list[Scored]]:
+        groups = generate(prompts, n=n, temperature=temperature, max_new_tokens=sampling.max_new_tokens, seed=seed)
+        return score_groups(chosen, groups, n, tokenizer, pool, config.correct_at)
+
+    greedy = [group[0] for group in answer(1, 0.0)]
+    sampled = answer(config.samples, sampling.temperature) if config.samples else [[] for _ in chosen]
+    errors = [r.result.error for r in [*greedy, *(r for group in sampled for r in group)] if r.result.error is not None]
+    return EvaluationResult(
+        metrics={**_accuracies(greedy, sampled, config.samples), **_mean_rewards(greedy, sampled)},
+        k=config.samples,
+        num_problems=len(chosen),
+        mean_response_len=fmean(response.num_tokens for response in greedy),
+        failures=len(errors),
+        samples=[answers_row(*shown) for shown in zip(chosen, greedy, sampled, strict=True)][: config.show],
+        first_failure=errors[0] if errors else None,
+    )
+
+
+def _accuracies(greedy: Sequence[Scored], sampled: Sequence[Sequence[Scored]], k: int) -> dict[str, float]:
+    metrics = {"accuracy/greedy": fmean(response.correct for response in greedy)}
+    if k:
+        num_correct = [sum(response.correct for response in group) for group in sampled]
+        metrics["accuracy/avg@k"] = fmean(avg_at_k(k, c) for c in num_correct)
+        metrics["accuracy/pass@k"] = fmean(pass_at_k(k, c, k) for c in num_correct)
+    return metrics
+
+
+def _mean_rewards(greedy: Sequence[Scored], sampled: Sequence[Sequence[Scored]]) -> dict[str, float]:
+    """Over the responses that have a reward; of samples the mean of each problem first, as in avg@k."""
+    found = {}
+    if (of_greedy := mean_reward(greedy)) is not None:
+        found["heldout/reward_greedy"] = of_greedy
+    if of_sampled := [mean for group in sampled if (mean := mean_reward(group)) is not None]:
+        found["heldout/reward_sampled"] = fmean(of_sampled)
+    return found

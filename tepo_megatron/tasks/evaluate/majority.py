@@ -1,0 +1,170 @@
+"""Which responses to a problem give the same answer, for maj@k."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from decimal import Decimal, InvalidOperation
+from itertools import combinations
+from typing import Literal
+
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.tasks.evaluate.answers import Scored, Scorer
+from tepo_megatron.tasks.reward.verifiers import last_number_in
+
+Notion = Literal["verifier", "text"]
+Tallies = list[list[tuple[int, int]]]
+"""Of each problem and each different answer to it, (responses that gave it, how many of these are correct)."""
+
+_ANNOUNCED = re.compile(r"(?:answer|result|solution)\s*(?:is|:|=)\s*:?\s*", re.I)
+_LONGEST = 100
+"""Digits of a number beyond which its exponent is kept."""
+_SIMPLE_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+
+
+def notion_of(majority: str, verifier: str) -> Notion | None:
+    """When two answers are the same, from ``evaluate.sets.NAME.majority``; None: it is not asked."""
+    if majority == "auto" and verifier in ("python_tests", "stack_machine"):
+        return None  # two programs that do the same are seldom the same text
+    if majority == "auto":
+        return "verifier" if verifier in ("exact", "last_word", "last_number", "math") else "text"
+    return None if majority == "none" else "verifier" if majority == "verifier" else "text"
+
+
+def tally_answers(
+    problems: Sequence[Problem],
+    groups: Sequence[Sequence[Scored]],
+    *,
+    verifier: str,
+    notion: Notion,
+    pool: Scorer,
+    correct_at: float,
+) -> Tallies:
+    """Counts the responses to each problem by their answers; those without a final answer are in none.
+
+    Where the verifier says when two answers are the same, the correct ones are, since they are all the expected one; and of two
+    different texts it is asked whether one would be right if the other were expected, in one call for all problems. Two numbers
+    are compared by their values. Raises as ``pool.score``.
+    """
+    answers = [[final_answer(response.text, verifier) for response in group] for group in groups]
+    found = [_classes(each) for each in answers]
+    if notion == "verifier":
+        if verifier not in ("exact", "last_word", "last_number"):  # of these the final answer says it all
+            _join_what_the_verifier_takes_for_the_same(problems, groups, answers, found, pool, correct_at)
+        for classes, group, given in zip(found, groups, answers, strict=True):
+            right = [answer for answer, response in zip(given, group, strict=True) if answer is not None and response.correct]
+            for one in right[1:]:
+                _join(classes, right[0], one)
+    return [_tally(*each) for each in zip(groups, answers, found, strict=True)]
+
+
+def final_answer(text: str, verifier: str) -> str | None:
+    r"""What a response gives as its answer, for comparing; None where it gives none.
+
+    For exact, last_word and last_number what they compare. Else the content of the last ``\boxed{…}``; or what stands behind
+    the last "answer is", to the end of its line; or the last number for math, the last line for other verifiers.
+    """
+    if verifier == "exact":
+        return text.strip() or None
+    if verifier == "last_word":
+        words = text.split()
+        return words[-1] if words else None
+    if verifier == "last_number":
+        number = last_number_in(text)
+        return None if number is None else _plain_number(number)
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return _normalised(boxed)
+    announced = [text[match.end() :].split("\n")[0] for match in _ANNOUNCED.finditer(text)]
+    if announced and (last := _normalised(announced[-1])):
+        return last
+    if verifier == "math":
+        number = last_number_in(text)
+        return None if number is None else _plain_number(number)
+    lines = [line for line in text.splitlines() if line.strip()]
+    return _normalised(lines[-1]) if lines else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last ``\boxed{…}`` that is closed; None without one."""
+    for start in reversed([match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)]):
+        depth = 1
+        for at in range(start, len(text)):
+            depth += (text[at] == "{") - (text[at] == "}")
+            if not depth:
+                return text[start:at]
+    return None
+
+
+def _normalised(text: str) -> str | None:
+    """The text without what does not change an answer: case, spaces, dollar signs, sizes of brackets, a full stop at its end,
+    the way in which a number is written."""
+    text = unicodedata.normalize("NFKC", text).casefold().replace("\\left", "").replace("\\right", "")
+    text = re.sub(r"\\[,;!:]|[$\s]|\*\*", "", text).rstrip(".")
+    number = _number(text)
+    return _plain_number(number) if number is not None else text or None
+
+
+def _number(text: str) -> Decimal | None:
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    try:
+        return Decimal(text) if _SIMPLE_NUMBER.fullmatch(text) else None
+    except InvalidOperation:
+        return None
+
+
+def _plain_number(number: Decimal) -> str:
+    """Equal numbers are the same text: ``-0.50`` is -0.5, ``1E2`` is 100; very large ones keep their exponent."""
+    sign, digits, exponent = number.as_tuple()
+    if not number or not isinstance(exponent, int):
+        return "0"
+    if abs(number.adjusted()) > _LONGEST:  # no arithmetic: it would be rounded, or overflow
+        text = "".join(map(str, digits)).rstrip("0")
+        return f"{'-' * sign}{text}e{number.adjusted()}"
+    text = f"{number:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _classes(answers: Sequence[str | None]) -> dict[str, str]:
+    """Each different answer → the one that stands for it: at first itself."""
+    return {answer: answer for answer in answers if answer is not None}
+
+
+def _join(classes: dict[str, str], one: str, other: str) -> None:
+    into, gone = classes[one], classes[other]
+    classes.update({answer: into for answer, of in classes.items() if of == gone})
+
+
+def _join_what_the_verifier_takes_for_the_same(
+    problems: Sequence[Problem],
+    groups: Sequence[Sequence[Scored]],
+    answers: Sequence[Sequence[str | None]],
+    found: Sequence[dict[str, str]],
+    pool: Scorer,
+    correct_at: float,
+) -> None:
+    asked: list[tuple[int, str, str]] = []
+    for number, (group, given) in enumerate(zip(groups, answers, strict=True)):
+        right = {answer for answer, response in zip(given, group, strict=True) if response.correct}
+        wrong = [answer for answer in found[number] if answer not in right]
+        pairs = combinations(wrong, 2)
+        asked += [(number, one, other) for one, other in pairs if _number(one) is None or _number(other) is None]
+    if not asked:
+        return
+    items = [(replace(problems[number], answer=one), f"\\boxed{{{other}}}") for number, one, other in asked]
+    results = pool.score(items, list(range(len(items))))
+    for (number, one, other), result in zip(asked, results, strict=True):
+        if result.error is None and result.reward is not None and result.reward >= correct_at:
+            _join(found[number], one, other)
+
+
+def _tally(group: Sequence[Scored], answers: Sequence[str | None], classes: Mapping[str, str]) -> list[tuple[int, int]]:
+    counts: dict[str, list[int]] = {}
+    for response, answer in zip(group, answers, strict=True):
+        if answer is not None:
+            count = counts.setdefault(classes[answer], [0, 0])
+            count[0] += 1
+            count[1] += response.correct
+    return [(count, correct) for count, correct in counts.values()]

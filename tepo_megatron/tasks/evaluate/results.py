@@ -1,0 +1,112 @@
+"""The results of evaluation sets on a disk: each problem with its figures, and the figures with their intervals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.core.types import Problem
+from tepo_megatron.tasks.evaluate.answers import answers_row
+from tepo_megatron.tasks.evaluate.intervals import Interval, bootstrap
+from tepo_megatron.tasks.evaluate.sets import EvaluationSet, SetResult
+
+RESULTS = "results"
+"""The folder below the output of ``tepo eval``: ``NAME.json`` and ``NAME.jsonl`` of each set."""
+
+
+@dataclass(frozen=True)
+class StoredSet:
+    """A set's results as they were written: its settings, and of each problem its digest and figures, by id."""
+
+    name: str
+    settings: Mapping[str, Any]
+    problems: Mapping[str, tuple[str, Mapping[str, float]]]
+
+
+def interval(figure: str, values: Sequence[float]) -> Interval:
+    """The mean of a figure over problems with its 95 % interval; see ``intervals.bootstrap``."""
+    return bootstrap(values, share=figure in ("greedy", "truncated") or "@" in figure)
+
+
+def set_intervals(result: SetResult) -> dict[str, Interval]:
+    """Each figure of a set, over the problems that have it."""
+    names = dict.fromkeys(name for each in result.problems for name in each.figures)
+    return {name: interval(name, [each.figures[name] for each in result.problems if name in each.figures]) for name in names}
+
+
+def settings_of(of: EvaluationSet, model: Path | str, seed: int) -> dict[str, Any]:
+    """What a set's figures depend on, as values of JSON; two results of other settings are compared with that said."""
+    prompts = sha256(repr(of.prompts).encode()).hexdigest()[:16]
+    return {
+        "model": str(model),
+        "problems": len(of.problems),
+        "prompts": prompts,
+        "verifier": of.verifier,
+        "correct_at": of.correct_at,
+        "greedy": of.greedy,
+        "samples": of.samples,
+        "majority": of.notion,
+        "temperature": of.temperature,
+        "max_new_tokens": of.max_new_tokens,
+        **of.truncation,
+        "seed": seed,
+    }
+
+
+def write_results(folder: Path, result: SetResult, settings: Mapping[str, Any]) -> None:
+    """Writes ``NAME.json`` (settings, figures with intervals) and ``NAME.jsonl`` (each problem with its responses)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for each in result.problems:
+        row = answers_row(each.problem, each.greedy, each.sampled)
+        row |= {"digest": problem_digest(each.problem), "figures": each.figures}
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    (folder / f"{result.name}.jsonl").write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+    figures = {
+        name: {"mean": each.mean, "low": each.low, "high": each.high, "problems": each.problems}
+        for name, each in set_intervals(result).items()
+    }
+    summary = {"set": result.name, "settings": dict(settings), "figures": figures, "failed": result.failures}
+    (folder / f"{result.name}.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def read_results(folder: Path) -> dict[str, StoredSet]:
+    """The sets whose results lie in a folder: the output of ``tepo eval``, or what lies in it.
+
+    Raises ValueError where there is none, or a file is damaged, with its line.
+    """
+    place = next((each for each in (folder / "eval" / RESULTS, folder / RESULTS, folder) if any(each.glob("*.jsonl"))), None)
+    found = {} if place is None else {path.stem: _read_set(path) for path in sorted(place.glob("*.jsonl")) if _summary(path)}
+    if not found:
+        raise ValueError(f"{folder} has no results of evaluation sets; tepo eval writes them")
+    return found
+
+
+def problem_digest(problem: Problem) -> str:
+    """Of what makes a problem: two runs are compared on problems with the same one."""
+    return sha256(repr((problem.prompt, problem.answer)).encode("utf-8", "backslashreplace")).hexdigest()[:16]
+
+
+def _summary(path: Path) -> Path | None:
+    summary = path.with_suffix(".json")
+    return summary if summary.is_file() else None
+
+
+def _read_set(path: Path) -> StoredSet:
+    summary = path.with_suffix(".json")
+    try:
+        settings = json.loads(summary.read_text(encoding="utf-8"))["settings"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{summary} is damaged: {error!r}; evaluate again") from error
+    problems: dict[str, tuple[str, Mapping[str, float]]] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            problems[row["problem"]] = (row["digest"], {name: float(value) for name, value in row["figures"].items()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}:{number}: not a result: {error!r}; evaluate again") from error
+    return StoredSet(path.stem, settings, problems)

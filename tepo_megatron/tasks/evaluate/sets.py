@@ -1,0 +1,193 @@
+"""Evaluation sets (``evaluate.sets``): problems by name, each set with its own verifier and sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.data import SourceConfig
+from tepo_megatron.core.types import Problem
+from tepo_megatron.sampler.vllm.client.requests import truncation_of
+from tepo_megatron.tasks.data.digest import file_digest
+from tepo_megatron.tasks.data.prompts import encode_prompt
+from tepo_megatron.tasks.data.sources import read_source
+from tepo_megatron.tasks.data.tokenizer import Tokenizer
+from tepo_megatron.tasks.evaluate.answers import Sampler, Scored, Scorer, answers_row, mean_reward, score_groups
+from tepo_megatron.tasks.evaluate.estimators import avg_at_k, maj_at_k, pass_at_k
+from tepo_megatron.tasks.evaluate.majority import Notion, notion_of, tally_answers
+from tepo_megatron.tasks.reward.verifiers import resolve_verifier
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """A set that is ready to be answered: what it does not say itself is the run's. ``prompts``: token ids of each problem.
+    ``truncation``: ``top_p`` and the like, which its samples are drawn with. ``notion``: when two answers are the
+    same; None: no maj@k. ``left_out`` counts problems with too long a prompt.
+    """
+
+    name: str
+    problems: tuple[Problem, ...]
+    prompts: tuple[tuple[int, ...], ...]
+    left_out: int
+    verifier: str
+    greedy: bool
+    samples: int
+    ks: tuple[int, ...]
+    temperature: float
+    max_new_tokens: int
+    truncation: Mapping[str, Any]
+    notion: Notion | None
+    correct_at: float
+    show: int
+
+
+@dataclass(frozen=True)
+class ProblemResult:
+    """The responses to one problem, and its figures by name, whose means over the problems are the set's: ``greedy``,
+    ``avg@n``, ``pass@k``, ``maj@k``, ``reward_greedy``, ``reward_sampled``, ``response_len`` and ``truncated`` (0 to 1, of its
+    responses). One that the problem does not have is absent.
+    """
+
+    problem: Problem
+    greedy: Scored | None
+    sampled: Sequence[Scored]
+    figures: dict[str, float]
+
+    @property
+    def responses(self) -> list[Scored]:
+        return [*([] if self.greedy is None else [self.greedy]), *self.sampled]
+
+
+@dataclass(frozen=True)
+class SetResult:
+    """The result of a set. ``metrics``: ``eval/NAME/…``, the mean of each figure over the problems that have it, and how many
+    responses the verifier could not score. ``first_failure`` says why of the first. ``samples`` are rows for ``samples.jsonl``.
+    """
+
+    name: str
+    problems: Sequence[ProblemResult]
+    metrics: dict[str, float]
+    failures: int
+    first_failure: str | None
+    samples: list[dict[str, Any]]
+
+
+def load_sets(config: RunConfig, tokenizer: Tokenizer, names: Iterable[str] | None = None) -> list[EvaluationSet]:
+    """The sets of ``config.evaluate``, or those of these names, in the order in which they are given.
+
+    Raises ValueError for an unknown name, problems that cannot be read, or a prompt that cannot be encoded; it names the set.
+    """
+    known = config.evaluate.sets
+    chosen = list(known) if names is None else list(names)
+    for name in chosen:
+        if name not in known:
+            raise ValueError(f"there is no set {name!r}; evaluate.sets has {', '.join(known) or 'none'}")
+    return [_load_set(config, tokenizer, name) for name in chosen]
+
+
+def _load_set(config: RunConfig, tokenizer: Tokenizer, name: str) -> EvaluationSet:
+    given, usual, training = config.evaluate.sets[name], config.evaluate, config.rollout.sampling
+    prompts = {field: getattr(given, field) for field in ("template", "system_prompt", "chat_template", "fields", "split")}
+    if given.sha256 is not None and (digest := file_digest(Path(given.path))) != given.sha256:
+        raise ValueError(
+            f"evaluate.sets.{name}.sha256 = {given.sha256}, but {given.path} has {digest}: it was changed; restore it, or give "
+            "its own digest"
+        )
+    try:
+        found = read_source(
+            config.data, config.data.complete(SourceConfig(path=given.path, **prompts), filtered=False), tokenizer
+        )
+    except ValueError as error:
+        raise ValueError(f"evaluate.sets.{name}: {error}") from error
+    problems = found.used[: given.problems]
+    samples = usual.samples if given.samples is None else given.samples
+    verifier = given.verifier or config.reward.verifier
+    resolve_verifier(verifier)
+    own = given.sampling
+    return EvaluationSet(
+        name=name,
+        problems=tuple(problems),
+        prompts=tuple(encode_prompt(tokenizer, problem) for problem in problems),
+        left_out=found.left_out.total(),
+        verifier=verifier,
+        greedy=given.greedy,
+        samples=samples,
+        ks=tuple(sorted((samples,) if given.k is None else given.k)) if samples else (),
+        temperature=training.temperature if own.temperature is None else own.temperature,
+        max_new_tokens=own.max_new_tokens or training.max_new_tokens,
+        truncation={**truncation_of(training), **own.truncation},
+        notion=notion_of(given.majority, verifier),
+        correct_at=usual.correct_at if given.correct_at is None else given.correct_at,
+        show=usual.show if given.show is None else given.show,
+    )
+
+
+def evaluate_set(of: EvaluationSet, *, generate: Sampler, tokenizer: Tokenizer, pool: Scorer, seed: int) -> SetResult:
+    """Answers the problems of a set and scores the answers. Rank 0 alone; ``pool`` runs the set's verifier.
+
+    Raises RuntimeError as ``generate`` and ``pool.score``.
+    """
+    prompts, problems = list(of.prompts), of.problems
+
+    def answer(n: int, temperature: float, truncation: Mapping[str, Any]) -> list[list[Scored]]:
+        length = of.max_new_tokens
+        groups = generate(prompts, n=n, temperature=temperature, max_new_tokens=length, seed=seed, **truncation)
+        return score_groups(problems, groups, n, tokenizer, pool, of.correct_at)
+
+    greedy: list[Scored | None] = [group[0] for group in answer(1, 0.0, {})] if of.greedy else [None] * len(problems)
+    sampled = answer(of.samples, of.temperature, of.truncation) if of.samples else [[] for _ in problems]
+    return set_result(of, greedy, sampled, pool)
+
+
+def set_result(
+    of: EvaluationSet, greedy: Sequence[Scored | None], sampled: Sequence[Sequence[Scored]], pool: Scorer
+) -> SetResult:
+    """The figures of a set whose responses were scored; ``pool`` says which answers are the same."""
+    tallies: Sequence[list[tuple[int, int]] | None] = [None] * len(of.problems)
+    if of.notion is not None and of.samples:
+        tallies = tally_answers(
+            of.problems, sampled, verifier=of.verifier, notion=of.notion, pool=pool, correct_at=of.correct_at
+        )
+    results = [
+        ProblemResult(problem, one, several, _figures(of, one, several, tally))
+        for problem, one, several, tally in zip(of.problems, greedy, sampled, tallies, strict=True)
+    ]
+    errors = [each.result.error for result in results for each in result.responses if each.result.error is not None]
+    return SetResult(
+        of.name,
+        results,
+        {f"eval/{of.name}/{name}": mean for name, mean in (mean_figures(results) | {"failed": float(len(errors))}).items()},
+        len(errors),
+        errors[0] if errors else None,
+        [{"set": of.name, **answers_row(each.problem, each.greedy, each.sampled)} for each in results[: of.show]],
+    )
+
+
+def mean_figures(results: Sequence[ProblemResult]) -> dict[str, float]:
+    """The mean of each figure over the problems that have it."""
+    names = dict.fromkeys(name for result in results for name in result.figures)
+    return {name: fmean(each.figures[name] for each in results if name in each.figures) for name in names}
+
+
+def _figures(
+    of: EvaluationSet, greedy: Scored | None, sampled: Sequence[Scored], tally: Sequence[tuple[int, int]] | None
+) -> dict[str, float]:
+    found: dict[str, float] = {}
+    if greedy is not None:
+        found["greedy"] = float(greedy.correct)
+    if sampled:
+        right = sum(response.correct for response in sampled)
+        found[f"avg@{of.samples}"] = avg_at_k(of.samples, right)
+        found |= {f"pass@{k}": pass_at_k(of.samples, right, k) for k in of.ks}
+        if tally is not None:
+            found |= {f"maj@{k}": maj_at_k(tally, of.samples, k) for k in of.ks if k > 1}
+    means = {"reward_greedy": mean_reward([] if greedy is None else [greedy]), "reward_sampled": mean_reward(sampled)}
+    found |= {name: mean for name, mean in means.items() if mean is not None}
+    responses = sampled or ([] if greedy is None else [greedy])
+    found["response_len"] = fmean(response.num_tokens for response in responses)
+    found["truncated"] = fmean(response.finish_reason == "length" for response in responses)
+    return found

@@ -1,0 +1,171 @@
+"""``tepo eval``: a model folder, served and evaluated without a trainer, on held-out problems and on evaluation sets."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.core.types import Problem
+from tepo_megatron.sampler.fleet.fleet import Fleet
+from tepo_megatron.sampler.vllm.client.requests import truncation_of
+from tepo_megatron.sampler.vllm.server.parallelism_check import check_server_split
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.tasks.data.sources import read_sources
+from tepo_megatron.tasks.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from tepo_megatron.tasks.environments.pool import heldout_generate, open_pool
+from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult
+from tepo_megatron.tasks.evaluate.evaluations import VerifierPools, evaluate_all
+from tepo_megatron.tasks.evaluate.results import RESULTS, set_intervals, settings_of, write_results
+from tepo_megatron.tasks.evaluate.sets import EvaluationSet, SetResult, load_sets
+from tepo_megatron.tasks.evaluate.stored import StoredResponses, model_identity
+from tepo_megatron.weights.architecture import read_model_spec
+
+
+def evaluate_model(
+    config: RunConfig, model: Path | str, *, table: bool = True, sets: Sequence[str] | None = None, resume: bool = False
+) -> EvaluationResult:
+    """Evaluates a Hugging Face folder on ``config.data.heldout`` and on the sets of ``config.evaluate``, prints a table unless
+    told not to, and writes samples of the answers.
+
+    Everything but the model comes from ``config``: verifiers, sampling, servers, ``evaluate``. Where there are sets, held-out
+    problems that were not given are left out: the built-in ones are the demonstration's. ``sets``: only these, by name.
+    ``resume``: take the responses that an evaluation of the same model and settings, which was ended, has left in the folder.
+    ``<output>/eval`` gets ``metrics.json``, ``samples.jsonl``, the servers' logs, and of each set ``results/NAME.jsonl`` with
+    every response and ``results/NAME.json`` with the figures' intervals. One process calls; servers and verifiers are ended
+    however it returns.
+
+    Raises:
+        ValueError: nothing to evaluate on; a model or a data source that cannot be used; a verifier that cannot, or scores none
+            of the first problems; a model that ``rollout.server.tp`` cannot split; external servers that start without weights.
+        RuntimeError: a server does not come up.
+    """
+    folder = resolve_model_path(str(model))
+    spec = read_model_spec(folder)
+    check_server_split(config.rollout.server, spec)
+    _check_weights(config.rollout.server)
+    tokenizer = load_tokenizer(folder)
+    check_tokenizer(tokenizer, folder)
+    heldout, left_out = _heldout(config, tokenizer, sets)
+    chosen = load_sets(config, tokenizer, sets)
+    output = config.output / "eval"
+    fleet = Fleet(
+        without_trainer(config.rollout.server),
+        model_dir=folder,
+        dtype=config.model.dtype,
+        stop_token_ids=tokenizer.eos_ids,
+        log_dir=output / "logs",
+        seed=config.seed,
+        tokenizer=config.servers_need_tokenizer,
+    )
+    stored = output / "responses.jsonl"
+    if not resume:
+        stored.unlink(missing_ok=True)
+    generate = StoredResponses(stored, fleet.generate, model_identity(folder))
+    truncation = truncation_of(config.rollout.sampling)
+    with open_pool(config, tokenizer, spec) as pool, VerifierPools(config, chosen, pool) as pools:
+        of_its_own = (each.problems for each in chosen if each.verifier == config.reward.verifier)
+        tried: Sequence[Problem] = heldout or next(of_its_own, ())
+        if tried:  # else every set has a verifier of its own, which has scored an answer
+            pool.rehearse(tried)
+        with fleet:
+            result = evaluate_all(
+                config,
+                heldout,
+                chosen,
+                generate=partial(generate, **truncation),
+                generate_heldout=heldout_generate(pool, fleet, heldout, truncation),
+                tokenizer=tokenizer,
+                pools=pools,
+                seed=lambda _purpose: config.seed,
+            )
+    stored.unlink(missing_ok=True)  # the results have them
+    _write(output, result)
+    for of, found in zip(chosen, result.sets, strict=True):
+        write_results(output / RESULTS, found, settings_of(of, model, config.seed))
+    if table:
+        # In a pipe there is no width to fit into: paths are better whole than cut.
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        if heldout:
+            console.print(_table(model, ", ".join(source.path for source in config.data.heldout_sources), result, left_out))
+        if chosen:
+            console.print(_sets_table(model, chosen, result.sets))
+    return result
+
+
+def _heldout(config: RunConfig, tokenizer: Tokenizer, sets: Sequence[str] | None) -> tuple[list[Problem], int]:
+    """The held-out problems, and how many were left out; none where only sets are evaluated."""
+    others = bool(config.evaluate.sets)
+    if sets or (others and "heldout" not in config.data.model_fields_set):
+        return [], 0
+    if config.data.heldout is None:
+        if others:
+            return [], 0
+        raise ValueError("data.heldout is not given: there are no problems to evaluate on; give data.heldout = FILE")
+    found = read_sources(config.data, "heldout", tokenizer)
+    return [problem for source in found for problem in source.used], sum(source.left_out.total() for source in found)
+
+
+def without_trainer(server: ServerConfig) -> ServerConfig:
+    """The same server settings for a run without a trainer: colocated servers become local ones, which never sleep; and they
+    read the model's weights, since nobody sends them any.
+    """
+    if server.placement == "external":
+        return server
+    changes = {"placement": "local", "load_format": "auto"}
+    return server if server.load_format == "auto" and server.placement == "local" else server.model_copy(update=changes)
+
+
+def _check_weights(server: ServerConfig) -> None:
+    if server.placement == "external" and server.starts_with_dummies(trained=True):
+        raise ValueError(
+            "rollout.server.placement = external, but servers of 'tepo serve' start without weights and wait for a trainer's; "
+            "set rollout.server.load_format = model, there and here"
+        )
+
+
+def _write(output: Path, result: EvaluationResult) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    figures: dict[str, float] = dict(result.metrics)
+    if result.num_problems:
+        figures |= {"k": result.k, "problems": result.num_problems, "response_len/mean": result.mean_response_len}
+    (output / "metrics.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in result.samples)
+    (output / "samples.jsonl").write_text(rows, encoding="utf-8", errors="backslashreplace")
+
+
+def _table(model: Path | str, source: str, result: EvaluationResult, left_out: int) -> Table:
+    table = Table("", "value", title=f"{model} on {source}", title_justify="left")
+    for name, value in result.metrics.items():
+        if not name.startswith("eval/"):
+            table.add_row(name.removesuffix("k") + str(result.k) if name.endswith("@k") else name, f"{value:.3f}")
+    table.add_row("response length, mean", f"{result.mean_response_len:.1f} tokens")
+    table.add_row("problems", f"{result.num_problems}" + (f" ({left_out} left out, too long)" if left_out else ""))
+    if result.failures:
+        table.add_row(
+            "responses that could not be scored", f"{result.failures}; the first: {escape(str(result.first_failure))}"
+        )
+    return table
+
+
+def _sets_table(model: Path | str, sets: Sequence[EvaluationSet], results: Sequence[SetResult]) -> Table:
+    """A row for each set and figure, with its 95 % interval over problems."""
+    table = Table("set", "", "value", "95 %", title=f"{model} on {len(sets)} sets", title_justify="left")
+    for given, result in zip(sets, results, strict=True):
+        left_out = f" ({given.left_out} left out, too long)" if given.left_out else ""
+        table.add_row(given.name, "problems", f"{len(result.problems)}{left_out}")
+        for name, value in set_intervals(result).items():
+            digits, unit = (".1f", " tokens") if name == "response_len" else (".3f", "")
+            table.add_row("", name, f"{value.mean:{digits}}{unit}", f"{value.low:{digits}} to {value.high:{digits}}")
+        if result.failures:
+            table.add_row("", "could not be scored", f"{result.failures}; the first: {escape(str(result.first_failure))}")
+        table.add_section()
+    return table

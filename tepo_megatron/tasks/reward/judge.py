@@ -1,0 +1,171 @@
+"""A verifier that asks another model: one behind an address that speaks OpenAI's chat completions, such as a vLLM server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from tepo_megatron.core.problem import Problem, ResponseText
+
+PROMPT = """Question:
+{prompt}
+
+Reference answer:
+{answer}
+
+Response to grade:
+{response}
+
+Is the final answer of the response the same as the reference answer? Think briefly, then end with a line "Score: 1" if it is, \
+"Score: 0" if it is not."""
+
+_BUSY = (408, 409, 425, 429)
+_LONGEST_PAUSE_S = 30.0
+
+
+class JudgeError(RuntimeError):
+    """The judge gave no score. The response has failed then; it is not a wrong answer."""
+
+
+class Judge:
+    """Asks a model for a score of each response. Made once a worker; a worker has ``reward.concurrency`` questions under way.
+
+    An answer that does not come, a status other than 200, and a reply without a score raise :class:`JudgeError`: the response
+    has failed, and is not counted as wrong. What may pass (no connection, status 408, 409, 425, 429 or 5xx) is tried again
+    ``retries`` times, after 0.5, 1, 2, … seconds or as long as the server asks for. ``reward.timeout_s`` is the limit for a
+    response with all its tries, and should be several times ``timeout_s``. The same question is asked once a worker: the last
+    ``cache`` replies are remembered.
+
+    Args:
+        base_url: the address up to ``/v1``, without user or password.
+        model: the model's name there.
+        prompt: the question; ``{prompt}``, ``{answer}`` and ``{response}`` in it are replaced.
+        pattern: a regular expression whose first group is the score; its last match in the reply counts.
+        api_key_env: the environment variable that holds the key; None: no key is sent. The key is never shown.
+        timeout_s: seconds for one try.
+        body: further fields of a request, such as ``{"top_p": 0.9}``.
+
+    Raises:
+        ValueError: an address that is none, or a variable that is not set.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        prompt: str = PROMPT,
+        pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)",
+        api_key_env: str | None = None,
+        max_tokens: int = 512,
+        temperature: float = 0.0,
+        timeout_s: float = 30.0,
+        retries: int = 3,
+        cache: int = 10_000,
+        body: Mapping[str, Any] | None = None,
+    ) -> None:
+        parts = urlsplit(base_url)
+        if "@" in base_url:
+            raise ValueError("base_url holds a user or a password; leave them out, and name a variable with api_key_env")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"base_url = {base_url!r} is no address; write one such as http://127.0.0.1:8000/v1")
+        self._url = base_url.rstrip("/") + "/chat/completions"
+        self._key = _key(api_key_env)
+        self._prompt, self._pattern = prompt, re.compile(pattern)
+        self._body = {"model": model, "max_tokens": max_tokens, "temperature": temperature, **(body or {})}
+        self._retries, self._most = retries, cache
+        self._replies: OrderedDict[str, str] = OrderedDict()
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        # A proxy of the environment does not know this machine's own addresses.
+        trust_env = parts.hostname not in ("localhost", "127.0.0.1", "::1")
+        self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers, trust_env=trust_env)
+
+    async def score(self, problem: Problem, response: ResponseText) -> float:
+        """The score that the judge gives. To be overridden where its score is one component of several."""
+        values = {"prompt": problem.prompt, "answer": problem.answer, "response": str(response)}
+        # Not str.format: the prompt may have braces of its own, and what is put in is not looked through.
+        question = re.sub(r"\{(prompt|answer|response)\}", lambda found: values[found[1]], self._prompt)
+        reply = await self.ask(question)
+        found = self._pattern.findall(reply)
+        if not found:
+            self._replies.pop(question, None)
+            raise JudgeError(f"the judge's reply has no score ({self._pattern.pattern}): {self._shown(reply)!r}")
+        return float(found[-1])
+
+    async def ask(self, question: str) -> str:
+        """The model's reply to a question; from memory, where it was asked before.
+
+        Raises:
+            JudgeError: no reply, after all tries.
+        """
+        if question in self._replies:
+            self._replies.move_to_end(question)
+            return self._replies[question]
+        last = ""
+        try:
+            for number in range(self._retries + 1):
+                reply, last, pause_s = await self._try(question)
+                if reply is not None:
+                    self._remember(question, reply)
+                    return reply
+                if pause_s is None:
+                    break
+                if number < self._retries:
+                    await asyncio.sleep(pause_s or 0.5 * 2**number)
+        except asyncio.CancelledError:
+            if not last:
+                raise
+            raise JudgeError(f"the judge at {self._url} gave no reply in reward.timeout_s; its last: {last}") from None
+        raise JudgeError(f"the judge at {self._url} gave no reply: {last}")
+
+    async def _try(self, question: str) -> tuple[str | None, str, float | None]:
+        """The reply, or why there is none and how long to wait before the next try: 0 as usual, None where none will help."""
+        try:
+            answer = await self._client.post(
+                self._url, json={**self._body, "messages": [{"role": "user", "content": question}]}
+            )
+        except httpx.TransportError as error:
+            return None, self._shown(f"{type(error).__name__} {error}".strip()), 0.0
+        if answer.status_code != 200:
+            passes = answer.status_code in _BUSY or answer.status_code >= 500
+            return None, f"status {answer.status_code}: {self._shown(answer.text)}", _pause_s(answer) if passes else None
+        try:
+            reply = answer.json()["choices"][0]["message"]["content"]
+        except (ValueError, KeyError, IndexError, TypeError):
+            reply = None
+        if not isinstance(reply, str):
+            return None, f"no chat completion: {self._shown(answer.text)}", None
+        return reply, "", 0.0
+
+    def _remember(self, question: str, reply: str) -> None:
+        self._replies[question] = reply
+        while len(self._replies) > self._most:
+            self._replies.popitem(last=False)
+
+    def _shown(self, text: str) -> str:
+        """The beginning of what a server said, without the key, which it may have repeated."""
+        text = text.replace(self._key, "***") if self._key else text
+        return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def _key(variable: str | None) -> str:
+    if variable is None:
+        return ""
+    key = os.environ.get(variable, "")
+    if not key:
+        raise ValueError(f"api_key_env names the environment variable {variable}, which is not set; set it where rank 0 runs")
+    return key
+
+
+def _pause_s(answer: httpx.Response) -> float:
+    try:
+        return min(max(float(answer.headers.get("retry-after", 0)), 0.0), _LONGEST_PAUSE_S)
+    except ValueError:  # a date
+        return 0.0

@@ -1,0 +1,40 @@
+"""Compares mathematical answers as expressions, by the math-verify library (Apache-2.0)."""
+
+from __future__ import annotations
+
+from math_verify import parse, verify
+from math_verify.errors import TimeoutException
+
+from tepo_megatron.core.problem import Problem
+
+_SOFT_LIMIT_S = 5
+"""Limit of math-verify's own alarm, which works in a main thread only: the pool's workers run verifiers there. The pool ends
+what the alarm cannot interrupt.
+"""
+
+
+def math(problem: Problem, response: str) -> float:
+    r"""Returns 1 if the response's final answer equals the problem's as a mathematical expression, else 0.
+
+    The final answer is what math-verify finds: ``\boxed{...}`` first, then other LaTeX and plain expressions. The problem's
+    answer may be written with or without dollar signs.
+
+    Raises:
+        ValueError: the problem's answer cannot be read as an expression.
+        TimeoutError: the comparison takes too long.
+    """
+    try:
+        gold = _parse_gold(problem.answer)
+        found = parse(response, parsing_timeout=_SOFT_LIMIT_S, raise_on_error=True)
+        return float(verify(gold, found, timeout_seconds=_SOFT_LIMIT_S, raise_on_error=True))
+    except TimeoutException as error:
+        raise TimeoutError(f"math-verify needed more than {_SOFT_LIMIT_S} s") from error
+
+
+def _parse_gold(answer: str) -> list[object]:
+    answer = answer.replace("\\$", "")  # dollars, which a response may leave out; not the signs around LaTeX
+    text = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
+    gold: list[object] = parse(text, parsing_timeout=_SOFT_LIMIT_S, raise_on_error=True)
+    if not gold:
+        raise ValueError(f"math-verify finds no expression in the answer {answer!r}; use another verifier, or correct the data")
+    return gold

@@ -1,0 +1,243 @@
+"""A pool of worker processes that run the verifier beside rank 0, with limits for each response."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from types import TracebackType
+from typing import Any
+
+from tepo_megatron.config.reward import RewardConfig
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.runtime.workers.failure import RememberedFailures
+from tepo_megatron.tasks.reward.calls import Outcome, Value
+from tepo_megatron.tasks.reward.components import weigh
+from tepo_megatron.tasks.reward.jobs import Job, JobQueue
+from tepo_megatron.tasks.reward.workers import Workers
+
+_REHEARSED = 4
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """The reward of a response. ``error`` says why it could not be scored; the reward is then ``failed_reward``.
+
+    ``parts``: the components that the reward is the weighted sum of, where the verifier returns some. ``seconds``: how long the
+    verifier took, for its whole group where it scores groups.
+    """
+
+    reward: float | None
+    error: str | None = None
+    parts: Mapping[str, float] = field(default_factory=dict, repr=False)
+    seconds: float = field(default=0.0, repr=False, compare=False)
+
+
+class RewardPool:
+    """Runs one verifier in ``config.workers`` processes; they are ready when the constructor returns.
+
+    Responses are submitted one by one, as they come, and their rewards fetched with :meth:`poll`; :meth:`score` does both for
+    a whole step. A verifier of groups gets a group once all of its responses were submitted.
+
+    If a verifier raises, returns no finite number, or passes a limit (``config.timeout_s``, ``memory_mb``, ``file_mb``), only
+    that response is affected: it gets ``config.failed_reward`` and an error text with the problem's id. The same response to
+    the same problem then fails with the same text, without being tried again; only where the verifier has a network, whose
+    fault it may have been, is it tried again after a :meth:`reset`. A worker that hangs, dies or has grown is replaced; a
+    response under which one dies or is stopped (SIGSTOP) gets a second chance. Workers end when the parent does, however it
+    ends, and do not receive the terminal's Ctrl-C. Only rank 0 needs a pool. A pool is not safe for several threads.
+
+    ``notice`` says which limit this machine's kernel does not grant; None: it grants all. ``scores_groups``: whether the
+    verifier is one of groups. ``components``: the names that it returns, in their order, once that is known; empty: none.
+
+    Raises:
+        ValueError: an unknown verifier, or one that cannot be imported or made.
+        RuntimeError: a worker does not start.
+    """
+
+    def __init__(self, config: RewardConfig, components: Sequence[str] | None = None, given: Any = None) -> None:
+        """``components``: what a rehearsal of another pool has found, where ``config.weights`` does not say. ``given``: the
+        verifier itself, an object of this process; ``config.verifier`` is then its name in messages.
+        """
+        self._config, self.given = config, given
+        self._queue = JobQueue()
+        self._numbers = count()
+        self._incomplete: dict[Hashable, list[tuple[Hashable, Problem, ResponseText]]] = {}
+        self._finished: list[tuple[Hashable, RewardResult]] = []
+        self._unfinished = 0
+        known = components if config.weights is None else config.weights
+        self.components: tuple[str, ...] | None = None if known is None else tuple(known)
+        self._workers = Workers(config, self._queue, self._record, given)
+
+    @property
+    def notice(self) -> str | None:
+        return self._workers.notice
+
+    @property
+    def scores_groups(self) -> bool:
+        return self._workers.of_groups
+
+    def another(self) -> RewardPool:
+        """A second one, with the components that this one has found: a pool is one thread's."""
+        return RewardPool(self._config, self.components, self.given)
+
+    # -- what is to be scored --------------------------------------------------------------------------------------------
+
+    def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:
+        """Has a response scored; :meth:`poll` returns the result with ``key``, which must differ from the others'.
+
+        Args:
+            response: the text, as :class:`ResponseText` where token ids and finish reason are known. It must not change later.
+            group, group_size: names the group and says how many responses it has; a verifier of groups needs them. Without
+                them the response is a group of its own.
+
+        Raises:
+            RuntimeError: the pool is closed, or a worker that had to be replaced does not start again.
+        """
+        self._add(key, problem, response, group, group_size)
+        self._guarded(self._workers.move)
+
+    def poll(self, timeout_s: float | None = 0.0) -> list[tuple[Hashable, RewardResult]]:
+        """The (key, result) pairs that are new since the last call, in no order; waits up to ``timeout_s`` for the first of
+        them, None: as long as it takes. Empty where there is none in time, or where nothing is under way.
+
+        Raises:
+            RuntimeError: as :meth:`submit`.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def wait() -> None:
+            self._workers.move()
+            while not self._finished and self._workers.busy:
+                remaining = None if deadline is None else deadline - time.monotonic()
+                if remaining is not None and remaining <= 0:
+                    return
+                self._workers.move(remaining)
+
+        self._guarded(wait)
+        finished, self._finished = self._finished, []
+        self._unfinished -= len(finished)
+        return finished
+
+    @property
+    def under_way(self) -> bool:
+        """Whether :meth:`poll` has something to return, or to wait for."""
+        return bool(self._finished) or self._workers.busy
+
+    @property
+    def unfinished(self) -> int:
+        """Responses submitted whose results :meth:`poll` has not returned yet, those of incomplete groups included."""
+        return self._unfinished
+
+    def reset(self) -> None:
+        """Begins a step anew: what was submitted and not returned is dropped, and a verifier with a network is asked again for
+        what failed before."""
+        self._workers.drop()
+        self._queue.clear()
+        self._incomplete.clear()
+        self._finished.clear()
+        self._unfinished = 0
+        if not self._config.cuts_network:
+            self._queue.failures = RememberedFailures()
+
+    def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable] | None = None) -> list[RewardResult]:
+        """Returns the rewards of (problem, response) pairs, in their order, after a :meth:`reset`.
+
+        ``groups``: what names the group of each, for a verifier of groups; None: each response is a group of its own.
+
+        Raises:
+            RuntimeError: the pool is closed, or a worker that had to be replaced does not start again.
+        """
+        self.reset()
+        named = range(len(items)) if groups is None else groups
+        sizes = Counter(named)
+        for index, ((problem, response), group) in enumerate(zip(items, named, strict=True)):
+            self._add(index, problem, response, group, sizes[group])
+        results: dict[Hashable, RewardResult] = {}
+        while len(results) < len(items):
+            results.update(self.poll(None))
+        return [results[index] for index in range(len(items))]
+
+    def rehearse(self, problems: Sequence[Problem]) -> None:
+        """Scores the answers of the first few problems, as a run will its responses, and learns the components' names.
+
+        Raises:
+            ValueError: none of them could be scored; with the line of the verifier that raised, where it did.
+        """
+        tried = problems[:_REHEARSED]
+        copies = 2 if self.scores_groups else 1
+        items = [(problem, problem.answer) for problem in tried for _ in range(copies)]
+        results = self.score(items, [number for number, _ in enumerate(tried) for _ in range(copies)])
+        if results and all(result.error for result in results):
+            raise ValueError(
+                f"reward.verifier = {self._config.verifier!r} cannot score the first {len(tried)} problems, each with its "
+                f"own answer as the response: {results[0].error}; correct the verifier, or the data"
+            )
+        if self.components is None:
+            self.components = next((tuple(result.parts) for result in results if not result.error), None)
+
+    def close(self) -> None:
+        """Ends the workers. It may be called more than once."""
+        self._workers.close()
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def _add(self, key: Hashable, problem: Problem, response: str, group: Hashable, group_size: int) -> None:
+        if self._workers.closed:
+            raise RuntimeError("the reward pool is closed; make a new one")
+        text = response if isinstance(response, ResponseText) else ResponseText(response)
+        self._unfinished += 1
+        if not self.scores_groups or group_size == 1:
+            self._enqueue(Job(next(self._numbers), problem, [key], [text]))
+            return
+        members = self._incomplete.setdefault(group, [])
+        members.append((key, problem, text))
+        if len(members) == group_size:
+            del self._incomplete[group]
+            self._enqueue(Job(next(self._numbers), problem, [each[0] for each in members], [each[2] for each in members]))
+
+    def _enqueue(self, job: Job) -> None:
+        cause = self._queue.add(job)
+        if cause is not None:
+            self._record_failure([job], cause)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        if self._workers.closed:
+            raise RuntimeError("the reward pool is closed; make a new one")
+        try:
+            work()
+        except BaseException:
+            # Workers may still be scoring: their replies must not be taken for a later call's.
+            self.close()
+            raise
+
+    # -- results ---------------------------------------------------------------------------------------------------------
+
+    def _record(self, job: Job, outcomes: Sequence[Outcome], seconds: float) -> None:
+        causes = {error for _, error in outcomes}
+        cause = causes.pop() if len(causes) == 1 else None
+        if cause is not None:
+            self._record_failure(self._queue.failed(job, cause), cause, seconds)
+            return
+        self._queue.succeeded(job)
+        for key, (value, error) in zip(job.keys, outcomes, strict=True):
+            self._finished.append((key, self._result(job.problem, value, error, seconds)))
+
+    def _result(self, problem: Problem, value: Value | None, error: str | None, seconds: float) -> RewardResult:
+        if error is None and value is not None:
+            try:
+                reward, parts = weigh(value, self._config.weights, self.components)
+            except ValueError as wrong:
+                error = str(wrong)
+            else:
+                return RewardResult(reward, parts=parts, seconds=seconds)
+        return RewardResult(self._config.failed_reward, f"problem {problem.id!r}: {error}", seconds=seconds)
+
+    def _record_failure(self, jobs: Sequence[Job], cause: str, seconds: float = 0.0) -> None:
+        for job in jobs:
+            self._finished += [(key, self._result(job.problem, None, cause, seconds)) for key in job.keys]

@@ -1,0 +1,89 @@
+"""Responses from a file, to score them again without a trainer: a run's ``samples.jsonl``, or JSON lines of one's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.core.problem import Problem, ResponseText
+
+_OF_A_LINE = ("id", "prompt", "answer", "response", "responses", "finish_reason")
+
+
+@dataclass(frozen=True)
+class RecordedGroup:
+    """Responses to one problem that a verifier of groups sees together."""
+
+    problem: Problem
+    responses: list[ResponseText]
+
+
+def read_recorded(path: Path) -> list[RecordedGroup]:
+    """The groups of a file, in its order; never an empty list.
+
+    A line is one of ``samples.jsonl``, with ``problem`` (its id), ``prompt``, ``answer``, ``greedy`` and ``sampled``; or an
+    object with ``prompt``, ``answer``, and ``response`` or a list ``responses``, whose other keys are the problem's metadata.
+
+    Raises:
+        ValueError: the file cannot be read or has no response, or a line is neither; the message names the file and the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    groups: list[RecordedGroup] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            groups += _groups(_object(line), f"{path.stem}:{number}")
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: {error}") from error
+    if not groups:
+        raise ValueError(f"{path} has no response in it")
+    return groups
+
+
+def _object(line: str) -> Mapping[str, Any]:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
+    if not isinstance(entry, dict):
+        raise ValueError("not a JSON object")
+    return entry
+
+
+def _groups(entry: Mapping[str, Any], default_id: str) -> Iterator[RecordedGroup]:
+    if "greedy" in entry or "sampled" in entry:
+        metadata = entry.get("metadata") or {}
+        source = str(entry.get("source", ""))
+        problem = Problem(_text(entry, "problem"), _text(entry, "prompt"), _text(entry, "answer"), metadata, source=source)
+        rows = [[entry["greedy"]] if entry.get("greedy") else [], entry.get("sampled") or []]
+        for group in rows:
+            if group:
+                yield RecordedGroup(problem, [_response(row) for row in group])
+        return
+    metadata = {key: value for key, value in entry.items() if key not in _OF_A_LINE}
+    identity = str(entry["id"]) if entry.get("id") is not None else default_id
+    problem = Problem(identity, _text(entry, "prompt"), _text(entry, "answer"), metadata)
+    texts = entry["responses"] if "responses" in entry else [entry.get("response")]
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError("give the text of a response as 'response', or a list of texts as 'responses'")
+    yield RecordedGroup(problem, [ResponseText(text, (), entry.get("finish_reason", "stop")) for text in texts])
+
+
+def _response(row: Any) -> ResponseText:
+    if not isinstance(row, dict) or not isinstance(row.get("response"), str):
+        raise ValueError("a sample has no text under 'response'")
+    return ResponseText(row["response"], (), row.get("finish_reason", "stop"))
+
+
+def _text(entry: Mapping[str, Any], key: str) -> str:
+    value = entry.get(key)
+    if not isinstance(value, str | int | float):
+        raise ValueError(f"{key!r} is missing (the keys are: {', '.join(entry) or 'none'})")
+    return str(value)

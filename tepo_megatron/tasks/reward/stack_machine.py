@@ -1,0 +1,146 @@
+"""Programs for a small stack machine, run on tests that the model does not see. No import but the standard library's.
+
+Each character of a program is an instruction; spaces and line ends are none:
+
+    0 … 9     push the digit
+    x y z     push the first, second or third input
+    + - * <   take b, then a; push a + b, a - b, a * b, or 1 where a < b and else 0
+    ?         take b, then a, then c; push a where c is not 0, and b where it is
+    d s p     push the topmost value once more; exchange the two topmost; take the topmost away
+    [ ]       repeat what stands between them as long as the topmost value is not 0, which stays there
+
+The result is the value that is left; a program that leaves none or several has no result.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+
+from tepo_megatron.core.problem import Problem
+
+INPUTS = "xyz"
+_LARGEST = 10**12
+_TWO_TAKEN: Mapping[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "<": lambda a, b: int(a < b),
+}
+
+
+class MachineError(ValueError):
+    """The program has no result, and why."""
+
+
+class StackMachine:
+    """Scores a program by the problem's tests: 1 if it passes all of them, else 0.
+
+    The problem's ``tests`` are pairs of inputs (three numbers at most) and the expected result: ``[[[3, 5, 1], 16], …]``. A
+    test is passed where the program's result is the expected one; a program that has none, runs longer than ``steps``
+    instructions, holds more than ``depth`` values or one beyond 10¹² has not passed. ``partial``: the reward is the share of
+    tests passed.
+    """
+
+    def __init__(self, steps: int = 1000, depth: int = 100, partial: bool = False) -> None:
+        for name, value in (("steps", steps), ("depth", depth)):
+            if value < 1:
+                raise ValueError(f"{name} = {value} lets no program run; give 1 or more")
+        self._steps, self._depth, self._partial = steps, depth, partial
+
+    def score(self, problem: Problem, response: str) -> float:
+        """Raises ValueError where the problem has no tests."""
+        tests = problem.metadata.get("tests")
+        if not tests:
+            raise ValueError('the problem has no tests; give it "tests": [[inputs, result], …] beside prompt and answer')
+        passed = sum(self._passes(response, inputs, expected) for inputs, expected in tests)
+        return passed / len(tests) if self._partial else float(passed == len(tests))
+
+    def _passes(self, program: str, inputs: Sequence[int], expected: int) -> bool:
+        try:
+            return run(program, inputs, steps=self._steps, depth=self._depth) == expected
+        except MachineError:
+            return False
+
+
+def run(program: str, inputs: Sequence[int], *, steps: int = 1000, depth: int = 100) -> int:
+    """The result of a program.
+
+    Raises:
+        MachineError: it has none, has an instruction that is none or an input that is not there, or passes a limit: ``steps``
+            instructions, ``depth`` values at a time, values of 10¹².
+    """
+    code = "".join(program.split())
+    partner = _partners(code)
+    stack: list[int] = []
+    at = 0
+    for _ in range(steps):
+        if at == len(code):
+            if len(stack) != 1:
+                raise MachineError(f"it left {len(stack)} values")
+            return stack[0]
+        instruction = code[at]
+        if instruction in "[]":
+            _need(stack, 1, instruction)
+            if (stack[-1] == 0) == (instruction == "["):
+                at = partner[at]
+        else:
+            _execute(instruction, stack, inputs)
+        if len(stack) > depth:
+            raise MachineError(f"it holds more than {depth} values")
+        at += 1
+    raise MachineError(f"it runs longer than {steps} steps")
+
+
+def _execute(instruction: str, stack: list[int], inputs: Sequence[int]) -> None:
+    if instruction in _TWO_TAKEN:
+        _need(stack, 2, instruction)
+        b, a = stack.pop(), stack.pop()
+        value = _TWO_TAKEN[instruction](a, b)
+        if abs(value) > _LARGEST:
+            raise MachineError(f"{instruction} gives a value beyond {_LARGEST}")
+        stack.append(value)
+    elif instruction in INPUTS:
+        number = INPUTS.index(instruction)
+        if number >= len(inputs):
+            raise MachineError(f"there is no input {instruction}")
+        stack.append(inputs[number])
+    elif instruction in "0123456789":
+        stack.append(int(instruction))
+    elif instruction == "?":
+        _need(stack, 3, instruction)
+        b, a, c = stack.pop(), stack.pop(), stack.pop()
+        stack.append(a if c else b)
+    elif instruction == "d":
+        _need(stack, 1, instruction)
+        stack.append(stack[-1])
+    elif instruction == "s":
+        _need(stack, 2, instruction)
+        stack[-1], stack[-2] = stack[-2], stack[-1]
+    elif instruction == "p":
+        _need(stack, 1, instruction)
+        stack.pop()
+    else:
+        raise MachineError(f"{instruction!r} is no instruction")
+
+
+def _need(stack: Sequence[int], count: int, instruction: str) -> None:
+    if len(stack) < count:
+        raise MachineError(f"{instruction} takes {count}, and there are {len(stack)}")
+
+
+def _partners(code: str) -> dict[int, int]:
+    """The place of each bracket's other one."""
+    found: dict[int, int] = {}
+    opened: list[int] = []
+    for at, instruction in enumerate(code):
+        if instruction == "[":
+            opened.append(at)
+        elif instruction == "]":
+            if not opened:
+                raise MachineError("a ] has no [")
+            found[at] = opened.pop()
+            found[found[at]] = at
+    if opened:
+        raise MachineError("a [ has no ]")
+    return found

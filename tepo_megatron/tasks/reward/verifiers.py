@@ -1,0 +1,134 @@
+"""Verifiers are functions ``(problem, response) -> float`` that rate a response; 1 is a correct answer. docs/rewards.md has the
+other forms.
+
+The built-in ones here return 0 or 1. This module imports nothing heavy, so that a worker with a simple verifier starts at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
+from difflib import get_close_matches
+from typing import Any
+
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.runtime.user_code import load_user_code, locate_user_code
+
+VERIFIERS: Mapping[str, str] = {
+    "exact": "tepo_megatron.tasks.reward.verifiers:exact",
+    "last_number": "tepo_megatron.tasks.reward.verifiers:last_number",
+    "last_word": "tepo_megatron.tasks.reward.verifiers:last_word",
+    "math": "tepo_megatron.tasks.reward.math_verifier:math",
+}
+"""The built-in verifiers by name, as ``module:function``."""
+
+VERIFIER_CLASSES: Mapping[str, str] = {
+    "judge": "tepo_megatron.tasks.reward.judge:Judge",
+    "python_tests": "tepo_megatron.tasks.reward.python_tests:PythonTests",
+    "stack_machine": "tepo_megatron.tasks.reward.stack_machine:StackMachine",
+}
+"""The built-in verifiers that are made with ``reward.kwargs``, as ``module:class``."""
+
+GIVEN = "(python):"
+"""Before the name of a function in ``reward.verifier`` that was given as an object, not by a name that others can import."""
+
+# A sign counts only where no operand stands before it: the last number of "7-5" is 5.
+_NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+def last_word(problem: Problem, response: str) -> float:
+    """Returns 1 if the text after the last whitespace is the answer, else 0."""
+    words = response.split()
+    return float(bool(words) and words[-1] == problem.answer.strip())
+
+
+def exact(problem: Problem, response: str) -> float:
+    """Returns 1 if the response is the answer, apart from whitespace around it, else 0."""
+    return float(response.strip() == problem.answer.strip())
+
+
+def last_number(problem: Problem, response: str) -> float:
+    """Returns 1 if the last number in the response has the value of the last number in the answer, else 0.
+
+    ``1,234.50`` and ``1234.5`` are the same number.
+
+    Raises:
+        ValueError: the answer has no number in it.
+    """
+    expected = last_number_in(problem.answer)
+    if expected is None:
+        raise ValueError(f"the answer {problem.answer!r} has no number in it; use another verifier, or correct the data")
+    return float(last_number_in(response) == expected)
+
+
+def check_reachable(name: str, problems: Iterable[Problem]) -> int:
+    """How many of the problems no response can solve, since a built-in verifier refuses the expected answer itself; 0 for
+    ``math`` and ``judge``, whose verdict is not known beforehand, and for the user's own.
+
+    Raises:
+        ValueError: none of them can be solved.
+    """
+    verifier = {"exact": exact, "last_number": last_number, "last_word": last_word}.get(name)
+    if verifier is None:
+        return 0
+    given = list(problems)
+    lost = [problem for problem in given if not _solves_itself(verifier, problem)]
+    if given and len(lost) == len(given):
+        raise ValueError(
+            f"the verifier {name} can give no response a reward: the expected answers themselves do not pass, such as "
+            f"{lost[0].answer[:60]!r} of problem {lost[0].id!r}; choose another one, such as exact"
+        )
+    return len(lost)
+
+
+def _solves_itself(verifier: Callable[[Problem, str], float], problem: Problem) -> bool:
+    try:
+        return verifier(problem, problem.answer) == 1
+    except ValueError:
+        return False
+
+
+def resolve_verifier(name: str) -> str:
+    """Returns where a verifier is, without importing it: ``module:name``, or ``/path/of/file.py:name``.
+
+    Raises:
+        ValueError: neither a built-in verifier, nor ``package.module:name``, nor ``file.py:name`` of a file that is there.
+    """
+    if name.startswith(GIVEN):
+        function = name.removeprefix(GIVEN)
+        raise ValueError(
+            f"reward.verifier = {name!r} is a function that a Python program gave to its run, and no other process has it; "
+            f"give it again, tepo_megatron.train(…, reward={function}), or put it into a file and name it "
+            f"path/file.py:{function}"
+        )
+    if ":" in name:
+        return locate_user_code(name, f"the verifier {name!r}")
+    known = {**VERIFIERS, **VERIFIER_CLASSES}
+    if name not in known:
+        nearest = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        names = ", ".join([*sorted(VERIFIERS), *sorted(VERIFIER_CLASSES)])
+        raise ValueError(
+            f"unknown verifier {name!r}; known: {names}, or your own as path/file.py:function or package.module:function{hint}"
+        )
+    return known[name]
+
+
+def load_verifier(name: str) -> Any:
+    """Imports a verifier: a built-in one by its name, or the user's as ``path/file.py:name`` or ``package.module:name``.
+
+    Raises:
+        ValueError: an unknown name, a file that cannot be imported, or nothing of that name in it.
+    """
+    what = f"the verifier {name!r}"
+    verifier = load_user_code(resolve_verifier(name), what)
+    if not (callable(verifier) or hasattr(verifier, "score") or hasattr(verifier, "score_group")):
+        raise ValueError(f"{what} cannot be loaded: it is {type(verifier).__name__}, no function")
+    return verifier
+
+
+def last_number_in(text: str) -> Decimal | None:
+    """The last number of a text, thousands' separators left out; None without one."""
+    numbers = _NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None

@@ -1,0 +1,52 @@
+"""Finds the source of an older state of this project."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def own_root() -> Path:
+    """The folder that this package is imported from."""
+    return Path(__file__).parents[3]
+
+
+@contextmanager
+def source_of(state: str) -> Iterator[Path | None]:
+    """Within the block there is a folder with the package as it was in ``state``; None for ``none``.
+
+    ``state`` is a folder that has it, or a git revision of this checkout, whose files are put into a temporary folder.
+
+    Raises ValueError if there is no such folder or revision.
+    """
+    if state == "none":
+        yield None
+    elif Path(state).is_dir():
+        if not (Path(state) / "tepo_megatron" / "__init__.py").is_file():
+            raise ValueError(f"--before {state} has no package tepo_megatron; give the root of a checkout")
+        yield Path(state).resolve()
+    else:
+        with tempfile.TemporaryDirectory(prefix="tepo-before-") as folder:
+            with tarfile.open(fileobj=io.BytesIO(_archive(state))) as files:
+                files.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 and later have it
+                files.extractall(folder)  # noqa: S202  # our own checkout's files
+            yield Path(folder)
+
+
+def _archive(revision: str) -> bytes:
+    command = ["git", "-C", str(own_root()), "archive", "--format=tar", revision, "tepo_megatron"]
+    try:
+        found = subprocess.run(command, capture_output=True, check=False)
+    except FileNotFoundError:
+        raise ValueError(f"--before {revision} is no folder, and there is no git here; give a folder, or none") from None
+    if found.returncode:
+        raise ValueError(
+            f"--before {revision} is neither a folder nor a revision that git finds in {own_root()} "
+            f"({found.stderr.decode().strip().splitlines()[-1]}); give another, or --before none"
+        )
+    return found.stdout

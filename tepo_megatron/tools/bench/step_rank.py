@@ -1,0 +1,151 @@
+"""One rank of ``tepo bench step``, as a script: the package that it imports may be another checkout's.
+
+So it uses only what both have: the configuration, ``Engine``'s methods, ``Rollout``. It reads requests as lines of JSON from
+standard input, and answers each with a line into the file descriptor that its second argument names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.core.types import Rollout, WeightsVersion
+
+if TYPE_CHECKING:
+    from tepo_megatron.trainer.megatron.engine import Engine
+
+R = TypeVar("R")
+
+
+class Method(Protocol):
+    """A way to make a training step. Every rank calls; ``data`` is what ``load`` returned."""
+
+    def load(self, rollouts: list[Rollout]) -> Any: ...
+
+    def score(self, data: Any) -> tuple[Any, float | None]:
+        """A forward pass. Returns what ``update`` takes, and the mean negative log-prob of the response tokens where known."""
+
+    def update(self, scored: Any) -> None:
+        """Forward, backward and optimizer step."""
+
+
+class Ours:
+    """This project's step: log-probs and entropies of the old policy, then an update with the configuration's objective."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def load(self, rollouts: list[Rollout]) -> Any:
+        return self.engine.batch_from_root(rollouts)
+
+    def score(self, data: Any) -> tuple[Any, float | None]:
+        scored = self.engine.score(data)
+        assert scored.old_logprobs_T is not None
+        return scored, -float(scored.old_logprobs_T[scored.loss_mask_T].double().mean())
+
+    def update(self, scored: Any) -> None:
+        result = self.engine.update(scored)
+        if not math.isfinite(result.grad_norm):
+            raise RuntimeError(f"the gradient norm is {result.grad_norm}")
+
+
+def make_rollouts(lengths: list[int], vocab_size: int, *, group: int, prompt: int) -> list[Rollout]:
+    """Returns random responses in groups, every second one rewarded; ``lengths`` include the ``prompt`` tokens."""
+    generator = torch.Generator().manual_seed(1)
+    rollouts = []
+    for number, length in enumerate(lengths):
+        ids = torch.randint(vocab_size, (length,), generator=generator).tolist()
+        rollouts.append(
+            Rollout(
+                f"group {number // group}",  # by position: the names of some fields were others
+                number // group,
+                tuple(ids[:prompt]),
+                tuple(ids[prompt:]),
+                (0.0,) * (length - prompt),
+                "length",
+                WeightsVersion(0),
+                reward=float(number % 2),
+            )
+        )
+    return rollouts
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Runs ``work``; returns the most bytes of the CPU that torch held during it beyond what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    held, peak = 0, 0
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def timed(work: Callable[[], R]) -> tuple[R, float]:
+    """Runs ``work`` on all ranks at once; returns its result and the seconds of this rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    result = work()
+    return result, time.perf_counter() - start
+
+
+def make_method(name: str, engine: Engine) -> Method:
+    if name.startswith("tepo_megatron"):
+        return Ours(engine)
+    from tepo_megatron.tools.bench.step_megatron import MegatronStep  # which an older checkout does not have
+
+    return MegatronStep(engine, rows="rows" in name)
+
+
+def main(arguments: dict[str, Any], reply: int) -> None:
+    """Makes the engine, then one step for each request: ``method``, ``ratio``, ``memory`` (whether that is asked, not time)."""
+    warnings.simplefilter("ignore")  # Megatron's, about accelerators that are not measured here
+    from tepo_megatron.trainer.megatron.engine import Engine
+
+    os.environ["KINETO_LOG_LEVEL"] = "99"
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(arguments["store"], world)  # type: ignore[attr-defined] # torch exports it without saying so
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    engine = Engine(RunConfig.model_validate(arguments["config"]), Path(arguments["model"]))
+    methods: dict[str, Method] = {}
+    loaded: dict[tuple[str, str], Any] = {}
+    with os.fdopen(reply, "w") as answers:
+        for line in sys.stdin:
+            request = json.loads(line)
+            name, ratio = request["method"], request["ratio"]
+            if name not in methods:
+                methods[name] = make_method(name, engine)
+            if (name, ratio) not in loaded:
+                sizes = {name: arguments[name] for name in ("group", "prompt")}
+                rollouts = make_rollouts(arguments["lengths"][ratio], engine.spec.vocab_size, **sizes)
+                loaded[name, ratio] = methods[name].load(rollouts)
+            answers.write(json.dumps(_step(methods[name], loaded[name, ratio], memory=request["memory"])) + "\n")
+            answers.flush()
+    engine.close()
+
+
+def _step(method: Method, data: Any, *, memory: bool) -> dict[str, float]:
+    if memory:
+        method.update(method.score(data)[0])  # allocates what stays: optimizer states, buffers of collectives
+        return {"peak_bytes": peak_bytes(lambda: method.update(method.score(data)[0]))}
+    (scored, loss), score_s = timed(lambda: method.score(data))
+    _, update_s = timed(lambda: method.update(scored))
+    return {"score_s": score_s, "update_s": update_s} | ({} if loss is None else {"loss": loss})
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), int(sys.argv[2]))

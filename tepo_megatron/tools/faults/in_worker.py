@@ -1,0 +1,125 @@
+"""Runs inside a vLLM worker, of the harness' servers alone: spoils weights after they have arrived.
+
+The servers are started with vLLM's option ``--worker-extension-cls``; nothing of it is in a run's servers. What spoils a
+parameter sits between its arrival and the layer's processing of it, and so sees it as the bridge's table has it, anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_KEPT: dict[str, Tensor] = {}
+"""What arrived with the last update that was not a stale one, by parameter."""
+
+
+class FaultyWorker:
+    """Methods that vLLM's workers get; a request names them."""
+
+    def tepo_fault(self, given: str) -> str:
+        """Be faulty from the next update on, as the JSON of kind, param and scale says; kind ``none``: be right again."""
+        fault = json.loads(given)
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        rank = int(self.rank)  # type: ignore[attr-defined]
+        _restore(runner)
+        _spoil_loader(fault, rank)
+        kind, scale = fault["kind"], float(fault["scale"])
+        if kind == "temperature":
+            _wrong_temperature(runner.sampler, scale)
+        elif kind in ("buffer lost", "rotary base"):
+            for module in runner.model.modules():
+                if hasattr(module, "cos_sin_cache"):
+                    _spoil_rotary(module, kind, scale)
+        return "done"
+
+
+def _restore(runner: Any) -> None:
+    runner.sampler.__dict__.pop("apply_temperature", None)
+    for module in runner.model.modules():
+        if (kept := module.__dict__.pop("_tepo_right", None)) is not None:
+            module.base = kept[0]
+            module.cos_sin_cache.copy_(kept[1])
+
+
+def _wrong_temperature(sampler: Any, scale: float) -> None:
+    right = sampler.apply_temperature
+
+    def apply_temperature(logits: Tensor, temperature: Tensor, *rest: Any) -> Tensor:
+        return right(logits, temperature * (1 + scale), *rest)
+
+    sampler.__dict__["apply_temperature"] = apply_temperature
+
+
+def _spoil_rotary(module: Any, kind: str, scale: float) -> None:
+    if "_tepo_right" in module.__dict__:
+        return
+    module.__dict__["_tepo_right"] = (module.base, module.cos_sin_cache.clone())
+    if kind == "buffer lost":
+        module.cos_sin_cache.mul_(1 - scale)
+    else:
+        module.base = module.base * (1 + scale)
+        module.cos_sin_cache.copy_(module._compute_cos_sin_cache().to(module.cos_sin_cache.dtype))
+
+
+def _spoil_loader(fault: dict[str, Any], rank: int) -> None:
+    from tepo_megatron.sampler.vllm.plugin.shards import ShardLoader
+
+    right: Callable[[Any, str], None] = getattr(ShardLoader, "_tepo_load", ShardLoader._load)
+
+    def load(self: Any, name: str) -> None:
+        first, *others = self._places[name]
+        live = getattr(*first).data
+        arrived = live.clone()
+        stale = _KEPT.get(name, arrived)
+        if fault["kind"] == "stale head" and others:
+            self._places[name] = [first]
+            right(self, name)
+            # The head, which shares the embedding's parameter and processes it apart.
+            self._places[name] = others
+            self._materialized.discard(name)
+            self[name].copy_(_towards(arrived, stale, fault["scale"]))
+            right(self, name)
+            self._places[name] = [first, *others]
+        else:
+            if fault["param"] in name:
+                live.copy_(_towards(arrived, _wrong(fault["kind"], rank, arrived, stale), fault["scale"]))
+            right(self, name)
+        if not fault["kind"].startswith("stale"):
+            _KEPT[name] = arrived
+
+    ShardLoader._tepo_load = right  # type: ignore[attr-defined]
+    ShardLoader._load = load  # type: ignore[method-assign]
+
+
+def _wrong(kind: str, rank: int, arrived: Tensor, stale: Tensor) -> Tensor:
+    """What the whole error would make of a parameter."""
+    if kind in ("stale", "one behind", "no label") or (kind == "stale in worker 1" and rank == 1):
+        return stale
+    wrong = arrived.clone()
+    half, head = (
+        arrived.shape[0] // 2,
+        arrived.shape[0] // 8,
+    )  # of query, key and value rows: heads of the model of this package
+    if kind == "swap halves":
+        wrong = torch.cat([arrived[half:], arrived[:half]])
+    elif kind == "swap halves of an expert":
+        half = arrived.shape[1] // 2
+        wrong[0] = torch.cat([arrived[0, half:], arrived[0, :half]])
+    elif kind == "transpose":
+        wrong = arrived.T.contiguous()
+    elif kind == "exchange heads":
+        wrong[:head], wrong[head : 2 * head] = arrived[head : 2 * head], arrived[:head]
+    elif kind == "zero":
+        wrong = torch.zeros_like(arrived)
+    elif kind == "stale rows":
+        first = arrived.shape[0] * 3 // 4
+        wrong[first:] = stale[first:]
+    return wrong
+
+
+def _towards(right: Tensor, wrong: Tensor, scale: float) -> Tensor:
+    return wrong if scale == 1 else (right.float() + scale * (wrong.float() - right.float())).to(right.dtype)

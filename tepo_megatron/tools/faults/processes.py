@@ -1,0 +1,129 @@
+"""The processes of a run that was started here, by what they do; only those are ever signalled."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+POLL_S = 0.02
+ROLES = {
+    "API server": "vllm.entrypoints.openai.api_server",
+    "engine core": "VLLM::EngineCore",
+    "vLLM worker": "VLLM::Worker",
+    "supervisor": "tepo_megatron.runtime.supervise",
+    "reward worker": "tepo_megatron.tasks.reward.worker",
+}
+"""A role → what the command line of its processes has in it. Ranks are told by torchrun's variable."""
+
+
+def descendants(root: int) -> list[int]:
+    """The process and all below it, from the top, by ``/proc``."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(stat.parent.name))
+    found, queue = [], [root]
+    while queue:
+        pid = queue.pop(0)
+        found.append(pid)
+        queue += children.get(pid, [])
+    return found
+
+
+def command_line(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return ""
+
+
+def environment(pid: int) -> dict[str, str]:
+    with suppress(OSError):
+        entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+        return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    return {}
+
+
+def alive(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def by_role(root: int, module: str) -> dict[str, list[int]]:
+    """``parent``, ``rank 0`` … and the roles above → their processes below ``root``; ``module`` is what ranks run."""
+    found: dict[str, list[int]] = {"parent": [root]}
+    for pid in descendants(root)[1:]:
+        line = command_line(pid)
+        for role, words in ROLES.items():
+            # The supervisor's line names the server's command, and the engine core of one worker may be a fork of the server.
+            if words in line and not (role == "API server" and ROLES["supervisor"] in line):
+                found.setdefault(role, []).append(pid)
+                break
+        else:
+            rank = environment(pid).get("RANK")
+            if rank is not None and f"-m {module} " in line:
+                found.setdefault(f"rank {rank}", []).append(pid)
+    return found
+
+
+def wait_until(ready: Callable[[], T], timeout_s: float, what: str) -> T:
+    """The first value that is true. Raises TimeoutError."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := ready()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {timeout_s:g} s: {what}")
+        time.sleep(POLL_S)
+    return value
+
+
+def wait_gone(pids: Sequence[int], timeout_s: float) -> list[int]:
+    """Those of the processes that still run after so long."""
+    with suppress(TimeoutError):
+        wait_until(lambda: not any(map(alive, pids)), timeout_s, "")
+    return [pid for pid in pids if alive(pid)]
+
+
+def end_tree(process: subprocess.Popen[bytes], others: Sequence[int] = ()) -> None:
+    """Ends a process that was started here, and all below it: SIGTERM to it, a wait, SIGKILL to what is left."""
+    pids = [*dict.fromkeys([*descendants(process.pid), *others])]
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+    for pid in wait_gone(pids, 5):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    wait_gone(pids, 30)
+
+
+def listening(pids: Sequence[int]) -> Iterator[tuple[int, str, int]]:
+    """Every TCP port that one of the processes listens on: (process, address in hex as the kernel has it, port)."""
+    sockets = {}
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A":
+                    address, port = fields[1].split(":")
+                    sockets[fields[9]] = (address, int(port, 16))
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").glob("*"):
+            with suppress(OSError):
+                target = os.readlink(fd)
+                if target.startswith("socket:[") and target[8:-1] in sockets:
+                    yield (pid, *sockets[target[8:-1]])

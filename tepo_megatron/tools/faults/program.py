@@ -1,0 +1,69 @@
+"""``python -m tepo_megatron.tools.faults.program train RUN.yaml [a.b=c ...]``: the command ``tepo``, whose runs say
+in which phase they are, so that a fault can hit that phase.
+
+The folder ``$TEPO_FAULTS_FOLDER`` holds a file ``armed`` with the name of a phase; rank 0 renames it to ``reached`` when it
+enters that phase next. Nothing else is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+from functools import partial
+from pathlib import Path
+
+from tepo_megatron.runtime import torchrun
+from tepo_megatron.runtime.rank import under_torchrun
+
+MODULE = "tepo_megatron.tools.faults.program"
+FOLDER = "TEPO_FAULTS_FOLDER"
+
+
+def main() -> None:
+    if under_torchrun():
+        _announce_phases(Path(os.environ[FOLDER]))
+    else:  # the ranks are to run this, too
+        torchrun.launch = partial(torchrun.launch, module=MODULE)
+    runpy.run_module("tepo_megatron", run_name="__main__")
+
+
+def arm(folder: Path, phase: str) -> None:
+    """Has the run say when it next enters ``phase``, one of the stopwatch's phases or ``save``."""
+    for name in ("armed", "reached"):
+        (folder / name).unlink(missing_ok=True)
+    (folder / "draft").write_text(phase)
+    (folder / "draft").replace(folder / "armed")
+
+
+def is_reached(folder: Path) -> bool:
+    return (folder / "reached").exists()
+
+
+def _announce(folder: Path, phase: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if (folder / "armed").read_text() == phase:
+            (folder / "armed").replace(folder / "reached")
+
+
+def _announce_phases(folder: Path) -> None:
+    from tepo_megatron.run.loop import Loop
+    from tepo_megatron.run.rank0 import RootDriver
+
+    enter, save = RootDriver.phase, Loop.save_if_due
+
+    def phase(self: RootDriver, name: str) -> contextlib.AbstractContextManager[None]:
+        _announce(folder, name)
+        return enter(self, name)
+
+    def save_if_due(self: Loop) -> None:
+        if isinstance(self.driver, RootDriver):
+            _announce(folder, "save")
+        save(self)
+
+    RootDriver.phase = phase  # type: ignore[method-assign]
+    Loop.save_if_due = save_if_due  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()

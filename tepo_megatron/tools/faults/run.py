@@ -1,0 +1,124 @@
+"""``tepo faults``: every class in turn, in two lanes side by side, resumed where an earlier call ended, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tepo_megatron.tools.faults.classes import CLASSES, lanes
+from tepo_megatron.tools.faults.outcome import FaultClass, Outcome, fault_rng
+from tepo_megatron.tools.faults.processes import end_tree, wait_until
+from tepo_megatron.tools.faults.record import Record
+from tepo_megatron.tools.faults.workshop import Workshop
+
+Say = Callable[[str], None]
+ENDING = "ending"
+"""The class of the outcomes that say whether a lane's live run, after all its faults, ended as the undisturbed one."""
+
+_FOREVER_S = 86400.0
+
+
+def select(only: str) -> list[type[FaultClass]]:
+    """The classes with these comma-separated names, all if empty. Raises ValueError for an unknown name."""
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    known = [each.name for each in CLASSES]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"--only {', '.join(unknown)}: no such class of faults; known: {', '.join(known)}")
+    return [each for each in CLASSES if not names or each.name in names]
+
+
+def run(classes: Sequence[type[FaultClass]], folder: Path, *, seed: int, quick: bool, say: Say) -> Record:
+    """Injects what is not in the folder's record yet. Raises ValueError where the record is of another seed, and RuntimeError
+    where a lane ended before it was through.
+    """
+    record = Record(folder, seed=seed, quick=quick)
+    chosen = {name: [kind for kind in classes if kind in members] for name, members in lanes(quick=quick).items()}
+    wanted = {name: kinds for name, kinds in chosen.items() if kinds}
+    if len(wanted) < 2:
+        run_lane(next(iter(wanted), "first"), classes, record, folder, seed=seed, quick=quick, say=say)
+        return record
+    _side_by_side(wanted, folder, seed=seed, quick=quick)
+    return Record(folder, seed=seed, quick=quick)
+
+
+def _side_by_side(wanted: dict[str, list[type[FaultClass]]], folder: Path, *, seed: int, quick: bool) -> None:
+    """Each lane in a process of its own, which ends what it started when it is asked to."""
+    given = {
+        name: json.dumps(
+            {"lane": name, "only": [each.name for each in kinds], "folder": str(folder), "seed": seed, "quick": quick}
+        )
+        for name, kinds in wanted.items()
+    }
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for name, arguments in given.items():
+            running[name] = subprocess.Popen(
+                [sys.executable, "-m", __name__, arguments], stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        wait_until(lambda: all(lane.poll() is not None for lane in running.values()), _FOREVER_S, "the end of the lanes")
+    finally:
+        for lane in running.values():
+            end_tree(lane)
+    if failed := [f"{name} (exit code {lane.returncode})" for name, lane in running.items() if lane.returncode]:
+        raise RuntimeError(f"not all faults were injected: the lane {' and '.join(failed)} ended early; what it said is above")
+
+
+def run_lane(
+    lane: str, classes: Sequence[type[FaultClass]], record: Record, folder: Path, *, seed: int, quick: bool, say: Say
+) -> None:
+    """Injects what the record lacks of these classes, one after the other, in this process."""
+    workshop = Workshop(folder / "work", lane=lane, quick=quick, say=say)
+    try:
+        for kind in classes:
+            missing = [number for number in range(kind.count(quick=quick)) if not record.has(kind.name, number)]
+            if missing:
+                say(f"{kind.name}: {len(missing)} of {kind.count(quick=quick)} to inject: {kind.title}")
+                _inject(kind(workshop), missing, record, seed, say)
+        _end_live_run(workshop, record, int(lane != "first"), say)
+    finally:
+        workshop.close()
+
+
+def _inject(faults: FaultClass, numbers: Sequence[int], record: Record, seed: int, say: Say) -> None:
+    with faults:
+        for number in numbers:
+            start = time.monotonic()
+            try:
+                outcome = faults.inject(number, fault_rng(seed, faults.name, number))
+            except Exception as error:  # whatever it is, the fault was not survived as it should be, and the next one is tried
+                traceback.print_exc()
+                outcome = Outcome(f"number {number}", "lost", f"the harness came to no end: {type(error).__name__}: {error}")
+            record.add(faults.name, number, outcome)
+            seconds = time.monotonic() - start
+            say(f"  {faults.name} {number + 1}: {outcome.fault}: {outcome.result} after {seconds:.0f} s. {outcome.said[:200]}")
+
+
+def _end_live_run(workshop: Workshop, record: Record, number: int, say: Say) -> None:
+    if workshop.has_run and not record.has(ENDING, number):
+        say("the live run goes on to its end …")
+        wrong = workshop.finish_run()
+        record.add(ENDING, number, Outcome("the end of the live run", "lost" if wrong else "survived", wrong))
+
+
+def _main(given: str) -> None:
+    """One lane of a command, in its process."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is ended then, too
+    arguments = json.loads(given)
+    seed, quick, folder = arguments["seed"], arguments["quick"], Path(arguments["folder"])
+
+    def say(line: str) -> None:
+        sys.stderr.write(line + "\n")
+
+    record = Record(folder, seed=seed, quick=quick)
+    classes = select(",".join(arguments["only"]))
+    run_lane(arguments["lane"], classes, record, folder, seed=seed, quick=quick, say=say)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

@@ -1,0 +1,113 @@
+"""Faults that no digest sees, injected into a vLLM worker: which check stops the run, and at which size of error."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from tepo_megatron.tools.faults.outcome import FaultClass, Outcome
+from tepo_megatron.tools.faults.silent_faults import SILENT_FAULTS, SilentFault
+
+SIZES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
+CONTROL = SilentFault("no fault: no check may stop the run", "none", scales=False)
+ALL: tuple[SilentFault, ...] = (
+    CONTROL,
+    *SILENT_FAULTS,
+    replace(CONTROL, name=f"{CONTROL.name} (bf16)", server="dense bf16"),
+    *(replace(fault, name=f"{fault.name} (bf16)", server="dense bf16") for fault in SILENT_FAULTS if fault.server == "dense"),
+)
+ROUNDING = 3.0
+"""Every run trains with bfloat16's rounding; an error that does no more than so many times that is none."""
+
+CHECKS = ("transfer", "prompt", "version", "cache", "rollouts")
+
+
+class SilentFaults(FaultClass):
+    """One server of each kind, kept over all the faults of that kind; ``details`` has the figures of every size."""
+
+    name = "silent"
+    title = "wrong weights, buffers, caches or temperature in a vLLM worker, behind the digests"
+    whole, quick = len(ALL), 4
+    _world: subprocess.Popen[str] | None = None
+    _server = ""
+
+    def inject(self, number: int, rng: random.Random) -> Outcome:
+        fault = ALL[number % len(ALL)]
+        sizes = SIZES if fault.scales and not self.workshop.is_quick else SIZES[:1]
+        found = self._ask(fault, sizes)
+        return judge(fault, found)
+
+    def _ask(self, fault: SilentFault, sizes: Sequence[float]) -> list[dict[str, Any]]:
+        if self._world is None or self._server != fault.server:
+            self._start(fault.server)
+        world = self._world
+        assert world is not None
+        assert world.stdin is not None
+        assert world.stdout is not None
+        world.stdin.write(json.dumps({**asdict(fault), "sizes": list(sizes)}) + "\n")
+        world.stdin.flush()
+        answer = world.stdout.readline()
+        if not answer:
+            self.close()
+            raise RuntimeError(f"the trainer and its server ended; {self.folder / 'log.txt'} says why")
+        found: list[dict[str, Any]] = json.loads(answer)
+        return found
+
+    def _start(self, server: str) -> None:
+        self.close()
+        self.workshop.say(f"a trainer and a server: {server} …")
+        with (self.folder / "log.txt").open("ab") as log:
+            self._world = subprocess.Popen(
+                [sys.executable, "-m", "tepo_megatron.tools.faults.silent_world", str(self.folder), server],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        self._server = server
+
+    def close(self) -> None:
+        world, self._world = self._world, None
+        if world is not None:
+            assert world.stdin is not None
+            world.stdin.close()  # which ends it, and it its server
+            try:
+                world.wait(60)
+            except subprocess.TimeoutExpired:
+                world.kill()
+                world.wait()
+
+
+def judge(fault: SilentFault, found: Sequence[dict[str, Any]]) -> Outcome:
+    """The whole error must be caught; the details say by what, and the smallest error that each check catches."""
+    whole = found[0]
+    smallest = {check: min((each["size"] for each in found if check in each["caught"]), default=None) for check in CHECKS}
+    details = {"smallest": smallest, "found": found}
+    caught = whole["caught"]
+    if "transfer" in caught:  # these faults come behind it
+        return Outcome(fault.name, "lost", f"the weight update itself failed: {caught['transfer']}", details=details)
+    if fault.kind == "none":
+        if caught:
+            return Outcome(fault.name, "lost", f"a false alarm: {'; '.join(caught.values())}", details=details)
+        return Outcome(fault.name, "survived", details=details)
+    if not caught:
+        figures = ", ".join(
+            f"{name} {value:.1e} (without a fault {whole['clean'][name]:.1e})" for name, value in whole["figures"].items()
+        )
+        if fault.server == "dense bf16" and all(
+            value <= ROUNDING * whole["clean"][name] for name, value in whole["figures"].items()
+        ):
+            return Outcome(
+                fault.name, "survived", f"no larger than bfloat16's rounding, and not seen: {figures}", details=details
+            )
+        return Outcome(fault.name, "lost", f"no check saw it: {figures}", details=details)
+    by = ", ".join(check for check in CHECKS if check in caught)
+    return Outcome(fault.name, "refused", f"caught by {by}: {next(iter(caught.values()))[:300]}", details=details)

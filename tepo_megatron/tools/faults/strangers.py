@@ -1,0 +1,270 @@
+"""Another user of the machine, at every door of a running job: without a key, with a wrong one, with a poisoned rendezvous."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import encodings.idna  # noqa: F401  # sockets need it, and a stranger may not be able to read this Python
+import http.client
+import json
+import multiprocessing
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
+
+from tepo_megatron.tools.faults import tiny
+from tepo_megatron.tools.faults.outcome import FaultClass, Outcome
+from tepo_megatron.tools.faults.processes import command_line, environment, listening
+
+T = TypeVar("T")
+
+NOBODY = 65534
+PATIENCE_S = 30.0
+"""For one attempt at all ports of a run."""
+
+ROUTES = (
+    "/inference/v1/generate",
+    "/tepo/samples",
+    "/tepo/samples/abort",
+    "/collective_rpc",
+    "/update_weights",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/finish_weight_update",
+    "/sleep",
+    "/pause",
+    "/reset_prefix_cache",
+    "/v1/completions",
+    "/openapi.json",
+    "/metrics",
+)
+"""Tried with POST and GET, without a key and with a wrong one."""
+
+OTHERS = (
+    "the run's key in the environment of its processes",
+    "the run's key on command lines",
+    "the run's key in its files",
+    "a pickle that runs code, in every key-value store",
+    "a value in every key-value store",
+    "garbage at every port",
+    "an HTTP request at every other port",
+    "files of the run that others may write",
+)
+
+
+def _request(port: int, route: str, key: str) -> list[int]:
+    """The status codes of GET and POST; 0 where the connection was closed."""
+    codes = []
+    for method in ("GET", "POST"):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
+        try:
+            connection.request(method, route, body="{}" if method == "POST" else None, headers=headers)
+            codes.append(connection.getresponse().status)
+        except (OSError, http.client.HTTPException):
+            codes.append(0)
+        finally:
+            connection.close()
+    return codes
+
+
+def _poison(proof: Path) -> bytes:
+    """A pickle that makes a file when it is loaded."""
+    return f"cposix\nsystem\n(S'touch {proof}'\ntR.".encode()
+
+
+def _write_to_store(port: int, proof: Path, runs_code: bool) -> bool:
+    """Whether a key-value store of torch at this port took a value."""
+    value = _poison(proof) if runs_code else b"stranger"
+    names = ["tepo_stranger", "torch.rendezvous.state", "/torch.rendezvous.state"] if runs_code else ["tepo_stranger"]
+    try:
+        patience = datetime.timedelta(seconds=10)
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=patience)
+        for name in names:
+            store.set(name, value)  # type: ignore[arg-type]  # bytes are taken, too
+        return bool(store.get("tepo_stranger") == value)
+    except RuntimeError:  # what torch raises of sockets
+        return False
+
+
+def _at_every_port(work: Callable[[int], object], ports: Sequence[int]) -> list[int]:
+    """The ports where ``work`` returned something true, within PATIENCE_S.
+
+    All at once: a run listens at a hundred ports, most of them gloo's, and one that speaks another language may cost seconds,
+    or never answer.
+    """
+    took: list[int] = []
+
+    def attempt(port: int) -> None:
+        if work(port):
+            took.append(port)
+
+    threads = [threading.Thread(target=attempt, args=(port,), daemon=True) for port in ports]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + PATIENCE_S
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return sorted(took)
+
+
+def _write_to_stores(ports: Sequence[int], proof: Path, runs_code: bool) -> list[int]:
+    return _at_every_port(lambda port: _write_to_store(port, proof, runs_code), ports)
+
+
+def _send_to_all(ports: Sequence[int], payload: bytes) -> None:
+    _at_every_port(lambda port: _send(port, payload), ports)
+
+
+def _send(port: int, payload: bytes) -> None:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.settimeout(2)
+        connection.sendall(payload)
+        connection.recv(4096)
+
+
+def _can_read(path: Path) -> bool:
+    return bool(_content(path))
+
+
+def plain_files(folder: Path) -> Iterator[Path]:
+    """Those below a folder of a run that goes on: what it removes meanwhile is left out (``Path.rglob`` would raise)."""
+    for parent, _, names in os.walk(folder):
+        yield from (path for name in names if (path := Path(parent, name)).is_file() and not path.is_symlink())
+
+
+def _content(path: Path) -> bytes:
+    """Empty where the file cannot be read, or is gone."""
+    with contextlib.suppress(OSError):
+        return path.read_bytes()
+    return b""
+
+
+def _mode(path: Path) -> int:
+    """0 where the file is gone."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mode
+    return 0
+
+
+def _child(answers: Any, work: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    answers.put(json.dumps(work(*arguments)))
+
+
+def _as_stranger(work: Callable[..., T], *arguments: Any) -> T | None:
+    """What ``work`` returns as another user, where this one may become it; None where it came to no end."""
+    context = multiprocessing.get_context("fork")  # another user may not be able to read this Python
+    answers = context.SimpleQueue()
+    child = context.Process(target=_child, args=(answers, work, arguments))
+    child.start()
+    child.join(120)
+    if child.is_alive():
+        child.kill()
+    child.join()
+    return None if answers.empty() else json.loads(answers.get())
+
+
+class Strangers(FaultClass):
+    """The run goes on meanwhile, and must be what it would have been."""
+
+    name = "strangers"
+    title = "another user at every port, route, file and environment of a live run"
+    whole, quick = len(ROUTES) + len(OTHERS), 6
+
+    def inject(self, number: int, rng: random.Random) -> Outcome:
+        run = self.workshop.live_run()
+        run.wait_for_row(tiny.last_step(run.out))
+        attempts = [item for pair in zip(ROUTES, (*OTHERS, *[""] * len(ROUTES)), strict=False) for item in pair if item]
+        what = attempts[number % len(attempts)]
+        wrong = self._route(what) if what in ROUTES else self._other(what, rng)
+        if not wrong and not run.running and not run.finished:
+            wrong = f"the run ended: {run.said()}"
+        wrong = wrong or tiny.differences(run.out, self.workshop.reference())
+        if wrong:
+            return Outcome(what, "lost", wrong)
+        return Outcome(what, "refused", "nothing was answered, changed or read")
+
+    def _pids(self) -> list[int]:
+        return self.workshop.live_run().pids()
+
+    def _servers(self) -> list[int]:
+        """The ports of HTTP servers."""
+        return [port for pid, _, port in listening(self._pids()) if "api_server" in command_line(pid)]
+
+    def _route(self, route: str) -> str:
+        for port in set(self._servers()):
+            for key in ("", "wrong", "Bearer"):
+                codes = _as_stranger(_request, port, route, key)
+                if not codes or any(200 <= code < 300 for code in codes):
+                    return f"{route} at port {port} answered {codes} to the key {key!r}"
+        return ""
+
+    def _other(self, what: str, rng: random.Random) -> str:
+        if what == OTHERS[0]:
+            return self._environments()
+        if what == OTHERS[1]:
+            keys = self._keys()
+            return _first(f"process {pid} shows it" for pid in self._pids() if any(key in command_line(pid) for key in keys))
+        if what == OTHERS[2]:
+            return self._files()
+        if what in (OTHERS[3], OTHERS[4]):
+            return self._stores("code" if what == OTHERS[3] else "value")
+        if what == OTHERS[7]:
+            return _first(f"{path} may be written by others" for path in self._run_files() if _mode(path) & 0o002)
+        payload = rng.randbytes(64) if what == OTHERS[5] else b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        _as_stranger(_send_to_all, self._ports(), payload)
+        run = self.workshop.live_run()
+        step = tiny.last_step(run.out)
+        return "" if run.wait_for_row(min(step + 1, run.steps)) else f"the run ended: {run.said()}"
+
+    def _ports(self) -> list[int]:
+        return sorted({port for _, _, port in listening(self._pids())})
+
+    def _keys(self) -> set[str]:
+        names = ("VLLM_API_KEY", "TEPO_RUN_KEY", "TEPO_KEY")
+        return {found[name] for pid in self._pids() for found in [environment(pid)] for name in names if found.get(name)}
+
+    def _environments(self) -> str:
+        if os.geteuid() != 0:
+            return ""  # this user may read its own
+        return _first(
+            f"the environment of process {pid} can be read"
+            for pid in self._pids()
+            if _as_stranger(_can_read, Path(f"/proc/{pid}/environ"))
+        )
+
+    def _run_files(self) -> Iterator[Path]:
+        return plain_files(self.workshop.live_run().out)
+
+    def _files(self) -> str:
+        keys = [key.encode() for key in self._keys()]
+        found = (path for path in self._run_files() if any(key in _content(path) for key in keys))
+        return _first(f"{path} holds it, with mode {_mode(path) & 0o777:o}" for path in found if _mode(path) & 0o077)
+
+    def _stores(self, kind: str) -> str:
+        proof = Path("/tmp") / f"tepo-stranger-{os.getpid()}"  # noqa: S108  # a place that any user may write to
+        proof.unlink(missing_ok=True)
+        written = _as_stranger(_write_to_stores, self._ports(), proof, kind == "code")
+        if written is None:
+            return "the stranger came to no end at the stores"
+        run = self.workshop.live_run()
+        run.wait_for_row(min(tiny.last_step(run.out) + 1, run.steps))
+        if proof.exists():
+            proof.unlink()
+            return "a stranger's code ran as the run's user"
+        return f"the stores at the ports {written} took a stranger's value" if written else ""
+
+
+def _first(found: Iterable[str]) -> str:
+    return next(iter(found), "")

@@ -1,0 +1,203 @@
+"""Puts a report together: one HTML file that asks for nothing else.
+
+All that comes of runs lies in it as base64 of gzipped JSON, in which no character means anything to HTML, and its script
+writes texts as texts. The page's content security policy runs this script alone, and lets nothing be loaded.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import itertools
+import json
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.runtime.log_file import replace_text
+from tepo_megatron.tasks.evaluate.intervals import T_975
+from tepo_megatron.tools.report.choose import SampleGroup, evenly
+from tepo_megatron.tools.report.runs import Run, find_runs, groups_of, read_run
+from tepo_megatron.tools.report.samples import FILES, read_samples
+from tepo_megatron.tools.report.settings import changes, compared
+from tepo_megatron.tools.report.tokens import pack, token_groups
+
+SCRIPTS = (
+    *("base", "scales", "plot", "chart", "overview", "curves", "compare", "time", "settings", "faults"),
+    *("tokens", "samples", "main"),
+)
+"""Files of the page's script, in their order."""
+
+TOKENS_A_MEGABYTE, CHARACTERS_A_MEGABYTE = 60_000, 400_000
+"""Of samples with per-token values, and of samples as text; so that a page of curves and both stays within its size."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """``metrics``: patterns of names, none for all. ``samples``: responses of each kind. ``megabytes``: about what the page may
+    take. ``refresh``: seconds after which it loads itself again, 0 for never.
+    """
+
+    title: str = ""
+    metrics: Sequence[str] = ()
+    samples: int = 3000
+    megabytes: float = 5.0
+    refresh: int = 0
+
+
+@dataclass(frozen=True)
+class Written:
+    """What :func:`write_report` wrote. ``goes_on``: whether one of the runs does."""
+
+    path: Path
+    bytes: int
+    runs: int
+    samples: int
+    goes_on: bool
+
+
+def write_report(paths: Sequence[Path], output: Path, options: Options) -> Written:
+    """Reads the runs and writes the page in one move, so that a browser finds the old one or the new one.
+
+    Raises ValueError where a path holds no run or a damaged file, or no metric has a name that was asked for.
+    """
+    runs = [read_run(name, folder) for name, folder in find_runs(paths).items()]
+    goes_on = any(run.goes_on for run in runs)
+    figures = _runs_data(runs, options, refresh=options.refresh if goes_on else 0)
+    samples = _samples_data(runs, options)
+    text = render(figures["title"], figures, samples)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(output, text)
+    count = sum(len(group["responses"]) for group in samples["groups"])
+    return Written(output, len(text.encode()), len(runs), count, goes_on)
+
+
+def render(title: str, figures: Mapping[str, Any], samples: Mapping[str, Any]) -> str:
+    """The page. ``figures`` and ``samples`` are values of JSON."""
+    web = resources.files("tepo_megatron.tools.report") / "web"
+    style = (web / "style.css").read_text(encoding="utf-8")
+    script = "\n".join((web / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
+    parts = {
+        "title": html.escape(title),
+        "policy": (
+            f"default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:;"
+            f" script-src '{_digest(script)}'; style-src '{_digest(style)}'"
+        ),
+        "style": style,
+        "script": script,
+        "figures": packed(figures),
+        "samples": packed(samples),
+    }
+    template = (web / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
+
+
+def packed(value: Any) -> str:
+    """Gzipped JSON as base64; the same bytes for the same value."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode("utf-8", "backslashreplace"), 6, mtime=0)).decode("ascii")
+
+
+def _digest(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")
+
+
+def _runs_data(runs: Sequence[Run], options: Options, refresh: int) -> dict[str, Any]:
+    """All but the samples, as the page reads it."""
+    names = dict.fromkeys(key for run in runs for row in run.rows for key in row if key != "step")
+    shown = [name for name in names if not options.metrics or any(fnmatchcase(name, each) for each in options.metrics)]
+    if options.metrics and names and not shown:
+        raise ValueError(f"no metric is called {' or '.join(options.metrics)}; there are {', '.join(sorted(names))}")
+    groups = groups_of(runs)
+    place = {at: number for number, group in enumerate(groups) for at in group.runs}
+    return {
+        "title": options.title or _title(runs),
+        "made": round(time.time()),
+        "refresh": refresh,
+        "metrics": shown,
+        "groups": [{"label": group.label, "runs": group.runs} for group in groups],
+        "runs": [{**_run_data(run, shown), "group": place[at]} for at, run in enumerate(runs)],
+        "settings": compared([run.settings for run in runs]),
+        "t": T_975,
+    }
+
+
+def _title(runs: Sequence[Run]) -> str:
+    if len(runs) == 1:
+        name = json.loads(runs[0].settings.get("name", '""'))
+        return f"{runs[0].name}: {name}" if name else runs[0].name
+    names = [run.name for run in runs[:4]] + ([f"{len(runs) - 4} more"] if len(runs) > 4 else [])
+    parents = {run.folder.resolve().parent.name for run in runs}
+    return f"{len(runs)} runs of {parents.pop()}" if len(parents) == 1 else " · ".join(names)
+
+
+def _run_data(run: Run, metrics: Sequence[str]) -> dict[str, Any]:
+    columns = {name: [_number(row.get(name)) for row in run.rows] for name in metrics}
+    resumed = [*run.earlier, ("resolved.yaml", run.settings)]
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "said": run.said,
+        "goes_on": run.goes_on,
+        "steps": json.loads(run.settings.get("train.steps", "null")),
+        "x": [row["step"] for row in run.rows],
+        "columns": {name: values for name, values in columns.items() if any(value is not None for value in values)},
+        "faults": run.faults,
+        "events": [(step, text, _number(value)) for step, text, value in run.events],
+        "hangs": run.hangs,
+        "changes": [changes(before, after) for (_, before), (_, after) in itertools.pairwise(resumed)],
+    }
+
+
+def _number(value: Any) -> float | int | None:
+    """Six digits are more than a curve shows; what is no finite number is None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _samples_data(runs: Sequence[Run], options: Options) -> dict[str, Any]:
+    """The groups that the page has room for, and how many there were of each kind."""
+    chosen: list[SampleGroup] = []
+    recorded: dict[str, int] = {}
+    for kind in ("tokens", *FILES):
+        per_megabyte = TOKENS_A_MEGABYTE if kind == "tokens" else CHARACTERS_A_MEGABYTE
+        groups = [
+            group
+            for at, run in enumerate(runs)
+            for group in (token_groups(at, run.folder) if kind == "tokens" else read_samples(at, run.folder, kind))
+        ]
+        recorded[kind] = sum(len(group.responses) for group in groups)
+        chosen += evenly(groups, options.samples, int(options.megabytes * per_megabyte))
+    tokens = {
+        at: pack([group for group in chosen if group.run == at and group.kind == "tokens"])
+        for at in sorted({group.run for group in chosen if group.kind == "tokens"})
+    }
+    return {"groups": [_group_data(group) for group in chosen], "recorded": recorded, "tokens": tokens}
+
+
+def _group_data(group: SampleGroup) -> dict[str, Any]:
+    return {
+        "run": group.run,
+        "kind": group.kind,
+        "step": group.step,
+        "problem": group.problem,
+        "prompt": group.prompt,
+        "answer": group.answer,
+        "source": group.source,
+        "responses": [{key: _finite(value) for key, value in each.items()} for each in group.responses],
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return _number(value) if isinstance(value, float) else value

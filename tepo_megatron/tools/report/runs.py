@@ -1,0 +1,172 @@
+"""What a report knows of a run, read from its output folder, also while it goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tepo_megatron.run.display.lost_time import COUNTED, LOST, fault_lines
+from tepo_megatron.run.metrics.metrics import read_metrics
+from tepo_megatron.run.output.status import run_status
+from tepo_megatron.tools.report.settings import Settings, flat, without_identity
+
+Row = Mapping[str, Any]
+
+MOST_HANG_TEXT = 20_000
+"""Characters of a hang's report that the page shows."""
+
+BEGINS_S = 300.0
+"""So long after its configuration was written a run that has said nothing yet may still be starting its ranks."""
+
+_EVENTS = {**COUNTED, **LOST, "log/failed": "log files that could not be written"}
+_AGO = re.compile(r",? [\d:.]+(?: s)? ago")
+"""A page is looked at later than it was made."""
+
+_SEED = re.compile(r"[-_.]?seed[-_]?\d+$")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its folder shows it. ``settings`` is empty without a ``resolved.yaml``, ``rows`` before the first step."""
+
+    name: str
+    folder: Path
+    rows: Sequence[Row]
+    settings: Settings = field(default_factory=dict)
+    said: str = ""
+    """How it stands or ended, a sentence."""
+    goes_on: bool = False
+    earlier: Sequence[tuple[str, Settings]] = ()
+    """Settings before each resumption that changed some: file name, settings; oldest first."""
+    hangs: Sequence[tuple[str, str]] = ()
+    """Reports of hangs: file name, text."""
+
+    @property
+    def faults(self) -> list[str]:
+        """What went wrong, a line each with a number."""
+        return fault_lines(self.rows)
+
+    @property
+    def events(self) -> list[tuple[int, str, float]]:
+        """Step, what happened, how often or how many seconds; of every row that has a fault."""
+        return [(row["step"], text, row[key]) for row in self.rows for key, text in _EVENTS.items() if row.get(key)]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in nothing but their seed: their places in the list of runs."""
+
+    label: str
+    runs: tuple[int, ...]
+
+
+def find_runs(paths: Sequence[Path]) -> dict[str, Path]:
+    """Name → folder of each run: the folders given, and those within a folder that holds several, such as a sweep's.
+
+    Raises ValueError for a path that holds no run.
+    """
+    found: list[Path] = []
+    for path in paths:
+        inside = runs_in(path)
+        if not inside:
+            raise ValueError(
+                f"{path} holds no run: neither it nor a folder in it has a metrics.jsonl or resolved.yaml; give the output"
+                " folder of tepo train or of tepo sweep"
+            )
+        found += [each for each in inside if each.resolve() not in {one.resolve() for one in found}]
+    return dict(zip(_names(found), found, strict=True))
+
+
+def runs_in(path: Path) -> list[Path]:
+    """The folders of runs that a path stands for: itself, those in it, or those in its folders; none where it holds none."""
+    folder = path.parent if path.name == "metrics.jsonl" else path
+    if _is_run(folder):
+        return [folder]
+    inside = [each for each in _folders(folder) if _is_run(each)]
+    return inside or [each for one in _folders(folder) for each in _folders(one) if _is_run(each)]
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").is_file() or (folder / "resolved.yaml").is_file()
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted((each for each in folder.iterdir() if each.is_dir()), key=_natural) if folder.is_dir() else []
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """Sorts seed10 behind seed9."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The folders' names, with as many of the folders above as it takes to tell them apart."""
+    for depth in range(1, 5):
+        names = ["/".join(folder.resolve().parts[-depth:]) for folder in folders]
+        if len(set(names)) == len(names):
+            return names
+    return [str(folder.resolve()) for folder in folders]
+
+
+def read_run(name: str, folder: Path) -> Run:
+    """Reads a run's folder. A line that is half written is left out. Raises ValueError for a damaged one, with its place."""
+    metrics = folder / "metrics.jsonl"
+    rows = read_metrics(metrics) if metrics.is_file() else []
+    resolved = folder / "resolved.yaml"
+    if not resolved.is_file():
+        return Run(name, folder, rows, said="only its metrics are here")
+    settings = _settings(resolved)
+    lines, goes_on = run_status(folder)
+    begins = not rows and not any((folder / "status").glob("rank-*.json")) and time.time() - resolved.stat().st_mtime < BEGINS_S
+    earlier = sorted(folder.glob("resolved.*.yaml"), key=_natural)
+    hangs = [(path.name, _text(path)) for path in sorted((folder / "logs").glob("hang-*.txt"))]
+    return Run(
+        name,
+        folder,
+        rows,
+        settings=settings,
+        said="begins" if begins else _AGO.sub("", lines[0].removeprefix(f"{json.loads(settings.get('name', 'null'))}: ")),
+        goes_on=goes_on or begins,
+        earlier=[(path.name, _settings(path)) for path in earlier],
+        hangs=hangs,
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")[:MOST_HANG_TEXT]
+
+
+def _settings(path: Path) -> Settings:
+    try:
+        read = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(read, Mapping):
+        raise ValueError(f"{path} is no configuration: sections by name were expected")
+    return flat(read)
+
+
+def groups_of(runs: Sequence[Run]) -> list[Group]:
+    """Runs with the same settings but for their seed, in the order of the first of each; a run without settings is alone."""
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for at, run in enumerate(runs):
+        alone = (at,) if not run.settings else ()
+        found.setdefault((*alone, *sorted(without_identity(run.settings).items())), []).append(at)
+    members = list(found.values())
+    labels = [_label([runs[at] for at in each]) for each in members]
+    if len(set(labels)) < len(labels):
+        labels = [runs[each[0]].name for each in members]
+    return [Group(label, tuple(each)) for label, each in zip(labels, members, strict=True)]
+
+
+def _label(runs: Sequence[Run]) -> str:
+    if len(runs) == 1:
+        return runs[0].name
+    return _SEED.sub("", runs[0].name) or runs[0].folder.resolve().parent.name

@@ -1,0 +1,150 @@
+"""What a sweep found: a row for each combination of choices, means over its seeds with their intervals."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.run.metrics.metrics import read_metrics
+from tepo_megatron.tasks.evaluate.intervals import T_975
+from tepo_megatron.tools.bench.results import markdown
+from tepo_megatron.tools.sweep.file import SweepFile, SweepRun
+from tepo_megatron.tools.sweep.runner import is_done
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Values of the seeds of one combination; None stands for a value that does not exist (a point never reached)."""
+
+    values: tuple[float | None, ...]
+
+    @property
+    def known(self) -> list[float]:
+        return [value for value in self.values if value is not None]
+
+    @property
+    def mean(self) -> float:
+        """NaN where no seed has a value."""
+        return statistics.fmean(self.known) if self.known else math.nan
+
+    @property
+    def half_width(self) -> float:
+        """Of the 95 % interval of the mean: t · s / √n, which takes the seeds' values as normal. NaN for fewer than two."""
+        n = len(self.known)
+        if n < 2:
+            return math.nan
+        quantile = T_975[n - 2] if n - 2 < len(T_975) else 1.96
+        return quantile * statistics.stdev(self.known) / math.sqrt(n)
+
+    def __str__(self) -> str:
+        if not self.known:
+            return "–"
+        digits = _digits(self.mean)
+        text = f"{self.mean:.{digits}f}"
+        if not math.isnan(self.half_width):
+            text += f" ± {self.half_width:.{digits}f}"
+        return text if len(self.known) == len(self.values) else f"{text} ({len(self.known)} of {len(self.values)})"
+
+
+def _digits(value: float) -> int:
+    return 1 if abs(value) >= 10 else 3
+
+
+@dataclass(frozen=True)
+class Found:
+    """One combination: its choices, its finished runs and its figures by the name of their column."""
+
+    choices: Mapping[str, str]
+    seeds: tuple[int, ...]
+    figures: Mapping[str, Spread]
+
+
+def find(sweep: SweepFile, runs: Sequence[SweepRun]) -> list[Found]:
+    """The combinations of which at least one run is done, in the order of the file."""
+    cells: dict[tuple[tuple[str, str], ...], list[SweepRun]] = {}
+    for run in runs:
+        if is_done(run):
+            cells.setdefault(tuple(run.choices.items()), []).append(run)
+    order = list(dict.fromkeys(tuple(run.choices.items()) for run in runs))
+    return [_found(sweep, cells[cell]) for cell in order if cell in cells]
+
+
+def _found(sweep: SweepFile, runs: Sequence[SweepRun]) -> Found:
+    measured = [figures_of_run(sweep, read_metrics(run.folder / "metrics.jsonl")) for run in runs]
+    columns = measured[0].keys()
+    figures = {column: Spread(tuple(one[column] for one in measured)) for column in columns}
+    return Found(runs[0].choices, tuple(run.seed for run in runs), figures)
+
+
+def figures_of_run(sweep: SweepFile, rows: Sequence[Row]) -> dict[str, float | None]:
+    """The columns of one run: last values, areas and steps until something was reached; None where there is none."""
+    found: dict[str, float | None] = {}
+    for name in sweep.figures:
+        points = _points(rows, name)
+        if name.startswith("time/"):
+            found[f"{name}, median"] = statistics.median(value for step, value in points if step > 0) if points else None
+        else:
+            found[name] = points[-1][1] if points else None
+    for name in sweep.area:
+        found[f"{name}, area"] = area(_points(rows, name))
+    for reach in sweep.reach:
+        for at in reach.at:
+            arrived = [step for step, value in _points(rows, reach.figure) if value >= at]
+            found[f"steps to {reach.figure} {at:g}"] = float(arrived[0]) if arrived else None
+    return found
+
+
+def _points(rows: Sequence[Row], name: str) -> list[tuple[int, float]]:
+    return [(row["step"], float(row[name])) for row in rows if row.get(name) is not None]
+
+
+def area(points: Sequence[tuple[int, float]]) -> float | None:
+    """The area under straight lines between the points, over the steps between the first and the last: a mean value."""
+    if len(points) < 2:
+        return None
+    pairs = itertools.pairwise(points)
+    whole = sum((after[0] - before[0]) * (after[1] + before[1]) / 2 for before, after in pairs)
+    return whole / (points[-1][0] - points[0][0])
+
+
+def table(sweep: SweepFile, found: Sequence[Found]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows for people: mean ± half the 95 % interval over the seeds."""
+    if not found:
+        return [*sweep.axes, "seeds"], []
+    columns = [*sweep.axes, "seeds", *found[0].figures]
+    rows = [[*one.choices.values(), str(len(one.seeds)), *map(str, one.figures.values())] for one in found]
+    return columns, rows
+
+
+def write_tables(sweep: SweepFile, found: Sequence[Found], folder: Path) -> list[Path]:
+    """Writes ``sweep.md`` (means with intervals), ``sweep.csv`` (a line for each run) and ``sweep.json`` into ``folder``."""
+    columns, rows = table(sweep, found)
+    text = StringIO(newline="")
+    out = csv.writer(text)
+    figures = list(found[0].figures) if found else []
+    out.writerow([*sweep.axes, "seed", *figures])
+    records: list[dict[str, Any]] = []
+    for one in found:
+        for at, seed in enumerate(one.seeds):
+            values = [one.figures[name].values[at] for name in figures]
+            out.writerow([*one.choices.values(), seed, *("" if value is None else repr(value) for value in values)])
+            records.append({**one.choices, "seed": seed, **dict(zip(figures, values, strict=True))})
+    written = {
+        "sweep.md": markdown(columns, rows),
+        "sweep.csv": text.getvalue(),
+        "sweep.json": json.dumps(records, indent=1) + "\n",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in written.items():
+        (folder / name).write_text(content, encoding="utf-8")
+    return [folder / name for name in written]

@@ -1,0 +1,1 @@
+"""A checkpoint's folder, and whether a run may continue from it."""

@@ -1,0 +1,140 @@
+"""Checkpoints as folders on disk: their names, their state, what is kept. No torch, so that a run is checked before it starts.
+
+    checkpoints/step_000040               a checkpoint
+    checkpoints/step_000060.partial       one that was not finished
+    checkpoints/step_000060.damaged       one that a resumed run passed over
+    checkpoints/step_000080.abandoned     one of later steps than those that a run was resumed from: not its past
+
+No run resumes from the last three; ``tepo checkpoint prune`` deletes them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.weights.storage.manifest import STATE, DamagedCheckpoint, Manifest, has_manifest, read_manifest
+
+LEFTOVERS = ("partial", "damaged", "abandoned")
+"""Suffixes of folders that no run resumes from."""
+
+_NAME = re.compile(r"step_(\d{6,})")
+_LEFTOVER = re.compile(rf"step_\d{{6,}}\.(?:{'|'.join(LEFTOVERS)})(?:\.\d+)?")
+_STATE_KEYS: dict[str, type] = {"step": int, "updates": int, "model": str, "weights_digest": str}
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def checkpoint_folder(parent: Path, step: int) -> Path:
+    return parent / checkpoint_name(step)
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint's name; ValueError if it is no checkpoint's name."""
+    found = _NAME.fullmatch(folder.name)
+    if not found:
+        raise ValueError(f"{folder} is no checkpoint; its name must be step_ and six digits, such as step_000040")
+    return int(found[1])
+
+
+def checkpoints(parent: Path) -> list[Path]:
+    """Returns the checkpoints in a folder, whole or damaged, oldest first."""
+    found = (path for path in parent.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir())
+    return sorted(found, key=step_of)
+
+
+def leftovers(parent: Path) -> list[Path]:
+    """Returns what saves that did not finish, and runs that went on elsewhere, have left in a folder."""
+    return sorted(path for path in parent.glob("step_*") if _LEFTOVER.fullmatch(path.name))
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Returns ``state.json`` after checking everything but the contents of the shards, which is quick.
+
+    Raises DamagedCheckpoint that names what is wrong.
+    """
+    if not has_manifest(folder):
+        return _read_first_format(folder)
+    manifest = read_manifest(folder)
+    problems = [*manifest.wrong_files().values()] or manifest.wrong_contents([STATE])
+    if problems:
+        raise DamagedCheckpoint(folder, problems)
+    state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    if problems := _wrong_state(state, manifest.step):
+        raise DamagedCheckpoint(folder, problems)
+    return state
+
+
+def manifest_of(folder: Path) -> Manifest | None:
+    """Returns the manifest, None for a checkpoint of format 1, which has none. Raises DamagedCheckpoint."""
+    return read_manifest(folder) if read_state(folder).get("format") else None
+
+
+def _read_first_format(folder: Path) -> dict[str, Any]:
+    """Reads the state of a checkpoint of the first format, which nothing but its numbers can be checked of."""
+    try:
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    except OSError:
+        raise DamagedCheckpoint(folder, ["it has neither manifest.json nor state.json"]) from None
+    except ValueError:
+        raise DamagedCheckpoint(folder, [f"manifest.json is missing, and {STATE} is not JSON"]) from None
+    if not isinstance(state, dict) or "format" in state:
+        raise DamagedCheckpoint(folder, ["manifest.json is missing"])
+    named = _NAME.fullmatch(folder.name)
+    if problems := _wrong_state(state, int(named[1]) if named else None, keys=("step", "updates")):
+        raise DamagedCheckpoint(folder, problems)
+    return state
+
+
+def _wrong_state(state: Any, step: int | None, keys: Iterable[str] = _STATE_KEYS) -> list[str]:
+    """Says which values of a state cannot be."""
+    if not isinstance(state, dict):
+        return [f"{STATE} is not an object"]
+    found = [f"{STATE} has no {key}" for key in keys if key not in state]
+    found += [
+        f"{STATE}: {key} = {state[key]!r}"
+        for key in keys
+        if key in state and (type(state[key]) is not _STATE_KEYS[key] or (_STATE_KEYS[key] is int and state[key] < 0))
+    ]
+    if not found and step is not None and state["step"] != step:
+        found.append(f"{STATE} is of step {state['step']}")
+    return found
+
+
+def retained(steps: Iterable[int], *, newest: int, every: int = 0, best: int | None = None) -> set[int]:
+    """Returns the steps to keep: the ``newest`` so many, every multiple of ``every`` (0: none), and ``best``."""
+    ordered = sorted(steps)
+    return {step for step in ordered if step in ordered[-newest:] or step == best or (every and step % every == 0)}
+
+
+def set_aside(folder: Path, why: str) -> Path:
+    """Renames ``step_000060`` to ``step_000060.WHY``, or ``.WHY.1`` and so on where that is taken; returns the new path."""
+    taken = 0
+    target = folder.with_name(f"{folder.name}.{why}")
+    while target.exists():
+        taken += 1
+        target = folder.with_name(f"{folder.name}.{why}.{taken}")
+    return folder.rename(target)
+
+
+def remove(folder: Path) -> str | None:
+    """Deletes a checkpoint; returns a sentence if that failed. Renamed first, so that half of one is never taken for whole."""
+    try:
+        target = folder if _LEFTOVER.fullmatch(folder.name) else set_aside(folder, "partial")
+        shutil.rmtree(target)
+    except OSError as error:
+        return f"{folder} could not be removed ({error.strerror or error}); remove it by hand"
+    return None
+
+
+def checkpoints_in(folder: Path) -> Path:
+    """The folder with checkpoints that a user means by an output folder, by ``checkpoints`` in it, or by one checkpoint."""
+    if (folder / "checkpoints").is_dir():
+        return folder / "checkpoints"
+    return folder

@@ -1,0 +1,1 @@
+"""Packed batches and micro-batches."""

@@ -1,0 +1,1 @@
+"""Saving and loading the shards of model and optimizer."""

@@ -1,0 +1,121 @@
+"""A run's checkpoints, as the loop sees them: begun, finished, checked, loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.runtime.watch.heartbeat import Heartbeat
+from tepo_megatron.trainer.megatron.checkpoint import boxes as checkpoint
+from tepo_megatron.trainer.megatron.checkpoint.local_boxes import bias_boxes, shards_to_save
+from tepo_megatron.trainer.megatron.checkpoint.saving import Saved, Saving
+from tepo_megatron.trainer.megatron.policy.policy import Policy
+from tepo_megatron.trainer.megatron.policy.weights import PolicyWeights
+
+
+@dataclass
+class Counters:
+    """What an engine counts and measures over a run, and a checkpoint keeps."""
+
+    updates: int = 0
+    """Optimizer steps that were made, by which learning rate and Adam count; skipped ones are not among them."""
+
+    updates_skipped: int = 0
+
+    entropy_noise: float = 0.0
+    """The 99th percentile of the entropies' noise as last measured, in nats; 0 before."""
+
+
+class Checkpoints:
+    """Every rank makes one, and calls every method in the same order. ``counters`` are saved and restored; ``about``, read on
+    rank 0, says what the run is.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        policy: Policy,
+        weights: PolicyWeights,
+        counters: Counters,
+        *,
+        group: dist.ProcessGroup | None,
+        heartbeat: Heartbeat,
+        about: Mapping[str, Any],
+    ) -> None:
+        self._policy, self._weights, self._counters = policy, weights, counters
+        self._group, self._heartbeat, self._about = group, heartbeat, about
+        # FP8 weights are rounded with scales that depend on how tensors are cut
+        self._restores_bits = not config.engine.fp8.params
+        self._saving: Saving | None = None
+        self.bytes_read = 0
+        """Bytes of optimizer states that this rank read from the checkpoint that it was restored from."""
+
+    def save(self, folder: Path, *, step: int, state: dict[str, Any]) -> Path:
+        """Writes a checkpoint that any parallel layout can resume from. Every rank calls."""
+        self.begin(folder, step=step, state=state)
+        saved = self.finish()
+        assert saved is not None
+        return saved.path
+
+    def begin(self, folder: Path, *, step: int, state: dict[str, Any], background: bool = False) -> None:
+        """Begins to write a checkpoint; one that is still being written is finished first. Every rank calls.
+
+        With ``background`` training may go on at once, and a thread writes. The checkpoint is there after ``finish``.
+        """
+        self.finish()
+        self._heartbeat.phase("save")
+        weights, rank = self._weights, dist.get_rank()
+        self._saving = Saving(
+            folder,
+            step=step,
+            state={**asdict(self._counters), "weights_digest": weights.version(step).digest, **self._about, **state},
+            policy=self._policy,
+            shards=shards_to_save(weights.trained_sources, weights.split, rank, self._policy),
+            biases=bias_boxes(weights.trained_sources, rank, self._policy),
+            group=self._group,
+            background=background,
+        )
+
+    def finish(self, *, wait: bool = True) -> Saved | None:
+        """Gives the checkpoint that was begun its name. None where there is none, or ``wait`` is false and some rank still
+        writes. Every rank calls; raises what ``Saving`` does.
+        """
+        saving = self._saving
+        if saving is None or not (wait or saving.is_written()):
+            return None
+        self._saving = None
+        return saving.finish()
+
+    def check(self, folder: Path) -> dict[str, Any]:
+        """Reads every byte of a checkpoint, each rank a part; returns what was given to ``save`` as ``state``, and ``step``.
+
+        Every rank calls; all return, or all raise the same DamagedCheckpoint. Nothing is restored.
+        """
+        return checkpoint.check(folder, self._group)
+
+    def load(self, folder: Path, checked: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Restores weights, optimizer and schedule; returns what ``check`` does, which is called here unless its answer is
+        passed as ``checked``. Every rank calls.
+
+        Raises DamagedCheckpoint before anything is restored, and RuntimeError if the weights are not those that were saved.
+        """
+        self._heartbeat.phase("load")
+        state = self.check(folder) if checked is None else checked
+        counters = self._counters
+        counters.updates = state["updates"]
+        counters.updates_skipped = state.get("updates_skipped", 0)  # checkpoints from before there were any
+        counters.entropy_noise = state.get("entropy_noise", 0.0)
+        self._policy.param_gather.finish()
+        self.bytes_read = checkpoint.load(
+            folder, policy=self._policy, layout=self._weights.trained_layout, updates=counters.updates
+        )
+        self._policy.schedule.num_steps = 0
+        self._policy.schedule.step(increment=counters.updates)
+        if self._restores_bits:
+            checkpoint.check_restored(folder, state, self._weights.version(state["step"]).digest)
+        return state

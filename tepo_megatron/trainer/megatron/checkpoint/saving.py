@@ -1,0 +1,188 @@
+"""Writes a checkpoint, at once or beside training: staged in host memory first, then written by a thread of each rank."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tepo_megatron.trainer.checkpoints.folder import checkpoint_folder, checkpoints, set_aside
+from tepo_megatron.trainer.megatron.checkpoint.local_boxes import state_boxes
+from tepo_megatron.trainer.megatron.platform.collectives import all_gather_json
+from tepo_megatron.trainer.megatron.policy.policy import Policy
+from tepo_megatron.weights.geometry import Shard
+from tepo_megatron.weights.storage.boxes import WrittenBoxes, describe_os_error, write_boxes
+from tepo_megatron.weights.storage.manifest import FORMAT, STATE, FileRecord, sync_folder, write_durably, write_manifest
+from tepo_megatron.weights.storage.stored import SHARDS
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is whole, with seconds of the slowest rank.
+
+    ``stage_s``: copying states to the host; ``write_s``: writing, and copying where it is not in the background;
+    ``waited_s``: of both, what training stood still for.
+    """
+
+    path: Path
+    step: int
+    stage_s: float
+    write_s: float
+    waited_s: float
+
+
+class Saving:
+    """``folder/step_XXXXXX`` on its way; a checkpoint of that name is replaced. Every rank makes one and calls it in step.
+
+    ``shards`` are ``owned_boxes.shards_to_save``, ``biases`` ``owned_boxes.bias_boxes``; ``group`` has all ranks and works on
+    the host. With ``background`` all states of this rank are copied to the host here (12 bytes a parameter that it holds states
+    of), and a thread writes them; otherwise :meth:`finish` writes them as it copies them. Until :meth:`finish` the folder has
+    the suffix ``.partial``, and the other checkpoints are as before.
+
+    Each method that all ranks call raises the same RuntimeError on all if any rank's file system fails; it says what failed and
+    how much room there is.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        step: int,
+        state: dict[str, Any],
+        policy: Policy,
+        shards: Sequence[Shard],
+        biases: Iterable[tuple[str, Tensor]],
+        group: dist.ProcessGroup | None,
+        background: bool,
+    ) -> None:
+        began = time.monotonic()
+        self.step = step
+        self._out, self._state, self._group = checkpoint_folder(folder, step), state, group
+        self._partial = self._out.with_name(self._out.name + ".partial")
+        self._attempt = _Attempt(self._out, group)
+        self._attempt.together(lambda: _make_empty(self._partial) if dist.get_rank() == 0 else None)
+        self._boxes = chain(state_boxes(policy.optimizer, policy.trained, shards), biases)
+        self._write_s = 0.0
+        self._written: WrittenBoxes | None = None
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if background:
+            self._boxes = chain([(key, box.cpu()) for key, box in self._boxes])
+            self._thread = threading.Thread(target=self._write, name=f"write-checkpoint-{step}", daemon=True)
+            self._thread.start()
+        self._stage_s = time.monotonic() - began
+
+    def is_written(self) -> bool:
+        """Whether every rank's thread has written its part, or failed to. Every rank calls; all get the same."""
+        own = self._thread is None or not self._thread.is_alive()
+        return all(all_gather_json(own, device=_CPU, group=self._group))
+
+    def finish(self) -> Saved:
+        """Waits until every rank has written its part, and gives the checkpoint its name. Every rank calls."""
+        began = time.monotonic()
+        if self._thread is None:
+            self._write()
+        else:
+            self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        assert self._written is not None
+        files = self._attempt.all_wrote(self._written)
+        self._attempt.together(lambda: self._name(files) if dist.get_rank() == 0 else None)
+        own = [self._stage_s, self._write_s, self._stage_s + time.monotonic() - began]
+        slowest = map(max, zip(*all_gather_json(own, device=_CPU, group=self._group), strict=True))
+        return Saved(self._out, self.step, *slowest)
+
+    def _write(self) -> None:
+        """In the thread, where there is one; the ranks that wait for it are told by :meth:`finish` what went wrong."""
+        began = time.monotonic()
+        try:
+            stem = f"rank{dist.get_rank():05d}"
+            self._written = write_boxes(self._partial, stem, self._boxes, metadata={"step": str(self.step)})
+        except BaseException as error:
+            self._failure = error
+        self._write_s = time.monotonic() - began
+
+    def _name(self, files: dict[str, FileRecord]) -> None:
+        """State, then the manifest, then the name: a crash at any point leaves the other checkpoints, and never half of one."""
+        partial, out = self._partial, self._out
+        text = json.dumps({"format": FORMAT, "step": self.step, **self._state}, indent=2) + "\n"
+        record = write_durably(partial / STATE, text)
+        write_manifest(partial, self.step, {**files, STATE: record})
+        for synced in (partial / SHARDS, partial):
+            sync_folder(synced)
+        replaced = set_aside(out, "abandoned") if out.exists() else None
+        partial.rename(out)
+        sync_folder(out.parent)
+        if replaced is not None:
+            shutil.rmtree(replaced)
+
+
+class _Attempt:
+    """One save. A rank whose file system fails must not leave the others waiting: after each part of the work they all
+    exchange what went wrong, and all raise it.
+    """
+
+    def __init__(self, out: Path, group: dist.ProcessGroup | None) -> None:
+        self.out = out
+        self.group = group
+        self.needed = 0
+        """Bytes of the whole checkpoint, once they are known."""
+
+    def together(self, work: Callable[[], None]) -> None:
+        """Every rank calls with its part of the work."""
+        error = None
+        try:
+            work()
+        except OSError as failed:
+            error = f"{failed.filename or self.out}: {describe_os_error(failed)}"
+        self._end_if_any(all_gather_json(error, device=_CPU, group=self.group))
+
+    def all_wrote(self, own: WrittenBoxes) -> dict[str, FileRecord]:
+        """Every rank calls with what it wrote; returns the files of all."""
+        given = {name: [record.bytes, record.sha256] for name, record in own.files.items()}
+        found = all_gather_json([given, own.bytes, own.error], device=_CPU, group=self.group)
+        self.needed = sum(needed for _, needed, _ in found)
+        self._end_if_any([error for _, _, error in found])
+        return {name: FileRecord(*record) for files, _, _ in found for name, record in files.items()}
+
+    def _end_if_any(self, errors: list[str | None]) -> None:
+        failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
+        if not failed:
+            return
+        partial = self.out.with_name(self.out.name + ".partial")
+        free = all_gather_json(_free_bytes(self.out.parent), device=_CPU, group=self.group)[0]
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # its room is needed; what cannot be removed is no checkpoint either
+        older = [path.name for path in checkpoints(self.out.parent) if path != self.out]
+        kept = f"the older checkpoints are as they were (the newest is {older[-1]})" if older else "there is no older one"
+        needs = f"it needs {self.needed:,} bytes, " if self.needed else ""
+        rank, error = failed[0]
+        raise RuntimeError(
+            f"checkpoint {self.out} could not be written by rank {rank} ({error}); {needs}{free:,} bytes are free; {kept}. "
+            f"Make room ('tepo checkpoint prune {self.out.parent}' removes older ones) and go on with --resume"
+        )
+
+
+def _free_bytes(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _make_empty(partial: Path) -> None:
+    if partial.exists():
+        shutil.rmtree(partial)
+    (partial / SHARDS).mkdir(parents=True)

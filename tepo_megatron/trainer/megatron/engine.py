@@ -1,0 +1,311 @@
+"""The trainer, as the loop sees it: score and update, with its weights and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.scores.backend import get_backend
+from tepo_megatron.core.types import Batch, Rollout, WeightsVersion
+from tepo_megatron.errors import NotFiniteError
+from tepo_megatron.runtime.watch.heartbeat import Heartbeat
+from tepo_megatron.trainer.checkpoints.run_compatibility import describe_run
+from tepo_megatron.trainer.megatron.batching.batch import broadcast, pack
+from tepo_megatron.trainer.megatron.batching.partition import attention_length
+from tepo_megatron.trainer.megatron.batching.routing_replay import check_routes
+from tepo_megatron.trainer.megatron.batching.sampling_masks import check_masks
+from tepo_megatron.trainer.megatron.checkpoint.checkpoints import Checkpoints, Counters
+from tepo_megatron.trainer.megatron.checkpoint.plugins import check_same_plugins
+from tepo_megatron.trainer.megatron.model import fp8
+from tepo_megatron.trainer.megatron.model.fp8_weights import PlainWeights
+from tepo_megatron.trainer.megatron.model.layers import choose_layers
+from tepo_megatron.trainer.megatron.model.moe import gathers_tokens, one_length
+from tepo_megatron.trainer.megatron.model.routers import policy_routers
+from tepo_megatron.trainer.megatron.platform import parallel
+from tepo_megatron.trainer.megatron.platform.collectives import broadcast_json
+from tepo_megatron.trainer.megatron.platform.platform import select_platform
+from tepo_megatron.trainer.megatron.platform.root_signal import RootSignal
+from tepo_megatron.trainer.megatron.policy.offload import Offloader
+from tepo_megatron.trainer.megatron.policy.policy import PolicyBuilder, named_weights
+from tepo_megatron.trainer.megatron.policy.weights import PolicyWeights
+from tepo_megatron.trainer.megatron.step.forward import Forward
+from tepo_megatron.trainer.megatron.step.noise import measure_noise
+from tepo_megatron.trainer.megatron.step.score import score
+from tepo_megatron.trainer.megatron.step.step import StepObjective, UpdateResult, update
+from tepo_megatron.weights.architecture import read_model_spec
+from tepo_megatron.weights.layouts import MegatronParallel, check_balance, check_recompute, check_trainer_split, megatron_ranks
+
+T = TypeVar("T")
+
+
+class Engine:
+    """Model, optimizer and objective on this rank. Every rank makes one, and calls every method in the same order."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model_dir: Path,
+        objective: StepObjective | None = None,
+        *,
+        shares_gpus: bool = False,
+        heartbeat: Heartbeat | None = None,
+    ) -> None:
+        """Builds process groups, model and optimizer. Weights come from ``config.model.shards`` where it is set, else from
+        ``model_dir``, a Hugging Face folder. ``objective`` replaces the config's. ``shares_gpus``: rollout servers run on the
+        trainer's GPUs, and the two take turns (:meth:`offload`). ``heartbeat`` begins to beat when the ranks have met.
+
+        Raises ValueError for a model that does not fit the parallel layout or a folder that is not the model that it describes.
+        """
+        self.config = config
+        self.heartbeat = heartbeat or Heartbeat()
+        self.model_dir = model_dir
+        self.spec = read_model_spec(model_dir)
+        layout = config.engine.parallel
+        stages = check_trainer_split(self.spec, layout)
+        self.objective: StepObjective = objective or build_objective(config.objective)
+        self.platform = select_platform(config.engine)
+        get_backend(config.engine.score_backend, self.platform.device)  # refuses what cannot be before anything is built
+        self.layers = choose_layers(config.engine, self.platform)
+        check_recompute(self.spec, config.engine.recomputed, transformer_engine=self.layers.kind == "te")
+        check_balance(self.spec, config.engine.moe_balance.kind)
+        fp8.check_model(config.engine.fp8, self.spec, layout)
+        timeout = parallel.collective_timeout(config)
+        self.ranks = parallel.initialize(layout, self.platform, seed=config.seed, timeout=timeout)
+        check_same_plugins(config, self.platform.device)
+        self.root_signal = RootSignal()
+        self.heartbeat.start()
+        self.heartbeat.phase("model")
+        self.split = MegatronParallel(
+            tp=layout.tp,
+            pp=layout.pp,
+            dp=layout.cp * layout.dp,  # copies of the weights
+            stages=stages,
+            fused_norms=self.layers.fused_norms,
+            ep=layout.ep,
+            etp=layout.etp,
+        )
+        self.layouts = megatron_ranks(self.spec, self.split)
+        weights = config.model.shards or model_dir
+        builder = PolicyBuilder(config, self.spec, weights, self.platform, self.layers, self.ranks, self.layouts)
+        self.policy = builder.policy()
+        self.routers = policy_routers(self.policy.chunks, self.spec, self.ranks, config.engine.moe_balance)
+        self.forward = self._make_forward()
+        self.weights = self._make_weights()
+        needs_reference = self.objective.needs_reference
+        self.reference = builder.reference() if needs_reference and self.policy.lora is None else None
+        """A frozen copy of the first weights; with adapters the model is one itself, where they are switched off."""
+        self.reference_digest = self._digest_of_reference() if needs_reference else None
+        self.counters = Counters()
+        self._unscored: list[str] = []
+        """Why mini-batches of this step have no scores."""
+        self.host_group = parallel.host_group(self.platform, timeout)
+        self.checkpoints = self._make_checkpoints()
+        self.offloader = self._make_offloader() if shares_gpus else None
+
+    def _make_forward(self) -> Forward:
+        config, layout = self.config, self.config.engine.parallel
+        return Forward(
+            ranks=self.ranks,
+            platform=self.platform,
+            vocab_size=self.spec.vocab_size,
+            temperature=config.rollout.sampling.temperature,
+            micro_batch_tokens=config.engine.micro_batch_tokens,
+            score_backend=config.engine.score_backend,
+            token_multiple=fp8.token_multiple(config.engine),
+            gathers_tokens=gathers_tokens(layout, self.platform),
+            one_length=one_length(self.spec, layout, self.platform),
+            attention_length=attention_length(self.spec),
+            entropy_slope=self.objective.needs_entropy_slope,
+            moved=self.heartbeat.moved,
+            routers=self.routers,
+        )
+
+    def _make_weights(self) -> PolicyWeights:
+        return PolicyWeights(
+            self.config,
+            self.spec,
+            self.policy,
+            self.split,
+            self.layouts,
+            model_dir=self.model_dir,
+            rank=self.ranks.rank,
+            device=self.platform.device,
+            broadcast_from_root=self.broadcast_from_root,
+            heartbeat=self.heartbeat,
+        )
+
+    def _make_checkpoints(self) -> Checkpoints:
+        config = self.config
+        return Checkpoints(
+            config,
+            self.policy,
+            self.weights,
+            self.counters,
+            group=self.host_group,
+            heartbeat=self.heartbeat,
+            about={
+                "model": str(self.model_dir.resolve()),
+                "reference_digest": self.reference_digest,
+                "identity": describe_run(config, self.model_dir) if self.ranks.rank == 0 else {},
+            },
+        )
+
+    def _digest_of_reference(self) -> str:
+        params = self.policy.params if self.reference is None else named_weights(self.reference)
+        return self.weights.digest(PlainWeights(params))
+
+    # -- the algorithm ---------------------------------------------------------------------------------------------------
+
+    def batch_from_root(self, rollouts: list[Rollout] | None) -> Batch:
+        """Rank 0's rollouts as one packed batch with advantages, on every rank. Every rank calls; only rank 0's are read.
+
+        Raises ValueError on rank 0 where experts are to be replayed, and a rollout has no record of them that fits the model,
+        or where tokens are drawn from a part of the vocabulary, and a rollout does not name it.
+        """
+        self._unscored.clear()
+        rollout = self.config.rollout
+        replays, truncates = rollout.server.routing_replay, rollout.sampling.truncates
+        packed = None
+        if rollouts is not None:
+            if replays:
+                check_routes(rollouts, self.spec)
+            if truncates:
+                check_masks(rollouts)
+            packed = pack(rollouts, mask_truncated=rollout.truncated == "mask", routes=replays, sampling_masks=truncates)
+        batch = broadcast(packed, self.platform.device)
+        return batch.with_(advantages_S=self.objective.advantages(batch), reward_parts_SK=None)  # nobody else reads them
+
+    def score(self, batch: Batch) -> Batch:
+        """Adds log-probs and entropies of the policy as it stands (and log-probs of the reference, where the objective asks).
+
+        They are computed in the very micro-batches that ``update`` of the same batch will use. Every rank calls. Where one is
+        not finite all are NaN, and ``update`` will skip the mini-batch.
+        """
+        try:
+            with contextlib.nullcontext() if self.routers is None else self.routers.counted():
+                scores = score(self.forward, self.policy.chunks, batch)
+            load_LE = None if self.routers is None else self.routers.load()
+            batch = batch.with_(old_logprobs_T=scores.logprob, old_entropy_T=scores.entropy, expert_load_LE=load_LE)
+            if self.objective.needs_reference:
+                batch = batch.with_(reference_logprobs_T=self._score_by_reference(batch))
+        except NotFiniteError as error:
+            self._unscored.append(str(error))
+            nothing_T = torch.full_like(batch.sampler_logprobs_T, torch.nan)
+            batch = batch.with_(old_logprobs_T=nothing_T, old_entropy_T=nothing_T)
+            if self.objective.needs_reference:
+                batch = batch.with_(reference_logprobs_T=nothing_T)
+        return batch
+
+    def _score_by_reference(self, batch: Batch) -> Tensor:
+        batch = batch.with_(routed_experts_T=None)  # another model, which chooses its experts itself
+        if self.reference is not None:
+            return score(self.forward, self.reference, batch).logprob
+        assert self.policy.lora is not None
+        with self.policy.lora.switched_off():
+            return score(self.forward, self.policy.chunks, batch).logprob
+
+    def take_routing_metrics(self) -> dict[str, float]:
+        """How evenly experts were loaded while scoring since the last call, and what replay changed (``model/routers.py``).
+
+        Every rank calls; all get the same. Nothing for a dense model.
+        """
+        return {} if self.routers is None else self.routers.take_metrics()
+
+    def measure_noise(self, batch: Batch) -> dict[str, float]:
+        """Measures how far scores of the same weights differ by a token's place (``step/noise.py``): quantiles, for metrics
+        and for the objective's tolerance.
+
+        ``batch`` is a step's, not yet divided. Every rank calls; all get the same.
+        """
+        try:
+            found = measure_noise(self.forward, self.policy.chunks, batch, self.config.engine.noise_sequences)
+        except NotFiniteError:  # the step's own scores meet it too, say so, and are skipped
+            return {}
+        self.counters.entropy_noise = found["entropy/noise/p99"]
+        return found
+
+    def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
+        """The natural-log probability of every token of ``prompt`` but the first, under temperature 1, on every rank."""
+        rest = tuple(prompt[1:])
+        rollout = Rollout("canary", 0, tuple(prompt[:1]), rest, (0.0,) * len(rest), "length", WeightsVersion(0))
+        copies = self.ranks.dp * self.ranks.micro_batch_group  # each data-parallel rank needs so many sequences
+        batch = pack([rollout] * copies).to(self.platform.device)
+        return score(replace(self.forward, temperature=1.0), self.policy.chunks, batch).logprob[: len(rest)].tolist()
+
+    def update(self, batch: Batch, *, last: bool = True) -> UpdateResult:
+        """One optimizer step on a mini-batch that ``score`` has seen; skipped on every rank where a number is not finite.
+
+        ``last``: whether weights are read before the next update. Otherwise, with ``engine.overlap_param_gather``, that update
+        gathers them as it goes.
+        """
+        result = update(self.forward, self.policy, self.objective, batch, entropy_noise=self.counters.entropy_noise)
+        if last:
+            self.policy.param_gather.finish()
+        if result.skipped:
+            self.counters.updates_skipped += 1
+            if self._unscored and not result.not_finite and batch.old_logprobs_T.isnan().all():  # type: ignore[union-attr]
+                # the scores' own reason, rather than that there are none
+                result = replace(result, skipped=self._unscored.pop(0))
+        else:
+            self.counters.updates += 1
+        return result
+
+    # -- memory on GPUs that the servers use too -------------------------------------------------------------------------
+
+    def _make_offloader(self) -> Offloader:
+        return Offloader(self.policy, self.platform.device, partial(dist.barrier, self.host_group), self.reference or ())
+
+    def onload(self) -> None:
+        """Brings weights, optimizer states and gradients onto the GPU, for scores, updates and checkpoints.
+
+        Every rank calls this and the next two; they do nothing where no server shares the GPUs.
+        """
+        if self.offloader is not None:
+            self.offloader.onload_only("everything")
+
+    def onload_weights_only(self) -> None:
+        """Brings the weights onto the GPU, for sending them and for the canary, and offloads everything else to the host."""
+        if self.offloader is not None:
+            self.offloader.onload_only("weights")
+
+    def offload(self) -> None:
+        """Offloads everything to the host, so that the GPUs are the servers'."""
+        if self.offloader is not None:
+            self.offloader.onload_only("nothing")
+
+    def memory(self) -> dict[str, float]:
+        """GiB for the metrics, of the GPU with the most: the allocator's peak since the last call, and the most that the host
+        has kept for it. Nothing on a CPU. Every rank calls.
+        """
+        if self.platform.kind == "cpu":
+            return {}
+        offloaded = 0 if self.offloader is None else self.offloader.most_offloaded
+        most = torch.tensor([torch.cuda.max_memory_allocated(), offloaded])
+        torch.cuda.reset_peak_memory_stats()
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.host_group)
+        return dict(zip(("memory/peak_gib", "memory/offloaded_gib"), (most / 2**30).tolist(), strict=True))
+
+    # -- the ranks -------------------------------------------------------------------------------------------------------
+
+    def broadcast_from_root(self, value: T) -> T:
+        """Rank 0's value, on every rank: anything that JSON carries. Every rank calls; only rank 0's argument is read.
+
+        The others wait for as long as rank 0 takes to sample, and do so on the host: a GPU that waits is not free for a server.
+        No clock runs meanwhile.
+        """
+        with contextlib.nullcontext() if self.ranks.rank == 0 else self.heartbeat.waiting("rank 0"):
+            self.root_signal.pass_on()
+        return broadcast_json(value, source=0, device=torch.device("cpu"), group=self.host_group)
+
+    def close(self) -> None:
+        parallel.destroy()

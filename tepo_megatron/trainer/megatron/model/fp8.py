@@ -1,0 +1,223 @@
+"""Translates the section ``engine.fp8`` to Megatron-Core's three configs, and checks what FP8 needs of GPU, Transformer Engine,
+model and micro-batches.
+
+Everything here is decided in Python, from values that are passed in, so that a CPU tests it. Sources: Megatron-Core 0.16.1's
+``fp8_utils.get_fp8_recipe`` and ``get_fp8_align_size``; Transformer Engine's own checks in ``pytorch/quantization.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.version import Version
+
+from tepo_megatron.config import EngineConfig, Fp8Config, ParallelConfig
+from tepo_megatron.weights.architecture import ModelSpec
+
+Capability = tuple[int, int]
+"""Compute capability of a GPU: (major, minor), as ``torch.cuda.get_device_capability`` returns it."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a recipe needs. Widths of the layers' matrix products must be multiples of ``multiple``, tokens of a micro-batch of
+    ``tokens``, and under sequence parallelism the hidden size of ``gathered``.
+
+    ``cuda``: the CUDA that torch was built for, on GPUs of capability ``cuda_up_to`` and less (None: on all). ``below``: from
+    this capability on there are no such kernels. ``probe``: where Transformer Engine answers for itself.
+    """
+
+    te: str
+    capability: Capability
+    gpus: str
+    probe: str = "is_fp8_available"
+    cuda: str | None = None
+    cuda_up_to: Capability | None = None
+    below: Capability | None = None
+    multiple: int = 16
+    tokens: int = 16
+    gathered: int = 1
+
+
+PER_TENSOR: dict[str, Any] = {
+    "capability": (8, 9),
+    "gpus": "Ada, Hopper or newer",
+    "cuda": "12.1",
+    "cuda_up_to": (8, 9),
+}
+NEEDS = {
+    "delayed": Needs(te="1.8", **PER_TENSOR),
+    "tensorwise": Needs(te="2.2", **PER_TENSOR),
+    # Transformer Engine gathers activations under SP in blocks of 128 tokens by 128 columns, and asserts both.
+    "blockwise": Needs(
+        te="2.3",
+        capability=(9, 0),
+        gpus="Hopper or newer",
+        probe="is_fp8_block_scaling_available",
+        cuda="12.9",
+        tokens=128,
+        gathered=128,
+    ),
+    "mxfp8": Needs(
+        te="2.1",
+        capability=(10, 0),
+        gpus="Blackwell B200 or B300",
+        probe="is_mxfp8_available",
+        below=(12, 0),
+        multiple=32,
+        tokens=32,
+    ),
+}
+"""The needs of every recipe. The versions of Transformer Engine are those that Megatron-Core requires; it is made for 2.9 to
+2.11, which have all recipes.
+"""
+
+
+def layer_options(fp8: Fp8Config) -> dict[str, Any]:
+    """Returns fields of Megatron's ``TransformerConfig``. Embedding and head are outside its FP8 context and stay bfloat16."""
+    if not fp8.enabled:
+        return {"fp8": None}
+    return {
+        "fp8": fp8.format,
+        "fp8_recipe": fp8.recipe,
+        "fp8_param": fp8.params,
+        "fp8_margin": fp8.margin or 0,
+        "fp8_amax_history_len": fp8.amax_history_len or 1024,
+        "fp8_amax_compute_algo": fp8.amax_compute_algo or "max",
+        "first_last_layers_bf16": bool(fp8.first_layers_bf16 or fp8.last_layers_bf16),
+        "num_layers_at_start_in_bf16": fp8.first_layers_bf16,
+        "num_layers_at_end_in_bf16": fp8.last_layers_bf16,
+    }
+
+
+def gather_options(fp8: Fp8Config) -> dict[str, Any]:
+    """Returns fields of Megatron's ``DistributedDataParallelConfig``: FP8 weights are gathered over data-parallel ranks as FP8.
+
+    MXFP8 weights cannot be: their two copies are quantised from bfloat16, which is gathered in the gradients' buffer.
+    """
+    return {"fp8_param_gather": fp8.params, "reuse_grad_buf_for_mxfp8_param_ag": fp8.params and fp8.recipe == "mxfp8"}
+
+
+def optimizer_options(fp8: Fp8Config) -> dict[str, Any]:
+    """Returns fields of Megatron's ``OptimizerConfig``: the distributed optimizer casts its fp32 masters to FP8 weights."""
+    return {
+        "fp8_recipe": fp8.recipe if fp8.params else None,
+        "reuse_grad_buf_for_mxfp8_param_ag": fp8.params and fp8.recipe == "mxfp8",
+    }
+
+
+def token_multiple(engine: EngineConfig) -> int:
+    """Returns the number whose multiples micro-batches are padded to, so that each rank's share of the tokens suits FP8.
+
+    A context-parallel rank has two chunks of each sequence, and so an even number of tokens.
+    """
+    ranks = engine.parallel.tp if engine.parallel.sequence_parallel else 1
+    share = ranks * (NEEDS[engine.fp8.recipe].tokens if engine.fp8.enabled else 1)
+    return engine.parallel.cp * math.lcm(2, share) if engine.parallel.cp > 1 else share
+
+
+def check_gpu(fp8: Fp8Config, *, capability: Capability, te: str, cuda: str) -> None:
+    """Checks that this GPU, the version of Transformer Engine and torch's CUDA have the recipe, before anything starts.
+
+    Raises ValueError with what is there and what is needed.
+    """
+    if not fp8.enabled:
+        return
+    needs, asked = NEEDS[fp8.recipe], f"engine.fp8.recipe = {fp8.recipe}"
+    here = f"{capability[0]}.{capability[1]}"
+    if Version(te) < Version(f"{needs.te}.dev0"):  # a development build of the version has it already
+        raise ValueError(
+            f"{asked} is unknown to the installed Transformer Engine {te}, {needs.te} or newer is needed; upgrade it, or "
+            f"choose one of {_known_to(te)}"
+        )
+    if capability < needs.capability:
+        least = f"{needs.capability[0]}.{needs.capability[1]}"
+        raise ValueError(
+            f"{asked} needs a GPU of compute capability {least} or more ({needs.gpus}), and this one has {here}; choose "
+            f"{_possible_on(capability)}"
+        )
+    if needs.below is not None and capability >= needs.below:
+        raise ValueError(
+            f"{asked} has no kernels for GPUs of compute capability {here} yet (only {needs.gpus}); choose "
+            f"{_possible_on(capability)}"
+        )
+    concerns = needs.cuda_up_to is None or capability <= needs.cuda_up_to
+    if needs.cuda is not None and concerns and Version(cuda) < Version(needs.cuda):
+        instead = "tensorwise" if needs.cuda_up_to is None else "none"
+        raise ValueError(
+            f"{asked} needs CUDA {needs.cuda} or newer on this GPU, and torch was built for {cuda}; install a torch for a "
+            f"newer CUDA, or choose engine.fp8.recipe = {instead}"
+        )
+
+
+def _known_to(te: str) -> str:
+    return ", ".join(["none", *(name for name, needs in NEEDS.items() if Version(te) >= Version(f"{needs.te}.dev0"))])
+
+
+def _possible_on(capability: Capability) -> str:
+    possible = [
+        name
+        for name, needs in NEEDS.items()
+        if capability >= needs.capability and (needs.below is None or capability < needs.below)
+    ]
+    return " or ".join(f"engine.fp8.recipe = {name}" for name in possible or ["none"])
+
+
+def ask_transformer_engine(fp8: Fp8Config) -> None:
+    """Asks Transformer Engine itself, which also looks at cuBLAS. Raises ValueError with its reason if it refuses."""
+    if not fp8.enabled:
+        return
+    state = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
+    available, reason = getattr(state, NEEDS[fp8.recipe].probe)()
+    if not available:
+        raise ValueError(f"engine.fp8.recipe = {fp8.recipe} is refused by Transformer Engine: {reason}")
+
+
+def check_model(fp8: Fp8Config, spec: ModelSpec, parallel: ParallelConfig) -> None:
+    """Checks that FP8 matrix products can compute the model's layers in this layout, and the layers that stay in bfloat16.
+
+    The vocabulary is free: embedding and head are not in FP8. Raises ValueError with every width that does not fit.
+    """
+    if not fp8.enabled:
+        return
+    multiple = NEEDS[fp8.recipe].multiple
+    wrong = [f"{width} ({name})" for name, width in _widths(spec, parallel) if width % multiple]
+    if wrong:
+        raise ValueError(
+            f"engine.fp8.recipe = {fp8.recipe} needs matrices whose sizes on a rank are multiples of {multiple}, and under "
+            f"tp = {parallel.tp} this model has {', '.join(wrong)}; lower engine.parallel.tp, or set engine.fp8.recipe = none"
+        )
+    gathered = NEEDS[fp8.recipe].gathered
+    if parallel.sequence_parallel and spec.hidden_size % gathered:
+        raise ValueError(
+            f"engine.fp8.recipe = {fp8.recipe} gathers activations in blocks of {gathered} under sequence parallelism, and the "
+            f"model's hidden size is {spec.hidden_size}; set engine.parallel.sequence_parallel = false, or another recipe"
+        )
+    per_stage = spec.num_layers // parallel.pp
+    for name, count in (("first", fp8.first_layers_bf16), ("last", fp8.last_layers_bf16)):
+        if count > per_stage:
+            raise ValueError(
+                f"engine.fp8.{name}_layers_bf16 = {count} is more than the {per_stage} layers of a pipeline stage, which is as "
+                "far as Megatron-Core goes; lower it"
+            )
+    if fp8.first_layers_bf16 + fp8.last_layers_bf16 >= spec.num_layers:
+        raise ValueError(
+            f"engine.fp8 keeps all {spec.num_layers} layers in bfloat16; lower first_layers_bf16 or last_layers_bf16, or set "
+            "recipe = none"
+        )
+
+
+def _widths(spec: ModelSpec, parallel: ParallelConfig) -> Iterator[tuple[str, int]]:
+    """Yields the widths of the layers' weights on a rank, each with its name."""
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    mlp_ranks = parallel.tp if spec.experts is None or parallel.etp is None else parallel.etp
+    yield "hidden size", spec.hidden_size
+    yield "queries, keys and values of a rank", (queries + 2 * keys) // parallel.tp
+    yield "attention output of a rank", queries // parallel.tp
+    yield "MLP size of a rank", spec.ffn_size // mlp_ranks
+    if spec.experts is not None:
+        yield from ((f"{name} on a rank", size // parallel.tp) for name, size in spec.mlp_sizes.items())

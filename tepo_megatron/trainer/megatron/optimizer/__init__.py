@@ -1,0 +1,1 @@
+"""Megatron's optimizer and its states."""

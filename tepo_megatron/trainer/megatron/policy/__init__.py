@@ -1,0 +1,1 @@
+"""The policy: its weights and where they are."""

@@ -1,0 +1,175 @@
+"""A policy's weights, as others get them: digests, full tensors, shards for servers, Hugging Face and PEFT folders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.core.types import WeightsVersion
+from tepo_megatron.runtime.watch.heartbeat import Heartbeat
+from tepo_megatron.trainer.megatron.model.fp8_weights import PlainWeights
+from tepo_megatron.trainer.megatron.policy.policy import Policy
+from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.families import kept_in_fp32
+from tepo_megatron.weights.geometry import ShardLayout
+from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
+from tepo_megatron.weights.reshard.plan import reshard_plan
+from tepo_megatron.weights.storage.files import write_model
+from tepo_megatron.weights.storage.peft_folder import AdapterSettings, write_peft_folder
+from tepo_megatron.weights.transfer.fingerprint import fingerprint
+from tepo_megatron.weights.transfer.gather import gather_sources, gather_to_root, shards_to_write
+from tepo_megatron.weights.transfer.sender import ShardSender
+from tepo_megatron.weights.transfer.transport import TransportName
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class PolicyWeights:
+    """The weights of ``policy`` under the bridge's names. Every rank makes one, and calls every method in the same order."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        spec: ModelSpec,
+        policy: Policy,
+        split: MegatronParallel,
+        layouts: Sequence[ShardLayout],
+        *,
+        model_dir: Path,
+        rank: int,
+        device: torch.device,
+        broadcast_from_root: Callable[[Any], Any],
+        heartbeat: Heartbeat,
+    ) -> None:
+        """``layouts``: of every rank, as ``split`` cuts the model. ``model_dir`` gives exports their tokenizer and config."""
+        self._config, self._spec, self._policy, self._layouts = config, spec, policy, layouts
+        self.split = split
+        self._model_dir, self._rank, self._device = model_dir, rank, device
+        self._broadcast_from_root, self._heartbeat = broadcast_from_root, heartbeat
+        self._sources = gather_sources(layouts)
+        lora = policy.lora
+        self.trained_sources = self._sources if lora is None else lora.sources
+        """Which rank holds what of the tensors that are trained."""
+        self.trained_layout = layouts[rank] if lora is None else lora.layout
+        """What this rank holds of them."""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """This rank's weights, whole, by the names of the bridge's layouts. Every rank reads them."""
+        self._policy.param_gather.finish()
+        return self._policy.params
+
+    @property
+    def merged(self) -> Mapping[str, Tensor]:
+        """As ``params``, with the adapters merged, as plain tensors: for one reading of all. Every rank reads them."""
+        self._policy.param_gather.finish()
+        return self._policy.weights
+
+    def version(self, step: int) -> WeightsVersion:
+        """The step, and the digest of the weights as they stand: the same on every rank. Every rank calls."""
+        return WeightsVersion(step, self.digest(self.merged))
+
+    def digest(self, weights: Mapping[str, Tensor]) -> str:
+        """A digest of 64 bits, in hex, of weights that are split like these. Every rank calls; all get the same."""
+        own = fingerprint(shards_to_write(self._sources, self._rank), weights)
+        total = torch.tensor(own - 2**64 * (own >= 2**63), device=self._device)
+        dist.all_reduce(total)  # int64 wraps around: modulo 2^64
+        return f"{int(total) % 2**64:016x}"
+
+    @property
+    def manifest(self) -> list[TensorMeta]:
+        """What ``stream`` yields, in its order."""
+        shapes = self._layouts[0].shapes
+        dtype = self._config.model.dtype
+        return [TensorMeta(name, tuple(shape), "float32" if kept_in_fp32(name) else dtype) for name, shape in shapes.items()]
+
+    def stream(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Full tensors under their Hugging Face names, on rank 0; None elsewhere. Every rank must exhaust it."""
+        return gather_to_root(self._sources, self._layouts[0].shapes, self.merged)
+
+    def make_shard_sender(
+        self,
+        servers: VllmParallel,
+        *,
+        local: Mapping[int, int],
+        dtype: torch.dtype,
+        transport: TransportName,
+        timeout_s: float,
+        or_gloo: bool = False,
+    ) -> ShardSender:
+        """This rank's end of weight updates from shard to shard. Every rank calls, without communication.
+
+        ``servers`` is how the servers split the model, ``local`` maps a worker (numbered over all servers) to the trainer rank
+        on the same GPU, ``dtype`` is that of the servers' weights, ``transport`` how they travel, ``or_gloo`` as for
+        ``ShardSender``. ``timeout_s`` in seconds.
+
+        Raises ValueError where vLLM could not split the model over the workers of a server.
+        """
+        params, lora = self.params, self._policy.lora
+        return ShardSender(
+            reshard_plan(self._spec, self.split, servers, local),
+            PlainWeights(params) if lora is None else lora.merged(params, remember=False),
+            rank=self._rank,
+            dtype=dtype,
+            broadcast_from_root=self._broadcast_from_root,
+            timeout_s=timeout_s,
+            device=self._device,
+            transport=transport,
+            or_gloo=or_gloo,
+        )
+
+    def export(self, out: Path) -> None:
+        """Writes a Hugging Face folder. Every rank calls; rank 0 writes."""
+        self._heartbeat.phase("export")
+        stream = self._watched(self.stream())
+        if self._rank == 0:
+            dtype: torch.dtype = getattr(torch, self._config.model.dtype)
+            write_model(out, ((n, t) for n, t in stream if t is not None), source=self._model_dir, dtype=dtype)
+        else:
+            for _ in stream:
+                continue
+
+    def export_adapters(self, out: Path) -> None:
+        """Writes the adapters as a PEFT folder; does nothing where there are none. Every rank calls; rank 0 writes."""
+        if self._policy.lora is None:
+            return
+        self._heartbeat.phase("export")
+        tensors = {name: tensor for name, tensor in self._watched(self.stream_adapters()) if tensor is not None}
+        if self._rank == 0:
+            write_peft_folder(out, tensors, self.adapter_settings, base_model=self._config.model.path)
+
+    @property
+    def adapter_manifest(self) -> list[TensorMeta]:
+        """What ``stream_adapters`` yields, in its order."""
+        return [TensorMeta(name, shape, self._config.model.dtype) for name, shape in self.trained_layout.shapes.items()]
+
+    @property
+    def adapter_settings(self) -> AdapterSettings:
+        """What a PEFT folder says of the adapters. There must be some, here and below."""
+        assert self._policy.lora is not None
+        return self._policy.lora.settings()
+
+    def stream_adapters(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Whole adapter tensors by their names, on rank 0; None elsewhere. Every rank must exhaust it."""
+        assert self._policy.lora is not None
+        self._policy.param_gather.finish()
+        return self._policy.lora.stream()
+
+    def _watched(self, stream: Iterator[T]) -> Iterator[T]:
+        for each in stream:
+            self._heartbeat.moved()
+            yield each

@@ -1,0 +1,174 @@
+"""Runs a batch through Megatron's schedule; scoring and updating both use it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
+from tepo_megatron.core.scores.backend import BackendName
+from tepo_megatron.core.types import Batch, TokenScores
+from tepo_megatron.errors import NotFiniteError
+from tepo_megatron.trainer.megatron.batching.context_parallel import Share, cut, padded_tokens
+from tepo_megatron.trainer.megatron.batching.partition import partition
+from tepo_megatron.trainer.megatron.model.head import HeadWeight, fused_head
+from tepo_megatron.trainer.megatron.model.moe import largest_in_group
+from tepo_megatron.trainer.megatron.model.routers import Routers
+from tepo_megatron.trainer.megatron.platform.parallel import Ranks
+from tepo_megatron.trainer.megatron.platform.platform import Platform
+from tepo_megatron.trainer.megatron.step.not_finite import NOT_FINITE
+
+LossFunction = Callable[[TokenScores, Batch], tuple[Tensor, dict[str, Any]]]
+"""(scores, micro-batch) → (scalar to differentiate, values to keep). The loss is the sum of the scalars over micro-batches and
+ranks.
+"""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Turns packed micro-batches into token scores, with the settings of this run."""
+
+    ranks: Ranks
+    platform: Platform
+    vocab_size: int
+    temperature: float
+    micro_batch_tokens: int
+    score_backend: BackendName
+    token_multiple: int
+    """Micro-batches are padded to a multiple of this: sequence and context parallelism split tokens evenly, FP8 needs 16 or
+    more on each rank."""
+
+    gathers_tokens: bool = False
+    """Whether ranks that share experts gather their tokens, which needs micro-batches of one length (``model/moe.py``)."""
+
+    one_length: bool = False
+    """Whether the stages of a pipeline exchange activations of one length, to which all micro-batches are then padded."""
+
+    attention_length: float = math.inf
+    """The length at which a sequence's attention costs as much as its other work (``batching/partition.py``)."""
+
+    moved: Callable[[], None] = lambda: None
+    """Called with every micro-batch, for whoever watches that this rank moves."""
+
+    entropy_slope: bool = False
+    """Whether scores that are trained on have ``TokenScores.entropy_slope``."""
+
+    routers: Routers | None = None
+    """Those of the policy, where it has experts."""
+
+    def micro_batches(self, batch: Batch) -> list[list[int]]:
+        """Returns this data-parallel rank's micro-batches, as lists of sequence numbers."""
+        parts = partition(
+            batch.lengths_S.tolist(),
+            ranks=self.ranks.dp,
+            max_tokens=self.micro_batch_tokens,
+            attention_length=self.attention_length,
+            multiple=self.ranks.micro_batch_group,
+        )
+        return parts[self.ranks.dp_rank]
+
+    def run(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        batch: Batch,
+        micro_batches: Sequence[Sequence[int]],
+        loss: LossFunction,
+        *,
+        train: bool,
+    ) -> list[dict[str, Any]]:
+        """Runs forward, and backward if ``train``, over this rank's micro-batches. ``chunks``: this rank's part of a model.
+
+        Every rank calls. Returns what ``loss`` kept of each micro-batch on the last pipeline stage, elsewhere an empty list.
+        Where ``loss`` raised NotFiniteError the micro-batch's loss is NaN, and ``NOT_FINITE`` says why.
+        """
+        members = [batch.select(sequences) for sequences in micro_batches]
+        sizes = [self._padded(padded_tokens(micro.lengths_S.tolist(), self.ranks.cp)) for micro in members]
+        if self.one_length:
+            sizes = [max(sizes)] * len(sizes)
+        if self.gathers_tokens:
+            sizes = largest_in_group(sizes, self.platform.device)
+        shares = [cut(micro, size, self.ranks) for micro, size in zip(members, sizes, strict=True)]
+        with self.platform.megatron():
+            kept: list[dict[str, Any]] = get_forward_backward_func()(
+                forward_step_func=lambda data, module: self._step(next(data), module, loss, train=train),
+                data_iterator=[enumerate(shares) for _ in chunks],  # every chunk asks for each micro-batch
+                model=list(chunks),
+                num_microbatches=len(shares),
+                # a packed micro-batch is one sequence to Megatron, of all context-parallel ranks; `one_length` counts on it
+                seq_length=sizes[0],
+                micro_batch_size=1,
+                forward_only=not train,
+            )
+        if self.routers is not None:
+            self.routers.end_run()
+        return kept
+
+    def _padded(self, tokens: int) -> int:
+        return -(-tokens // self.token_multiple) * self.token_multiple
+
+    def _step(
+        self, numbered: tuple[int, Share], model: torch.nn.Module, loss: LossFunction, *, train: bool
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
+        number, share = numbered
+        self.moved()
+        routed: AbstractContextManager[None] = nullcontext()
+        if self.routers is not None:
+            routed = self.routers.forward_pass(share, train=train)
+        with routed:
+            output = model(share.tokens_t[None], share.positions_t[None], None, packed_seq_params=share.packed)
+
+        def reduce(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            head = fused_head(model)
+            try:  # squeezed, not indexed: the gradient of an index is a second tensor of the logits' size
+                value, kept = loss(self._scores(output.squeeze(0), head, share, train=train), share.micro)
+            except NotFiniteError as error:
+                # Other ranks know nothing of it, and wait in the schedule's collectives: this one goes through them all with a
+                # loss of NaN, and the ranks agree afterwards (``step/not_finite.py``).
+                parts = [output] if head is None else [output, head.weight_VpH]  # the weight too has a hook that must run
+                value = sum((part.sum() for part in parts), torch.zeros((), device=output.device)) * torch.nan
+                kept = {NOT_FINITE: f"micro-batch {number}: {error}"}
+            except ValueError as error:
+                raise ValueError(f"micro-batch {number}: {error}") from error
+            # Megatron expects (loss, number of tokens to divide by, values to keep); nothing is divided there (step/step.py)
+            return value, torch.zeros((), dtype=torch.int, device=value.device), kept
+
+        return output, reduce
+
+    def _scores(self, output: Tensor, head: HeadWeight | None, share: Share, *, train: bool) -> TokenScores:
+        """The scores of the micro-batch, from those of this rank's tokens."""
+        try:
+            return share.gather(self._own_scores(output, head, share, train=train))
+        except NotFiniteError:
+            # the other context-parallel ranks wait for this one's scores: they get NaN, and find it
+            nothing_t = output.new_full(share.labels_t.shape, torch.nan, dtype=torch.float32)
+            share.gather(TokenScores(nothing_t, nothing_t, nothing_t if train and self.entropy_slope else None))
+            raise
+
+    def _own_scores(self, output: Tensor, head: HeadWeight | None, share: Share, *, train: bool) -> TokenScores:
+        """Scores the model's output: logits [t, V/tp], or with a fused head hidden states [t, H]."""
+        options: dict[str, Any] = {
+            "tp_group": self.ranks.tp_group,
+            "temperature": self.temperature,
+            "vocab_size": self.vocab_size,
+            "mask_T": share.mask_t,
+            "entropy_slope": train and self.entropy_slope,
+            "kept_TK": share.kept_tK,
+            "backend": self.score_backend,
+        }
+        if head is None:  # nothing reads the logits after the loss
+            return logprob_and_entropy(output, share.labels_t, inplace_backward=True, **options)
+        return fused_linear_logprob_and_entropy(
+            output,
+            head.weight_VpH,
+            share.labels_t,
+            sequence_parallel=head.sequence_parallel,
+            gradient_accumulation_fusion=True,
+            **options,
+        )

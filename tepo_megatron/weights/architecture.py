@@ -1,0 +1,295 @@
+"""Reads a Hugging Face ``config.json`` into the few numbers that layouts and engine need."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tepo_megatron.weights.families import FAMILIES, KNOWN_ARCHITECTURES, PLAIN, Family
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's frequency scaling. Megatron-Core has the other three constants built in, so they are checked and not stored."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts that replace a layer's MLP: ``count`` MLPs, of which a router chooses ``per_token`` for each token.
+
+    The router's softmax is over all experts. With ``renormalize`` the probabilities of the chosen ones are scaled to sum to 1.
+
+    With ``biased`` scores are sigmoids, and each expert has a bias that is added to its score where experts are chosen, and not
+    where they are weighed; the chosen ones' weights are scaled to sum to ``scale``. ``shared_ffn_size``: the size of an MLP
+    that every token passes beside the chosen ones; 0: there is none.
+    """
+
+    count: int
+    per_token: int
+    renormalize: bool
+    biased: bool = False
+    scale: float = 1.0
+    shared_ffn_size: int = 0
+
+    @property
+    def number_bytes(self) -> int:
+        """What an expert's number takes in a record: one byte tells 255 apart, and "not known"."""
+        return 1 if self.count <= 255 else 2
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The shape of a decoder, in Hugging Face's terms.
+
+    With ``qkv_bias`` the query, key and value projections (and no others) have biases. With ``qk_norm`` queries and keys pass
+    an RMSNorm of ``head_dim`` weights, shared by the heads of a layer, before RoPE. ``experts`` is None for a dense model.
+    ``ffn_size`` is the size of the MLP, or of each expert. RoPE turns the first ``rotary_fraction`` of a head's dimensions. The
+    first ``dense_layers`` layers of a model with experts have an MLP of ``dense_ffn_size`` instead.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    tied_embeddings: bool
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_positions: int
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: Experts | None = None
+    rotary_fraction: float = 1.0
+    dense_layers: int = 0
+    dense_ffn_size: int = 0
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer ``layer`` of the model has experts."""
+        return self.experts is not None and layer >= self.dense_layers
+
+    @property
+    def mlp_sizes(self) -> dict[str, int]:
+        """The sizes of the MLPs that tensor-parallel ranks split, by what they are called in errors; none of single experts."""
+        if self.experts is None:
+            return {"MLP size": self.ffn_size}
+        sizes = {
+            "MLP size of a dense layer": self.dense_ffn_size,
+            "MLP size of the shared experts": self.experts.shared_ffn_size,
+        }
+        return {name: size for name, size in sizes.items() if size}
+
+    @property
+    def route_bytes(self) -> int:
+        """What the record of the experts that a token passes takes; 0 without experts."""
+        return 0 if self.experts is None else self.num_layers * self.experts.per_token * self.experts.number_bytes
+
+    def padded_vocab_size(self, tp: int) -> int:
+        """Returns the rows of the embedding and of the head in Megatron: the next multiple of tp."""
+        return -(-self.vocab_size // tp) * tp
+
+    def check_parallel(self, *, tp: int, pp: int, ep: int = 1, etp: int | None = None) -> None:
+        """Raises ValueError where Megatron could not split this model so, with even stages; ``etp`` defaults to ``tp``."""
+        splits = [("tp", tp, "attention heads", self.num_heads), ("tp", tp, "key/value heads", self.num_kv_heads)]
+        if self.experts is None:
+            if ep > 1 or etp is not None:
+                given = f"ep = {ep}" if ep > 1 else f"etp = {etp}"
+                raise ValueError(f"engine.parallel.{given} is for models with experts; unset it for {self.architecture}")
+        else:
+            splits.append(("ep", ep, "experts", self.experts.count))
+            splits.append(("tp" if etp is None else "etp", etp or tp, "MLP size of an expert", self.ffn_size))
+        splits += [("tp", tp, name, size) for name, size in self.mlp_sizes.items()]
+        for field_name, parts, name, size in splits:
+            if size % parts:
+                raise ValueError(
+                    f"engine.parallel.{field_name} = {parts} does not divide the model's {size} {name}; use a divisor of {size}"
+                )
+        if self.num_layers % pp:
+            raise ValueError(
+                f"engine.parallel.pp = {pp} does not divide the model's {self.num_layers} layers; "
+                f"use a divisor of {self.num_layers}"
+            )
+
+    def check_all_to_all(self, *, tp: int, cp: int) -> None:
+        """Raises ValueError where context-parallel ranks could not trade tokens for heads (``cp_comm_type = a2a``)."""
+        for name, heads in (("attention heads", self.num_heads), ("key/value heads", self.num_kv_heads)):
+            if heads // tp % cp:
+                raise ValueError(
+                    f"engine.parallel.cp = {cp} with cp_comm_type = a2a does not divide the {heads // tp} {name} that a rank "
+                    f"has with tp = {tp}; set cp_comm_type = p2p, or another cp"
+                )
+
+    def check_training(self, *, tp: int, ep: int, etp: int | None, sequence_parallel: bool) -> None:
+        """Raises ValueError where Megatron could hold this model split so, but would not train it, or would train it wrong."""
+        if self.experts is None:
+            return
+        if tp > 1 and not sequence_parallel:
+            raise ValueError(
+                f"engine.parallel.tp = {tp} with experts needs sequence parallelism (Megatron routes each token on one rank "
+                "only); set engine.parallel.sequence_parallel = true"
+            )
+        if ep == 1 and etp not in (None, tp):
+            raise ValueError(
+                f"engine.parallel.etp = {etp} differs from tp = {tp}, which Megatron trains right only with ep > 1 (otherwise "
+                "it sums the experts' gradients over the dense weights' ranks); raise ep, or unset etp"
+            )
+
+    def check_length(self, tokens: int, field: str) -> None:
+        """Raises ValueError for sequences of more tokens than the model has positions; ``field`` names what allows them."""
+        if tokens > self.max_positions:
+            raise ValueError(
+                f"{field} = {tokens} tokens are more than the {self.max_positions} positions of {self.architecture} "
+                "(max_position_embeddings in its config.json); lower them"
+            )
+
+
+def read_model_spec(folder: Path) -> ModelSpec:
+    """Reads ``folder/config.json``.
+
+    Raises ValueError for a missing or damaged file, an unknown architecture (with the known ones), or a feature of a known
+    one that the engine does not support; a silently ignored feature would be a wrong model.
+    """
+    path = folder / "config.json"
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"model.path {folder} has no config.json; give a Hugging Face model folder") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}: not JSON ({error.msg}); the model folder is damaged") from None
+    return model_spec(raw, str(path))
+
+
+def model_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
+    """Returns the spec of a parsed ``config.json``; ``where`` names it in errors. Raises as :func:`read_model_spec`."""
+    architecture = (raw.get("architectures") or ["<none>"])[0]
+    family = FAMILIES.get(architecture)
+    if family is None:
+        raise ValueError(f"{where}: architecture {architecture} is not known; known: {', '.join(KNOWN_ARCHITECTURES)}")
+    raw = {**family.defaults, **raw}
+    _refuse_unsupported(raw, family, where)
+    try:
+        heads = _size(raw, "num_attention_heads", where)
+        rope_theta, rope_scaling = _rope(raw, where)
+        spec = ModelSpec(
+            architecture=architecture,
+            num_layers=_size(raw, "num_hidden_layers", where),
+            hidden_size=_size(raw, "hidden_size", where),
+            num_heads=heads,
+            num_kv_heads=_size({"num_key_value_heads": heads, **_without_nulls(raw)}, "num_key_value_heads", where),
+            head_dim=_size({"head_dim": raw["hidden_size"] // heads, **_without_nulls(raw)}, "head_dim", where),
+            ffn_size=_size(raw, family.ffn_size, where),
+            vocab_size=_size(raw, "vocab_size", where),
+            tied_embeddings=raw.get("tie_word_embeddings", False),
+            norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            max_positions=raw.get("max_position_embeddings", 2048),
+            qkv_bias=_feature(raw, family.qkv_bias),
+            qk_norm=_feature(raw, family.qk_norm),
+            experts=_experts(raw, family, where) if family.experts else None,
+            rotary_fraction=_rotary_fraction(raw, family),
+            dense_layers=raw["first_k_dense_replace"] if family.shared else 0,
+            dense_ffn_size=_size(raw, "intermediate_size", where) if family.shared and raw["first_k_dense_replace"] else 0,
+        )
+    except KeyError as error:
+        raise ValueError(f"{where} lacks {error}; the model folder is damaged") from None
+    _check_sizes(spec, where)
+    return spec
+
+
+def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Removes fields that are null, which means the default."""
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+def _size(raw: Mapping[str, Any], key: str, where: str) -> int:
+    """Returns a field that must be a positive whole number."""
+    value = raw[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{where}: {key} = {value!r} is no positive whole number; the model folder is damaged")
+    return value
+
+
+def _feature(raw: Mapping[str, Any], feature: bool | str) -> bool:
+    return bool(raw[feature]) if isinstance(feature, str) else feature
+
+
+def _rotary_fraction(raw: Mapping[str, Any], family: Family) -> float:
+    """Transformers 5 writes it into ``rope_parameters``, older folders beside."""
+    if family.rotary_fraction is None:
+        return 1.0
+    rope = raw.get("rope_parameters") or {}
+    return float(rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", family.rotary_fraction)))
+
+
+def _experts(raw: Mapping[str, Any], family: Family, where: str) -> Experts:
+    """Reads the experts. Transformers 5 writes ``num_local_experts`` for Mixtral and Qwen, Qwen's folders ``num_experts``."""
+    fields = ("n_routed_experts",) if family.shared else ("num_experts", "num_local_experts")
+    count = _size(raw, next((name for name in fields if raw.get(name) is not None), fields[-1]), where)
+    per_token = _size(raw, "num_experts_per_tok", where)
+    if per_token > count:
+        raise ValueError(
+            f"{where}: num_experts_per_tok = {per_token} is more than its {count} experts; the model folder is damaged"
+        )
+    if per_token == 1 and raw["norm_topk_prob"]:
+        raise ValueError(
+            f"{where}: num_experts_per_tok = 1 is not supported with renormalised weights (the one expert's is always 1, so "
+            "that the router would never learn)"
+        )
+    if not family.shared:
+        return Experts(count, per_token, renormalize=bool(raw["norm_topk_prob"]))
+    shared = _size(raw, "n_shared_experts", where) * _size(raw, "moe_intermediate_size", where)
+    return Experts(count, per_token, True, biased=True, scale=float(raw["routed_scaling_factor"]), shared_ffn_size=shared)
+
+
+def _check_sizes(spec: ModelSpec, where: str) -> None:
+    if spec.num_heads % spec.num_kv_heads:
+        raise ValueError(
+            f"{where}: num_key_value_heads = {spec.num_kv_heads} does not divide num_attention_heads = {spec.num_heads}; "
+            "the model folder is damaged"
+        )
+    if not 0 <= spec.dense_layers < spec.num_layers:
+        raise ValueError(
+            f"{where}: first_k_dense_replace = {spec.dense_layers} leaves none of the {spec.num_layers} layers with experts; "
+            "the model folder is damaged"
+        )
+    if spec.rotary_fraction != 1 and spec.head_dim * spec.rotary_fraction % 2:
+        raise ValueError(
+            f"{where}: partial_rotary_factor = {spec.rotary_fraction} of head_dim = {spec.head_dim} is no even number of "
+            "dimensions; the model folder is damaged"
+        )
+    plain = spec.hidden_size // spec.num_heads
+    if spec.architecture == "Qwen2ForCausalLM" and spec.head_dim != plain:  # vLLM's Qwen2 does not read head_dim
+        raise ValueError(
+            f"{where}: head_dim = {spec.head_dim} is not supported for Qwen2 (only hidden_size / num_attention_heads = {plain})"
+        )
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], family: Family, where: str) -> None:
+    for key, value in {**PLAIN, **family.only}.items():
+        if (raw.get(key, value) or None) != (value or None):  # null, false, 0 and an empty list all switch a feature off
+            raise ValueError(f"{where}: {key} = {raw[key]!r} is not supported yet (only {value!r})")
+    kinds = set(raw.get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        raise ValueError(f"{where}: layer_types has {', '.join(sorted(kinds))}, which is not supported (only full_attention)")
+
+
+def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+    """Reads theta and scaling. Transformers 5 writes ``rope_parameters``, older folders ``rope_theta`` and ``rope_scaling``."""
+    parameters = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {})}
+    theta = float(parameters.get("rope_theta", 10000.0))
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    constants = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if kind != "llama3" or any(parameters.get(key) != value for key, value in constants.items()):
+        raise ValueError(f"{where}: rope scaling {parameters} is not supported; known: default, llama3 with {constants}")
+    return theta, RopeScaling(factor=float(parameters["factor"]))

@@ -1,0 +1,220 @@
+"""Computes how Megatron-Core lays out a model over tensor-, pipeline- and expert-parallel ranks.
+
+Megatron fuses: q, k and v interleave by key/value group (all queries of a group, its key, its value); gate and up are stacked
+inside each tensor-parallel shard; embedding and head are padded to a multiple of tp rows. An expert-parallel rank holds every
+matrix of consecutive experts, or its expert-tensor-parallel part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.geometry import ShardLayout
+from tepo_megatron.weights.layouts.shards import RowBlock, Split, lay_out
+from tepo_megatron.weights.layouts.table import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    ParamMapping,
+    applies,
+    layer_mappings,
+    tensor_shapes,
+)
+
+
+class RankCoordinates(NamedTuple):
+    """A rank's coordinates in the groups of the dense weights (tp, dp, pp) and in those of the experts (etp, ep, expert dp)."""
+
+    tp_rank: int
+    dp_rank: int
+    pp_rank: int
+    etp_rank: int
+    ep_rank: int
+    expert_dp_rank: int
+
+
+Stages = Sequence[Sequence[range]]
+"""Layers of each model chunk of each pipeline stage; a stage has one chunk unless the pipeline is interleaved (VPP)."""
+
+
+@dataclass(frozen=True)
+class MegatronParallel:
+    """The trainer's split of the model. Global ranks are numbered tp innermost, then dp, pp outermost.
+
+    ``dp`` counts the ranks that hold the same dense weights, which are the context- times the data-parallel ones: weights do
+    not know which of a step's tokens a rank computes. The same tp × dp ranks of a stage are numbered once more for the experts,
+    as Megatron does: etp innermost, then ep, then the copies. ``etp`` None means tp. ``stages`` None means even stages without
+    interleaving. ``fused_norms`` means that the layers are Transformer Engine's, experts included.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    stages: tuple[tuple[range, ...], ...] | None = None
+    fused_norms: bool = False
+    ep: int = 1
+    etp: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def expert_tp(self) -> int:
+        """Returns the number of ranks over which each matrix of an expert is split."""
+        return self.tp if self.etp is None else self.etp
+
+    def coordinates(self, rank: int) -> RankCoordinates:
+        """Returns the rank within each of its groups that a global rank has."""
+        pp_rank, in_stage = divmod(rank, self.tp * self.dp)
+        expert_dp_rank, in_copy = divmod(in_stage, self.expert_tp * self.ep)
+        return RankCoordinates(
+            tp_rank=in_stage % self.tp,
+            dp_rank=in_stage // self.tp,
+            pp_rank=pp_rank,
+            etp_rank=in_copy % self.expert_tp,
+            ep_rank=in_copy // self.expert_tp,
+            expert_dp_rank=expert_dp_rank,
+        )
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raises ValueError where Megatron could not split this model so, whatever its stages."""
+        spec.check_parallel(tp=self.tp, pp=1, ep=self.ep, etp=self.etp)
+        if self.tp * self.dp % (self.expert_tp * self.ep):
+            raise ValueError(
+                f"the experts' split, ep × etp = {self.ep} × {self.expert_tp}, does not divide the tp × dp = {self.tp} × "
+                f"{self.dp} ranks of a pipeline stage; change engine.parallel"
+            )
+
+
+def pipeline_stages(
+    num_layers: int, pp: int, *, chunks: int = 1, first: int | None = None, last: int | None = None
+) -> tuple[tuple[range, ...], ...]:
+    """Returns the stages that Megatron makes of its settings.
+
+    ``chunks`` is the number of model chunks of a stage (Megatron's virtual pipeline size); ``first`` and ``last`` are the
+    layers of the first and the last stage, where they differ from the rest. Raises ValueError where layers are left over.
+    """
+    if chunks > 1 and pp == 1:
+        raise ValueError(f"a virtual pipeline size of {chunks} needs a pipeline; set pp, or leave one chunk")
+    given = {stage: layers for stage, layers in ((0, first), (pp - 1, last)) if layers is not None}
+    rest, others = num_layers - sum(given.values()), pp - len(given)
+    if rest < 0 or bool(rest) != bool(others) or (others and rest % others):
+        ends = [f"{layers} in the {end}" for end, layers in (("first", first), ("last", last)) if layers is not None]
+        raise ValueError(
+            f"{num_layers} layers do not split over {pp} pipeline stages"
+            + (f" with {' and '.join(ends)}" if ends else "")
+            + "; change pp, or the layers of the first and the last stage"
+        )
+    counts = [given.get(stage, rest // others if others else 0) for stage in range(pp)]
+    uneven = [count for count in counts if count % chunks or not count]
+    if uneven:
+        raise ValueError(
+            f"{chunks} chunks do not divide a pipeline stage of {uneven[0]} layers; change the virtual pipeline size"
+        )
+    # An interleaved pipeline goes through all stages once for each chunk, so that a stage holds distant layers.
+    stages: list[list[range]] = [[] for _ in range(pp)]
+    layer = 0
+    for _ in range(chunks):
+        for stage, count in enumerate(counts):
+            stages[stage].append(range(layer, layer + count // chunks))
+            layer += count // chunks
+    return tuple(tuple(stage) for stage in stages)
+
+
+def megatron_layout(
+    spec: ModelSpec, parallel: MegatronParallel, rank: int, *, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> ShardLayout:
+    """Returns what a global rank holds.
+
+    With tied embeddings the last stage of a pipeline holds a second copy of the embedding, as Megatron does. In a stage of
+    several chunks the parameters of chunk v are named ``model<v>.``…, as Megatron's checkpoints name them. ``shapes`` is
+    ``tensor_shapes(spec)``, for a caller that has it already.
+    """
+    at, tp = parallel.coordinates(rank), parallel.tp
+    dense, expert = Split(tp, at.tp_rank), Split(parallel.expert_tp, at.etp_rank)
+
+    def split(mapping: ParamMapping) -> Split:
+        return dense if mapping.expert is None else expert
+
+    return lay_out(
+        spec,
+        shapes=tensor_shapes(spec) if shapes is None else shapes,
+        held=[(mapping, mapping.megatron) for mapping in _rank_mappings(spec, parallel, at)],
+        split=split,
+        row_blocks=lambda mapping, rows: _row_blocks(mapping, rows, spec, *split(mapping)),
+        vocab_rows=spec.padded_vocab_size(tp) // tp,
+    )
+
+
+def megatron_ranks(spec: ModelSpec, parallel: MegatronParallel) -> list[ShardLayout]:
+    """Returns the layout of every rank of the trainer. Raises ValueError where Megatron could not split the model so."""
+    parallel.check(spec)
+    _check_stages(parallel.stages or pipeline_stages(spec.num_layers, parallel.pp), spec, parallel.pp)
+    shapes = tensor_shapes(spec)
+    same: dict[tuple[int, ...], ShardLayout] = {}  # data-parallel copies share one layout
+    ranks: list[ShardLayout] = []
+    for rank in range(parallel.world_size):
+        at = parallel.coordinates(rank)
+        key = (at.pp_rank, at.tp_rank) + ((at.ep_rank, at.etp_rank) if spec.experts else ())
+        if key not in same:
+            same[key] = megatron_layout(spec, parallel, rank, shapes=shapes)
+        ranks.append(same[key])
+    return ranks
+
+
+def _check_stages(stages: Stages, spec: ModelSpec, pp: int) -> None:
+    held = sorted(layer for stage in stages for chunk in stage for layer in chunk)
+    if len(stages) != pp or held != list(range(spec.num_layers)):
+        raise ValueError(
+            f"the pipeline stages {[list(map(str, stage)) for stage in stages]} must be {pp}, and hold each of the model's "
+            f"{spec.num_layers} layers once"
+        )
+
+
+def _rank_mappings(spec: ModelSpec, parallel: MegatronParallel, at: RankCoordinates) -> Iterator[ParamMapping]:
+    """Yields the tensors of one rank, with the names of its parameters."""
+    stages = parallel.stages or pipeline_stages(spec.num_layers, parallel.pp)
+    chunks, pp_rank = stages[at.pp_rank], at.pp_rank
+    each = spec.experts.count // parallel.ep if spec.experts else 0
+    experts = range(at.ep_rank * each, (at.ep_rank + 1) * each)
+    prefixes = [f"model{number}." for number in range(len(chunks))] if len(chunks) > 1 else [""]
+
+    def named(mapping: ParamMapping, prefix: str) -> ParamMapping:
+        return replace(mapping, megatron=prefix + mapping.megatron)
+
+    if pp_rank == 0:
+        yield named(EMBEDDING, prefixes[0])
+    for prefix, chunk in zip(prefixes, chunks, strict=True):
+        for local, layer in enumerate(chunk):
+            for mapping in layer_mappings(spec, layer, local, fused_norms=parallel.fused_norms, experts=experts):
+                yield named(mapping, prefix)
+    if pp_rank == len(stages) - 1:
+        yield named(FINAL_NORM, prefixes[-1])
+        if applies(HEAD, spec):
+            yield named(HEAD, prefixes[-1])
+        elif len(stages) > 1:  # a tied head: on one stage it is the embedding itself
+            yield named(replace(EMBEDDING, megatron=HEAD.megatron), prefixes[-1])
+
+
+def _row_blocks(mapping: ParamMapping, rows: int, spec: ModelSpec, tp: int, rank: int) -> Iterator[RowBlock]:
+    """Yields the rows of a tensor that a rank holds, and where in the (fused) parameter they lie."""
+    if mapping.split_kind == "vocab":
+        per_rank = spec.padded_vocab_size(tp) // tp
+        yield RowBlock(rank * per_rank, min((rank + 1) * per_rank, rows), 0)
+    elif mapping.split_kind in ("gate", "up"):
+        per_rank = rows // tp
+        yield RowBlock(rank * per_rank, (rank + 1) * per_rank, per_rank if mapping.split_kind == "up" else 0)
+    else:
+        # A group is the query heads that share a key/value head, then that key, then that value.
+        queries = spec.num_heads // spec.num_kv_heads * spec.head_dim
+        group_rows = queries + 2 * spec.head_dim
+        size = queries if mapping.split_kind == "query" else spec.head_dim
+        offset = {"query": 0, "key": queries, "value": queries + spec.head_dim}[mapping.split_kind]
+        groups = spec.num_kv_heads // tp
+        for local in range(groups):
+            group = rank * groups + local
+            yield RowBlock(group * size, (group + 1) * size, local * group_rows + offset)

@@ -1,0 +1,257 @@
+"""Converts folders of weights (``tepo export``, ``tepo import``) in one process, without Megatron or process groups.
+
+Every tensor is checked before anything is written. Files are written one after the other into ``OUT.partial``, which is
+renamed to ``OUT`` when all are there. After an interruption the same command keeps the files that are finished.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from tepo_megatron.weights.architecture import ModelSpec, read_model_spec
+from tepo_megatron.weights.families import kept_in_fp32
+from tepo_megatron.weights.geometry import Box
+from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, pipeline_stages, tensor_shapes
+from tepo_megatron.weights.storage.files import SHARD_BYTES, copy_description, model_file_name, write_index
+from tepo_megatron.weights.storage.manifest import check_whole, has_manifest
+from tepo_megatron.weights.storage.planned_files import BUCKET_BYTES, FileEntry, PlannedFile, group_entries
+from tepo_megatron.weights.storage.stored import DTYPES, SHARDS, WEIGHT, StoredWeights, box_key, open_weights
+
+RECORD = "conversion.sha256"
+"""File in ``OUT.partial`` with a digest of the conversion, so that another command does not continue it."""
+
+Report = Callable[[int, int], None]
+"""A function that is called with (bytes done, bytes in all)."""
+
+
+def export_model(
+    source: Path,
+    out: Path,
+    *,
+    model: Path | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    bucket_bytes: int = BUCKET_BYTES,
+    report: Report = lambda done, total: None,
+) -> None:
+    """Writes a Hugging Face folder from a checkpoint (``step_XXXXXX``, saved under any layout) or from an imported folder.
+
+    ``model`` is the folder that config and tokenizer are copied from; by default the one that the checkpoint was trained from.
+    ``dtype`` defaults to the one in its config. Raises ValueError for weights that are not that model (everything wrong is
+    named) and for a damaged checkpoint and an ``out`` that exists, RuntimeError for a full disk.
+    """
+    model = model or _model_of(source)
+    if has_manifest(source):
+        check_whole(source)
+    spec, weights = read_model_spec(model), open_weights(source)
+    shapes = tensor_shapes(spec)
+    weights.check(shapes, f"{model / 'config.json'}")
+    stored_dtype = _dtype_name(dtype or _dtype_of(model))
+    entries = [
+        FileEntry(name, name, _whole(shape), "F32" if kept_in_fp32(name) else stored_dtype) for name, shape in shapes.items()
+    ]
+    groups = group_entries(entries, shard_bytes)
+    files = [PlannedFile(model_file_name(number, len(groups)), group) for number, group in enumerate(groups, 1)]
+
+    def finish(partial: Path) -> None:
+        copy_description(model, partial, DTYPES[stored_dtype])
+        write_index(partial, [{entry.key: entry.nbytes for entry in file.entries} for file in files])
+
+    _write_folder(out, weights, files, finish, report, bucket_bytes)
+
+
+def import_model(
+    source: Path,
+    out: Path,
+    *,
+    tp: int,
+    pp: int,
+    vpp: int = 1,
+    first_layers: int | None = None,
+    last_layers: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    bucket_bytes: int = BUCKET_BYTES,
+    report: Report = lambda done, total: None,
+) -> None:
+    """Writes a Hugging Face folder's weights, in their dtypes, as files for each rank of a ``tp`` × ``pp`` layout.
+
+    They are for ``model.shards``. Any layout can read them; under this one each rank reads little but its own files. ``vpp`` is
+    the number of chunks of a stage, ``first_layers`` and ``last_layers`` are the layers of the first and the last stage, where
+    they differ from the others. Raises as :func:`export_model`, and ValueError for a layout that does not fit the model.
+    """
+    spec, weights = read_model_spec(source), open_weights(source)
+    spec.check_parallel(tp=tp, pp=pp if first_layers is None and last_layers is None else 1)
+    stages = pipeline_stages(spec.num_layers, pp, chunks=vpp, first=first_layers, last=last_layers)
+    weights.check(tensor_shapes(spec))
+    parallel = MegatronParallel(tp=tp, pp=pp, stages=stages)
+    files = [file for rank in range(tp * pp) for file in _rank_files(spec, weights, parallel, rank, shard_bytes)]
+    _write_folder(out, weights, files, lambda partial: copy_description(source, partial, None), report, bucket_bytes)
+
+
+def check_imported(shards: Path, model: Path) -> None:
+    """Raises ValueError unless ``shards`` is an import of the model folder; compares a few numbers of every tensor.
+
+    Rollout servers start from the folder and the trainer from the shards, so that they must not be two models.
+    """
+    shapes = tensor_shapes(read_model_spec(model))
+    imported, original = open_weights(shards), open_weights(model)
+    imported.check(shapes, f"{model / 'config.json'}")
+    original.check(shapes)
+    differing = []
+    for name, shape in shapes.items():
+        sample = Box((0,) * len(shape), tuple(min(extent, limit) for extent, limit in zip(shape, (4, 64), strict=False)))
+        ours, theirs = torch.empty(sample.shape), torch.empty(sample.shape)
+        imported.read(name, sample, ours)
+        original.read(name, sample, theirs)
+        if not torch.equal(ours, theirs):
+            differing.append(name)
+    if differing:
+        raise ValueError(
+            f"model.shards = {shards} was not imported from model.path = {model}: {len(differing)} of {len(shapes)} tensors "
+            f"differ, such as {differing[0]}; import it again (tepo import {model} …)"
+        )
+
+
+def _rank_files(
+    spec: ModelSpec, weights: StoredWeights, parallel: MegatronParallel, rank: int, shard_bytes: int
+) -> list[PlannedFile]:
+    """Plans the files of one rank of an import."""
+    layout = megatron_layout(spec, parallel, rank)
+    entries = []
+    for shard in layout.shards:
+        dtype = weights.boxes[shard.tensor][0].dtype
+        if dtype not in DTYPES:
+            raise ValueError(f"{weights.folder}: {shard.tensor} is {dtype}, which is not supported; known: {', '.join(DTYPES)}")
+        entries.append(FileEntry(box_key(WEIGHT, shard.tensor, shard.box), shard.tensor, shard.box, dtype))
+    groups = group_entries(entries, shard_bytes)
+    return [PlannedFile(f"{SHARDS}/rank{rank:05d}-{number:05d}.safetensors", group) for number, group in enumerate(groups, 1)]
+
+
+def _write_folder(
+    out: Path,
+    weights: StoredWeights,
+    files: Sequence[PlannedFile],
+    finish: Callable[[Path], None],
+    report: Report,
+    bucket_bytes: int,
+) -> None:
+    """Writes the files that are not there yet, then what ``finish`` adds, and renames the folder to ``out``."""
+    if out.exists():
+        raise ValueError(f"{out} exists already; remove it, or give another folder")
+    partial = out.with_name(out.name + ".partial")
+    _prepare_partial(partial, _conversion_digest(weights, files))
+    left = [file for file in files if not file.is_written(partial)]
+    needed, total = sum(file.nbytes for file in left), sum(file.nbytes for file in files)
+    _check_space(partial, out, needed)
+    done = total - needed
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        report(done, total)
+
+    try:
+        for file in left:
+            advance(len(file.header))
+            file.write(partial, weights, advance, bucket_bytes=bucket_bytes)
+        finish(partial)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_unfinished(partial)
+        # Usually this raises the error that says how many bytes are missing.
+        left = [file for file in files if not file.is_written(partial)]
+        _check_space(partial, out, sum(file.nbytes for file in left))
+        raise RuntimeError(f"the disk of {partial} was full for a moment; run the same command again to go on") from error
+    partial.rename(out)
+    (out / RECORD).unlink()
+
+
+def _prepare_partial(partial: Path, conversion: str) -> None:
+    """Makes an empty ``partial``, or keeps what an interrupted run of the same conversion (by its digest) has finished."""
+    record = partial / RECORD
+    if partial.exists() and any(partial.iterdir()):
+        if not record.is_file():
+            raise ValueError(f"{partial} is in the way and was not made by an interrupted import or export; move it away")
+        if record.read_text() == conversion:
+            _drop_unfinished(partial)
+            return
+        shutil.rmtree(partial)
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        record.write_text(conversion)
+    except OSError as error:
+        raise ValueError(f"{partial} cannot be written ({error.strerror}); give another folder") from error
+
+
+def _drop_unfinished(partial: Path) -> None:
+    for path in partial.rglob("*.unfinished"):
+        path.unlink()
+
+
+def _conversion_digest(weights: StoredWeights, files: Sequence[PlannedFile]) -> str:
+    """Returns a digest of the source's files (names, sizes, times) and of everything about the files to be written."""
+    digest = hashlib.sha256()
+    for path in sorted({stored.file for boxes in weights.boxes.values() for stored in boxes}):
+        stat = path.stat()
+        digest.update(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    for file in files:
+        digest.update(file.name.encode() + file.header)
+        digest.update("".join(f"{entry.tensor} {entry.box}\n" for entry in file.entries).encode())
+    return digest.hexdigest()
+
+
+def _check_space(partial: Path, out: Path, needed: int) -> None:
+    free = shutil.disk_usage(partial).free
+    if free < needed:
+        raise RuntimeError(
+            f"{out} needs {needed:,} more bytes, and {free:,} are free on its disk; free {needed - free:,} bytes and run the "
+            f"same command again (finished files are kept in {partial}), or give another folder"
+        )
+
+
+def _model_of(source: Path) -> Path:
+    """Returns the folder with the config and the tokenizer of these weights."""
+    state = source / "state.json"
+    if not state.is_file():
+        if not (source / "config.json").is_file():
+            raise ValueError(f"{source} is not a finished checkpoint; give a folder step_XXXXXX that has a state.json")
+        return source
+    try:
+        recorded = json.loads(state.read_text()).get("model")
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise ValueError(f"{state} is damaged ({error}); take another checkpoint") from None
+    if recorded is None:
+        raise ValueError(f"{source} does not say which model it was trained from; give its folder with --model")
+    if not (Path(recorded) / "config.json").is_file():
+        raise ValueError(f"{source} was trained from {recorded}, which is not there any more; give a copy of it with --model")
+    return Path(recorded)
+
+
+def _dtype_of(model: Path) -> torch.dtype:
+    """Returns the dtype that the config names, float32 if it names none."""
+    config = json.loads((model / "config.json").read_text())
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    found: object = getattr(torch, str(name), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{model / 'config.json'}: dtype {name!r} is not known; give --dtype")
+    return found
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    """Returns safetensors' name of a dtype."""
+    for name, known in DTYPES.items():
+        if known == dtype:
+            return name
+    raise ValueError(f"dtype {dtype} is not supported; known: {', '.join(str(known) for known in DTYPES.values())}")
+
+
+def _whole(shape: Sequence[int]) -> Box:
+    return Box((0,) * len(shape), tuple(shape))

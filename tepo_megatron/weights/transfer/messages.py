@@ -1,0 +1,163 @@
+"""Cuts and packs the moves of a plan into messages. Both ranks of a pair derive the same messages from the same moves."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.weights.families import kept_in_fp32
+from tepo_megatron.weights.geometry import Box, Region, ReshardPlan
+
+STAGING_BYTES = 64 * 2**20
+"""Memory that a rank may use for messages under way, over all its peers, beyond its own shards."""
+
+ALONE_BYTES = 256 * 2**10
+"""Segments of at least this size travel alone, and need no copy where they are contiguous; smaller ones share a message."""
+
+_FP32_BYTES = 4
+
+WINDOW = 2
+"""Number of messages under way at once between two ranks: one travels while the next is packed or unpacked."""
+
+
+@dataclass(frozen=True)
+class End:
+    """One rank's end of a move: it exchanges ``region`` of its parameter ``param`` with rank ``peer``.
+
+    ``name`` is the destination's parameter, under which both ranks count and report. ``fp32``: both ends have a vector in fp32
+    whatever the dtype on the wire. Its bits travel as they are: where that dtype is smaller, each element as several
+    (``units``), and ``region`` counts these.
+    """
+
+    peer: int
+    name: str
+    param: str
+    region: Region
+    fp32: bool = False
+    units: int = 1
+
+    def on_wire(self, itemsize: int) -> End:
+        """Returns this end with a region in elements of so many bytes."""
+        if not self.fp32 or itemsize >= _FP32_BYTES:
+            return self
+        units, box = _FP32_BYTES // itemsize, self.region.box
+        wider = Box(tuple(units * at for at in box.start), tuple(units * at for at in box.stop))
+        return replace(self, region=Region(wider, self.region.count, units * self.region.step), units=units)
+
+
+@dataclass(frozen=True)
+class MessageSegment:
+    """The part of a move that travels in one message: of its region the boxes ``boxes``, of these the rows ``rows``.
+
+    Both are (start, stop).
+    """
+
+    end: End
+    boxes: tuple[int, int]
+    rows: tuple[int, int]
+
+    @property
+    def numel(self) -> int:
+        return (self.boxes[1] - self.boxes[0]) * (self.rows[1] - self.rows[0]) * math.prod(self.end.region.box.shape[1:])
+
+    def view(self, param: Tensor, wire: torch.dtype) -> Tensor:
+        """Returns the segment within its parameter, as a view [boxes, rows, …]: in the parameter's dtype, or in ``wire``, that
+        of the messages, where its bits travel as they are."""
+        if self.end.units > 1:
+            param = param.view(wire)
+        return self.end.region.view(param)[slice(*self.boxes), slice(*self.rows)]
+
+
+Message = tuple[MessageSegment, ...]
+Queues = dict[int, list[Message]]
+"""Peer → the messages that are exchanged with it, in order."""
+
+
+def numel_of(message: Message) -> int:
+    """Returns the number of elements of a message."""
+    return sum(segment.numel for segment in message)
+
+
+def message_sizes(queue: Iterable[Message], itemsize: int) -> tuple[int, ...]:
+    """Returns the bytes of each message of a queue and, last, of the digests that follow it: 64 bits per tensor."""
+    messages = list(queue)
+    names = {segment.end.name for message in messages for segment in message}
+    return (*(numel_of(message) * itemsize for message in messages), 8 * len(names))
+
+
+def source_ends(plan: ReshardPlan, source: int) -> list[End]:
+    """Returns what trainer rank ``source`` sends. In the transfer group the destinations' ranks follow the sources'."""
+    return [
+        End(
+            plan.num_sources + move.destination,
+            move.destination_param,
+            move.source_param,
+            move.source_region,
+            fp32=kept_in_fp32(move.tensor),
+        )
+        for move in plan.sends(source)
+    ]
+
+
+def destination_ends(plan: ReshardPlan, destination: int) -> list[End]:
+    """Returns what destination rank ``destination`` receives."""
+    return [
+        End(
+            move.source,
+            move.destination_param,
+            move.destination_param,
+            move.destination_region,
+            fp32=kept_in_fp32(move.tensor),
+        )
+        for move in plan.receives(destination)
+    ]
+
+
+def message_bytes(plan: ReshardPlan) -> int:
+    """Returns the message size in bytes that keeps every rank within STAGING_BYTES, but not less than ALONE_BYTES."""
+    pairs = {(move.source, move.destination) for move in plan.moves}
+    peers = Counter(("source", source) for source, _ in pairs) + Counter(("destination", to) for _, to in pairs)
+    return max(ALONE_BYTES, STAGING_BYTES // (WINDOW * max(peers.values(), default=1)))
+
+
+def queues(ends: Iterable[End], *, itemsize: int, limit: int) -> Queues:
+    """Packs moves into messages of at most ``limit`` bytes (or one row, where that is more), in the order of the moves.
+
+    ``itemsize`` is that of the dtype on the wire. Both ranks of a pair get the same sequence of sizes.
+    """
+    found: Queues = {}
+    room: dict[int, int] = {}  # bytes that still fit into the last message to a peer
+    for end in ends:
+        for segment in _segments(end.on_wire(itemsize), limit // itemsize):
+            size = segment.numel * itemsize
+            queue = found.setdefault(end.peer, [])
+            if size <= room.get(end.peer, 0):
+                queue[-1] = (*queue[-1], segment)
+                room[end.peer] -= size
+            else:
+                queue.append((segment,))
+                # A large segment gets no company, which would cost it a copy into a buffer.
+                room[end.peer] = 0 if size >= ALONE_BYTES else limit - size
+    return found
+
+
+def _segments(end: End, limit: int) -> Iterator[MessageSegment]:
+    """Cuts a region into segments of at most ``limit`` elements: whole boxes where one fits, otherwise rows of one box."""
+    rows = end.region.box.shape[0]
+    row = math.prod(end.region.box.shape[1:])
+    boxes_at_once = min(end.region.count, max(1, limit // (rows * row)))
+    rows_at_once = rows if rows * row <= limit else max(1, limit // row)
+    for box in range(0, end.region.count, boxes_at_once):
+        for first in range(0, rows, rows_at_once):
+            boxes = (box, min(box + boxes_at_once, end.region.count))
+            yield MessageSegment(end, boxes, (first, min(first + rows_at_once, rows)))
+
+
+def wire_dtype(source: torch.dtype, destination: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which weights travel: the smaller one. The side that has the other dtype converts."""
+    return source if source.itemsize < destination.itemsize else destination

@@ -1,0 +1,217 @@
+"""Carries out a plan between processes: every source rank sends its part of a tensor straight to the ranks that need it.
+
+Each pair of ranks has its own queue of messages, which both derive from the same moves, so that only weights cross the wire.
+All ranks go through their queues in rounds (message 0 of every peer, message 1 of every peer, …), and start messages up to
+WINDOW rounds ahead. The last round is one of digests.
+
+Ranks cannot wait for each other in a circle: message n of a pair is in round n of both its ranks. Take the lowest round that is
+unfinished anywhere. Since all earlier ones have ended, each of its ranks has started it, or will without waiting for anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.weights.transfer.messages import WINDOW, Message, MessageSegment, Queues, numel_of
+from tepo_megatron.weights.transfer.transport import Transport
+from tepo_megatron.weights.transfer.verification import TensorDigests, digest
+
+MAX_NAMED = 8
+"""Largest number of damaged tensors that an error names."""
+
+Direction = Literal["sending", "receiving"]
+
+
+def send(transport: Transport, outgoing: Queues, params: Mapping[str, Tensor], wire: torch.dtype) -> None:
+    """Sends all messages of this rank and, last, each peer's digests; returns when the peers have them.
+
+    Raises RuntimeError naming the tensors and the peer when a message fails or times out.
+    """
+    digests = {peer: _tensor_digests(queue) for peer, queue in outgoing.items()}
+    computed: dict[tuple[object, ...], Tensor] = {}
+    staging = _Staging(transport, outgoing, wire)
+    for number in range(_num_rounds(outgoing) + WINDOW):
+        # Message number - WINDOW had the buffer that this one is packed into.
+        for peer, queue in _queues_with(outgoing, number - WINDOW):
+            with _naming_tensors("sending", peer, queue, number - WINDOW):
+                transport.wait(peer, number - WINDOW)
+        packed = {peer: _pack(queue[number], params, staging, peer, number) for peer, queue in _queues_with(outgoing, number)}
+        _start_round("sending", transport, outgoing, packed, number)
+        for peer, data in packed.items():  # digests are computed while the messages travel
+            _add_digests(digests[peer], outgoing[peer][number], data, computed)
+    sent = {peer: by_tensor.as_tensor().to(transport.device(peer)) for peer, by_tensor in digests.items()}
+    _start_round("sending", transport, outgoing, sent)
+    for peer, queue in outgoing.items():
+        with _naming_tensors("sending", peer, queue, len(queue)):
+            transport.wait(peer, len(queue))
+
+
+def receive(
+    transport: Transport,
+    incoming: Queues,
+    params: Mapping[str, Tensor],
+    wire: torch.dtype,
+    complete: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Receives all messages of this rank into its parameters, and compares digests with every sender's.
+
+    ``complete(name)`` is called when all elements of a parameter have been written. Raises RuntimeError naming the tensors and
+    the peer when a message fails or times out, and naming every tensor whose digests differ, with both.
+    """
+    digests = {peer: _tensor_digests(queue) for peer, queue in incoming.items()}
+    missing: Counter[str] = Counter()
+    for queue in incoming.values():
+        for segment in (segment for message in queue for segment in message):
+            missing[segment.end.name] += segment.numel
+    staging = _Staging(transport, incoming, wire)
+    arriving: dict[int, dict[int, Tensor]] = {}
+    for number in range(-WINDOW, _num_rounds(incoming)):  # below 0 there is nothing to wait for, only messages to start
+        for peer, queue in _queues_with(incoming, number):
+            with _naming_tensors("receiving", peer, queue, number):
+                transport.wait(peer, number)
+            data = arriving[number].pop(peer)
+            _add_digests(digests[peer], queue[number], data)
+            for name in _unpack(queue[number], data, params, missing):
+                complete(name)
+        ahead = number + WINDOW
+        arriving[ahead] = {
+            peer: _receive_buffer(queue[ahead], params, staging, peer, ahead) for peer, queue in _queues_with(incoming, ahead)
+        }
+        _start_round("receiving", transport, incoming, arriving[ahead], ahead)
+    _compare_digests(transport, incoming, digests)
+
+
+def _compare_digests(transport: Transport, incoming: Queues, digests: Mapping[int, TensorDigests]) -> None:
+    """Receives every sender's digests. Raises RuntimeError that names the tensors whose digests differ."""
+    sent = {
+        peer: torch.zeros(len(by_tensor), dtype=torch.int64, device=transport.device(peer))
+        for peer, by_tensor in digests.items()
+    }
+    _start_round("receiving", transport, incoming, sent)
+    wrong = []
+    for peer, queue in incoming.items():
+        with _naming_tensors("receiving", peer, queue, len(queue)):
+            transport.wait(peer, len(queue))
+        wrong += [f"{what} from rank {peer}" for what in digests[peer].differences(sent[peer].cpu())]
+    if wrong:
+        named = "; ".join(wrong[:MAX_NAMED]) + (f"; and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else "")
+        raise RuntimeError(
+            f"{len(wrong)} tensors did not arrive as they were sent: {named}. "
+            "The bytes changed between the two ranks; check memory and network of their machines"
+        )
+
+
+def _num_rounds(exchanged: Queues) -> int:
+    return max((len(queue) for queue in exchanged.values()), default=0)
+
+
+def _queues_with(exchanged: Queues, number: int) -> Iterator[tuple[int, list[Message]]]:
+    """Returns (peer, queue) for the peers with which there is a message ``number``."""
+    return ((peer, queue) for peer, queue in exchanged.items() if 0 <= number < len(queue))
+
+
+def _start_round(
+    direction: Direction, transport: Transport, exchanged: Queues, data: Mapping[int, Tensor], number: int | None = None
+) -> None:
+    """Starts one round: the messages ``number``, or the digests that follow the last message. ``data`` is by peer."""
+    if not data:
+        return
+    with transport.round():
+        for peer, tensor in data.items():
+            queue = exchanged[peer]
+            at = len(queue) if number is None else number
+            with _naming_tensors(direction, peer, queue, at):
+                (transport.send if direction == "sending" else transport.receive)(tensor, peer, at)
+
+
+def _tensor_digests(queue: Sequence[Message]) -> TensorDigests:
+    return TensorDigests(segment.end.name for message in queue for segment in message)
+
+
+def _add_digests(
+    digests: TensorDigests, message: Message, data: Tensor, computed: dict[tuple[object, ...], Tensor] | None = None
+) -> None:
+    """Adds the digests of a message; ``computed`` caches those of segments that go to several peers."""
+    for segment, values in _split(message, data):
+        key = (segment.end.param, segment.end.region, segment.boxes, segment.rows)
+        found = digest(values) if computed is None or key not in computed else computed[key]
+        if computed is not None:
+            computed[key] = found
+        digests.add(segment.end.name, found)
+
+
+def _split(message: Message, data: Tensor) -> Iterator[tuple[MessageSegment, Tensor]]:
+    """Yields each segment of a message with its values, a flat view of ``data``."""
+    return zip(message, data.split([segment.numel for segment in message]), strict=True)
+
+
+class _Staging:
+    """Buffers for messages that cannot travel from or into a parameter directly, made at first use, on the peer's device."""
+
+    def __init__(self, transport: Transport, exchanged: Queues, wire: torch.dtype) -> None:
+        self.wire = wire
+        self.devices = {peer: transport.device(peer) for peer in exchanged}
+        self._largest = {peer: max(map(numel_of, queue)) for peer, queue in exchanged.items()}
+        self._buffers: dict[tuple[int, int], Tensor] = {}
+
+    def buffer(self, peer: int, number: int, numel: int) -> Tensor:
+        """Returns the buffer of a message, flat; message number + WINDOW uses it again."""
+        slot = (peer, number % WINDOW)
+        if slot not in self._buffers:
+            self._buffers[slot] = torch.empty(self._largest[peer], dtype=self.wire, device=self.devices[peer])
+        return self._buffers[slot][:numel]
+
+
+def _pack(message: Message, params: Mapping[str, Tensor], staging: _Staging, peer: int, number: int) -> Tensor:
+    """Returns the values of a message, flat: as a view of the parameter where possible, or copied into a buffer."""
+    if (data := _param_view(message, params, staging.wire, staging.devices[peer])) is not None:
+        return data
+    data = staging.buffer(peer, number, numel_of(message))
+    for segment, values in _split(message, data):
+        view = segment.view(params[segment.end.param].detach(), staging.wire)
+        values.view(view.shape).copy_(view)
+    return data
+
+
+def _receive_buffer(message: Message, params: Mapping[str, Tensor], staging: _Staging, peer: int, number: int) -> Tensor:
+    """Returns the memory to receive a message into, flat: the parameter's own where possible, or a buffer."""
+    data = _param_view(message, params, staging.wire, staging.devices[peer])
+    return staging.buffer(peer, number, numel_of(message)) if data is None else data
+
+
+def _unpack(message: Message, data: Tensor, params: Mapping[str, Tensor], missing: Counter[str]) -> Iterator[str]:
+    """Copies what was received into a buffer to its parameter; yields the parameters that are complete."""
+    for segment, values in _split(message, data):
+        view = segment.view(params[segment.end.param].detach(), values.dtype)
+        if (view.device, view.data_ptr()) != (values.device, values.data_ptr()):
+            view.copy_(values.view(view.shape))
+        missing[segment.end.name] -= segment.numel
+        if not missing[segment.end.name]:
+            yield segment.end.name
+
+
+def _param_view(message: Message, params: Mapping[str, Tensor], wire: torch.dtype, device: torch.device) -> Tensor | None:
+    """Returns the message as a flat view of its parameter, if that is contiguous, in the wire's dtype and on ``device``."""
+    if len(message) > 1:
+        return None
+    view = message[0].view(params[message[0].end.param].detach(), wire)
+    fits = view.is_contiguous() and view.dtype == wire and view.device == device
+    return view.view(-1) if fits else None
+
+
+@contextmanager
+def _naming_tensors(direction: Direction, peer: int, queue: Sequence[Message], number: int) -> Iterator[None]:
+    """Adds to an error of the transport which tensors were sent or received."""
+    try:
+        yield
+    except RuntimeError as error:
+        names = [] if number == len(queue) else dict.fromkeys(segment.end.name for segment in queue[number])
+        what = ", ".join(map(repr, names)) or "the digests"
+        preposition = "to" if direction == "sending" else "from"
+        raise RuntimeError(f"{direction} {what} {preposition} rank {peer} failed: {error}") from error

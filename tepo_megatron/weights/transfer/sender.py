@@ -1,0 +1,250 @@
+"""A trainer rank's end of a weight update. Rank 0 speaks with the servers; the other ranks follow what it broadcasts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import Store, is_nccl_available  # type: ignore[attr-defined]
+
+from tepo_megatron.weights.geometry import Box, Region, ReshardPlan
+from tepo_megatron.weights.transfer.messages import (
+    End,
+    Queues,
+    destination_ends,
+    message_bytes,
+    message_sizes,
+    queues,
+    source_ends,
+    wire_dtype,
+)
+from tepo_megatron.weights.transfer.move import send
+from tepo_megatron.weights.transfer.relay import source_routes
+from tepo_megatron.weights.transfer.transport import (
+    Group,
+    Routes,
+    TransportName,
+    announce_departure,
+    connect,
+    listen,
+    own_address,
+)
+from tepo_megatron.weights.transfer.transports import Member, join
+
+_FAILED = "failed"
+"""Key of the rendezvous store: the first of the other ranks to fail writes here why."""
+
+
+class ShardSender:
+    """Sends this rank's shards of ``params`` (Megatron's names) by ``plan``; every trainer rank has one.
+
+    ``dtype`` is that of the servers' weights. ``broadcast_from_root(value)`` returns rank 0's value on every rank; all call it.
+    In each update rank 0 calls ``open_rendezvous`` (the first time, and after a failure), ``broadcast_rendezvous``,
+    ``join_group``, ``send_shards`` and ``finish_update``, in this order, and the others ``update_as_non_root``. ``device`` is
+    the one that ``params`` are on, ``transport`` how they travel (with ``or_gloo`` by gloo instead of NCCL where a server is on
+    a GPU of this trainer), ``timeout_s`` (seconds) bounds every wait.
+    """
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        params: Mapping[str, Tensor],
+        *,
+        rank: int,
+        dtype: torch.dtype,
+        broadcast_from_root: Callable[[Any], Any],
+        timeout_s: float,
+        device: torch.device | None = None,
+        transport: TransportName = "gloo",
+        or_gloo: bool = False,
+    ) -> None:
+        self.num_sources, self.world_size = plan.num_sources, plan.num_sources + plan.num_destinations
+        self._plan, self._params, self._rank, self._timeout_s = plan, params, rank, timeout_s
+        self._broadcast_from_root = broadcast_from_root
+        self._wire = wire_dtype(next(iter(params.values())).dtype, dtype)
+        self._limit = message_bytes(plan)
+        self._outgoing = queues(source_ends(plan, rank), itemsize=self._wire.itemsize, limit=self._limit)
+        self._device, self._transport, self._or_gloo = device or torch.device("cpu"), transport, or_gloo
+        # Without NCCL the trainer's ranks have no way from GPU to GPU: then what goes to another one takes gloo.
+        passes_on = transport == "ipc" and is_nccl_available()
+        self._routes = source_routes(plan, rank, itemsize=self._wire.itemsize, limit=self._limit) if passes_on else Routes()
+        self._rendezvous: list[Any] | None = None
+        self._store: Store | None = None
+        self._group: Group | None = None
+        self._others_wait = False
+        self._failed = ""
+
+    def open_rendezvous(self, host: str) -> str:
+        """Rank 0: opens a store at ``host``, in which every worker finds its orders; returns its place, for ``connect``."""
+        self.close()
+        self._store, place = listen(host)
+        for destination in range(self._plan.num_destinations):
+            order = encode_order(
+                destination_ends(self._plan, destination),
+                self._wire,
+                self._limit,
+                transport=self._transport,
+                or_gloo=self._or_gloo,
+                near=self._plan.local.get(destination),
+                relayed=bool(self._routes.sources),
+            )
+            self._store.set(order_key(self.num_sources + destination), order)
+        self._rendezvous = [host, place]
+        return place
+
+    def broadcast_rendezvous(self) -> None:
+        """Rank 0: starts an update on the other ranks, which join this group (unless they are in it) and send."""
+        self._broadcast_from_root(self._rendezvous)
+        self._others_wait = True
+
+    def join_group(self) -> None:
+        """Joins the group, unless this rank is in it; returns when all have joined. RuntimeError after the time-out."""
+        if self._group is None:
+            assert self._rendezvous is not None
+            host, place = self._rendezvous
+            store = self._store = self._store or connect(host, place, self._timeout_s)
+            member = Member(
+                self._rank,
+                self.world_size,
+                self._device,
+                own_address(host),
+                name=f"trainer rank {self._rank}",
+                same_gpu_receivers=self._same_gpu_receivers(),
+                routes=self._routes,
+            )
+            self._group = join(self._transport, store, member, self._timeout_s, or_gloo=self._or_gloo)
+
+    def _same_gpu_receivers(self) -> dict[int, int]:
+        near = [self.num_sources + to for to, source in self._plan.local.items() if source == self._rank]
+        return {peer: max(message_sizes(self._outgoing[peer], self._wire.itemsize)) for peer in near if peer in self._outgoing}
+
+    def send_shards(self, cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Sends this rank's part of every tensor, with digests. Raises RuntimeError naming tensors and peer.
+
+        ``cancelled`` is asked where a dead receiver could not be noticed otherwise.
+        """
+        assert self._group is not None
+        self._group.cancelled = cancelled
+        with torch.no_grad():
+            send(self._group, self._outgoing, self._params, self._wire)
+        self._group.finish()
+
+    def finish_update(self, arrived: bool) -> str:
+        """Rank 0: broadcasts whether all servers have the weights, for which the other ranks wait.
+
+        If not, closes the group, and returns which of the other ranks failed first, and why; empty if none had.
+        """
+        if not arrived:
+            self.close()
+        self._broadcast_from_root(arrived if self._others_wait else None)
+        self._others_wait = False
+        failed, self._failed = self._failed, ""
+        return failed
+
+    def update_as_non_root(self) -> None:
+        """Every rank but 0: its part of an update. A failure is rank 0's to report, since it knows what the servers say: the
+        first one is written to the rendezvous store.
+
+        Raises RuntimeError only if this rank failed and rank 0 believes that all went well.
+        """
+        rendezvous = self._broadcast_from_root(None)
+        if rendezvous is None:
+            return
+        failure: RuntimeError | None = None
+        try:
+            if rendezvous != self._rendezvous:
+                self.close()
+                self._rendezvous = rendezvous
+            self.join_group()
+            self.send_shards()
+        except RuntimeError as error:
+            failure = error
+            self._report(error)
+            self.close()  # the others' pending messages fail, and they need not wait for the time-out
+        arrived = self._broadcast_from_root(None)
+        if not arrived:
+            self.close()
+        elif failure is not None:
+            raise RuntimeError(f"trainer rank {self._rank} did not send its weights: {failure}") from failure
+
+    def _report(self, error: RuntimeError) -> None:
+        if self._store is not None:
+            with suppress(RuntimeError):  # the store has gone with rank 0, which then has an error of its own
+                self._store.compare_set(_FAILED, "", f"The first other trainer rank to fail was rank {self._rank}: {error}")
+
+    def close(self) -> None:
+        """Closes the group; pending messages of the others fail, and those still joining need not wait for this rank."""
+        if self._rank == 0 and self._store is not None and self._store.check([_FAILED]):
+            self._failed = self._store.get(_FAILED).decode()  # here, since the store goes
+        if self._group is not None:
+            self._group.close()
+        elif self._store is not None:
+            announce_departure(self._store)
+        self._group = self._rendezvous = self._store = None
+
+
+def order_key(rank: int) -> str:
+    """Key of the rendezvous store under which the worker that is ``rank`` in the group finds what it will receive."""
+    return f"order/{rank}"
+
+
+class Order(NamedTuple):
+    """What a worker receives: messages by sender, their dtype, how they come, and the sender on its own GPU if there is one.
+
+    ``relayed``: those of other GPUs come through that one.
+    """
+
+    incoming: Queues
+    wire: torch.dtype
+    transport: TransportName
+    near: int | None
+    relayed: bool = False
+    or_gloo: bool = False
+
+    @property
+    def takes(self) -> tuple[int, ...]:
+        """Senders on the same GPU."""
+        return () if self.near not in self.incoming else (self.near,)
+
+    @property
+    def routes(self) -> Routes:
+        """The senders whose messages come through the one on the same GPU."""
+        if self.near is None or not self.relayed:
+            return Routes()
+        return Routes(via={source: self.near for source in self.incoming if source != self.near})
+
+
+def encode_order(
+    ends: list[End],
+    wire: torch.dtype,
+    limit: int,
+    *,
+    transport: TransportName = "gloo",
+    near: int | None = None,
+    relayed: bool = False,
+    or_gloo: bool = False,
+) -> str:
+    """What a worker must know to receive: dtype on the wire, size of a message in bytes, and its ends of the moves."""
+    moves = [
+        [end.peer, end.param, end.region.box.start, end.region.box.stop, end.region.count, end.region.step, end.fp32]
+        for end in ends
+    ]
+    dtype = str(wire).removeprefix("torch.")
+    how = {"transport": transport, "near": near, "relayed": relayed, "or_gloo": or_gloo}
+    return json.dumps({"dtype": dtype, "limit": limit, **how, "moves": moves})
+
+
+def decode_order(text: str | bytes) -> Order:
+    """What :func:`encode_order` wrote."""
+    raw = json.loads(text)
+    wire: torch.dtype = getattr(torch, raw["dtype"])
+    ends = [
+        End(peer, param, param, Region(Box(tuple(start), tuple(stop)), count, step), fp32)
+        for peer, param, start, stop, count, step, fp32 in raw["moves"]
+    ]
+    incoming = queues(ends, itemsize=wire.itemsize, limit=raw["limit"])
+    return Order(incoming, wire, raw["transport"], raw["near"], raw["relayed"], raw["or_gloo"])

@@ -1,0 +1,99 @@
+"""Messages and broadcasts over gloo, through the memory of the hosts, in a group apart from torch's default one."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
+
+from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportSpec
+
+POLL_S = 1e-4
+
+CLOSE_GRACE_S = 2.0
+"""Longest wait for a group to close: an interpreter that ends in the middle of closing aborts the process."""
+
+_CPU = torch.device("cpu")
+
+
+class GlooGroup:
+    """A group of the trainer's ranks and all workers that receive its weights. Its constructor returns when all have joined.
+
+    ``host`` names the interface whose address this member offers to the others. Every operation is bounded by ``timeout_s``
+    seconds. Raises RuntimeError if the others do not join in that time, or one leaves. It is a
+    ``bridge.transfer.transport.Group``.
+    """
+
+    def __init__(self, store: Store, host: str, rank: int, world_size: int, timeout_s: float) -> None:
+        self._rendezvous = Rendezvous(store, world_size, timeout_s)
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # a constructor without them would not take a host
+        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        with self._rendezvous.forming_group():
+            self._group: Any = ProcessGroupGloo(store, rank, world_size, options)
+        self._pending: dict[tuple[int, int], Any] = {}
+        self.cancelled: Callable[[], bool] = lambda: False
+
+    def device(self, peer: int) -> torch.device:
+        return _CPU
+
+    def round(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # connections are independent of each other
+
+    def send(self, data: Tensor, peer: int, number: int) -> None:
+        """Starts to send a contiguous CPU tensor to ``peer``; it must not change until :meth:`wait`."""
+        self._pending[peer, number] = self.start_send(data, peer, number)
+
+    def receive(self, data: Tensor, peer: int, number: int) -> None:
+        """Starts to receive the message ``number`` of ``peer`` into a contiguous CPU tensor."""
+        self._pending[peer, number] = self.start_receive(data, peer, number)
+
+    def wait(self, peer: int, number: int) -> None:
+        """Waits for a message. Raises RuntimeError if it takes longer than the time-out, or the peer has left."""
+        self._pending.pop((peer, number)).wait()
+
+    def start_send(self, data: Tensor, peer: int, number: int) -> Any:
+        """Starts to send as :meth:`send` does, and returns torch's work, for a caller that waits for it itself."""
+        return self._group.send([data], peer, number)
+
+    def start_receive(self, data: Tensor, peer: int, number: int) -> Any:
+        """Starts to receive as :meth:`receive` does, and returns torch's work, for a caller that waits for it itself."""
+        return self._group.recv([data], peer, number)
+
+    def broadcast(self, tensor: Tensor, cancelled: Callable[[], bool]) -> None:
+        """Fills ``tensor`` with rank 0's on every rank. Raises RuntimeError on failure, time-out and when ``cancelled()``."""
+        work = self._group.broadcast(tensor, 0)
+        while not work.is_completed():  # a wait() could not be interrupted: gloo cannot abort
+            if cancelled():
+                raise RuntimeError("a receiver failed")
+            time.sleep(POLL_S)
+        work.wait()
+
+    def finish(self) -> None:
+        """Does nothing: no message goes through another rank."""
+
+    def close(self) -> None:
+        """Leaves the group; the other members' pending operations fail.
+
+        Destroying a gloo group waits for its own pending operations, up to their time-out, so that a thread does it.
+        """
+        self._rendezvous.announce_departure()
+        # The thread holds the last references. Pending operations come before the group: each holds the connections open.
+        keep, self._group, self._pending = [*self._pending.values(), self._group], None, {}
+        closing = threading.Thread(target=keep.clear, name="close-transfer-group", daemon=True)
+        closing.start()
+        closing.join(CLOSE_GRACE_S)
+
+
+def _join(store: Store, member: Member, timeout_s: float) -> GlooGroup:
+    return GlooGroup(store, member.address, member.rank, member.world_size, timeout_s)
+
+
+TRANSPORT = TransportSpec(join=_join)

@@ -1,0 +1,227 @@
+"""Messages within a GPU that trainer and worker share, through CUDA IPC; all others over the trainer's ranks to the one on the
+worker's GPU, or through gloo. Not run on a GPU yet.
+
+A sender has, for each rank on its GPU, two slots that the receiver opens once, when the group is made. A message is copied into
+a slot, a signal over gloo says that it is there, the receiver copies it out and signals back, and only then does the sender use
+the slot again. The signals also make a time-out or the death of either side an error of the other. What a rank passes on for
+another has two slots of its own (``bridge.transfer.relay``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from tepo_megatron.weights.transfer.handles import CudaHandles, Handles
+from tepo_megatron.weights.transfer.messages import WINDOW
+from tepo_megatron.weights.transfer.relay import Relay, Signals
+from tepo_megatron.weights.transfer.transport import Group, Member, TransportSpec, announce_departure
+from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
+from tepo_megatron.weights.transfer.transports.nccl import join_nccl
+
+
+@dataclass(frozen=True)
+class _PendingSend:
+    """A message in a slot, with the signal that it was written and the signal that it was read."""
+
+    written: Any
+    read: Any
+
+
+@dataclass(frozen=True)
+class _PendingReceive:
+    """A message that is to come: the tensor that it goes into, and the signal that it was written into its slot."""
+
+    data: Tensor
+    written: Any
+
+
+class IpcGroup:
+    """Routes messages by peer: through slots to ``send_slots`` and from ``receive_slots``, through ``relay`` to workers on
+    other GPUs that have a trainer rank, through ``gloo`` otherwise.
+
+    Slots are uint8 [WINDOW, bytes], by peer; those of a peer on another GPU are filled by the rank ``via`` of it. It is a
+    ``bridge.transfer.transport.Group``.
+    """
+
+    def __init__(
+        self,
+        gloo: GlooGroup,
+        member: Member,
+        handles: Handles,
+        send_slots: Mapping[int, Tensor],
+        receive_slots: Mapping[int, Tensor],
+        relay: Relay | None = None,
+    ) -> None:
+        self._gloo, self._rank, self._device, self._handles = gloo, member.rank, member.device, handles
+        self._send_slots, self._receive_slots = dict(send_slots), dict(receive_slots)
+        self._via, self._relay = member.routes.via, relay
+        self._signals = Signals(gloo.start_send, gloo.start_receive, member.world_size)
+        self._pending: dict[tuple[int, int], _PendingSend | _PendingReceive] = {}
+        self._cancelled: Callable[[], bool] = lambda: False
+
+    @property
+    def cancelled(self) -> Callable[[], bool]:
+        """As ``Group.cancelled``; asked between the trainer's ranks alone, since gloo's waits end by themselves."""
+        return self._cancelled
+
+    @cancelled.setter
+    def cancelled(self, cancelled: Callable[[], bool]) -> None:
+        self._cancelled = cancelled
+        if self._relay is not None:
+            self._relay.leg.cancelled = cancelled
+
+    def device(self, peer: int) -> torch.device:
+        if peer in self._send_slots or peer in self._receive_slots:
+            return self._device
+        return self._relay.leg.device(self._via[peer]) if self._goes_on(peer) else self._gloo.device(peer)  # type: ignore[union-attr]
+
+    def round(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._relay is None else self._relay.turn()
+
+    def _goes_on(self, peer: int) -> bool:
+        return self._relay is not None and peer in self._via
+
+    def send(self, data: Tensor, peer: int, number: int) -> None:
+        """Starts to send; data for a rank on the same GPU is copied at once."""
+        if self._goes_on(peer):
+            self._relay.send(data, peer, number)  # type: ignore[union-attr]
+            return
+        if peer not in self._send_slots:
+            self._gloo.send(data, peer, number)
+            return
+        # The slot is free: the wait for message number - WINDOW, which had it, includes the signal that it was read.
+        _slot(self._send_slots[peer], number, data).copy_(data.view(torch.uint8))
+        self._handles.synchronize(self._device)  # gloo's signal does not wait for the GPU
+        written = self._signals.told(peer, number, self._rank)
+        self._pending[peer, number] = _PendingSend(written, self._signals.heard(peer, number, self._rank))
+
+    def receive(self, data: Tensor, peer: int, number: int) -> None:
+        """Starts to receive; what comes through slots is in ``data`` after :meth:`wait`."""
+        if peer not in self._receive_slots:
+            self._gloo.receive(data, peer, number)
+            return
+        self._pending[peer, number] = _PendingReceive(data, self._signals.heard(self._via.get(peer, peer), number, peer))
+
+    def wait(self, peer: int, number: int) -> None:
+        """Waits for a message. Raises RuntimeError if it takes longer than the time-out, or the peer has left."""
+        if self._relay is not None:
+            self._relay.settle()  # the worker may wait for what others sent before it takes this rank's own
+        pending = self._pending.pop((peer, number), None)
+        if pending is None:
+            (self._relay if self._goes_on(peer) else self._gloo).wait(peer, number)  # type: ignore[union-attr]
+            return
+        pending.written.wait()
+        if isinstance(pending, _PendingSend):
+            pending.read.wait()
+        else:
+            pending.data.view(torch.uint8).copy_(_slot(self._receive_slots[peer], number, pending.data))
+            self._handles.synchronize(self._device)  # the sender may overwrite the slot as soon as it has the signal
+            self._signals.told(self._via.get(peer, peer), number, peer).wait()
+
+    def finish(self) -> None:
+        """Returns when the workers have taken what this rank passes on for others."""
+        if self._relay is not None:
+            self._relay.finish()
+
+    def close(self) -> None:
+        """Leaves the group; the other members' pending operations fail."""
+        if self._relay is not None and self._relay.leg is not self._gloo:
+            self._relay.leg.close()
+        self._gloo.close()
+        self._pending, self._send_slots, self._receive_slots, self._relay = {}, {}, {}, None
+
+
+def join_ipc(
+    join_gloo: Callable[[], GlooGroup],
+    store: Store,
+    member: Member,
+    *,
+    join_leg: Callable[[GlooGroup], Group],
+    handles: Handles | None = None,
+) -> IpcGroup:
+    """Exchanges the handles of the slots through ``store``, and joins the group of gloo that carries everything else.
+
+    ``join_leg`` joins the group of the trainer's ranks, where ``member.routes`` has messages go through them. Raises
+    RuntimeError where sender and receiver are not on one host and GPU.
+    """
+    handles, rank, routes = handles or CudaHandles(), member.rank, member.routes
+    try:
+        send_slots = {
+            peer: _offer(store, (rank, peer, rank), size, member, handles) for peer, size in member.same_gpu_receivers.items()
+        }
+        relay_slots = {
+            (source, worker): _offer(store, (rank, worker, source), max(sizes), member, handles)
+            for (source, worker), sizes in routes.forwards.items()
+        }
+    except BaseException:
+        announce_departure(store)
+        raise
+    # gloo's group forms when all members are there, and each has made its offers before: no get below waits for a missing one.
+    gloo = join_gloo()
+    try:
+        through = () if routes.sources else routes.via  # a trainer rank receives nothing
+        writers = {source: routes.via.get(source, source) for source in (*member.same_gpu_senders, *through)}
+        receive_slots: dict[int, Tensor] = {}
+        for source, writer in writers.items():
+            offer = json.loads(store.get(_key(writer, rank, source)))
+            receive_slots[source] = _open(offer, writer, member, handles)
+        relay = None
+        if routes.sources:
+            signals = Signals(gloo.start_send, gloo.start_receive, member.world_size)
+            relay = Relay(rank, routes, join_leg(gloo), signals, relay_slots, lambda: handles.synchronize(member.device))
+    except BaseException:
+        gloo.close()
+        raise
+    return IpcGroup(gloo, member, handles, send_slots, receive_slots, relay)
+
+
+def _join(store: Store, member: Member, timeout_s: float) -> IpcGroup:
+    def join_gloo() -> GlooGroup:
+        return GlooGroup(store, member.address, member.rank, member.world_size, timeout_s)
+
+    def join_leg(gloo: GlooGroup) -> Group:
+        return join_nccl(PrefixStore("relay", store), replace(member, world_size=member.routes.sources), timeout_s)
+
+    return join_ipc(join_gloo, store, member, join_leg=join_leg)
+
+
+TRANSPORT = TransportSpec(join=_join, requires_gpu=True)
+
+
+def _offer(store: Store, key: tuple[int, int, int], size: int, member: Member, handles: Handles) -> Tensor:
+    """Makes the slots for messages of ``size`` bytes, uint8 [WINDOW, size], and tells the receiver of them."""
+    slots = torch.empty(WINDOW, size, dtype=torch.uint8, device=member.device)
+    offer = {"location": handles.location(member.device), "bytes": size, "handle": handles.export(slots)}
+    store.set(_key(*key), json.dumps(offer))
+    return slots
+
+
+def _open(offer: dict[str, Any], sender: int, member: Member, handles: Handles) -> Tensor:
+    """Opens the slots of a sender: uint8 [WINDOW, bytes]."""
+    there, here = offer["location"], handles.location(member.device)
+    for what in ("host", "gpu"):
+        if there[what] != here[what]:
+            raise RuntimeError(
+                f"rollout.server.transport = ipc, but rank {sender} of the weight-transfer group is on {what} {there[what]}, "
+                f"rank {member.rank} on {what} {here[what]}; CUDA IPC needs trainer and server on the same GPU: set "
+                "rollout.server.placement = colocated, or another transport"
+            )
+    storage = handles.open(offer["handle"], member.device)
+    slots = torch.empty(0, dtype=torch.uint8, device=member.device)
+    return slots.set_(storage, 0, (WINDOW, offer["bytes"]))  # type: ignore[call-overload]
+
+
+def _key(writer: int, receiver: int, source: int) -> str:
+    return f"ipc/{writer}/{receiver}/{source}"
+
+
+def _slot(slots: Tensor, number: int, data: Tensor) -> Tensor:
+    return slots[number % WINDOW, : data.nbytes]

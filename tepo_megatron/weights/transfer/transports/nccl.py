@@ -1,0 +1,207 @@
+"""Messages over NCCL, from GPU to GPU, in a group apart from torch's default one. Not run on a GPU yet.
+
+All members share one communicator, and every round is one NCCL group call, so that its messages travel at once. A rank's rounds
+run one after the other on the communicator's stream, and message n of any two ranks is in round n of both, so that no ranks can
+wait for each other in a circle (docs/decisions/009-transports-and-placement.md). A thread watches the group call itself, which
+blocks while NCCL connects ranks, and aborts the communicator when a rank does not come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportSpec
+
+POLL_S = 5e-5
+
+FAILURE_POLL_S = 0.2
+"""Interval at which a waiting rank checks whether another one has left: NCCL itself does not notice that within a node."""
+
+ABORT_GRACE_S = 10.0
+"""Longest wait for an abort: it can hang in the driver, and the run goes on with a new communicator."""
+
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+class NcclGroup:
+    """A group of the trainer's ranks and all workers, on one GPU each. It is a ``bridge.transfer.transport.Group``.
+
+    ``group`` is torch's process group, with point-to-point operations that can be coalesced; ``abort`` ends its communicator
+    with everything that is pending in it.
+    """
+
+    def __init__(
+        self, group: Any, abort: Callable[[], None], rendezvous: Rendezvous, device: torch.device, timeout_s: float
+    ) -> None:
+        self._group, self._abort, self._rendezvous = group, abort, rendezvous
+        self._device, self._timeout_s = device, timeout_s
+        self._round: list[tuple[int, int]] | None = None
+        self._pending: dict[tuple[int, int], Any] = {}
+        self._failure: str | None = None
+        self.cancelled: Callable[[], bool] = lambda: False
+
+    def device(self, peer: int) -> torch.device:
+        return self._device
+
+    @contextlib.contextmanager
+    def round(self) -> Iterator[None]:
+        started: list[tuple[int, int]] = []
+        self._round = started
+        self._group._start_coalescing(self._device)
+        try:
+            yield
+        finally:  # also after an error: NCCL's group call must be closed before this thread makes another one
+            self._round = None
+            work = self._end_round()
+        self._pending.update(dict.fromkeys(started, work))
+
+    def _end_round(self) -> Any:
+        """Launches the round. NCCL connects two ranks in the first round that they share, and blocks until both are in it."""
+        ended = threading.Event()
+        threading.Thread(target=self._watch_round, args=(ended,), name="watch-transfer-round", daemon=True).start()
+        try:
+            return self._group._end_coalescing(self._device)
+        except RuntimeError as error:
+            raise RuntimeError(f"NCCL could not start a round of messages: {self._failure or error}") from error
+        finally:
+            ended.set()
+
+    def _watch_round(self, ended: threading.Event) -> None:
+        """Aborts the communicator, which makes the blocked call return with an error, unless the call ends by itself."""
+        deadline = time.monotonic() + self._timeout_s
+        while not ended.wait(FAILURE_POLL_S):
+            if reason := self._failure_reason(deadline):
+                self._failure = reason
+                self._abort()
+                return
+
+    def _failure_reason(self, deadline: float) -> str | None:
+        """Returns why the round will not end, or need not be waited for; None while it may end."""
+        if time.monotonic() > deadline:
+            return f"NCCL did not finish the round of this message within {self._timeout_s:g} s"
+        if self.cancelled():
+            return "a receiver failed"
+        if self._rendezvous.member_left():
+            return "another member has left the weight-transfer group"
+        return None
+
+    def send(self, data: Tensor, peer: int, number: int) -> None:
+        """Starts to send a contiguous tensor of this GPU to ``peer``; it must not change until :meth:`wait`."""
+        self._add(peer, number)
+        self._group.send([data], peer, 0)  # NCCL has no tags: it matches messages by their order
+
+    def receive(self, data: Tensor, peer: int, number: int) -> None:
+        """Starts to receive the message ``number`` of ``peer`` into a contiguous tensor of this GPU."""
+        self._add(peer, number)
+        self._group.recv([data], peer, 0)
+
+    def _add(self, peer: int, number: int) -> None:
+        assert self._round is not None, "messages are started within round()"
+        self._round.append((peer, number))
+
+    def wait(self, peer: int, number: int) -> None:
+        """Waits for the round of a message.
+
+        Raises RuntimeError on an error of NCCL, after the time-out, when :attr:`cancelled` returns true, and when another
+        member has left.
+        """
+        if self._failure:  # the watching thread aborted just when the round had started
+            raise RuntimeError(self._failure)
+        work = self._pending.pop((peer, number))
+        deadline, next_check = time.monotonic() + self._timeout_s, time.monotonic() + FAILURE_POLL_S
+        while not work.is_completed():
+            if time.monotonic() > next_check:
+                if reason := self._failure_reason(deadline):
+                    raise RuntimeError(reason)
+                next_check = time.monotonic() + FAILURE_POLL_S
+            time.sleep(POLL_S)
+        work.wait()  # raises the round's error, if it has one
+
+    def finish(self) -> None:
+        """Does nothing: no message goes through another rank."""
+
+    def close(self) -> None:
+        """Leaves the group and aborts what is pending; the other members notice within a second."""
+        self._rendezvous.announce_departure()
+        self._pending = {}
+        aborting = threading.Thread(target=self._abort, name="abort-transfer-group", daemon=True)
+        aborting.start()
+        aborting.join(ABORT_GRACE_S)
+
+
+def join_nccl(store: Store, member: Member, timeout_s: float) -> NcclGroup:
+    """Makes the communicator; returns when all members have joined. Raises RuntimeError if they do not, or NCCL fails."""
+    rendezvous = Rendezvous(store, member.world_size, timeout_s)
+    with rendezvous.forming_group():
+        group, backend = _process_group(store, member.rank, member.world_size, timeout_s)
+        _run_with_timeout(timeout_s, lambda: backend.eager_connect_single_device(member.device), rendezvous)
+    return NcclGroup(group, backend.abort, rendezvous, member.device, timeout_s)
+
+
+TRANSPORT = TransportSpec(join=join_nccl, requires_gpu=True)
+
+
+def _process_group(store: Store, rank: int, world_size: int, timeout_s: float) -> tuple[Any, Any]:
+    """Returns torch's group, whose operations can be coalesced, and the NCCL backend in it, which can be aborted."""
+    from torch.distributed import ProcessGroup, ProcessGroupNCCL  # absent from CPU builds
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    with _without_async_error_handling():
+        backend = ProcessGroupNCCL(store, rank, world_size, options)
+    group = ProcessGroup(store, rank, world_size)
+    group._set_default_backend(ProcessGroup.BackendType.NCCL)
+    group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.NCCL, backend)
+    return group, backend
+
+
+@contextlib.contextmanager
+def _without_async_error_handling() -> Iterator[None]:
+    """Makes groups of its block leave errors to the caller; by default torch ends the process when an operation fails.
+
+    torch reads the variable when it makes a group, and has no option for it.
+    """
+    before = os.environ.get(_ERROR_HANDLING)
+    os.environ[_ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ERROR_HANDLING]
+        else:
+            os.environ[_ERROR_HANDLING] = before
+
+
+def _run_with_timeout(timeout_s: float, work: Callable[[], None], rendezvous: Rendezvous) -> None:
+    """Runs ``work``, which blocks while a member is missing, in a thread that is abandoned after the time-out."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="join-nccl", daemon=True).start()
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return done.result(FAILURE_POLL_S)
+        except FutureTimeoutError:
+            if rendezvous.member_left():
+                raise RuntimeError("a member left while NCCL connected the weight-transfer group") from None
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"NCCL did not connect the weight-transfer group within {timeout_s:g} s") from None

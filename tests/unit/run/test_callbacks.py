@@ -1,0 +1,234 @@
+"""Callbacks: what they are told and when, how they end a run, and what becomes of one that raises."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.errors import is_ours
+from tepo_megatron.run.callbacks.callbacks import HOOKS, Callback, Callbacks, make_callbacks
+from tepo_megatron.run.callbacks.early_stopping import EarlyStopping
+from tepo_megatron.run.callbacks.stop import RunInfo, Stop
+from tests.support.recorded_loop import make
+
+
+class Told(Callback):
+    """Writes down what it is told; raises ``error`` in ``hook`` at ``step``."""
+
+    def __init__(self, hook: str = "", step: int = 0, error: BaseException | None = None) -> None:
+        self.hook, self.step, self.error = hook, step, error
+        self.calls: list[tuple[str, int]] = []
+
+    def _told(self, hook: str, step: int) -> None:
+        self.calls.append((hook, step))
+        if (hook, step) == (self.hook, self.step):
+            assert self.error is not None
+            raise self.error
+
+    def on_run_begin(self, run: RunInfo) -> None:
+        self._told("on_run_begin", run.step)
+
+    def on_rollouts(self, step: int, rollouts: Any) -> None:
+        self._told("on_rollouts", step)
+
+    def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._told("on_step_end", step)
+
+
+def recorded(callbacks: Sequence[object], steps: int, **options: Any) -> tuple[Callbacks, list[str], int]:
+    """A run of the recorded loop with callbacks, its calls, and the steps in its newest checkpoint."""
+    loop, recorder = make(steps, **options)
+    of = Callbacks(callbacks)
+    collect, log = recorder.collect, recorder.log
+
+    def collected(step: int) -> Any:
+        found = collect(step)
+        of.tell("on_rollouts", step + 1, step + 1, found)
+        return found
+
+    def logged(step: int, row: dict[str, float]) -> None:
+        log(step, row)
+        of.tell("on_step_end", step, step, {"step": step, **row})
+
+    recorder.collect, recorder.log = collected, logged  # type: ignore[method-assign]
+    recorder.goes_on = lambda step: step < steps and of.go_on  # type: ignore[method-assign]
+    loop.run()
+    return of, recorder.calls, loop.leaving.saved_step
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("shares_gpus", [False, True])
+@pytest.mark.parametrize(("hook", "last"), [("on_rollouts", 2), ("on_step_end", 2)])
+@pytest.mark.parametrize("error", [Stop("enough"), ValueError("broken"), SystemExit(3)])
+def test_a_run_that_a_callback_ends_is_saved_once_and_whole(
+    hook: str, last: int, error: BaseException, shares_gpus: bool, async_save: bool
+) -> None:
+    """Also where no checkpoint was due."""
+    of, calls, saved = recorded([Told(hook, 2, error)], 5, save_every=0, shares_gpus=shares_gpus, async_save=async_save)
+    assert [call for call in calls if call.startswith("log")] == [f"log {step}" for step in range(last + 1)]
+    assert [call for call in calls if call.startswith("save ")] == [f"save {last}"]
+    assert saved == last
+    assert not of.go_on
+
+
+def test_a_run_that_ends_by_itself_is_saved_once() -> None:
+    of, calls, saved = recorded([Told("on_step_end", 3, Stop("enough"))], 3)
+    assert [call for call in calls if call.startswith("save 3")] == ["save 3"]
+    assert (saved, of.stopped) == (3, "Told ended the run at step 3: enough")
+
+
+def test_what_a_callback_raises_becomes_one_sentence_and_no_callback_is_called_again() -> None:
+    first, second = Told("on_step_end", 1, ValueError("no such thing")), Told()
+    of, _, saved = recorded([first, second], 5)
+    assert first.calls == [("on_step_end", 0), ("on_rollouts", 1), ("on_step_end", 1)]
+    assert second.calls == first.calls[:-1]
+    with pytest.raises(RuntimeError) as caught:
+        of.raise_failure(saved_step=saved)
+    assert is_ours(caught.value)
+    assert "\n" not in str(caught.value)
+    begin, _, rest = str(caught.value).partition(f" ({__file__}:")
+    assert begin == "the callback Told raised ValueError: no such thing in on_step_end at step 1"
+    assert rest.endswith("; the newest checkpoint is step_000001: continue with --resume")
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"), [(KeyError("x"), "raised KeyError: 'x' in on_run_begin"), (Stop("now"), "ended the run at step 0: now;")]
+)
+def test_a_run_that_cannot_begin_does_not(error: Exception, says: str) -> None:
+    with pytest.raises(RuntimeError, match=says):
+        Callbacks([Told("on_run_begin", 0, error)]).begin(RunInfo(RunConfig(), 0, []))
+
+
+def test_ctrl_c_is_no_error_of_a_callback() -> None:
+    of = Callbacks([Told("on_step_end", 0, KeyboardInterrupt())])
+    with pytest.raises(KeyboardInterrupt):
+        of.tell("on_step_end", 0, 0, {})
+
+
+def test_the_others_are_still_told_of_the_step_at_which_one_asks_to_end() -> None:
+    one, other = Told("on_step_end", 1, Stop()), Told()
+    of, _, _ = recorded([one, other], 3)
+    assert one.calls == other.calls
+    assert of.stopped == "Told ended the run at step 1: it gave no reason"
+
+
+# -- how they are named
+
+
+FILE = """
+from tepo_megatron.run.callbacks.callbacks import Callback
+class Mine(Callback):
+    def __init__(self, name="none"):
+        self.name = name
+    def on_step_end(self, step, metrics):
+        pass
+class Slip:
+    def on_step_ended(self, step, metrics):
+        pass
+class Later:
+    async def on_step_end(self, step, metrics):
+        pass
+class Nothing:
+    pass
+ready = Mine("ready")
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    return path
+
+
+def config(*callbacks: Any) -> RunConfig:
+    return RunConfig.model_validate({"train": {"callbacks": callbacks}})
+
+
+def test_callbacks_come_from_files_with_arguments_and_as_objects(file: Path) -> None:
+    given = config(f"{file}:Mine", {"callback": f"{file}:Mine", "kwargs": {"name": "other"}}, f"{file}:ready", "early_stopping")
+    mine = Told()
+    made: list[Any] = make_callbacks(given, [mine, EarlyStopping])
+    assert [each.name for each in made[:3]] == ["none", "other", "ready"]
+    assert made[4] is mine
+    assert [type(each) for each in made[3::2]] == [EarlyStopping, EarlyStopping]
+
+
+@pytest.mark.parametrize(
+    ("callback", "says"),
+    [
+        ("early_stop", "unknown callback 'early_stop'; known: early_stopping, or your own"),
+        ("FILE:None_", "has no function None_"),
+        ("nowhere.py:Mine", "there is no file"),
+        ({"callback": "FILE:Mine", "kwargs": {"nam": 1}}, r"cannot be made with kwargs nam: TypeError: .*unexpected keyword"),
+        ({"callback": "FILE:ready", "kwargs": {"name": 1}}, "takes kwargs only where it is a class"),
+        ({"callback": "early_stopping", "kwargs": {"patience": 0}}, "patience = 0 must be 1 or more"),
+        ("FILE:Slip", "has a method on_step_ended, which nothing calls; did you mean on_step_end?"),
+        ("FILE:Later", "has an async method on_step_end"),
+        ("FILE:Nothing", "Nothing is no callback: it has none of the methods on_run_begin"),
+    ],
+)
+def test_a_name_that_is_no_callback_is_refused(file: Path, callback: Any, says: str) -> None:
+    named = callback if isinstance(callback, str) else callback["callback"]
+    named = named.replace("FILE", str(file))
+    given = config(named if isinstance(callback, str) else {**callback, "callback": named})
+    with pytest.raises(ValueError, match=says) as caught:
+        make_callbacks(given)
+    assert is_ours(caught.value)
+
+
+def test_every_hook_is_called_by_the_package() -> None:
+    package = Path(__file__).parents[3] / "tepo_megatron" / "run"
+    code = "".join(path.read_text() for path in package.rglob("*.py"))
+    assert [hook for hook in HOOKS if f'tell("{hook}"' not in code] == []
+
+
+# -- early stopping
+
+
+@given(
+    values=st.lists(st.one_of(st.none(), st.just(math.nan), st.floats(-10, 10)), max_size=30),
+    patience=st.integers(1, 4),
+    mode=st.sampled_from(["max", "min"]),
+    delta=st.sampled_from([0.0, 0.5]),
+    resumed=st.integers(0, 30),
+)
+def test_early_stopping_waits_for_patience_rows_and_a_resumed_run_goes_on_counting(
+    values: list[float | None], patience: int, mode: Any, delta: float, resumed: int
+) -> None:
+    rows: list[dict[str, Any]] = [{"step": step, "m": value} for step, value in enumerate(values)]
+    seen = [
+        (step, value if mode == "max" else -value) for step, value in enumerate(values) if value is not None and value == value
+    ]
+    expected, best, since = None, -math.inf, 0
+    for step, value in seen:
+        best, since = (value, 0) if value > best + delta else (best, since + 1)
+        if since >= patience and step >= resumed:
+            expected = step
+            break
+    stopping = EarlyStopping("m", patience, mode, delta)
+    stopping.on_run_begin(RunInfo(RunConfig(), min(resumed, len(rows)), rows[:resumed]))
+    found = None
+    for row in rows[resumed:]:
+        try:
+            stopping.on_step_end(row["step"], row)
+        except Stop:
+            found = row["step"]
+            break
+    assert found == expected
+
+
+def test_early_stopping_by_an_evaluation_needs_one() -> None:
+    never = RunConfig.model_validate({"evaluate": {"every": 0}})
+    with pytest.raises(ValueError, match=r"looks at accuracy/greedy, and this run never evaluates"):
+        EarlyStopping().on_run_begin(RunInfo(never, 0, []))

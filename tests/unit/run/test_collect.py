@@ -1,0 +1,261 @@
+"""Dynamic sampling: batches are full of groups that filters keep, counts add up, and no prompt is lost or drawn twice."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.core.types import Problem, Rollout
+from tepo_megatron.sampler.vllm.client.faults import ServerDied
+from tests.support.fake_sampling import (
+    MAX_NEW_TOKENS,
+    FakeFleet,
+    FakeVerifiers,
+    Killed,
+    collector,
+    groups_of,
+    groups_on_disk,
+    run_steps,
+)
+
+PROBLEMS = [Problem(f"p{number}", "q" * (1 + number % 3), "a") for number in range(200)]
+STEPS = 4
+
+
+def config(output: Path, *, n: int = 3, g: int = 2, **rollout: Any) -> RunConfig:
+    sections = {
+        "prompts_per_step": n,
+        "samples_per_prompt": g,
+        "sampling": {"max_new_tokens": MAX_NEW_TOKENS},
+        "uncorrected": True,
+        **rollout,
+    }
+    return RunConfig.model_validate({"output": str(output), "rollout": sections, "train": {"minibatches": 1}})
+
+
+def reward_by(seed: int, chance: float) -> Any:
+    """1 or 0 by the text, so that what is drawn again is rewarded as before."""
+    return lambda problem, text: float(random.Random(f"{seed}/{problem.id}/{text}").random() < chance)
+
+
+def problems_of(rollouts: Sequence[Rollout]) -> list[str]:
+    return [group[0].problem_id for group in groups_of(rollouts).values()]
+
+
+def can_be(chosen: dict[str, Any]) -> bool:
+    return bool(chosen["oversample"] > 1 if chosen["partial"] else chosen["oversample"] == 1 or chosen["filter_groups"])
+
+
+CHOICES: Any = st.fixed_dictionaries(
+    {
+        "n": st.integers(1, 4),
+        "g": st.integers(2, 4),
+        "oversample": st.sampled_from([1.0, 1.1, 1.5, 2.0]),
+        "filter_groups": st.sampled_from([{"filters": ["zero_variance"], "max_batches": 50}, None]),
+        "partial": st.booleans(),
+    }
+).filter(can_be)
+
+
+@settings(deadline=None, max_examples=40)
+@given(chosen=CHOICES, order=st.integers(0, 10**6), chance=st.sampled_from([0.3, 0.5, 0.9]))
+def test_batches_are_full_and_no_prompt_is_lost_or_drawn_twice(
+    chosen: dict[str, Any], order: int, chance: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run = config(tmp_path_factory.mktemp("run"), journal=False, **chosen)
+    fleet = FakeFleet(order)
+    of = collector(run, PROBLEMS, FakeVerifiers(order, reward_by(7, chance)))
+    used: list[str] = []
+    drawn = filtered = carried = 0.0
+    for rollouts, figures in run_steps(of, fleet, range(STEPS)):
+        groups = groups_of(rollouts)
+        assert list(groups) == list(range(chosen["n"]))
+        assert all(len(group) == chosen["g"] for group in groups.values())
+        if chosen["filter_groups"]:
+            assert all(len({rollout.reward for rollout in group}) > 1 for group in groups.values())
+        used += problems_of(rollouts)
+        if chosen["partial"] or chosen["filter_groups"]:
+            assert figures["groups/carried_in"] == carried
+            assert figures["groups/kept"] == chosen["n"]
+            left = figures["groups/kept"] + figures["groups/filtered"] + figures["groups/carried"]
+            assert figures["groups/carried_in"] + figures["groups/drawn"] == left
+            drawn, filtered = drawn + figures["groups/drawn"], filtered + figures["groups/filtered"]
+            carried = figures["groups/carried"]
+    assert len(set(used)) == len(used)
+    if chosen["partial"] or chosen["filter_groups"]:
+        assert drawn == len(used) + filtered + carried
+        assert len({key for key, *_ in fleet.asked}) == drawn
+    else:
+        assert len(fleet.asked) == STEPS * chosen["n"] * chosen["g"]
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    orders=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
+    oversample=st.sampled_from([1.0, 1.3, 2.0]),
+    chance=st.sampled_from([0.2, 0.5]),
+)
+def test_the_batch_does_not_depend_on_what_finishes_first(
+    orders: tuple[int, int], oversample: float, chance: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    found = []
+    for order in orders:
+        run = config(
+            tmp_path_factory.mktemp("run"), n=4, journal=False, oversample=oversample, filter_groups={"max_batches": 50}
+        )
+        of = collector(run, PROBLEMS, FakeVerifiers(order, reward_by(3, chance)))
+        found.append(run_steps(of, FakeFleet(order), range(STEPS)))
+    assert found[0] == found[1]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    order=st.integers(0, 10**6),
+    dies_after=st.integers(0, 40),
+    saved=st.integers(0, STEPS - 1),
+    oversample=st.sampled_from([1.0, 1.5]),
+)
+def test_a_run_that_is_killed_in_mid_batch_goes_on_and_draws_nothing_twice(
+    order: int, dies_after: int, saved: int, oversample: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """From any checkpoint before the kill: complete groups come from the disk, of steps and of the batch under way."""
+    chosen: dict[str, Any] = {"n": 3, "oversample": oversample, "filter_groups": {"max_batches": 50}}
+    whole = collector(config(tmp_path_factory.mktemp("whole"), **chosen), PROBLEMS, FakeVerifiers(1, reward_by(5, 0.5)))
+    expected = run_steps(whole, FakeFleet(1), range(STEPS))
+
+    run = config(tmp_path_factory.mktemp("killed"), **chosen)
+    fleet = FakeFleet(order, dies_after)
+    states: dict[int, dict[str, Any]] = {}
+    killed = collector(run, PROBLEMS, FakeVerifiers(order, reward_by(5, 0.5)))
+    with suppress(Killed):
+        run_steps(killed, fleet, range(STEPS), states)
+    on_disk = groups_on_disk(run.output)
+    saved = min(saved, max(states))
+    again, rest = FakeFleet(order + 1), FakeVerifiers(order + 1, reward_by(5, 0.5))
+    resumed = collector(run, PROBLEMS, rest)
+    assert resumed.restore({"sampler": states[saved], "step": saved}) is None
+    assert run_steps(resumed, again, range(saved, STEPS)) == expected[saved:]
+    complete = {number for number, rollouts in on_disk.items() if len(rollouts) == 2}
+    assert not complete & {key for key, *_ in again.asked}
+    assert set(groups_on_disk(run.output)) == {each["number"] for each in resumed.state().get("carried", ())}
+
+
+@settings(deadline=None, max_examples=25)
+@given(order=st.integers(0, 10**6), dies_after=st.integers(0, 30), partial=st.booleans())
+def test_a_server_that_dies_costs_only_what_was_not_finished(
+    order: int, dies_after: int, partial: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run = config(tmp_path_factory.mktemp("run"), n=3, g=3, oversample=1.5, partial=partial, filter_groups={"max_batches": 50})
+    fleet = FakeFleet(order, dies_after, lambda: ServerDied("gone"))
+    of = collector(run, PROBLEMS, FakeVerifiers(order, reward_by(5, 0.5)))
+    server: Any = fleet
+    used = []
+    for step in range(3):
+        try:
+            rollouts = of.collect(step, server)
+        except ServerDied:
+            rollouts = of.collect(step, server)
+        used += problems_of(rollouts)
+        assert Counter(rollout.group for rollout in rollouts) == {0: 3, 1: 3, 2: 3}
+    assert len(set(used)) == 9
+
+
+def test_a_continued_response_keeps_its_tokens_and_says_which_weights_drew_which(tmp_path: Path) -> None:
+    run = config(tmp_path, n=3, g=4, oversample=2.0, partial=True)
+    of = collector(run, PROBLEMS, FakeVerifiers(0, lambda problem, text: 1.0))
+    fleet = FakeFleet(0)
+    parts: dict[tuple[str, tuple[int, ...]], Rollout] = {}
+    mixed = 0
+    for step in range(8):
+        ((rollouts, _),) = run_steps(of, fleet, range(step, step + 1))
+        for rollout in rollouts:
+            ids = tuple(rollout.response_ids.tolist())
+            starts = [start for start, _ in rollout.versions]
+            assert starts == sorted(set(starts))
+            assert starts[0] == 0
+            assert len(ids) == len(rollout.sampler_logprobs)
+            if len(starts) > 1:
+                mixed += 1
+                before = parts[rollout.problem_id, ids[: starts[-1]]]
+                assert before.versions == rollout.versions[:-1]
+                assert before.versions[-1][1] < rollout.versions[-1][1]
+        for group in groups_on_disk(tmp_path).values():
+            for part in group:
+                if part.finish_reason == "abort":
+                    parts[part.problem_id, tuple(part.response_ids.tolist())] = part
+    assert mixed > 5
+    continued = {(key, seed) for key, seed, _, again in fleet.asked if again}
+    first = {seed for _, seed, _, again in fleet.asked if not again}
+    assert continued
+    assert not {seed for _, seed in continued} & first  # the same random numbers would come again
+
+
+def test_a_killed_run_goes_on_with_the_parts_that_a_step_had_put_aside(tmp_path: Path) -> None:
+    run = config(tmp_path, n=3, g=4, oversample=2.0, partial=True)
+    states: dict[int, dict[str, Any]] = {}
+    of = collector(run, PROBLEMS, FakeVerifiers(0, lambda problem, text: 1.0))
+    run_steps(of, FakeFleet(0), range(3), states)
+    after = of.state()
+    parts = groups_on_disk(tmp_path)
+    assert {each["number"] for each in after["carried"]} >= set(parts)
+    assert any(rollout.finish_reason == "abort" for group in parts.values() for rollout in group)
+    fleet = FakeFleet(9)
+    resumed = collector(run, PROBLEMS, FakeVerifiers(9, lambda problem, text: 1.0))
+    resumed.restore({"sampler": after, "step": 3})
+    run_steps(resumed, fleet, range(3, 4))
+    whole = {
+        number for number, group in parts.items() if len(group) == 4 and all(each.finish_reason != "abort" for each in group)
+    }
+    asked = Counter(key for key, *_ in fleet.asked)
+    for number, group in parts.items():
+        unfinished = sum(each.finish_reason == "abort" for each in group)
+        assert asked[number] == (0 if number in whole else unfinished + 4 - len(group))
+    assert sum(again for *_, again in fleet.asked) == sum(
+        each.finish_reason == "abort" for group in parts.values() for each in group
+    )
+
+
+def test_a_filter_that_never_fills_the_batch_stops_the_run_and_shows_the_rewards(tmp_path: Path) -> None:
+    run = config(tmp_path, n=4, g=2, filter_groups={"filters": ["zero_variance"], "max_batches": 3})
+    of = collector(run, PROBLEMS, FakeVerifiers(0, lambda problem, text: float(problem.id == "p17")))
+    with pytest.raises(RuntimeError) as info:
+        run_steps(of, FakeFleet(0), range(1))
+    said = str(info.value)
+    assert "step 0 drew 12 prompts, rollout.filter_groups.max_batches = 3 times prompts_per_step, and 0 of the 4 groups" in said
+    assert "refused by zero_variance 12" in said
+    assert "Rewards of their responses: 0 × 2" in said
+
+
+def test_a_group_without_rewards_is_replaced_where_groups_are_filtered(tmp_path: Path) -> None:
+    run = config(tmp_path, n=3, g=2, filter_groups={"filters": ["reward_range"], "reward_range": [0, 1], "max_batches": 50})
+    run = run.model_copy(update={"reward": run.reward.model_copy(update={"max_failed": 1.0})})
+    of = collector(run, PROBLEMS, FakeVerifiers(0, lambda problem, text: None if int(problem.id[1:]) % 2 else 1.0))
+    ((rollouts, figures),) = run_steps(of, FakeFleet(0), range(1))
+    assert all(int(rollout.problem_id[1:]) % 2 == 0 for rollout in rollouts)
+    assert len(rollouts) == 6
+    assert figures["groups/filtered"] == figures["groups/filtered/no_reward"] > 0
+
+
+def test_steps_have_the_shares_of_their_sources_and_a_resumed_run_draws_the_same_prompts(tmp_path: Path) -> None:
+    sources = [{"path": "a.jsonl", "weight": 3}, {"path": "b.jsonl"}]
+    usual = config(tmp_path, n=4, journal=False)
+    run = RunConfig.model_validate(usual.model_dump() | {"data": {"train": sources, "heldout": None}, "evaluate": {"every": 0}})
+    problems = [Problem(f"{name}/{at}", "q", "a", source=name) for name, count in (("a", 7), ("b", 5)) for at in range(count)]
+    states: dict[int, dict[str, Any]] = {}
+    verifiers = FakeVerifiers(0, reward_by(0, 0.5))
+    whole = run_steps(collector(run, problems, verifiers), FakeFleet(0), range(6), states)
+    for rollouts, _ in whole:
+        assert Counter(name[0] for name in problems_of(rollouts)) == {"a": 3, "b": 1}
+    resumed = collector(run, problems, verifiers)
+    assert resumed.restore({"sampler": states[3]}) is None
+    again = run_steps(resumed, FakeFleet(0), range(3, 6))
+    assert [problems_of(rollouts) for rollouts, _ in again] == [problems_of(rollouts) for rollouts, _ in whole[3:]]

@@ -1,0 +1,110 @@
+"""What rank 0 does when the run goes back, or a server dies: other problems, fewer rows, and the time that was lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.core.types import Problem
+from tepo_megatron.run import rank0 as root_driver
+from tepo_megatron.run.display.progress import NoProgress
+from tepo_megatron.run.metrics.metrics import read_metrics
+from tepo_megatron.run.output.output import Output
+from tepo_megatron.run.output.resume import Resumed
+from tepo_megatron.run.rank0 import RootDriver
+from tepo_megatron.run.sampling import collect
+from tepo_megatron.runtime.watch.heartbeat import Heartbeat
+from tepo_megatron.sampler.fleet.fleet import ServerDied
+from tepo_megatron.weights.storage.manifest import DamagedCheckpoint
+from tests.support.fake_sampling import FakeFleet, FakeVerifiers
+
+
+class MadeUpFleet(FakeFleet):
+    addresses = ("http://127.0.0.1:1",)
+
+    def __init__(self, *_given: Any, **_options: Any) -> None:
+        super().__init__(0)
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    def start(self) -> None:
+        pass
+
+    def revive(self) -> None:
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RootDriver]:
+    monkeypatch.setattr(root_driver, "Fleet", MadeUpFleet)
+    pool: Any = FakeVerifiers(0, lambda problem, text: 0.5)
+    tokenizer = SimpleNamespace(eos_ids=(2,), encode=lambda text, **_options: (3, 4), decode=lambda ids: "text")
+    problems = [Problem(f"p{at}", "1+1=", "2") for at in range(100)]
+    config = RunConfig.model_validate({"output": tmp_path / "out", "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2}})
+    monkeypatch.setattr(collect, "prompt_of", lambda environment, tokenizer, problem: (3, 4))
+    inputs: Any = SimpleNamespace(
+        tokenizer=tokenizer,
+        train=problems,
+        heldout=[],
+        model_dir=tmp_path,
+        spec=SimpleNamespace(vocab_size=50, max_positions=64),
+    )
+    output = Output(config, NoProgress())
+    yield RootDriver(config, inputs, output, Heartbeat(), pool)
+    output.close()
+
+
+def problems_of(driver: RootDriver, step: int) -> set[str]:
+    return {rollout.problem_id for rollout in driver.collect(step)}
+
+
+def test_what_a_server_that_died_cost_is_accounted_for(driver: RootDriver) -> None:
+    def die() -> None:
+        raise ServerDied("http://127.0.0.1:1 is gone")
+
+    assert driver.run_or_revive(lambda: 7) == (7, False)
+    assert driver.lost.split()["lost/server"] == 0
+    assert driver.run_or_revive(die) == (None, True)
+    assert driver.lost.split()["lost/server"] >= 0.01
+    assert driver.revive_or_wake(died=True)
+    assert driver.lost.split()["lost/server"] >= 0.01
+
+
+def test_no_problem_comes_again_and_rows_and_time_are_accounted_for(driver: RootDriver, tmp_path: Path) -> None:
+    seen = set()
+    for step in range(3):
+        seen |= problems_of(driver, step)
+        driver.log(step + 1, {"response_tokens": 4.0, "update/skipped": 0.0})
+    offending = problems_of(driver, 3)
+    assert problems_of(driver, 3) == offending  # a server that dies repeats the step
+    driver.go_back(Resumed(tmp_path, {"step": 3}), "back to step 3")
+    assert driver.output.last_step == 3
+    assert not problems_of(driver, 3) & (seen | offending)
+    driver.go_back(Resumed(tmp_path, {"step": 1}), "back to step 1")
+    assert driver.output.last_step == 1
+    seen |= offending | problems_of(driver, 1)
+    assert len(seen) == 20  # three steps', the offending one's, and the last one's: all different
+    driver.note_step(2, {"response_tokens": 4.0, "update/skipped": 0.0}, [], [])
+    driver.log(2, {"response_tokens": 4.0, "update/skipped": 0.0})
+    row = read_metrics(driver.output.folder / "metrics.jsonl")[-1]
+    assert row["rollback/count"] == 2
+    assert row["lost/rollback"] > 0
+
+
+def test_damaged_checkpoints_are_said_and_set_aside_when_the_run_goes_back(driver: RootDriver) -> None:
+    folder = driver.config.output / "checkpoints"
+    for step in (1, 2):
+        (folder / f"step_{step:06d}").mkdir(parents=True)
+    said: list[str] = []
+    driver.output.message = said.append  # type: ignore[method-assign, assignment]
+    damaged = DamagedCheckpoint(folder / "step_000002", ["state.json is missing"])
+    driver.go_back(Resumed(folder / "step_000001", {"step": 1}, damaged=[damaged]), "back to step 1")
+    assert said == ["step_000002 is damaged (state.json is missing); going back to step_000001", "back to step 1"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000001", "step_000002.damaged"]

@@ -1,0 +1,230 @@
+"""What a run reads is looked at before anything starts: the rollouts that it replays, the head that it fuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.core.types import Rollout, SamplingMask, WeightsVersion, token_ids
+from tepo_megatron.run.sampling.inputs import check_model, check_replayed_masks, check_replayed_routes, read_inputs, read_replay
+from tepo_megatron.sampler.rollout_file import read_rollouts, record_path, write_rollouts
+from tepo_megatron.sampler.vllm.server.parallelism_check import CPU_HEAD_SIZES
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.weights.architecture import model_spec
+from tests.support.small_llama import write_llama
+
+STEPS = 3
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    """A run that replays what lies in ``recorded``."""
+    for step in range(STEPS):
+        write_rollouts(tmp_path / "recorded", step, rollouts(step))
+    rollout = {"prompts_per_step": 2, "samples_per_prompt": 2, "sampling": {"max_new_tokens": 16}}
+    document = {
+        "output": str(tmp_path / "out"),
+        "rollout": {**rollout, "replay": str(tmp_path / "recorded")},
+        "train": {"steps": STEPS, "minibatches": 2},
+        "evaluate": {"every": 0},
+    }
+    return RunConfig.model_validate(document)
+
+
+def rollouts(step: int) -> list[Rollout]:
+    version = WeightsVersion(step, "ab")
+    return [Rollout(f"p{at // 2}", at // 2, (3, at // 2), (4, 5), (-0.5, -0.5), "stop", version) for at in range(4)]
+
+
+def read(config: RunConfig) -> int:
+    return read_inputs(config, resolve_model_path(config.model.path)).spec.vocab_size
+
+
+def test_whole_records_are_read(config: RunConfig) -> None:
+    vocab_size = read(config)
+    assert [read_replay(config, vocab_size, step) for step in range(STEPS)] == [rollouts(step) for step in range(STEPS)]
+
+
+def test_replaying_experts_of_a_dense_model_is_refused(config: RunConfig) -> None:
+    wrong = RunConfig.model_validate(config.model_dump() | {"rollout": {"server": {"routing_replay": True}}})
+    with pytest.raises(ValueError, match=r"routing_replay = true replays the choice of experts, and LlamaForCausalLM has none"):
+        check_model(wrong)
+
+
+def test_a_record_without_fitting_routes_is_named_with_its_line(config: RunConfig) -> None:
+    mixtral = {"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 8}
+    spec = model_spec({**mixtral, "intermediate_size": 8, "vocab_size": 16, "num_local_experts": 4}, "test")
+    server = config.rollout.server.model_copy(update={"routing_replay": True})
+    wanted = config.model_copy(update={"rollout": config.rollout.model_copy(update={"server": server})})
+    fitting = [replace(each, routed_experts=np.zeros((3, 3, 2), np.uint8)) for each in rollouts(0)]
+    check_replayed_routes(wanted, spec, fitting, 0)
+    check_replayed_routes(config, spec, rollouts(0), 0)  # what is not replayed is not asked for
+    other = replace(fitting[1], routed_experts=np.zeros((3, 5, 2), np.uint8))
+    with pytest.raises(ValueError, match=r"step_0000000\.jsonl, line 3: the rollout has a routing record of 3 × 5 × 2"):
+        check_replayed_routes(wanted, spec, [fitting[0], other], 0)
+    with pytest.raises(ValueError, match=r"step_0000000\.jsonl, line 2: the rollout has no routing record"):
+        check_replayed_routes(wanted, spec, rollouts(0), 0)
+
+
+def test_a_record_without_the_tokens_that_could_be_drawn_is_named_with_its_line(config: RunConfig) -> None:
+    sampling = config.rollout.sampling.model_copy(update={"top_k": 20})
+    wanted = config.model_copy(update={"rollout": config.rollout.model_copy(update={"sampling": sampling})})
+    first, second, *_ = rollouts(0)
+    known = replace(first, sampling_mask=SamplingMask([1, 0], [7]))
+    check_replayed_masks(wanted, [known], 0)
+    check_replayed_masks(config, [first], 0)  # scored among all tokens
+    with pytest.raises(ValueError, match=r"step_0000000\.jsonl, line 3: the rollout has no sampling mask, but .*top_k says"):
+        check_replayed_masks(wanted, [known, second], 0)
+
+
+def test_a_missing_step_is_named_before_the_run(config: RunConfig) -> None:
+    record_path(config.rollout.replay, 1).unlink()
+    with pytest.raises(
+        ValueError, match=r"has no record of step 1 \(step_0000001\.jsonl\), and 1 of the steps 0 to 2 are missing"
+    ):
+        read(config)
+
+
+def test_a_first_step_of_other_weights_is_refused_before_the_run(config: RunConfig) -> None:
+    write_rollouts(config.rollout.replay, 0, rollouts(1))
+    with pytest.raises(ValueError, match=r"step_0000000\.jsonl, line 2: drawn by the weights of step 1, not of step 0"):
+        read(config)
+
+
+def test_a_resumed_run_looks_at_its_own_first_step(config: RunConfig) -> None:
+    checkpoint = config.output / "checkpoints" / "step_000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text("{}")
+    record_path(config.rollout.replay, 0).unlink()
+    config = config.model_copy(update={"train": config.train.model_copy(update={"resume": True})})
+    read(config)
+    write_rollouts(config.rollout.replay, 2, rollouts(0))
+    with pytest.raises(ValueError, match=r"step_0000002\.jsonl, line 2: drawn by the weights of step 0"):
+        read(config)
+
+
+def test_a_later_step_is_refused_when_it_is_read(config: RunConfig) -> None:
+    vocab_size = read(config)
+    damaged = read_rollouts(config.rollout.replay, 1)
+    write_rollouts(config.rollout.replay, 1, [replace(damaged[0], response_ids=token_ids((4, vocab_size))), *damaged[1:]])
+    with pytest.raises(ValueError, match=rf"step_0000001\.jsonl, line 2: token {vocab_size} is not one of the model's"):
+        read_replay(config, vocab_size, 1)
+
+
+# -- a fused head
+
+
+@pytest.mark.parametrize(
+    ("changes", "tied", "message"),
+    [
+        (
+            {"lm_head.weight": None},
+            False,
+            r"engine.head = fused, but \S+ has no lm_head.weight to fuse.*a reward or embedding model",
+        ),
+        ({"lm_head.bias": (61,)}, False, r"engine.head = fused has no place for a bias, and \S+ has lm_head.bias"),
+        ({}, False, None),
+        ({}, True, None),
+    ],
+    ids=["none", "with a bias", "its own", "tied"],
+)
+def test_a_head_that_cannot_be_fused_is_refused_before_servers_start(
+    changes: dict[str, tuple[int, ...] | None], tied: bool, message: str | None, tmp_path: Path
+) -> None:
+    write_llama(tmp_path, tie_word_embeddings=tied)
+    shutil.copy(resolve_model_path("builtin:tiny") / "tokenizer.model", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, shape in changes.items():
+        if shape is None:
+            del tensors[name]
+        else:
+            tensors[name] = torch.zeros(shape)
+    save_file(tensors, tmp_path / "model.safetensors")
+    document = {"model": {"path": str(tmp_path)}, "output": str(tmp_path / "out")}
+    check_model(RunConfig.model_validate({**document, "engine": {"head": "logits"}}))
+    config = RunConfig.model_validate({**document, "engine": {"head": "fused"}})
+    if message is None:
+        assert check_model(config) == tmp_path
+    else:
+        with pytest.raises(ValueError, match=message):
+            check_model(config)
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        (5000, r"exceed the 256 tokens that the model takes; lower max_new_tokens to 249 or less$"),
+        (253, r"the model takes; lower max_new_tokens to 249 or less, or set data.max_prompt_tokens=3$"),
+    ],
+)
+def test_a_response_that_leaves_no_room_for_its_prompt_is_refused_with_what_would_fit(new: int, message: str) -> None:
+    document = {"rollout": {"sampling": {"max_new_tokens": new}}}
+    with pytest.raises(ValueError, match=message):
+        read(RunConfig.model_validate(document))
+
+
+def test_a_model_of_ones_own_needs_problems_before_anything_starts(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(resolve_model_path("builtin:tiny"), model)
+    with pytest.raises(ValueError, match=r"data.train is not given"):
+        read(RunConfig.model_validate({"model": {"path": str(model)}}))
+
+
+def test_the_tokenizer_is_compared_with_vllms_where_vllm_looks_for_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr("tepo_megatron.run.sampling.inputs.check_served_tokenizer", lambda *given: seen.extend(given[2]))
+    sampling = {"max_new_tokens": 16}
+    read(RunConfig.model_validate({"rollout": {"sampling": sampling}}))
+    assert not seen
+    read(RunConfig.model_validate({"rollout": {"sampling": {**sampling, "stop": ["\n"]}}}))
+    assert seen[0].endswith("=")
+    assert seen[1].isdecimal()
+
+
+def test_answers_that_the_verifier_refuses_itself_end_the_start(tmp_path: Path) -> None:
+    """All of a source: a sentence; some: a notice. A source's own verifier counts, and a replay asks for none."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1=", "answer": "is 2"}\n{"prompt": "2+1=", "answer": "3"}\n')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "1+1=", "answer": "is 2"}\n')
+
+    def inputs(verifier: str) -> list[str]:
+        sources = [{"path": f"{tmp_path}/a.jsonl"}, {"path": f"{tmp_path}/b.jsonl", "verifier": verifier}]
+        document = {"data": {"train": sources, "heldout": None}, "rollout": {"sampling": {"max_new_tokens": 16}}}
+        config = RunConfig.model_validate({**document, "evaluate": {"every": 0}})
+        return read_inputs(config, resolve_model_path(config.model.path)).left_out
+
+    with pytest.raises(ValueError, match=r"the verifier last_word can give no response a reward: .*'is 2' of problem 'b:1'"):
+        inputs("last_word")
+    (notice,) = inputs("exact")
+    assert notice == f"{tmp_path}/a.jsonl: 1 problems whose own answer last_word refuses: no response solves them"
+
+
+def test_heads_that_vllm_has_no_attention_for_are_refused_before_a_server_fails_four_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig.model_validate({"rollout": {"sampling": {"max_new_tokens": 16}}})
+    model = tmp_path / "model"
+    shutil.copytree(resolve_model_path("builtin:tiny"), model)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"num_attention_heads": 8, "head_dim": 16}))
+    with pytest.raises(ValueError, match=r"attention heads have 16 dimensions .* on a CPU vLLM takes 32, 64, "):
+        read_inputs(config, model)
+    monkeypatch.setattr("tepo_megatron.run.sampling.inputs.this_machine", lambda: SimpleNamespace(gpus=1))
+    read_inputs(config, model)
+
+
+def test_the_sizes_of_heads_are_those_that_vllm_says() -> None:
+    """Read off its source, since importing it takes seconds."""
+    source = Path(importlib.util.find_spec("vllm").submodule_search_locations[0]) / "v1/attention/backends/cpu_attn.py"
+    found = re.search(r"def get_supported_head_sizes\(cls\) -> list\[int\]:\s+return \[([\d, ]+)\]", source.read_text())
+    assert tuple(map(int, found[1].split(", "))) == CPU_HEAD_SIZES

@@ -1,0 +1,319 @@
+"""The overlapped schedule: what is sampled ahead, what meets which step, and that nothing is lost or trained on twice."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.core.types import Problem, Rollout, WeightsVersion
+from tepo_megatron.run.sampling.journal import Journal
+from tepo_megatron.run.sampling.overlap import Overlap
+from tepo_megatron.run.sampling.staleness import token_ages
+from tepo_megatron.run.sampling.step_rewards import StepRewards
+from tepo_megatron.runtime.watch.heartbeat import Heartbeat
+from tepo_megatron.sampler.fleet.fleet import ServerDied
+from tepo_megatron.tasks.data.sampler import ProblemSampler
+from tests.support.fake_stream import FakeServers, FakeVerifiers
+from tests.support.programs import TIMEOUT_S
+
+PROBLEMS = [Problem(f"p{number}", "q", "a") for number in range(101)]
+B = 3
+
+
+def config(output: Path, k: int = 1, **train: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "output": str(output),
+            "objective": {"mismatch": {"kind": "truncate"}},
+            "rollout": {"prompts_per_step": B, "samples_per_prompt": 2, "journal": train.pop("journal", False)},
+            "train": {"minibatches": 2, "schedule": "overlap", "max_staleness": k, **train},
+        }
+    )
+
+
+class Run:
+    """A schedule, its servers, and a trainer whose steps are calls of :meth:`step`."""
+
+    def __init__(self, output: Path, k: int = 1, state: dict[str, Any] | None = None, **train: Any) -> None:
+        self.config = config(output, k, **train)
+        self.servers = FakeServers()
+        tokenizer = SimpleNamespace(prompt_ids=lambda prompt, **_options: [3], decode=str, unk_id=None)
+        inputs: Any = SimpleNamespace(train=PROBLEMS, tokenizer=tokenizer)
+        said: Any = print
+        pool: Any = None
+        self.schedule = Overlap(
+            self.config,
+            inputs,
+            StepRewards(self.config, pool, said),
+            Journal(self.config, said, said),
+            phase=lambda name: contextlib.nullcontext(),
+            heartbeat=Heartbeat(),
+            open_stream=self.servers.open,
+            open_verifiers=FakeVerifiers,
+        )
+        self.version = 0
+        if state is not None:
+            self.version = state["step"]
+            self.schedule.restore(state)
+        self.publish()
+
+    def publish(self) -> None:
+        self.schedule.published(WeightsVersion(self.version, f"{self.version:x}"))
+
+    def wait(self, true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not true():
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+    def asked(self, count: int) -> list[int]:
+        """The numbers of the groups that were asked for, once there are so many requests."""
+        self.wait(lambda: len(self.servers.asked) >= count)
+        return [number for number, _, _ in self.servers.asked]
+
+    def finish_all(self) -> None:
+        """What is asked for now finishes, with the present weights."""
+        done: set[int] = set()
+        for number, _, _ in list(self.servers.asked):
+            if number not in done:
+                self.servers.finish(number, (0, self.version))
+                done.add(number)
+
+    def collect(self) -> list[Rollout]:
+        return self.schedule.collect(self.version, None)
+
+    def trained(self) -> None:
+        """The step is over, and the servers have the new weights."""
+        self.version += 1
+        self.publish()
+
+    def state(self) -> dict[str, Any]:
+        return {"step": self.version, "sampler": self.schedule.state()}
+
+    def close(self) -> None:
+        self.schedule.close()
+
+
+def problems(rollouts: Sequence[Rollout]) -> list[str]:
+    return list({rollout.group: rollout.problem_id for rollout in rollouts}.values())
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Any:
+    runs: list[Run] = []
+
+    def made(*arguments: Any, **options: Any) -> Run:
+        runs.append(Run(tmp_path, *arguments, **options))
+        return runs[-1]
+
+    yield made
+    for run in runs:
+        run.close()
+
+
+def collect_later(run: Run, finish: Callable[[], None]) -> list[Rollout]:
+    """Collects, while ``finish`` has servers answer once the first step's groups were asked for."""
+    found: list[Any] = []
+
+    def collect() -> None:
+        try:
+            found.append(run.collect())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    finish()
+    thread.join(TIMEOUT_S)
+    assert found
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_the_servers_run_ahead_by_so_many_steps_and_no_further(k: int, make: Any) -> None:
+    run = make(k, steps=100)
+
+    def finish() -> None:
+        assert run.asked((k + 1) * B) == list(range((k + 1) * B))
+        for number in (2, 0, 4):  # whatever finishes first is trained on first
+            run.servers.finish(number, (0, 0))
+
+    rollouts = collect_later(run, finish)
+    assert [rollout.group for rollout in rollouts] == [0, 0, 1, 1, 2, 2]
+    assert problems(rollouts) == [_first(5)[number].id for number in (0, 2, 4)]
+    assert len(run.servers.asked) == (k + 1) * B  # the trainer trains with weights that are old by then
+    run.trained()
+    assert run.asked((k + 2) * B) == list(range((k + 2) * B))
+
+
+def test_no_more_is_sampled_than_the_run_will_train_on(make: Any) -> None:
+    run = make(4, steps=2)
+    rollouts = collect_later(run, lambda: (run.asked(2 * B), run.finish_all())[1])
+    assert len(rollouts) == 2 * B
+    run.trained()
+    assert len(run.collect()) == 2 * B
+    run.trained()
+    assert len(run.servers.asked) == 2 * B
+
+
+def test_what_is_too_old_when_its_turn_comes_is_dropped_and_counted(make: Any) -> None:
+    run = make(1, steps=100)
+
+    def finish() -> None:
+        run.asked(2 * B)
+        for number in (1, 2, 3):
+            run.servers.finish(number, (0, 0))
+
+    collect_later(run, finish)
+    run.trained()
+    run.asked(3 * B)
+    for number in (4, 5, 6):
+        run.servers.finish(number, (0, 0), (1, 1))
+    assert [token_ages(rollout, 1).tolist() for rollout in run.collect()] == [[1, 0, 0]] * 6
+    figures = run.schedule.take_figures()
+    assert figures["staleness/mean"] == pytest.approx(1 / 3)
+    assert (figures["staleness/max"], figures["staleness/versions"], figures["staleness/dropped"]) == (1, 2, 0)
+    run.trained()
+    run.servers.finish(0, (0, 0), (2, 2))  # of weights 0, and now it is step 2
+    run.wait(lambda: len(run.schedule._sampler._done) == 1)
+    # The room of what will be too old is given to another.
+    assert max(run.asked(4 * B + 1)) == 4 * B
+    for number in (7, 8, 9):
+        run.servers.finish(number, (0, 1))
+    rollouts = run.collect()
+    assert {version.step for rollout in rollouts for _, version in rollout.versions} == {1}
+    assert run.schedule.take_figures()["staleness/dropped"] == 1
+
+
+def test_what_is_too_old_is_kept_where_the_config_says_so(make: Any) -> None:
+    run = make(1, steps=100, stale="keep")
+    collect_later(run, lambda: (run.asked(2 * B), [run.servers.finish(number, (0, 0)) for number in (1, 2, 3)])[0])
+    run.trained()
+    run.asked(3 * B)
+    for number in (4, 5, 6):
+        run.servers.finish(number, (0, 1))
+    run.collect()
+    run.trained()
+    run.asked(4 * B)
+    for number in (0, 7, 8):
+        run.servers.finish(number, (0, 0 if number == 0 else 2))
+    assert [int(token_ages(rollout, 2).max()) for rollout in run.collect()[::2]] == [2, 0, 0]
+    assert run.schedule.take_figures()["staleness/dropped"] == 0
+
+
+def test_after_the_servers_died_all_that_was_begun_is_asked_for_again_with_the_same_seeds(make: Any) -> None:
+    run = make(1, steps=100)
+
+    def die() -> None:
+        run.asked(2 * B)
+        run.servers.finish(0, (0, 0))
+        run.servers.finish(1, (0, 0), samples=1)  # half of a group is none
+        run.wait(lambda: len(run.schedule._sampler._done) == 1)
+        run.servers.fail(ServerDied("gone"))
+
+    with pytest.raises(ServerDied):
+        collect_later(run, die)
+    first = list(run.servers.asked)
+    assert run.servers.streams == 1  # nothing is asked of servers that have no weights
+    run.publish()
+
+    def finish() -> None:
+        run.asked(2 * B + 5)
+        for number in (1, 2):
+            run.servers.finish(number, (0, 0))
+
+    rollouts = collect_later(run, finish)
+    assert run.servers.asked[2 * B :] == [each for each in first if each[0] != 0]
+    assert len(rollouts) == 2 * B
+
+
+def test_an_error_that_is_no_servers_death_ends_the_run(make: Any) -> None:
+    run = make(1, steps=100)
+
+    collect_later(run, lambda: (run.asked(2 * B), run.finish_all())[1])
+    run.trained()
+    run.asked(3 * B)
+    run.servers.fail(ValueError("a prompt is empty"))
+    run.wait(lambda: run.schedule._sampler._error is not None)
+    with pytest.raises(ValueError, match="a prompt is empty"):
+        run.collect()
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    k=st.sampled_from([1, 2]),
+    ends=st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["saved", "given up", "killed"])), min_size=1, max_size=3),
+    seed=st.integers(0, 2**16),
+    journal=st.booleans(),
+)
+def test_a_run_that_ends_and_goes_on_trains_on_every_problem_once(
+    k: int, ends: list[tuple[int, str]], seed: int, journal: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """It ends after some steps: right after a checkpoint, in a step that is given up, or in one that nobody heard of; what
+    samples finish first is chance. Whatever happens, the groups of the steps are those of a run that never ended, each once.
+    """
+    output, rng = tmp_path_factory.mktemp("run"), random.Random(seed)
+    trained: dict[int, list[str]] = {}
+    saved: dict[str, Any] | None = None
+    for steps, how in [*ends, (2, "saved")]:
+        run = Run(output, k, state=saved, steps=1000, journal=journal, stale="keep")
+        try:
+            for last in [False] * steps + [True] * (how != "saved"):
+                found = problems(_collect_by_chance(run, rng))
+                assert len(found) == B
+                if journal:  # what was drawn is not drawn again
+                    assert trained.get(run.version, found) == found
+                trained[run.version] = found
+                if not last:
+                    run.trained()
+            if how == "given up":
+                run.schedule.drop_step(run.version)
+            if how != "killed":
+                saved = run.state()
+        finally:
+            run.close()
+    assert saved is not None
+    seen = [problem for step, batch in trained.items() if step < saved["step"] for problem in batch]
+    ahead = [problem for _, problem in saved["sampler"]["ahead"]]
+    assert len(seen) == B * saved["step"]
+    assert sorted([*seen, *ahead]) == sorted(each.id for each in _first(saved["sampler"]["position"]))
+
+
+def _first(count: int) -> list[Problem]:
+    return ProblemSampler(PROBLEMS, 0).next(count)
+
+
+def _collect_by_chance(run: Run, rng: random.Random) -> list[Rollout]:
+    """Whatever was asked for finishes in some order, as soon as it was asked for."""
+    done: set[int] = {group.number for group in run.schedule._sampler._done}
+    stop = False
+
+    def finish() -> None:
+        while not stop:
+            waiting = [number for number, _, _ in list(run.servers.asked) if number not in done]
+            if waiting:
+                number = rng.choice(waiting)
+                done.add(number)
+                run.servers.finish(number, (0, run.version))
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    try:
+        return run.collect()
+    finally:
+        stop = True
+        thread.join()

@@ -1,0 +1,179 @@
+"""A generation step of the user's own: what it draws and returns is checked, and a step that is repeated is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.loading.load import ConfigError, load_run
+from tepo_megatron.core.types import Problem, Response, Rollout, WeightsVersion
+from tepo_megatron.errors import is_ours
+from tepo_megatron.run.sampling.custom_rollout import StepSampler, load_collect
+from tepo_megatron.sampler.vllm.client.faults import ServerDied
+from tepo_megatron.tasks.reward.pool import RewardResult
+from tests.support.fake_sampling import FakeFleet, FakeVerifiers, collector
+
+PROBLEMS = [Problem(f"p{number}", "q", "a") for number in range(6)]
+SAMPLES = 2
+
+
+class Fleet(FakeFleet):
+    """As the generation step uses one: whole groups."""
+
+    def at(self, step: int) -> Fleet:
+        """With the weights of that step."""
+        self.weights_version = WeightsVersion(step, f"w{step}")
+        return self
+
+    @contextmanager
+    def sample_stream(self, sampling: Any, **options: Any) -> Iterator[Fleet]:
+        with super().sample_stream(sampling, **options):
+            yield self
+
+    def submit(self, key: Any, prompt_ids: Sequence[int], seed: int, n: int, **_: Any) -> None:
+        nothing: Mapping[int, Response] = {}
+        super().submit(key, prompt_ids, seed, n, continued=nothing, only=range(n))
+
+
+class Verifiers(FakeVerifiers):
+    def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Any] | None = None) -> list[RewardResult]:
+        self.scored += len(items)
+        return [RewardResult(float(len(text) % 3)) for _, text in items]
+
+
+def run_of(output: Path, collect: Any, **rollout: Any) -> Any:
+    sections = {"prompts_per_step": 3, "samples_per_prompt": SAMPLES, "collect": "mine.py:best", **rollout}
+    config = RunConfig.model_validate({"output": str(output), "rollout": sections, "train": {"minibatches": 1}})
+    of: Any = collector(config, PROBLEMS, Verifiers(0, lambda problem, text: 1.0))
+    of._collect_own = collect
+    return of
+
+
+def best_of_six(problems: Sequence[Problem], sampler: StepSampler) -> list[Rollout]:
+    """The two of six with the largest reward."""
+    found = []
+    for group in sampler.sample(problems, n=6):
+        found += sorted(sampler.reward(group), key=lambda rollout: -(rollout.reward or 0.0))[: sampler.samples]
+    return found[::-1]  # their order does not matter
+
+
+def key(rollouts: Sequence[Rollout]) -> list[Any]:
+    return [(each.problem_id, each.group, each.response_ids.tolist(), each.reward) for each in rollouts]
+
+
+def test_the_best_of_many_are_trained_on_and_a_killed_run_finds_them_again(tmp_path: Path) -> None:
+    first = run_of(tmp_path, best_of_six)
+    steps = [first.collect(step, Fleet(0).at(step)) for step in range(2)]
+    for rollouts in steps:
+        assert [rollout.group for rollout in rollouts] == [0, 0, 1, 1, 2, 2]
+        assert len({rollout.problem_id for rollout in rollouts}) == 3
+    assert sum(rollout.reward for rollout in steps[0]) > 0
+    assert first._pool.scored == 2 * 3 * 6  # nothing is scored twice
+
+    def never(problems: Any, sampler: Any) -> list[Rollout]:
+        raise AssertionError("the journal has the step")
+
+    assert [key(run_of(tmp_path, never).collect(0, Fleet(7).at(0)))] == [key(steps[0])]
+    again = run_of(tmp_path / "other", best_of_six)
+    assert [key(again.collect(step, Fleet(3).at(step))) for step in range(2)] == [key(rollouts) for rollouts in steps]
+
+
+def test_a_server_that_dies_is_no_fault_of_the_function_and_the_step_is_repeated(tmp_path: Path) -> None:
+    of = run_of(tmp_path, best_of_six, journal=False)
+    with pytest.raises(ServerDied):
+        of.collect(0, Fleet(0, dies_after=4, error=lambda: ServerDied("gone")))
+    whole = run_of(tmp_path, best_of_six, journal=False)
+    assert key(of.collect(0, Fleet(0).at(0))) == key(whole.collect(0, Fleet(5).at(0)))
+
+
+def test_what_has_no_reward_gets_one_and_a_reward_of_ones_own_stays(tmp_path: Path) -> None:
+    def mine(problems: Sequence[Problem], sampler: StepSampler) -> list[Rollout]:
+        groups = sampler.sample([replace(problem, prompt="qq") for problem in problems])  # another prompt, the same problem
+        return [replace(rollout, reward=9.0 if at == 0 else None) for group in groups for at, rollout in enumerate(group)]
+
+    of = run_of(tmp_path, mine)
+    rewards = [rollout.reward for rollout in of.collect(0, Fleet(0).at(0))]
+    assert rewards[::2] == [9.0] * 3
+    assert max(rewards[1::2]) < 9.0
+    assert of._pool.scored == 3
+
+
+def spoiled(how: Any) -> Any:
+    """A generation step whose first rollout is changed."""
+
+    def mine(problems: Sequence[Problem], sampler: StepSampler) -> Any:
+        found = [rollout for group in sampler.sample(problems) for rollout in group]
+        return how(found)
+
+    return mine
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (lambda found: found[1:], "returned 1 rollouts for problem 'p"),
+        (lambda found: [*found, found[0]], "that the step did not ask for"),
+        (lambda found: [replace(found[0], problem_id="other"), *found[1:]], "returned 1 rollouts for problem"),
+        (
+            lambda found: [replace(found[0], response_ids=[99] * found[0].response_ids.size), *found[1:]],
+            "token 99 is not one of",
+        ),
+        (lambda found: [replace(found[0], sampler_logprobs=found[0].sampler_logprobs[:-1]), *found[1:]], "log-probs for"),
+        (
+            lambda found: [replace(found[0], sampler_logprobs=-found[0].sampler_logprobs), *found[1:]],
+            "a finite number of at most 0",
+        ),
+        (
+            lambda found: [replace(found[0], versions=WeightsVersion(3)), *found[1:]],
+            "drawn by the weights of step 3, not of step 0",
+        ),
+        (lambda found: [replace(found[0], prompt_ids=[1, 2]), *found[1:]], "different prompts"),
+        (lambda found: [replace(found[0], reward=float("inf")), *found[1:]], "the reward is inf"),
+        (lambda found: None, "returned no list of rollouts in step 1"),
+        (lambda found: [each.text for each in found], "returned no list of rollouts in step 1"),
+        (lambda found: found[0].nothing, r"raised AttributeError in step 1: .*test_own_collect\.py:\d+\)"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_with_a_sentence(how: Any, says: str, tmp_path: Path) -> None:
+    of = run_of(tmp_path, spoiled(how))
+    with pytest.raises(RuntimeError, match=says) as caught:
+        of.collect(0, Fleet(0).at(0))
+    assert is_ours(caught.value)
+    assert "rollout.collect = mine.py:best" in str(caught.value)
+
+
+def test_it_is_loaded_by_name_or_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("class Best:\n    def __call__(self, problems, sampler):\n        return []\nvalue = 3\n")
+    config = load_run(None, [f"rollout.collect={tmp_path}/mine.py:Best"])
+    loaded = load_collect(config)
+    assert loaded is not None
+    assert loaded([], None) == []
+    assert load_collect(config, best_of_six) is best_of_six
+    assert load_collect(RunConfig()) is None
+    for name, says in (
+        (f"{tmp_path}/mine.py:value", "cannot be called: it is int"),
+        (f"{tmp_path}/mine.py:none", "has no function none"),
+        ("(python):mine", r"give it again, tepo_megatron.train\(…, collect=…\)"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            load_collect(load_run(None, [f"rollout.collect='{name}'"]))
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        "rollout.filter_groups={}",
+        "environment.name=calculator",
+        "train.schedule=overlap objective.mismatch={kind: truncate}",
+    ],
+)
+def test_what_would_do_nothing_beside_it_is_refused(beside: str) -> None:
+    settings = beside.split(" ", 1)
+    with pytest.raises(ConfigError, match=r"collect = mine\.py:best"):
+        load_run(None, ["rollout.collect=mine.py:best", *settings])

@@ -1,0 +1,148 @@
+"""Where servers run and how weights reach them: what each config comes to on each machine, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.run.step.placement import (
+    Machine,
+    check_placement,
+    choose_transport,
+    first_server_gpu,
+    shared_gpus,
+    trainer_threads,
+)
+
+LAPTOP = Machine(gpus=0, has_nccl=False, local_ranks=2, ranks=2)
+NODE = Machine(gpus=8, has_nccl=True, local_ranks=4, ranks=4)
+TWO_NODES = Machine(gpus=8, has_nccl=True, local_ranks=8, ranks=16)
+ONE_GPU = Machine(gpus=1, has_nccl=True, local_ranks=1, ranks=1)
+
+
+def config(platform: str = "auto", **server: Any) -> RunConfig:
+    return RunConfig.model_validate({"engine": {"platform": platform}, "rollout": {"server": server}})
+
+
+@pytest.mark.parametrize(
+    ("server", "machine", "platform", "transport", "first_gpu"),
+    [
+        ({}, LAPTOP, "auto", "gloo", 0),
+        ({}, NODE, "auto", "nccl", 4),
+        ({"tp": 2, "count": 2}, NODE, "cuda", "nccl", 4),
+        ({"tp": 8}, NODE, "cpu", "gloo", 0),
+        ({"placement": "colocated", "tp": 2, "count": 2}, NODE, "auto", "ipc", 0),
+        ({"placement": "colocated"}, ONE_GPU, "auto", "ipc", 0),
+        ({"placement": "colocated", "transport": "gloo"}, ONE_GPU, "auto", "gloo", 0),
+        ({"placement": "external", "registry": "/r", "count": 4, "tp": 8}, TWO_NODES, "auto", "nccl", 8),
+        ({"placement": "external", "registry": "/r", "transport": "gloo"}, NODE, "auto", "gloo", 4),
+        ({"transport": "nccl"}, NODE, "auto", "nccl", 4),
+    ],
+)
+def test_what_is_left_to_auto(server: dict[str, Any], machine: Machine, platform: str, transport: str, first_gpu: int) -> None:
+    found = config(platform, **server)
+    check_placement(found, machine)
+    assert choose_transport(found, machine) == transport
+    assert first_server_gpu(found, machine) == first_gpu
+
+
+def test_workers_are_numbered_as_the_trainer_ranks_whose_gpus_they_share() -> None:
+    assert shared_gpus(config(placement="colocated", tp=2, count=2)) == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert shared_gpus(config(tp=2, count=2)) == {}
+
+
+@pytest.mark.parametrize(
+    ("server", "machine", "platform", "message"),
+    [
+        ({"transport": "nccl"}, LAPTOP, "auto", r"transport = nccl moves weights between GPUs, and torch \S+ sees 0 GPUs here"),
+        ({"transport": "nccl"}, NODE, "cpu", r"transport = nccl moves weights between GPUs, and engine.platform = cpu"),
+        ({"transport": "nccl"}, Machine(8, False, 4, 4), "auto", r"transport = nccl, but torch \S+ has no NCCL"),
+        ({"placement": "colocated", "transport": "ipc"}, LAPTOP, "auto", r"transport = ipc moves weights between GPUs"),
+        ({"placement": "colocated"}, LAPTOP, "auto", r"placement = colocated shares GPUs .*, and torch \S+ sees 0 GPUs"),
+        (
+            {"placement": "colocated"},
+            NODE,
+            "cpu",
+            r"placement = colocated shares GPUs .*, and engine.platform = cpu",
+        ),
+        ({"placement": "colocated"}, TWO_NODES, "auto", r"16 ranks run on several machines \(8 here\)"),
+        ({"placement": "colocated", "tp": 2, "count": 3}, NODE, "auto", r"2 × 3 workers do not fit on the GPUs of 4 trainer"),
+        ({"tp": 4, "count": 2}, NODE, "auto", r"uses 4 GPUs and the servers .* 8 others, but this machine has 8"),
+        ({}, ONE_GPU, "auto", r"share them with rollout.server.placement = colocated"),
+    ],
+)
+def test_what_a_machine_cannot_do_is_refused(server: dict[str, Any], machine: Machine, platform: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_placement(config(platform, **server), machine)
+
+
+OVERLAP = {"train": {"schedule": "overlap"}, "objective": {"mismatch": {"kind": "truncate"}}}
+
+
+def threaded(threads: int | str | None, server: dict[str, Any], *, overlap: bool, platform: str = "auto") -> RunConfig:
+    engine = {"platform": platform, "cpu_threads": threads}
+    return RunConfig.model_validate({"engine": engine, "rollout": {"server": server}, **(OVERLAP if overlap else {})})
+
+
+@pytest.mark.parametrize(
+    ("threads", "server", "overlap", "expected"),
+    [
+        (None, {}, False, None),
+        (3, {}, True, 3),
+        ("auto", {}, False, 4),  # eight cores for two ranks, while the servers wait
+        ("auto", {"cpu_threads": "all"}, False, 4),
+        ("auto", {}, True, 3),  # the server has one
+        ("auto", {"count": 2, "tp": 2}, True, 2),
+        ("auto", {"cpu_threads": "0-5"}, True, 1),
+        ("auto", {"cpu_threads": "nobind"}, True, 1),  # it may be anywhere
+        ("auto", {"cpu_threads": "0,1|2,3", "tp": 2}, True, 2),
+        ("auto", {"placement": "external", "registry": "/r", "cpu_threads": "all"}, True, 4),  # on other machines
+    ],
+)
+def test_phases_that_alternate_have_all_cores_and_phases_that_overlap_share_them(
+    threads: int | str | None, server: dict[str, Any], overlap: bool, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tepo_megatron.sampler.vllm.server.resources.available_cores", lambda: list(range(8)))
+    assert trainer_threads(threaded(threads, server, overlap=overlap), LAPTOP, range(8)) == expected
+
+
+def test_threads_that_cannot_act_or_leave_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="cpu_threads = 2 acts where the trainer runs on a CPU, and platform = cuda"):
+        threaded(2, {}, overlap=False, platform="cuda")
+    with pytest.raises(ValueError, match=r"engine.cpu_threads = auto acts where the trainer runs on a CPU, and it runs on"):
+        check_placement(threaded("auto", {}, overlap=False), NODE)
+    assert trainer_threads(threaded("auto", {}, overlap=False), NODE, range(8)) is None
+    with pytest.raises(ValueError, match=r"cpu_threads = all with train.schedule = overlap would leave the trainer no core"):
+        threaded(None, {"cpu_threads": "all"}, overlap=True)
+
+
+def test_a_replayed_run_needs_no_place_for_servers() -> None:
+    replayed = RunConfig.model_validate({"rollout": {"replay": "/recorded"}})
+    check_placement(replayed, ONE_GPU)
+
+
+def test_fp8_weights_cannot_leave_the_gpu() -> None:
+    fp8 = {"recipe": "blockwise", "params": True}
+    raw = {"engine": {"fp8": fp8}, "optimizer": {"distributed": True}, "model": {"dtype": "bfloat16"}}
+    with pytest.raises(ValueError, match=r"engine.fp8.params"):
+        RunConfig.model_validate(raw | {"rollout": {"server": {"placement": "colocated"}}})
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        ({"transport": "ipc"}, "transport = ipc needs trainer and servers on the same GPUs, but placement = local puts them"),
+        (
+            {"transport": "ipc", "placement": "external", "registry": "/r"},
+            "GPUs, but placement = external puts them apart",
+        ),
+        ({"transport": "nccl", "placement": "colocated"}, "transport = nccl needs a GPU for each of its ranks"),
+        ({"transport": "nccl", "transfer": "gather"}, "gather broadcasts over gloo"),
+        ({"placement": "colocated", "registry": "/r"}, "registry is for external ones"),
+    ],
+)
+def test_contradictions_are_refused_when_the_config_is_read(server: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**server)

@@ -1,0 +1,190 @@
+"""What is seen of a run."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tepo_megatron.config import LogConfig, RunConfig
+from tepo_megatron.run.display.figures import duration, evaluation_line, mean_time_split, set_lines
+from tepo_megatron.run.display.progress import LiveProgress, NoProgress, PlainProgress, final_table, make_progress
+
+ROW = {
+    "reward/mean": 0.43211,
+    "entropy/mean": 0.15,
+    "mask/fraction": 0.034,
+    "grad_norm": 0.5,
+    "tokens/s": 5210.4,
+    "time/rollout": 3.0,
+    "time/update": 1.0,
+    "time/step": 4.0,
+}
+EVALUATED = {"accuracy/greedy": 0.5, "accuracy/avg@k": 0.25, "accuracy/pass@k": 0.75}
+RUN = RunConfig.model_validate({"name": "tiny", "output": "out/tiny", "train": {"steps": 20}, "evaluate": {"samples": 3}})
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def text_of(renderable: object, width: int = 120) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(renderable)
+    return stream.getvalue()
+
+
+def test_plain_output_is_a_line_a_step_and_a_line_an_evaluation() -> None:
+    stream = io.StringIO()
+    view = PlainProgress(stream)
+    view.start(RUN)
+    view.step(0, EVALUATED)
+    view.step(7, ROW)
+    view.step(8, ROW | EVALUATED | {"grad_norm": None})
+    view.close()
+    figures = "reward 0.432  entropy 0.150  masked 3.4 %"
+    assert stream.getvalue().splitlines() == [
+        "tiny: 20 steps, output in out/tiny",
+        "step  0/20  held out: greedy 0.500  avg@3 0.250  pass@3 0.750",
+        f"step  7/20  {figures}  grad norm 0.500  tokens/s 5210  4.0 s",
+        f"step  8/20  {figures}  tokens/s 5210  4.0 s",
+        "step  8/20  held out: greedy 0.500  avg@3 0.250  pass@3 0.750",
+    ]
+
+
+def test_mean_rewards_are_said_where_they_are_not_the_accuracies() -> None:
+    binary = EVALUATED | {"heldout/reward_greedy": 0.5, "heldout/reward_sampled": 0.25}
+    graded = EVALUATED | {"heldout/reward_greedy": 0.75, "heldout/reward_sampled": 0.25}
+    assert evaluation_line(binary, 3) == evaluation_line(EVALUATED, 3)
+    assert evaluation_line(graded, 3) == f"{evaluation_line(EVALUATED, 3)}  reward, greedy 0.750"
+    rows = [{"step": 0, **binary}, {"step": 1, **ROW}]
+    assert "reward, greedy" not in text_of(final_table(rows, Path("none")))
+    assert "reward, greedy" in text_of(final_table([*rows, {"step": 2, **graded}], Path("none")))
+
+
+def test_evaluation_sets_have_lines_and_rows_of_their_own() -> None:
+    """Accuracies alone; of a set that is evaluated seldom the last one stays in the table."""
+    of_set = {"eval/aime/greedy": 0.25, "eval/aime/maj@8": 0.5, "eval/aime/truncated": 0.125, "eval/aime/failed": 0.0}
+    assert set_lines({"step": 3, **ROW, **of_set}) == ["aime: greedy 0.250  maj@8 0.500"]
+    assert set_lines({"step": 3, **EVALUATED}) == []
+    stream = io.StringIO()
+    progress = PlainProgress(stream)
+    progress.start(RUN)
+    progress.step(0, of_set)
+    assert stream.getvalue().splitlines()[1] == "step  0/20  aime: greedy 0.250  maj@8 0.500"
+    shown = text_of(final_table([{"step": 0, **of_set}, {"step": 1, **ROW}], Path("none")))
+    assert "aime maj@8" in shown
+    assert "truncated" not in shown
+
+
+def test_paths_are_never_cut(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    (folder / "metrics.jsonl").touch()
+    shown = text_of(final_table([{"step": 1, **ROW}], folder), width=80)
+    assert f"{folder}/metrics.jsonl" in shown.replace("\n", "").replace(" ", "")
+
+
+def test_plain_output_mentions_only_phases_that_take_long() -> None:
+    stream, clock = io.StringIO(), Clock()
+    view = PlainProgress(stream, clock)
+    view.phase("score")
+    clock.now += 4
+    view.phase("rollout", 512)
+    clock.now += 25
+    view.advance(100)
+    clock.now += 2
+    view.advance(100)
+    clock.now += 1
+    view.phase("update")
+    clock.now += 1
+    view.close()
+    assert stream.getvalue().splitlines() == ["  rollout 200/512 after 27.0 s", "  rollout 200/512 took 28.0 s"]
+
+
+def test_the_view_follows_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(make_progress(LogConfig(), Terminal()), LiveProgress)
+    assert isinstance(make_progress(LogConfig(), io.StringIO()), PlainProgress)
+    assert isinstance(make_progress(LogConfig(progress="plain"), Terminal()), PlainProgress)
+    assert isinstance(make_progress(LogConfig(progress="none"), Terminal()), NoProgress)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(make_progress(LogConfig(), Terminal()), PlainProgress)
+
+
+def test_the_live_view_shows_the_figures_and_leaves_the_cursor_visible() -> None:
+    stream, clock = Terminal(), Clock()
+    view = LiveProgress(Console(file=stream, force_terminal=True, width=110), clock)
+    view.start(RUN.model_copy(update={"name": "run [bold]"}))
+    view.step(0, EVALUATED)
+    view.step(5, ROW)
+    view.phase("rollout", 512)
+    view.advance(300)
+    clock.now += 65
+    shown = text_of(view.render())
+    view.message("server is up [1]")
+    view.close()
+    view.close()
+    for expected in (
+        "run [bold]",
+        "out/tiny",
+        "5/20",
+        "4.0 s/step  1:00 left",
+        "rollout",
+        "300/512  1:05",
+        "reward 0.432",
+        "avg@3 0.250",
+    ):
+        assert expected in shown
+    assert "server is up [1]" in stream.getvalue()
+    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_live_view_fits_narrow_terminals(width: int) -> None:
+    view = LiveProgress(Console(file=Terminal(), force_terminal=True, width=width))
+    view.start(RUN)
+    view.step(1, ROW | EVALUATED)
+    shown = text_of(view.render(), width)
+    view.close()
+    assert max(len(line) for line in shown.splitlines()) <= width
+
+
+def test_the_final_table_has_first_best_last_and_the_files(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    rewards = {1: 0.2, 2: 0.9, 3: 0.6}
+    rows = [{"step": 0, **EVALUATED, "time/step": 50.0}, *({**ROW, "step": s, "reward/mean": r} for s, r in rewards.items())]
+    shown = text_of(final_table(rows, tmp_path), 200)
+    (reward,) = [line for line in shown.splitlines() if "reward" in line and "0.900" in line]
+    assert [part.strip() for part in reward.strip("│").split("│")] == ["reward", "0.200 (1)", "0.900 (2)", "0.600 (3)"]
+    assert f"{tmp_path}/metrics.jsonl" in shown.replace("\n", "")
+    assert mean_time_split(rows) == dict.fromkeys(mean_time_split(rows), 0.0) | {"rollout": 3.0, "update": 1.0, "step": 4.0}
+
+
+def test_the_final_table_of_a_run_without_rows_says_so_little(tmp_path: Path) -> None:
+    assert "reward" not in text_of(final_table([], tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0.0 s"), (59.94, "59.9 s"), (60, "1:00"), (3599.6, "1:00:00"), (3725, "1:02:05")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_a_view_on_a_full_disk_does_not_end_the_run() -> None:
+    with open("/dev/full", "w") as full:
+        progress = PlainProgress(full)
+        progress.start(RunConfig())
+        progress.message("the disk is full")
+        progress.step(1, {"reward/mean": 0.5})
+        progress.close()  # and what Python writes when it ends goes well

@@ -1,0 +1,148 @@
+"""W&B and MLflow themselves: what a run leaves on the disk is read back with their own readers.
+
+Both packages are in requirements/test.txt; without one of them its test is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.run.display.progress import NoProgress
+from tepo_megatron.run.metrics.metrics import read_metrics
+from tepo_megatron.run.output.output import Output
+from tests.support.wandb_server import wandb_server
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+PLANTED = "sk-planted-in-the-kwargs"
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)} (requirements/test.txt)")
+
+
+def open_output(folder: Path, section: dict[str, Any], *, resume: bool, lr: float) -> Output:
+    log = {"tensorboard": False, "finish_timeout_s": 600, **section}
+    document = {"output": str(folder), "name": "tiny", "train": {"resume": resume}, "optimizer": {"lr": lr}, "log": log}
+    own = {"reward": {"verifier": "math.py:verify", "kwargs": {"api_key": PLANTED}}}
+    return Output(RunConfig.model_validate(document | own), NoProgress())
+
+
+def run_twice(folder: Path, section: dict[str, Any]) -> list[dict[str, Any]]:
+    """A run that fails after step 3, and is resumed from step 2 with another setting. Returns its rows."""
+    first = open_output(folder, section, resume=False, lr=1e-4)
+    for step in range(4):
+        first.write_row(step, {"reward/mean": step / 10, "accuracy/avg@k": step / 4, "ratio/max": math.inf})
+    first.close()
+    second = open_output(folder, section, resume=True, lr=2e-4)
+    second.resume_from(2)
+    for step in range(3, 5):
+        second.write_row(step, {"reward/mean": step / 20, "accuracy/avg@k": step / 8, "ratio/max": 1.5})
+    second.finish()
+    second.close()
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert [row["log/failed"] for row in rows] == [0] * 5
+    return rows
+
+
+def no_secret_in(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            assert KEY.encode() not in content, path
+            assert PLANTED.encode() not in content, path
+
+
+def end_wandbs_own_process(output: Output) -> None:
+    """Once the run is known to the server."""
+    (logger,) = output._loggers._processes
+    while not (reports := logger.reports()):
+        assert logger.lives()
+        time.sleep(0.05)
+    assert [sorted(report) for report in reports] == [["note"]]
+    (core,) = [child for child in psutil.Process(logger._process.pid).children() if "wandb-core" in child.name()]
+    core.terminate()
+    while core.status() != psutil.STATUS_ZOMBIE:  # W&B's client waits for it at its own end
+        time.sleep(0.05)
+
+
+@needs("wandb")
+def test_a_run_of_wandb_has_every_row_offline_and_online_and_goes_on_in_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails, is resumed, both offline; ``wandb sync`` reads both folders and sends them; then it is resumed online, where a
+    signal to every process of the job ends W&B's own.
+    """
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    section: dict[str, Any] = {"project": "tepo", "mode": "offline", "tags": ["tiny"], "group": "seeds"}
+    folder = tmp_path / "out"
+    rows = run_twice(folder, {"wandb": section})
+    folders = sorted(folder.glob("wandb/offline-run-*"))
+    assert len(folders) == 2
+    with wandb_server() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+        sync = [sys.executable, "-m", "wandb", "sync", *map(str, folders)]
+        done = subprocess.run(sync, capture_output=True, text=True, check=False, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        third = open_output(folder, {"wandb": section | {"mode": "online"}}, resume=True, lr=2e-4)
+        third.resume_from(4)
+        end_wandbs_own_process(third)
+        rows.append(third.write_row(5, {"reward/mean": 0.5}))
+        third.finish()
+        third.close()
+    run_id = folders[0].name.rpartition("-")[2]
+    assert server.ids == {run_id}
+    run = server.run
+    assert (run["name"], run["project"], run["displayName"], run["groupName"]) == (run_id, "tepo", "tiny", "seeds")
+    assert list(run["tags"]) == ["tiny"]
+    config = json.loads(run["config"])
+    assert config["optimizer"]["value"]["lr"] == 2e-4
+    assert config["reward"]["value"]["kwargs"] == {"api_key": "***"}
+    assert server.exit_codes == [1, 0, 0]
+    assert [row["_step"] for row in server.history] == list(range(7))  # it never falls, so that nothing is thrown away
+    assert [row["step"] for row in server.history] == [0, 1, 2, 3, 3, 4, 5]
+    for row, there in zip(rows, [*server.history[:3], *server.history[4:]], strict=True):
+        assert {key: there.get(key) for key in row} == row
+    metrics = config["_wandb"]["value"]["m"]  # in W&B's short form: 1 is a name, 2 a pattern, 5 its x axis by number
+    (every,) = [metric for metric in metrics if metric.get("2") == "*"]
+    assert metrics[every["5"] - 1]["1"] == "step"
+    no_secret_in(folder / "wandb")
+    no_secret_in(folder / "logs")
+
+
+@needs("mlflow", "sqlalchemy", "alembic")
+def test_the_database_of_mlflow_has_every_row_and_goes_on_in_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    section = {"mlflow": {"experiment_name": "tepo", "tags": {"of": "tests"}}}
+    folder = tmp_path / "out"
+    rows = run_twice(folder, section)
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder / 'mlflow/mlflow.db'}")
+    experiment = client.get_experiment_by_name("tepo")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.status, run.info.run_name, run.data.tags["of"]) == ("FINISHED", "tiny", "tests")
+    assert (run.data.params["optimizer.lr"], run.data.tags["optimizer.lr"]) == ("0.0001", "0.0002")
+    assert run.data.params["reward.kwargs.api_key"] == "***"
+    for name, shown in {"reward/mean": "reward/mean", "accuracy/avg@k": "accuracy/avg_at_k", "ratio/max": "ratio/max"}.items():
+        history = sorted(client.get_metric_history(run.info.run_id, shown), key=lambda metric: (metric.step, metric.timestamp))
+        last = {metric.step: metric.value for metric in history}
+        assert last == {row["step"]: row[name] for row in rows if row[name] is not None}
+    assert len(client.get_metric_history(run.info.run_id, "reward/mean")) == 6
+    no_secret_in(folder / "mlflow")
+    no_secret_in(folder / "logs")

@@ -1,0 +1,108 @@
+"""The watch over a server's progress: a standstill is noticed, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from tepo_megatron.sampler.fleet.progress import ProgressWatch
+from tepo_megatron.sampler.vllm.client.client import PROGRESS
+from tepo_megatron.sampler.vllm.client.faults import ServerGone, ServerSilent
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Now:
+    """A pool that runs what it is given at once."""
+
+    def submit(self, probe: Callable[[], object]) -> Any:
+        future: Future[object] = Future()
+        try:
+            future.set_result(probe())
+        except RuntimeError as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, **_: object) -> None: ...
+
+
+def watch_of(probe: Callable[[], object], on_move: Callable[[], None] = lambda: None) -> tuple[ProgressWatch, Clock]:
+    clock = Clock()
+    watch = ProgressWatch(probe, 60.0, clock, on_move)
+    watch._thread = Now()  # type: ignore[assignment]
+    return watch, clock
+
+
+def looks(watch: ProgressWatch, clock: Clock, seconds: float, step: float = 1.0) -> str:
+    said = ""
+    while seconds > 0 and not said:
+        clock.now += step
+        seconds -= step
+        said = watch.look()
+    return said
+
+
+def silent() -> object:
+    raise ServerSilent("no answer")
+
+
+def gone() -> object:
+    raise ServerGone("connection refused")
+
+
+@pytest.mark.parametrize("probe", [lambda: "the same", lambda: None, silent])
+def test_a_standstill_is_noticed_after_the_time_out_and_not_before(probe: Callable[[], object]) -> None:
+    watch, clock = watch_of(probe)
+    assert looks(watch, clock, 59.0) == ""
+    assert "no new token" in looks(watch, clock, 10.0)
+
+
+def test_progress_of_any_kind_starts_the_count_anew() -> None:
+    watch, clock = watch_of(iter(range(100000)).__next__)
+    assert looks(watch, clock, 1000.0) == ""
+    stuck, clock = watch_of(lambda: "the same")
+    for _ in range(20):
+        assert looks(stuck, clock, 50.0) == ""
+        stuck.moved()
+
+
+def test_a_dead_server_is_told_at_once_but_not_by_one_failed_connection() -> None:
+    watch, clock = watch_of(gone)
+    assert looks(watch, clock, 12.0) == "connection refused"
+    answers = iter([gone, lambda: 1] * 50)
+    watch, clock = watch_of(lambda: next(answers)())
+    assert looks(watch, clock, 12.0) == ""
+
+
+def test_time_in_which_this_process_did_not_run_is_nobodys_fault() -> None:
+    """The trainer was stopped, or the machine slept."""
+    watch, clock = watch_of(lambda: "the same")
+    assert looks(watch, clock, 20.0) == ""
+    clock.now += 36000
+    assert watch.look() == ""
+    assert looks(watch, clock, 20.0) == ""
+    assert "no new token" in looks(watch, clock, 60.0)
+
+
+def test_the_route_of_the_progress_is_the_plugins() -> None:
+    from tepo_megatron.sampler.vllm.plugin import progress
+
+    assert progress.PATH == PROGRESS
+
+
+def test_every_change_of_the_progress_is_told_and_nothing_else() -> None:
+    """An answer that is the same, none, or a server that moved by an answer of its own is no movement to tell."""
+    told: list[int] = []
+    answers = iter([1, 1, 2, None, 2, 3, 3, 3, 3, 3])
+    watch, clock = watch_of(lambda: next(answers), lambda: told.append(1))
+    assert looks(watch, clock, 30.0) == ""
+    watch.moved()
+    assert len(told) == 3

@@ -1,0 +1,237 @@
+"""What the client says when a server misbehaves, against a small HTTP server."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepo_megatron.core.types import Response, WeightsVersion
+from tepo_megatron.sampler.vllm.client.answers import BadAnswer, read_frames, read_spans
+from tepo_megatron.sampler.vllm.client.client import GENERATE, Client
+from tepo_megatron.sampler.vllm.server.resources import reserve_port
+from tepo_megatron.sampler.vllm.wire.frames import SAMPLES, end_frame, error_frame
+from tests.support.programs import TIMEOUT_S
+from tests.support.samples import answer, response
+
+KEY = "a-secret-key"
+Reply = tuple[int, bytes]
+Serve = Callable[..., Client]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(answer: Callable[[str, Any, dict[str, str]], Reply], timeout_s: float = 60.0) -> Client:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("content-length", 0)))
+                headers = {name.lower(): value for name, value in self.headers.items()}
+                status, content = answer(self.path, json.loads(body) if body else None, headers)
+                self.send_response(status)
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *args: object) -> None: ...
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        return Client(f"http://127.0.0.1:{server.server_port}", KEY, timeout_s)
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+NINE = WeightsVersion(9, "abc")
+
+
+def generate(client: Client, **changes: Any) -> list[Response]:
+    arguments: dict[str, Any] = {
+        "n": 2, "temperature": 0.5, "max_new_tokens": 7, "seed": 3, "stop_token_ids": [2], "version": NINE
+    }  # fmt: skip
+    return client.generate((1, 5), **arguments | changes)
+
+
+def test_responses_come_back_with_key_and_parameters_sent(serve: Serve) -> None:
+    seen: list[Any] = []
+
+    def reply(path: str, body: Any, headers: dict[str, str]) -> Reply:
+        seen.append((path, body, headers["authorization"]))
+        one = response(1, [21], [-1.0], "length", [(0, "9:abc")])  # it finishes first
+        return 200, answer([one, response(0, [10, 2], [-0.5, -11 / 3], "stop", [(0, "9:abc")])])
+
+    first, second = generate(serve(reply))
+    assert first == Response((10, 2), (-0.5, -11 / 3), "stop", NINE)
+    assert second == Response((21,), (-1.0,), "length", NINE)
+    (path, body, authorization) = seen[0]
+    assert (path, authorization) == (SAMPLES, f"Bearer {KEY}")
+    assert body.pop("id")
+    assert body == {
+        "model": "policy",
+        "prompt": [1, 5],
+        "sampling": {"temperature": 0.5, "stop_token_ids": [2]},
+        "samples": [{"sample": at, "seed": 3 + at, "max_tokens": 7, "prefix": []} for at in range(2)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected", "said"),
+    [
+        (["8:abc"], NINE, "8:abc"),  # an update was lost
+        (["9:abd"], NINE, "9:abd"),  # other weights of the same step
+        (["9:abc", "10:f"], NINE, "10:f and 9:abc"),  # updated while it was being drawn
+        (["default"], NINE, "default"),  # started again behind our back
+        (["41:"], WeightsVersion(0), "41:"),
+        ([], NINE, "of no version"),
+    ],
+)
+def test_a_response_of_an_unexpected_version_is_an_error(
+    serve: Serve, versions: list[str], expected: WeightsVersion, said: str
+) -> None:
+    both = [response(at, [10, 2], [-0.5, -1.0], versions=list(enumerate(versions))) for at in range(2)]
+    client = serve(lambda path, body, headers: (200, answer(both)))
+    with pytest.raises(RuntimeError) as caught:
+        generate(client, version=expected)
+    expected_label = f"{expected.step}:{expected.digest}"
+    assert f"{client.url} drew a response with weights {said}, but this run gave it {expected_label}" in str(caught.value)
+
+
+def test_weights_that_were_never_updated_are_version_0(serve: Serve) -> None:
+    both = [response(at, [10, 2], [-0.5, -1.0]) for at in range(2)]
+    client = serve(lambda path, body, headers: (200, answer(both)))
+    assert {response.weights_version for response in generate(client, version=WeightsVersion(0))} == {WeightsVersion(0)}
+
+
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5), data=st.data())
+def test_frames_come_out_as_they_went_in_however_they_are_cut(sizes: list[int], data: st.DataObject) -> None:
+    sent = [response(at, [at] * size, [-0.5 * at] * size, "stop", [(0, "9:abc")]) for at, size in enumerate(sizes)]
+    stream = answer(sent)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
+    pieces = [stream[a:b] for a, b in pairwise([0, *cuts, len(stream)])]
+    found = list(read_frames(pieces, range(len(sizes))))
+    assert [(f.head["sample"], f.ids.tolist(), f.logprobs.tolist()) for f in found] == [
+        (each["sample"], each["ids"], each["logprobs"]) for each in sent
+    ]
+    with pytest.raises(BadAnswer):
+        list(read_frames([stream[: data.draw(st.integers(0, len(stream) - 1))]], range(len(sizes))))
+
+
+SPANS = [(0, "8:a"), (3, "9:abc")]
+
+
+@pytest.mark.parametrize(
+    ("spans", "said"),
+    [
+        ([(1, "8:a")], r"change at the tokens \[1\] of 5"),
+        ([(0, "8:a"), (0, "9:abc")], r"change at the tokens \[0, 0\] of 5"),
+        ([(0, "8:a"), (5, "9:abc")], r"change at the tokens \[0, 5\] of 5"),
+        ([(0, "8:a"), (True, "9:abc")], "which is no order"),
+        ([(0, "9:abc"), (3, "8:a")], "older weights drew tokens after newer ones: 9:abc, 8:a"),
+    ],
+)
+def test_spans_of_versions_follow_each_other(spans: list[tuple[int, str]], said: str) -> None:
+    labels = {"8:a": WeightsVersion(8, "a"), "9:abc": NINE}
+    assert read_spans(SPANS, 5, labels) == ((0, WeightsVersion(8, "a")), (3, NINE))
+    with pytest.raises(BadAnswer, match=said):
+        read_spans(spans, 5, labels)
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ((400, b'{"error": {"message": "the prompt is too long"}}'), "status 400: the prompt is too long"),
+        ((401, b'{"error": "no key"}'), "status 401: no key"),
+        ((422, b'{"detail": "a field is missing"}'), "status 422: a field is missing"),
+        ((500, b"Internal Server Error"), "status 500: Internal Server Error"),
+        ((503, b""), "status 503: no explanation"),
+        ((200, error_frame("the engine is dead", 500)), "status 500: the engine is dead"),
+        ((200, b"<html>"), "something else than responses: b'<html>'"),
+        ((200, b"[1]"), "stopped after 0 responses of 2"),
+        ((200, b""), "stopped after 0 responses of 2"),
+        ((200, end_frame(0)), "returned 0 responses of 2"),
+        ((200, answer([response(0, [1, 2], [-1.0])])), "1 log-probs for 2 tokens"),
+        ((200, answer([response(0, [1, 2], [])])), "every token needs one"),
+    ],
+)
+def test_an_error_carries_the_address_the_status_and_the_servers_words(serve: Serve, reply: Reply, message: str) -> None:
+    client = serve(lambda path, body, headers: reply)
+    with pytest.raises(RuntimeError) as caught:
+        generate(client)
+    assert client.url in str(caught.value)
+    assert message in str(caught.value)
+    assert KEY not in str(caught.value)
+
+
+def test_a_slow_server_is_given_up(serve: Serve) -> None:
+    def answer(path: str, body: Any, headers: dict[str, str]) -> Reply:
+        given_up.wait(TIMEOUT_S)
+        return 200, b"{}"
+
+    given_up = threading.Event()
+    with pytest.raises(RuntimeError, match=r"POST http://127.0.0.1:\d+/resume: no answer within 0.5 s"):
+        serve(answer, 0.5).resume()
+    given_up.set()
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with reserve_port("127.0.0.1") as held:  # nobody listens there, and nobody will
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        with pytest.raises(RuntimeError, match=rf"POST {url}/pause\?mode=keep: .*[Cc]onnect"):
+            Client(url, KEY, TIMEOUT_S).pause()
+
+
+def test_what_is_drawn_through_the_cache_and_without_it_comes_before_samples_that_wait(serve: Serve) -> None:
+    seen: list[Any] = []
+
+    def reply(path: str, body: Any, headers: dict[str, str]) -> Reply:
+        seen.append((body["priority"], body["sampling"].get("skip_reading_prefix_cache", False)))
+        return 200, answer([response(0, [10, 11, len(seen)], [-0.5, -1.0, -2.0], "length", [(0, "9:abc")])])
+
+    assert serve(reply).cached_logprobs((1, 5), 3, NINE) == ([-0.5, -1.0], [-0.5, -1.0])  # the last tokens differ
+    assert seen == [(-1, False), (-1, True)]
+
+
+def scored(prompt: list[int], logprobs: list[float]) -> bytes:
+    tokens = [None, *({str(token): {"logprob": value, "rank": 1}} for token, value in zip(prompt[1:], logprobs, strict=True))]
+    return json.dumps({"prompt_logprobs": tokens}).encode()
+
+
+def test_a_prompt_is_scored_without_its_first_token(serve: Serve) -> None:
+    seen: list[Any] = []
+
+    def answer(path: str, body: Any, headers: dict[str, str]) -> Reply:
+        seen.append((path, body))
+        return 200, scored([4, 9, 7], [-0.5, -2.25])
+
+    assert serve(answer).prompt_logprobs((4, 9, 7)) == [-0.5, -2.25]
+    (path, body) = seen[0]
+    assert (path, body["token_ids"]) == (GENERATE, [4, 9, 7])
+    assert body["sampling_params"] == {"prompt_logprobs": 0, "max_tokens": 1}
+    assert body["priority"] < 0  # samples have 0, and those that wait go on waiting
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"{}",
+        b'{"choices": []}',
+        b'{"prompt_logprobs": null}',
+        scored([4, 9], [-1.0]),
+        scored([4, 9, 8], [-1.0] * 2),
+    ],
+)
+def test_scores_of_another_prompt_are_no_answer(serve: Serve, reply: bytes) -> None:
+    client = serve(lambda path, body, headers: (200, reply))
+    with pytest.raises(RuntimeError, match="something else than the log-probs of the prompt") as caught:
+        client.prompt_logprobs((4, 9, 7))
+    assert client.url in str(caught.value)

@@ -1,0 +1,230 @@
+"""Trainer and servers of different machines: registry, and a server that is only found."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.sampler.fleet import external
+from tepo_megatron.sampler.fleet.external import ExternalServer
+from tepo_megatron.sampler.fleet.registry import (
+    Registration,
+    is_retired,
+    register,
+    registered,
+    retire,
+    shared_key,
+    with_own_address,
+)
+from tepo_megatron.sampler.fleet.serve import Node
+from tests.support.programs import TIMEOUT_S
+
+
+class Health(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing is printed."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A server that says it is well."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Health)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExternalServer:
+    monkeypatch.setattr(external, "POLL_S", 0.01)
+    config = ServerConfig(placement="external", registry=tmp_path, start_timeout_s=0.2)  # for who waits in vain
+    return ExternalServer(config, folder=tmp_path, index=0, log=tmp_path / "server-0.log")
+
+
+def test_all_who_ask_at_once_get_one_key_that_only_its_owner_reads(tmp_path: Path) -> None:
+    folder = tmp_path / "registry"
+    with ThreadPoolExecutor(16) as pool:
+        keys = set(pool.map(lambda _: shared_key(folder), range(64)))
+    assert len(keys) == 1
+    assert len(keys.pop()) >= 40
+    assert [path.name for path in folder.iterdir()] == ["key"]
+    assert (folder / "key").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_registry_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RuntimeError, match=r"rollout\.server\.registry"):
+        shared_key(tmp_path / "file" / "registry")
+
+
+def test_a_key_or_a_folder_that_others_can_use_is_refused(tmp_path: Path) -> None:
+    shared_key(folder := tmp_path / "registry")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (folder / "key").chmod(0o640)
+    with pytest.raises(RuntimeError, match=r"key belongs to user \d+ and has mode 0640, so that others can open it"):
+        shared_key(folder)
+    (folder / "key").chmod(0o600)
+    folder.chmod(0o770)
+    with pytest.raises(RuntimeError, match=r"mode 0770, so that others can write to it(?s:.*)rollout\.server\.registry"):
+        shared_key(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_key_that_another_user_has_put_there_is_refused(tmp_path: Path) -> None:
+    (folder := tmp_path / "registry").mkdir(mode=0o700)
+    (folder / "key").write_text("known to the other")
+    (folder / "key").chmod(0o600)
+    os.chown(folder / "key", 65534, 65534)
+    with pytest.raises(RuntimeError, match="key belongs to user 65534"):
+        shared_key(folder)
+
+
+def test_a_server_is_found_used_retired_and_found_again(stand_in: ExternalServer, tmp_path: Path, url: str) -> None:
+    stand_in.start()
+    with pytest.raises(RuntimeError, match="external rollout server 0 was not there within"):
+        stand_in.wait_ready()
+    register(tmp_path, 0, Registration("http://127.0.0.1:9", "dead"))
+    with pytest.raises(RuntimeError, match="was not there"):
+        stand_in.wait_ready()  # registered, but nobody answers
+    register(tmp_path, 0, Registration(url, "first"))
+    stand_in.wait_ready(TIMEOUT_S)
+    assert stand_in.url == url
+    assert stand_in.healthy()
+    assert not is_retired(tmp_path, 0, "first")
+
+    stand_in.start()  # as after a failed update: that life is over, although it answers
+    assert is_retired(tmp_path, 0, "first")
+    assert not stand_in.healthy()
+    with pytest.raises(RuntimeError, match="was not there"):
+        stand_in.wait_ready()
+    register(tmp_path, 0, Registration(url, "second"))
+    stand_in.wait_ready(TIMEOUT_S)
+    assert stand_in.healthy()
+
+
+def test_a_server_that_another_trainer_has_used_is_replaced_first(stand_in: ExternalServer, tmp_path: Path, url: str) -> None:
+    register(tmp_path, 0, Registration(url, "used"))
+    stand_in.start()
+    stand_in.wait_ready(TIMEOUT_S)
+    later = ExternalServer(stand_in.config, folder=tmp_path, index=0, log=tmp_path / "log")
+    later.start()
+    with pytest.raises(RuntimeError, match="was not there"):
+        later.wait_ready()
+    assert is_retired(tmp_path, 0, "used")
+
+
+def test_stopping_ends_a_wait(stand_in: ExternalServer) -> None:
+    stand_in.start()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(stand_in.wait_ready, TIMEOUT_S)
+        stand_in.stop()
+        with pytest.raises(RuntimeError, match="was ended"):
+            waiting.result(TIMEOUT_S)
+
+
+def test_the_interface_gives_the_address() -> None:
+    config = ServerConfig(placement="external", registry=Path("r"), interface="lo")
+    assert with_own_address(config).host == "127.0.0.1"
+    with pytest.raises(
+        ValueError, match=r"rollout\.server\.interface = 'none0' has no IPv4 address on .*; interfaces here: .*lo"
+    ):
+        with_own_address(config.model_copy(update={"interface": "none0"}))
+
+
+@pytest.mark.parametrize(("address", "fits"), [("127.0.1.1", False), ("10.1.2.3", True)])
+def test_a_name_that_stands_for_loopback_is_no_address_for_others(
+    address: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tepo_megatron.sampler.fleet.registry.socket.gethostbyname", lambda name: address)
+    config = ServerConfig(placement="external", registry=Path("r"))
+    if fits:
+        assert with_own_address(config).host == address
+    else:
+        with pytest.raises(ValueError, match=r"loopback address 127\.0\.1\.1.*set rollout\.server\.interface"):
+            with_own_address(config)
+
+
+def test_external_servers_need_a_registry() -> None:
+    with pytest.raises(ValueError, match="needs registry"):
+        ServerConfig(placement="external")
+
+
+@pytest.mark.parametrize(
+    ("server", "place", "message"),
+    [
+        ({}, (0, 1), "needs rollout.server.placement = external"),
+        ({"placement": "external", "registry": "r", "count": 3}, (0, 2), "3 servers cannot be spread over 2 nodes"),
+        ({"placement": "external", "registry": "r"}, (1, 1), "node 1 is not one of 1 nodes"),
+    ],
+)
+def test_a_node_that_cannot_serve_says_why(server: dict[str, Any], place: tuple[int, int], message: str) -> None:
+    config = RunConfig.model_validate({"rollout": {"server": server}})
+    with pytest.raises(ValueError, match=message):
+        Node(config, model_dir=Path("model"), node=place[0], nodes=place[1])
+
+
+class FakeServer:
+    """In place of a vLLM server: counts its lives."""
+
+    def __init__(self, *_: Any, log: Path, gpus: range, **__: Any) -> None:
+        self.log, self.gpus, self.port, self.alive, self.lives = log, tuple(gpus), 0, False, 0
+        self.url = "http://127.0.0.1:1"
+
+    def start(self, _taken: object) -> None:
+        self.alive, self.lives = True, self.lives + 1
+
+    def stop(self) -> None:
+        self.alive = False
+
+    def wait_ready(self) -> None:
+        """At once."""
+
+    def log_end(self) -> str:
+        return "the end of its log"
+
+
+def test_a_node_replaces_what_died_and_what_was_retired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[FakeServer] = []
+
+    def make(*arguments: Any, **options: Any) -> FakeServer:
+        made.append(FakeServer(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr("tepo_megatron.sampler.fleet.serve.Server", make)
+    server = {"placement": "external", "registry": str(tmp_path), "interface": "lo", "count": 4, "tp": 2, "max_restarts": 1}
+    config = RunConfig.model_validate({"rollout": {"server": server}, "output": str(tmp_path)})
+    turns = iter(
+        [
+            lambda: None,
+            lambda: setattr(made[0], "alive", False),
+            lambda: retire(tmp_path, 3, registered(tmp_path, 3).life),
+            lambda: setattr(made[1], "alive", False),
+        ]
+    )
+    monkeypatch.setattr("tepo_megatron.sampler.fleet.serve.time.sleep", lambda _: next(turns)())
+    with Node(config, model_dir=Path("model"), node=1, nodes=2) as node:
+        first = [registered(tmp_path, index) for index in range(4)]
+        assert first[:2] == [None, None]  # the other node's
+        assert [each.gpus for each in made] == [(0, 1), (2, 3)]
+        assert [each.log.name for each in made] == ["server-2.log", "server-3.log"]
+        with pytest.raises(RuntimeError, match=r"died 3 times.*\n.*the end of its log"):
+            node.watch()
+    assert [each.lives for each in made] == [2, 2]
+    now = [registered(tmp_path, index) for index in (2, 3)]
+    assert now[0] != first[2]
+    assert now[1] != first[3]
+    assert not any(each.alive for each in made)

@@ -1,0 +1,427 @@
+"""Servers that answer wrongly, hang, are slow or vanish: each has one defined end, and no wrong answer reaches the trainer."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tepo_megatron.core.types import Response, WeightsVersion
+from tepo_megatron.sampler.fleet.fleet import Fleet, ServerDied
+from tepo_megatron.sampler.vllm.client.answers import BadAnswer, FailedAnswer, OtherWeights, read_frames, read_response
+from tepo_megatron.sampler.vllm.client.client import GENERATE
+from tepo_megatron.sampler.vllm.wire.frames import SAMPLES, end_frame, error_frame, head_frame, response_frame
+from tests.support.faulty_server import VOCABULARY, Behaviour, FaultyServer, answer_well, choice, fleet_of
+from tests.support.samples import Sample
+
+PROMPTS = [(1, 5), (1, 6, 7), (1,), (1, 9)]
+SHORT_S = 3.0
+"""For who hangs. The others answer in milliseconds, and in far less than this on a machine that is ten times slower."""
+
+
+@pytest.fixture
+def servers() -> Iterator[list[FaultyServer]]:
+    made = [FaultyServer(), FaultyServer()]
+    yield made
+    for server in made:
+        server.close()
+
+
+def sample(fleet: Fleet) -> list[list[Response]]:
+    return fleet.generate(PROMPTS, n=2, temperature=1.0, max_new_tokens=4, seed=3)
+
+
+@pytest.fixture
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[Response]]:
+    """What servers without faults draw."""
+    server = FaultyServer()
+    with fleet_of([server], tmp_path_factory.mktemp("good")) as (fleet, _):
+        found = sample(fleet)
+    server.close()
+    return found
+
+
+# -- wrong answers
+
+
+def spoilt(change: Callable[[list[Sample]], Any]) -> Behaviour:
+    def behave(server: FaultyServer, samples: list[Sample]) -> tuple[int, bytes]:
+        changed = change(samples)
+        return answer_well(server, samples if changed is None else changed)
+
+    return behave
+
+
+def with_logprob(value: float) -> Behaviour:
+    return spoilt(lambda samples: samples[0].update(logprobs=[-0.5, value]))
+
+
+def with_token(value: int) -> Behaviour:
+    return spoilt(lambda samples: samples[-1].update(ids=[value, 2]))
+
+
+def break_off(server: FaultyServer, samples: list[Sample]) -> None:
+    return None
+
+
+def in_stream(samples: list[Sample], tail: bytes) -> bytes:
+    """All responses but the last, and then something else."""
+    return b"".join(response_frame(**each) for each in samples[:-1]) + tail
+
+
+# A request that is sent again asks for what has not come: these answer one for a single sample as wrongly as one for two.
+FAULTS: dict[str, tuple[Behaviour, str]] = {
+    "JSON": (lambda server, samples: (200, b'{"choices": ['), "something else than responses"),
+    "HTML": (lambda server, samples: (200, b"<html>gateway</html>"), "something else than responses"),
+    "another object": (lambda server, samples: (200, head_frame({"object": "error"})), "sample None, which was not asked for"),
+    "a list": (lambda server, samples: (200, head_frame([1, 2])), "something else than responses"),  # type: ignore[arg-type]
+    "tokens in words": (
+        lambda server, samples: (200, head_frame({"sample": 0, "tokens": "two"})),
+        "something else than responses: a response of 'two' tokens",
+    ),
+    "no log-probs": (spoilt(lambda samples: samples[0].update(logprobs=[])), "0 log-probs for 2 tokens"),
+    "a log-prob too few": (spoilt(lambda samples: samples[0].update(logprobs=[-1.0])), "1 log-probs for 2 tokens"),
+    "a token too few": (spoilt(lambda samples: samples[0].update(ids=[3])), "2 log-probs for 1 tokens"),
+    "no tokens": (spoilt(lambda samples: samples[0].update(ids=[], logprobs=[])), "a response of 0 tokens"),
+    "too many tokens": (
+        spoilt(lambda samples: samples[0].update(ids=[3] * 9, logprobs=[-1.0] * 9)),
+        "a response of 9 tokens",
+    ),
+    "a log-prob of NaN": (with_logprob(float("nan")), "nan as the log-prob"),
+    "a log-prob of -inf": (with_logprob(float("-inf")), "-inf as the log-prob"),
+    "a log-prob above 0": (with_logprob(0.5), "0.5 as the log-prob"),
+    "a token beyond the vocabulary": (with_token(VOCABULARY), f"returned {VOCABULARY} at position 0"),
+    "a negative token": (with_token(-1), "returned -1 at position 0"),
+    "a response too few": (spoilt(lambda samples: samples[:-1]), r"returned (1 responses of 2|0 responses of 1) that"),
+    "a response again": (spoilt(lambda samples: [samples[0], samples[0]]), r"returned the response to sample [01] again"),
+    "a response of nobody": (spoilt(lambda samples: samples[0].update(sample=5)), "sample 5, which was not asked for"),
+    "versions of nothing": (spoilt(lambda samples: samples[0].update(versions=[[]])), "something else than responses"),
+    "an aborted response": (spoilt(lambda samples: samples[0].update(finish_reason="abort")), "finish_reason = 'abort'"),
+    "status 500": (lambda server, samples: (500, b'{"error": {"message": "out of memory"}}'), "status 500: out of memory"),
+    "status 503": (lambda server, samples: (503, b""), "status 503"),
+    "a failure in mid-stream": (
+        lambda server, samples: (200, in_stream(samples, error_frame("out of memory", 500))),
+        "status 500: out of memory",
+    ),
+    "an end in mid-stream": (
+        lambda server, samples: (200, in_stream(samples, b"")),
+        "stopped after (1 responses of 2|0 responses of 1)",
+    ),
+    "a connection that breaks off": (break_off, "peer closed connection"),
+}
+
+
+def first_two(behave: Behaviour) -> Behaviour:
+    """The first two requests for whole groups are answered so. One that is sent again for the rest of a group is not: it may be
+    faster than another's first, and a fault behind its last response would repeat nothing.
+    """
+    asked = count()
+    return lambda server, samples: (
+        behave(server, samples) if len(samples) == 2 and next(asked) < 2 else answer_well(server, samples)
+    )
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_answer_is_asked_for_again_and_then_ends_the_server_with_the_first_cause(
+    name: str, servers: list[FaultyServer], expected: list[list[Response]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behave, said = FAULTS[name]
+    monkeypatch.setattr("tepo_megatron.sampler.fleet.stream.FIRST_PAUSE_S", 0.0)
+    (server, _) = servers
+    server.always = first_two(behave)
+    with fleet_of([server], tmp_path, max_retries=2, max_restarts=1) as (fleet, _):
+        assert sample(fleet) == expected  # the same draws, by the same seeds
+        assert fleet.figures() == {"servers/restarts": 0, "servers/timeouts": 0, "requests/retried": 2}
+        assert len(set(server.seeds)) == 2 * len(PROMPTS)
+        server.always = behave
+        with pytest.raises(ServerDied, match=server.url) as died:
+            sample(fleet)
+        assert re.search(said, str(died.value))
+        assert not server.alive
+        assert fleet.revive()
+        assert server.starts == 2
+        with pytest.raises(RuntimeError, match="do not have the current weights"):
+            sample(fleet)
+        fleet._version = WeightsVersion(0)
+        with pytest.raises(ServerDied):
+            sample(fleet)
+        with pytest.raises(
+            RuntimeError, match=r"died 2 times; rollout.server.max_restarts = 1. The first failure was: "
+        ) as last:
+            fleet.revive()
+        assert re.search(said, str(last.value))
+        assert "the end of its log" in str(last.value)
+
+
+def test_two_servers_of_which_one_answers_wrongly_give_whole_groups_and_it_is_replaced(
+    servers: list[FaultyServer], expected: list[list[Response]], tmp_path: Path
+) -> None:
+    good, bad = servers
+    bad.always = with_logprob(float("nan"))
+    bad.after_start = lambda server: setattr(server, "always", answer_well if server.starts > 1 else server.always)
+    with fleet_of(servers, tmp_path, max_retries=0) as (fleet, reports):
+        assert sample(fleet) == expected
+        assert [bad.url in report and "its requests go to the other servers" in report for report in reports] == [True]
+        assert sample(fleet) == expected  # by the good one alone: the other has no weights yet
+        assert fleet.weights_version == WeightsVersion(0)
+        with fleet._announced(WeightsVersion(0)):  # as the next update does
+            fleet._take_back()
+            assert (good.starts, bad.starts) == (1, 2)
+            assert [lane.client.url for lane in fleet.lanes()] == [good.url], "a server without weights is not asked"
+        assert [lane.client.url for lane in fleet.lanes()] == [good.url, bad.url]
+        assert fleet.weights_version is None
+        fleet._version = WeightsVersion(0)
+        asked = len(bad.seeds)
+        assert sample(fleet) == expected
+        assert len(bad.seeds) > asked
+        assert fleet.figures()["servers/restarts"] == 1
+
+
+def test_the_death_of_the_last_server_ends_the_draw_and_all_are_started_again(
+    servers: list[FaultyServer], expected: list[list[Response]], tmp_path: Path
+) -> None:
+    for server in servers:
+        server.always = break_off
+        server.after_start = lambda server: setattr(server, "always", answer_well if server.starts > 1 else server.always)
+    with fleet_of(servers, tmp_path, max_retries=1) as (fleet, _):
+        with pytest.raises(ServerDied):
+            sample(fleet)
+        assert fleet.revive()
+        assert [server.starts for server in servers] == [2, 2]
+        fleet._version = WeightsVersion(0)
+        assert sample(fleet) == expected
+
+
+def test_other_weights_and_refused_requests_are_neither_repeated_nor_a_servers_death(
+    servers: list[FaultyServer], tmp_path: Path
+) -> None:
+    (server, _) = servers
+    with fleet_of([server], tmp_path) as (fleet, _):
+        for behave, said in (
+            (
+                spoilt(lambda samples: samples[0].update(versions=[(0, "9:x")])),
+                "a response with weights 9:x",
+            ),
+            (lambda server, samples: (400, b'{"error": {"message": "the prompt is too long"}}'), "the prompt is too long"),
+        ):
+            server.faults = [behave] * len(PROMPTS)
+            with pytest.raises(RuntimeError, match=said) as refused:
+                sample(fleet)
+            assert not isinstance(refused.value, ServerDied)
+            server.faults = []
+        assert fleet.figures()["requests/retried"] == 0
+        assert server.alive
+
+
+KEYS = st.sampled_from(["sample", "tokens", "logprobs", "finish_reason", "versions", "end", "error", "x"])
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text(max_size=5) | st.just("4:d"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_whatever_an_answer_is_changed_to_it_is_refused_or_right(data: st.DataObject) -> None:
+    """A value of a head, or any bytes."""
+    samples = [choice([1, 5], 3, "4:d"), choice([1, 5], 4, "4:d") | {"sample": 1}]
+    frames = [response_frame(**each) for each in samples]
+    if data.draw(st.booleans()):
+        size = int.from_bytes(frames[1][:4], "little")
+        head = json.loads(frames[1][4 : 4 + size])
+        head[data.draw(KEYS)] = data.draw(json_values)
+        frames[1] = head_frame(head) + frames[1][4 + size :]
+        stream = b"".join([*frames, end_frame(2)])
+    else:
+        whole = b"".join([*frames, end_frame(2)])
+        at = data.draw(st.integers(0, len(whole)))
+        stream = whole[:at] + data.draw(st.binary(max_size=8)) + whole[at + data.draw(st.integers(0, 8)) :]
+    asked: dict[str, Any] = {"max_new_tokens": 4, "vocab_size": VOCABULARY, "labels": {"4:d": WeightsVersion(4, "d")}}
+    try:
+        found = [read_response(frame, **asked, part=False) for frame in read_frames([stream], [0, 1])]
+    except (BadAnswer, FailedAnswer, OtherWeights):
+        return
+    assert len(found) == 2
+    for response in found:
+        assert 1 <= len(response.response_ids) == len(response.logprobs) <= 4
+        assert all(0 <= token < VOCABULARY for token in response.response_ids.tolist())
+        assert all(-1e30 < value <= 1e-3 for value in response.logprobs.tolist())
+
+
+# -- silence
+
+
+def test_a_server_that_hangs_is_lost_and_its_requests_go_to_the_other(
+    servers: list[FaultyServer], expected: list[list[Response]], tmp_path: Path
+) -> None:
+    """It answers neither samples nor the question for its progress."""
+    _, bad = servers
+    bad.hangs = {SAMPLES, "/health"}
+    bad.after_start = lambda server: server.hangs.clear() if server.starts > 1 else None
+    with fleet_of(servers, tmp_path, request_timeout_s=SHORT_S) as (fleet, reports):
+        assert sample(fleet) == expected
+        figures = fleet.figures()
+        assert figures["servers/timeouts"] == 1
+        assert figures["requests/retried"] == 2
+        assert "no new token of any request within 3 s (rollout.server.request_timeout_s)" in reports[0]
+        fleet._take_back()
+        assert [server.starts for server in servers] == [1, 2]
+
+
+def test_a_server_whose_engine_hangs_is_healthy_and_counts_as_dead(servers: list[FaultyServer], tmp_path: Path) -> None:
+    """Health and progress are answered; the progress stands still."""
+    (server, _) = servers
+    server.hangs = {SAMPLES}
+    with fleet_of([server], tmp_path, request_timeout_s=SHORT_S) as (fleet, _):
+        with pytest.raises(ServerDied, match="no new token of any request"):
+            sample(fleet)
+        assert (server.alive, server.stops) == (False, 1)
+        assert fleet.figures()["servers/timeouts"] == 1
+
+
+@pytest.mark.slow
+def test_a_slow_server_that_makes_tokens_is_left_alone(
+    servers: list[FaultyServer], expected: list[list[Response]], tmp_path: Path
+) -> None:
+    (server, _) = servers
+
+    def slow(server: FaultyServer, samples: list[Sample]) -> tuple[int, bytes]:
+        until = time.monotonic() + 2 * SHORT_S
+        while time.monotonic() < until:
+            server.tokens += 1
+            time.sleep(0.05)
+        return answer_well(server, samples)
+
+    server.always = slow
+    moves: list[int] = []
+    with fleet_of([server], tmp_path, request_timeout_s=SHORT_S) as (fleet, _):
+        drawn = fleet.generate(
+            PROMPTS, n=2, temperature=1.0, max_new_tokens=4, seed=3, on_move=lambda: moves.append(server.tokens)
+        )
+        assert drawn == expected
+        assert len(moves) > 1  # the run's heartbeat is told of tokens, long before a prompt is done
+        assert set(fleet.figures().values()) == {0}
+
+
+@pytest.mark.parametrize("route", ["/pause?mode=keep", "/start_weight_update", "/update_weights", "/finish_weight_update"])
+def test_a_server_that_hangs_in_an_update_counts_as_dead(servers: list[FaultyServer], tmp_path: Path, route: str) -> None:
+    from tests.unit.sampler.test_rollout_colocated import Sender
+
+    servers[1].hangs = {route}
+    with fleet_of(servers, tmp_path, request_timeout_s=SHORT_S, transfer_timeout_s=SHORT_S) as (fleet, _):
+        sender: Any = Sender([])
+        with pytest.raises(ServerDied, match=rf"weights 1 did not reach the rollout servers: (?s:.*){servers[1].url}"):
+            fleet.update_weights_from_shards(WeightsVersion(1), sender)
+        assert sender.calls[-1] == "arrived: False"
+        assert not any(server.alive for server in servers)  # the others have half of the new weights
+        servers[1].hangs.clear()
+        fleet._config = fleet._config.model_copy(update={"request_timeout_s": 60.0, "transfer_timeout_s": 60.0})
+        assert fleet.revive()
+        fleet.update_weights_from_shards(WeightsVersion(1), sender)
+        assert fleet.weights_version == WeightsVersion(1)
+
+
+@pytest.mark.parametrize("route", ["/pause?mode=keep", "/finish_weight_update"])
+def test_a_server_that_fails_in_an_update_outside_the_transfer_counts_as_dead(
+    servers: list[FaultyServer], tmp_path: Path, route: str
+) -> None:
+    """An engine whose worker is gone does so for a moment, in which the server still says that it is well."""
+    from tests.unit.sampler.test_rollout_colocated import Sender
+
+    servers[1].refuses = {route}
+    with fleet_of(servers, tmp_path) as (fleet, _):
+        sender: Any = Sender([])
+        with pytest.raises(ServerDied, match=rf"weights 1 did not reach the rollout servers: (?s:.*){servers[1].url}"):
+            fleet.update_weights_from_shards(WeightsVersion(1), sender)
+        servers[1].refuses.clear()
+        assert fleet.revive()
+        fleet.update_weights_from_shards(WeightsVersion(1), sender)
+        assert fleet.weights_version == WeightsVersion(1)
+
+
+@pytest.mark.parametrize("route", ["/pause?mode=keep", "/reset_prefix_cache"])
+def test_a_request_that_a_dead_engine_has_left_is_not_waited_for(
+    servers: list[FaultyServer], tmp_path: Path, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The API server still holds it, and says to others that its engine is dead."""
+    from tests.unit.sampler.test_rollout_colocated import Sender
+
+    monkeypatch.setattr("tepo_megatron.sampler.fleet.sync.LOOK_S", 0.05)
+    servers[1].hangs, servers[1].refuses = {route}, {"/health"}
+    with fleet_of(servers, tmp_path, request_timeout_s=3600.0) as (fleet, _):
+        sender: Any = Sender([])
+        with pytest.raises(ServerDied, match=rf"weights 1 did not reach .*{servers[1].url}/health: status 500"):
+            fleet.update_weights_from_shards(WeightsVersion(1), sender)
+        servers[1].hangs, servers[1].refuses = set(), set()
+        assert fleet.revive()
+        fleet.update_weights_from_shards(WeightsVersion(1), sender)
+        assert fleet.weights_version == WeightsVersion(1)
+
+
+def test_a_server_that_hangs_before_it_has_joined_counts_as_dead(servers: list[FaultyServer], tmp_path: Path) -> None:
+    from tests.unit.sampler.test_rollout_colocated import Sender
+
+    class Waiting(Sender):
+        def join_group(self) -> None:
+            raise RuntimeError("2 of 3 members of the weight-transfer group joined within 1 s")
+
+    servers[0].hangs = {"/init_weight_transfer_engine"}
+    with fleet_of(servers, tmp_path, request_timeout_s=60.0, transfer_timeout_s=SHORT_S) as (fleet, _):
+        sender: Any = Waiting([])
+        with pytest.raises(ServerDied, match=rf"{servers[0].url} gave no answer, also when.*2 of 3 members"):
+            fleet.update_weights_from_shards(WeightsVersion(1), sender)
+        assert sender.closed.is_set()
+
+
+def test_a_canary_that_hangs_or_is_garbage_counts_as_a_servers_death(servers: list[FaultyServer], tmp_path: Path) -> None:
+    (server, _) = servers
+    with fleet_of([server], tmp_path, request_timeout_s=SHORT_S, max_retries=1, max_restarts=9) as (fleet, _):
+        server.sample = lambda body: (200, b"{}")  # type: ignore[method-assign]
+        with pytest.raises(ServerDied, match="something else than the log-probs of the prompt"):
+            fleet.prompt_logprobs((1, 2, 3))
+        assert fleet.figures()["requests/retried"] == 1
+        fleet.revive()
+        server.hangs = {GENERATE}
+        with pytest.raises(ServerDied, match="no answer within 3 s"):
+            fleet.prompt_logprobs((1, 2, 3))
+        assert not server.alive
+
+
+# -- a server that does not come up again
+
+
+class Broken(FaultyServer):
+    """Comes up at the starts in ``works`` only."""
+
+    works: tuple[int, ...] = (1,)
+
+    def wait_ready(self) -> None:
+        if self.starts not in self.works:
+            self.alive = False
+            raise RuntimeError(f"the vLLM server at {self.url} ended before it was ready")
+
+
+@pytest.mark.parametrize(("works", "restarts", "ends"), [((1, 3), 2, ""), ((1,), 3, "died 4 times")])
+def test_a_restart_that_fails_is_repeated_as_often_as_restarts_are_allowed(
+    tmp_path: Path, works: tuple[int, ...], restarts: int, ends: str
+) -> None:
+    server = Broken()
+    server.works = works
+    with fleet_of([server], tmp_path, max_restarts=3) as (fleet, _):
+        server.alive = False
+        if ends:
+            with pytest.raises(RuntimeError, match=rf"{ends}; rollout.server.max_restarts = 3(?s:.*)ended before it was ready"):
+                fleet.revive()
+        else:
+            assert fleet.revive()
+        assert fleet.figures()["servers/restarts"] == restarts
+    server.close()

@@ -1,0 +1,159 @@
+"""What a machine must have before a server is started: too little of it is one sentence, at once."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.sampler.fleet.fleet import Fleet
+from tepo_megatron.sampler.vllm.client.requests import server_seed
+from tepo_megatron.sampler.vllm.server import limits
+from tepo_megatron.sampler.vllm.server.limits import (
+    GIB,
+    MIB,
+    Machine,
+    check_machine,
+    connections,
+    needed,
+    this_machine,
+    weights_bytes,
+)
+
+CPU: dict[str, Any] = {"weights_bytes": 0, "on_gpu": False}
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (Machine(open_files=64), r"needs .*open files: 90 needed, 64 found; raise the hard limit \(ulimit -Hn"),
+        (Machine(processes=10), "processes and threads: 45 needed, 10 found; raise the limit .ulimit -u"),
+        (Machine(memory=512 * MIB), "memory: 1536 MiB needed, 512 MiB found; free some, raise the job's or container's limit"),
+        (Machine(address_space=GIB), "address space of a process: 3072 MiB needed, 1024 MiB found; lift the limit .ulimit -v"),
+        (Machine(shared_memory=64 * MIB), r"shared memory in /dev/shm: 240 MiB needed, 64 MiB found; enlarge it \(docker"),
+        (Machine(open_files=64, shared_memory=0), r"open files: .*\. shared memory"),
+    ],
+)
+def test_what_is_short_is_said_with_what_is_needed_found_and_to_do(found: Machine, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_machine(ServerConfig(), 1, **CPU, machine=found)
+
+
+def test_what_is_needed_is_enough_and_grows_with_servers_workers_and_weights() -> None:
+    one = needed(ServerConfig(), 1, **CPU)
+    check_machine(ServerConfig(), 1, **CPU, machine=one)
+    two = needed(ServerConfig(tp=2), 2, weights_bytes=7 * GIB, on_gpu=False)
+    assert two.memory >= one.memory + 14 * GIB
+    assert two.processes > one.processes
+    on_gpu = needed(ServerConfig(), 1, weights_bytes=140 * GIB, on_gpu=True)
+    assert on_gpu.memory == one.memory  # the weights are on the GPU
+    assert on_gpu.shared_memory == 0  # one worker, in the engine's own process
+
+
+def test_this_machine_has_what_the_tests_need() -> None:
+    found = this_machine()
+    assert found.memory < 2**50
+    assert found.open_files > 100
+    check_machine(ServerConfig(), 1, **CPU, machine=replace(found, memory=2**40))
+
+
+def test_a_fleet_is_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "this_machine", lambda: Machine(shared_memory=64 * MIB))
+    with pytest.raises(ValueError, match=r"2 rollout servers need more of this machine than is left\. shared memory"):
+        Fleet(ServerConfig(count=2), model_dir=tmp_path, dtype="float32", stop_token_ids=[2], log_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- the real limits of real processes
+
+ASK = """
+import json, resource, sys
+from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.sampler.vllm.server.limits import check_machine, raise_open_files
+name, soft, hard = json.loads(sys.argv[1])
+if name:
+    resource.setrlimit(getattr(resource, name), (soft, hard))
+raise_open_files()
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+try:
+    check_machine(ServerConfig(), 1, weights_bytes=0, on_gpu=False)
+except ValueError as error:
+    print(error)
+"""
+
+
+def ask(limit: tuple[str, int, int], *prefix: str) -> str:
+    command = [*prefix, sys.executable, "-c", ASK, json.dumps(limit)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_soft_limit_of_open_files_is_raised_and_a_low_hard_one_said() -> None:
+    assert "open files: 90 needed, 64 found" in ask(("RLIMIT_NOFILE", 40, 64))
+    assert ask(("RLIMIT_NOFILE", 40, 1024)).splitlines() == ["1024"]
+    assert "address space of a process: 3072 MiB needed, 2000 MiB found" in ask(("RLIMIT_AS", 2000 * MIB, 2000 * MIB))
+
+
+def test_a_small_shared_memory_is_said() -> None:
+    """A container's usual 64 MiB, mounted in a namespace of its own."""
+    small = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh")
+    if shutil.which("unshare") is None or subprocess.run([*small, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount")
+    assert "shared memory in /dev/shm: 240 MiB needed, 64 MiB found" in ask(("", 0, 0), *small)
+
+
+# -- groups of control
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_tightest_group_of_control_counts(tmp_path: Path, version: int) -> None:
+    """Files that are only cached are no use of memory; the limit of an outer group binds too."""
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    lines = ["0::/job/step"] if version == 2 else ["5:memory:/job/step", "4:cpu,pids:/job/step", "1:name=systemd:/x"]
+    write(proc / "self", cgroup="\n".join(lines))
+    write(proc, meminfo=f"MemTotal: 99 kB\nMemAvailable: {64 * 1024 * 1024} kB\n")
+    memory, pids = (groups, groups) if version == 2 else (groups / "memory", groups / "pids")
+    limit, usage = ("memory__max", "memory__current") if version == 2 else ("memory__limit_in_bytes", "memory__usage_in_bytes")
+    write(memory / "job/step", **{limit: "max\n" if version == 2 else f"{2**63 - 4096}\n", usage: "1\n"})
+    stat = "inactive_file" if version == 2 else "total_inactive_file"
+    write(memory / "job", **{limit: f"{8 * GIB}\n", usage: f"{6 * GIB}\n", "memory__stat": f"anon 1\n{stat} {GIB}\n"})
+    write(pids / "job", pids__max="100\n", pids__current="93\n")
+    found = this_machine(proc, groups)
+    assert found.memory == 3 * GIB
+    assert found.processes <= 7
+    assert this_machine(proc, tmp_path / "none").memory == 64 * GIB
+
+
+@given(st.integers(-(2**70), 2**70), st.integers(0, 1000))
+def test_every_seed_of_a_run_is_one_that_a_server_takes(seed: int, index: int) -> None:
+    assert 0 <= server_seed(seed, index) < 2**32
+    assert server_seed(seed, index) != server_seed(seed, index + 1)
+    if 0 <= seed < 2**31:
+        assert server_seed(seed, index) == seed + index
+
+
+def test_connections_stay_within_the_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ServerConfig(count=2, max_num_seqs=512)
+    for soft, expected in ((20000, 512), (1024, 412), (100, 1)):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, soft=soft: (soft, soft))
+        assert connections(config) == expected
+
+
+def test_the_weights_are_all_files_of_the_model(tmp_path: Path) -> None:
+    write(tmp_path, **{"a.safetensors": "12345", "b.safetensors": "123", "config.json": "{}"})
+    assert weights_bytes(tmp_path) == 8

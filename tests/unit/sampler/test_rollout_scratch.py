@@ -1,0 +1,246 @@
+"""Killed servers leave nothing in /dev/shm and in the temporary folder: real processes, real kills, no vLLM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tepo_megatron.runtime import leftovers as scratch
+from tepo_megatron.runtime.leftovers import SHM, group_members, sweep, temporary_folder
+from tests.support.programs import TIMEOUT_S
+
+LINUX = SHM.is_dir() and Path("/proc/self/maps").exists()
+pytestmark = pytest.mark.skipif(not LINUX, reason="needs Linux' /dev/shm and /proc")
+
+LEAVES = """
+import multiprocessing, os, sys, tempfile, time
+from multiprocessing import resource_tracker, shared_memory
+resource_tracker.register = lambda *_: None  # as after its death: nobody cleans up
+memory = shared_memory.SharedMemory(create=True, size=4096)
+lock = multiprocessing.get_context("spawn").Lock()  # a semaphore, which its maker has mapped under another name
+child = os.fork()
+own = shared_memory.SharedMemory(create=True, size=64) if child == 0 else None
+if child == 0:
+    open(sys.argv[1] + ".draft", "w").write(own.name)
+    os.rename(sys.argv[1] + ".draft", sys.argv[1] + ".child")
+    time.sleep(600)
+while not os.path.exists(sys.argv[1] + ".child"):
+    time.sleep(0.01)
+open(os.path.join(tempfile.gettempdir(), "a-socket"), "w").close()
+os.makedirs(os.path.join(os.environ["VLLM_RPC_BASE_PATH"], "a/b"))
+name = lock._semlock.name.strip("/")
+open(sys.argv[1] + ".new", "w").write(f"{tempfile.gettempdir()} {memory.name} sem.{name}\\n")
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(600)
+"""
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+class Left:
+    """A supervised command that has made files, and says which."""
+
+    def __init__(self, note: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tepo_megatron.runtime.supervise", "--", sys.executable, "-c", LEAVES, str(note)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert eventually(note.exists)
+        folder, *names = note.read_text().split()
+        self.folder = Path(folder)
+        self.names = [*names, note.with_name(f"{note.name}.child").read_text()]
+        assert eventually(self.is_recorded)
+
+    def is_recorded(self) -> bool:
+        """Whether the supervisor has seen them all."""
+        record = self.folder / "shm"
+        return record.exists() and all(name in record.read_text() for name in self.names)
+
+    @property
+    def command(self) -> int:
+        (command,) = psutil.Process(self.process.pid).children()
+        return command.pid
+
+    def nothing_stays(self) -> bool:
+        return not self.folder.exists() and not any((SHM / name).exists() for name in self.names)
+
+    def all_there(self) -> bool:
+        return self.folder.is_dir() and all((SHM / name).exists() for name in self.names)
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder of these tests alone, with a short path: whatever server starts beside them sweeps the system's.
+    (``tmp_path``, which this does not use, is made in the system's.)
+    """
+    with tempfile.TemporaryDirectory(prefix="left-", dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+@pytest.fixture
+def left(base: Path, tmp_path: Path) -> Iterator[Left]:
+    made = Left(tmp_path / "note")
+    assert made.folder.parent == base
+    yield made
+    with suppress(ProcessLookupError):
+        os.killpg(made.process.pid, signal.SIGKILL)
+    made.process.wait()
+    assert eventually(lambda: not group_members(made.process.pid))
+    sweep()
+    assert made.nothing_stays()
+
+
+def test_a_server_has_a_private_temporary_folder_with_room_for_the_path_of_a_socket(left: Left) -> None:
+    assert left.all_there()
+    assert left.folder.parent == temporary_folder()
+    assert left.folder.stat().st_mode & 0o777 == 0o700
+    assert len(os.fsencode(left.folder)) + 37 <= 107
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_nothing_stays_of_a_killed_command(left: Left, stopped: bool) -> None:
+    if stopped:
+        for pid in group_members(left.process.pid):
+            if pid not in (left.process.pid, left.command):
+                os.kill(pid, signal.SIGSTOP)
+    os.kill(left.command, signal.SIGKILL)
+    left.process.wait(TIMEOUT_S)
+    assert eventually(left.nothing_stays)
+    assert group_members(left.process.pid) == []
+
+
+def test_nothing_stays_of_stopped_processes_when_the_starter_is_gone(left: Left) -> None:
+    for pid in group_members(left.process.pid):
+        if pid != left.process.pid:
+            os.kill(pid, signal.SIGSTOP)
+    assert left.process.stdin is not None
+    left.process.stdin.close()
+    left.process.wait(TIMEOUT_S)
+    assert eventually(left.nothing_stays)
+    assert group_members(left.process.pid) == []
+
+
+def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_and_not_before_all_are_dead(left: Left) -> None:
+    os.kill(left.process.pid, signal.SIGKILL)
+    left.process.wait()
+    assert left.folder not in sweep()  # the server still runs
+    assert left.all_there()
+    for pid in group_members(left.process.pid):
+        with suppress(ProcessLookupError):  # the kernel has asked the server to end
+            os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: not group_members(left.process.pid))
+    assert left.all_there()
+    command = [sys.executable, "-m", "tepo_megatron.runtime.supervise", "--", "sleep", "600"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as following:
+        assert eventually(left.nothing_stays)
+        assert following.stdin is not None
+        following.stdin.close()
+
+
+def test_what_others_use_or_made_is_left_alone(left: Left) -> None:
+    """A name that this process holds too; a name that was given again; one that appeared meanwhile and is another's."""
+    held = SharedMemory(left.names[0])
+    again = SHM / left.names[2]
+    again.unlink()
+    other = SharedMemory(create=True, size=64)  # before the name is given again: it might be given the same inode
+    again.write_bytes(b"another file")
+    try:
+        os.killpg(left.process.pid, signal.SIGKILL)
+        left.process.wait()
+        assert eventually(lambda: not group_members(left.process.pid))
+        assert left.folder in sweep()
+        assert (SHM / left.names[0]).exists()
+        assert (SHM / other.name).exists()
+        assert again.read_bytes() == b"another file"
+        assert not (SHM / left.names[1]).exists()
+    finally:
+        held.close()
+        held.unlink()
+        other.close()
+        other.unlink()
+        again.unlink()
+
+
+MAKES_A_FOLDER = """
+import os, subprocess, sys, tempfile, time
+from tepo_megatron.runtime.temporary import folder_name
+folder = tempfile.mkdtemp(prefix=f"{folder_name()}-", dir=sys.argv[1])
+told = {**os.environ, "TEPO_RENDEZVOUS": folder}
+rank = subprocess.Popen(["sleep", "600"], env=told, stdout=subprocess.DEVNULL, start_new_session=True)
+print(folder, rank.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_folder_of_a_trainer_that_was_killed_goes_when_its_ranks_are_gone(tmp_path: Path) -> None:
+    """Of the process that starts the ranks, which are in sessions of their own and know the folder."""
+    parent = subprocess.Popen([sys.executable, "-c", MAKES_A_FOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    folder, rank = parent.stdout.readline().split()
+    try:
+        assert sweep(tmp_path) == []
+        parent.kill()
+        parent.communicate()
+        assert sweep(tmp_path) == []
+    finally:
+        parent.kill()
+        os.kill(int(rank), signal.SIGKILL)
+    swept: list[Path] = []
+
+    def is_swept() -> bool:
+        swept.extend(sweep(tmp_path))
+        return bool(swept)
+
+    assert eventually(is_swept)
+    assert swept == [Path(folder)]
+    assert not Path(folder).exists()
+
+
+def test_folders_of_others_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    monkeypatch.setattr(scratch, "place", lambda: "0a0b0c")
+    notes, foreign, earlier, ours = (
+        tmp_path / name
+        for name in (
+            "tepo-0a0b0c-notes",
+            f"tepo-ffffff-{dead.pid}-1",  # of another machine or container, whose processes are not seen here
+            f"tepo-0a0b0c-{os.getpid()}-1",  # of an earlier process of this number
+            f"tepo-0a0b0c-{dead.pid}-3",
+        )
+    )
+    for folder in (notes, foreign, earlier, ours):
+        folder.mkdir()
+    target = tmp_path / "precious"
+    target.mkdir()
+    (tmp_path / f"tepo-0a0b0c-{dead.pid}-2").symlink_to(target)
+    assert sorted(sweep(tmp_path)) == sorted([earlier, ours])
+    assert target.is_dir()
+    assert notes.is_dir()
+    assert foreign.is_dir()
+
+
+def test_a_long_temporary_folder_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 40)
+    assert temporary_folder() == Path("/tmp")
+    monkeypatch.setattr(tempfile, "tempdir", "/local/job.1234567")
+    assert temporary_folder() == Path("/local/job.1234567")

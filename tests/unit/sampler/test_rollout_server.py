@@ -1,0 +1,322 @@
+"""Ports, cores, processes of a server, without vLLM."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.sampler.vllm.server.resources import bind_cores, cores_of, free_port, reserve_port
+from tepo_megatron.sampler.vllm.server.server import Server
+from tepo_megatron.sampler.vllm.server.server_program import ServerProgram
+from tepo_megatron.sampler.vllm.wire.cores import read_cores
+from tests.support.programs import TIMEOUT_S
+
+HOST = "127.0.0.1"
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+# -- ports and cores
+
+
+def test_a_taken_port_gives_the_next_free_one() -> None:
+    with reserve_port(HOST) as held:  # so that no other process is given it
+        first = held.getsockname()[1]
+        with socket.create_server((HOST, first)):
+            found = free_port(HOST, first)
+            assert found > first
+            assert free_port(HOST, first, taken={found}) > found
+        assert free_port(HOST, first) == first
+
+
+def test_port_zero_is_left_to_the_system_but_not_one_that_is_spoken_for() -> None:
+    found = {free_port(HOST) for _ in range(5)}
+    assert all(1024 <= port < 65536 for port in found)
+    assert free_port(HOST, taken=found) not in found
+
+
+def test_a_reserved_port_is_given_to_nobody_but_who_asks_for_it() -> None:
+    with reserve_port(HOST) as held:
+        port = held.getsockname()[1]
+        assert port not in {free_port(HOST) for _ in range(2000)}
+        with socket.create_server((HOST, port)), socket.create_connection((HOST, port)):
+            pass
+
+
+def test_no_free_port_is_an_error_that_names_the_field() -> None:
+    with pytest.raises(RuntimeError, match=r"no free port from 65535 on at 127.0.0.1; set rollout.server.port"):
+        free_port(HOST, 65535, taken={65535})
+
+
+def test_an_unknown_host_is_an_error_that_names_the_field() -> None:
+    with pytest.raises(RuntimeError, match=r"rollout.server.host = 'no.such.host.invalid'"):
+        free_port("no.such.host.invalid")
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+def test_a_wildcard_host_is_refused(host: str) -> None:
+    with pytest.raises(ValueError, match="no address that trainer and servers can reach"):
+        ServerConfig(host=host)
+
+
+@given(servers=st.integers(1, 5), tp=st.integers(1, 4), available=st.sets(st.integers(0, 200), min_size=1, max_size=32))
+def test_each_worker_gets_one_available_core_and_shares_it_only_if_it_must(servers: int, tp: int, available: set[int]) -> None:
+    bound = [[int(core) for core in one.split("|")] for one in bind_cores(servers, tp, sorted(available))]
+    assert [len(one) for one in bound] == [tp] * servers
+    used = [core for one in bound for core in one]
+    assert set(used) <= available
+    assert len(set(used)) == min(len(used), len(available))
+
+
+@given(servers=st.integers(1, 5), tp=st.integers(1, 4), available=st.sets(st.integers(0, 200), min_size=1, max_size=32))
+def test_all_cores_are_shared_in_equal_parts(servers: int, tp: int, available: set[int]) -> None:
+    cores, workers = sorted(available), servers * tp
+    bound = bind_cores(servers, tp, cores, whole=True)
+    parts = [worker for one in bound for worker in read_cores(one)]
+    assert [len(read_cores(one)) for one in bound] == [tp] * servers
+    assert [len(part) for part in parts] == [max(1, len(cores) // workers)] * workers
+    used = [core for part in parts for core in part]
+    assert set(used) <= available
+    assert len(set(used)) == min(len(used), len(cores))
+    assert cores_of(bound, cores) == set(used)
+    assert cores_of(["nobind"], cores) == available
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot restrict a process to cores")
+def test_cores_are_those_that_this_process_may_use() -> None:
+    code = "import os; os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})\n"
+    code += "from tepo_megatron.sampler.vllm.server.resources import bind_cores; print(bind_cores(2, 1))"
+    last = str(max(os.sched_getaffinity(0)))
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == str([last, last])
+
+
+def test_rollout_does_not_import_vllm() -> None:
+    code = (
+        "import sys, tepo_megatron.sampler.fleet.fleet, tepo_megatron.sampler.rollout_file, tepo_megatron.sampler.vllm.plugin\n"
+    )
+    code += "print([m for m in sys.modules if m.split('.')[0] in ('vllm', 'megatron')])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+# -- processes: a stand-in for vLLM that has a child, as vLLM has, and notes both process ids
+
+STAND_IN = """
+import os, signal, subprocess, sys, time
+if {deaf}:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"])
+open({pids!r}, "w").write(f"{{os.getpid()}} {{child.pid}}\\n")
+{last}
+"""
+
+
+def stand_in(pids: Path, last: str = "time.sleep(600)", deaf: bool = False) -> list[str]:
+    return [sys.executable, "-c", STAND_IN.format(pids=str(pids), last=last, deaf=deaf)]
+
+
+def read_pids(path: Path) -> list[int]:
+    assert eventually(lambda: path.exists() and path.read_text().endswith("\n"))
+    return [int(pid) for pid in path.read_text().split()]
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended (one that only waits for its parent to notice counts as ended)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return not state.strip() or state.strip().startswith("Z")
+
+
+def supervised(command: list[str], **options: object) -> subprocess.Popen[bytes]:
+    arguments = [sys.executable, "-m", "tepo_megatron.runtime.supervise", "--", *command]
+    return subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True, **options)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_the_supervisor_ends_the_whole_group_when_its_pipe_closes(tmp_path: Path, deaf: bool) -> None:
+    supervisor = supervised(stand_in(tmp_path / "pids", deaf=deaf))
+    pids = read_pids(tmp_path / "pids")
+    assert supervisor.stdin is not None
+    supervisor.stdin.close()
+    assert eventually(lambda: all(gone(pid) for pid in pids))
+    supervisor.wait(TIMEOUT_S)
+
+
+def test_the_supervisor_kills_what_a_dead_server_leaves(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log:
+        supervisor = supervised(stand_in(tmp_path / "pids", last="sys.exit(7)"), stderr=log)
+    supervisor.wait(TIMEOUT_S)
+    assert eventually(lambda: all(gone(pid) for pid in read_pids(tmp_path / "pids")))
+    assert "exit code 7" in (tmp_path / "log").read_text()
+    assert supervisor.stdin is not None
+    supervisor.stdin.close()
+
+
+@pytest.mark.parametrize("relative", ["", "os.fork() or time.sleep(600)"])
+def test_servers_die_with_a_killed_trainer_even_if_a_fork_holds_the_pipe(tmp_path: Path, relative: str) -> None:
+    trainer_code = textwrap.dedent(f"""
+        import os, subprocess, sys, time
+        supervisor = subprocess.Popen([sys.executable, "-m", "tepo_megatron.runtime.supervise", "--", *sys.argv[2:]],
+                                      stdin=subprocess.PIPE, start_new_session=True)
+        {relative or "pass"}
+        open(sys.argv[1], "w").write("up\\n")
+        time.sleep(600)
+    """)
+    command = [sys.executable, "-c", trainer_code, str(tmp_path / "up"), *stand_in(tmp_path / "pids")]
+    trainer = subprocess.Popen(command, start_new_session=True)
+    try:
+        pids = read_pids(tmp_path / "pids")
+        assert eventually(lambda: (tmp_path / "up").exists())
+        os.kill(trainer.pid, signal.SIGKILL)
+        trainer.wait()
+        assert eventually(lambda: all(gone(pid) for pid in pids))
+    finally:
+        if relative:
+            os.killpg(trainer.pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
+def test_no_server_runs_on_without_its_supervisor(tmp_path: Path) -> None:
+    """SIGTERM comes to the server itself, which ends its own processes; whoever starts the next one kills what it leaves."""
+    supervisor = supervised(stand_in(tmp_path / "pids"))
+    try:
+        command = read_pids(tmp_path / "pids")[0]
+        supervisor.kill()
+        supervisor.wait()
+        assert eventually(lambda: gone(command))
+    finally:
+        os.killpg(supervisor.pid, signal.SIGKILL)
+
+
+def test_the_supervisor_refuses_to_run_in_anothers_group() -> None:
+    command = [sys.executable, "-m", "tepo_megatron.runtime.supervise", "--", "true"]
+    result = subprocess.run(command, stdin=subprocess.PIPE, capture_output=True, text=True, check=False)
+    assert result.returncode != 0
+    assert "must lead its own process group" in result.stderr
+
+
+# -- the server object around them
+
+
+@dataclass(frozen=True)
+class StandInProgram(ServerProgram):
+    line: tuple[str, ...] = ()
+
+    def command(self, *, on_gpu: bool, port: int = 0) -> list[str]:
+        return list(self.line)
+
+
+def server(tmp_path: Path, command: list[str]) -> Server:
+    """A server whose processes are those of ``command``."""
+    log = tmp_path / "logs" / "server.log"
+    made = Server(ServerConfig(), model_dir=tmp_path, dtype="float32", cores="0", key="the-key", log=log)
+    made.program = StandInProgram(**vars(made.program), line=tuple(command))
+    return made
+
+
+def test_stop_ends_every_process_and_may_be_repeated(tmp_path: Path) -> None:
+    one = server(tmp_path, stand_in(tmp_path / "pids"))
+    one.start()
+    pids = read_pids(tmp_path / "pids")
+    assert one.alive
+    one.stop()
+    assert not one.alive
+    # the kernel needs a moment for what was killed
+    assert eventually(lambda: all(gone(pid) for pid in pids))
+    one.stop()
+
+
+def test_stop_cleans_up_after_a_killed_supervisor(tmp_path: Path) -> None:
+    one = server(tmp_path, stand_in(tmp_path / "pids"))
+    one.start()
+    pids = read_pids(tmp_path / "pids")
+    assert one._process is not None
+    one._process.kill()
+    assert eventually(lambda: not one.alive)
+    one.stop()
+    assert eventually(lambda: all(gone(pid) for pid in pids))
+
+
+def test_a_server_that_dies_at_start_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
+    one = server(tmp_path, [sys.executable, "-c", "print(*range(100), sep='\\n'); raise SystemExit('no such model')"])
+    one.start()
+    with pytest.raises(RuntimeError) as caught:
+        one.wait_ready(TIMEOUT_S)
+    message = str(caught.value)
+    assert "ended before it was ready" in message
+    assert str(one.log) in message
+    assert "no such model" in message
+    assert "  99\n" in message
+    assert "  5\n" not in message
+
+
+def test_the_log_shows_the_first_error_of_the_last_start(tmp_path: Path) -> None:
+    one = server(tmp_path, [sys.executable, "-c", "print('OldError: of the first start')"])
+    one.start()
+    assert eventually(lambda: not one.alive)
+    later = "print('INFO ok', 'RuntimeError: the cause', *range(30), 'LateError: a consequence', sep='\\n')"
+    one.program = StandInProgram(**{**vars(one.program), "line": (sys.executable, "-c", later)})
+    one.start()
+    assert eventually(lambda: not one.alive)
+    shown = one.log_end(5)
+    assert "  RuntimeError: the cause\n" in shown
+    assert "OldError" not in shown
+    assert shown.splitlines()[-2] == "  LateError: a consequence"
+    one.stop()
+
+
+@pytest.mark.parametrize(("load", "said"), [(41.6, " This machine's load is 42 on 2 cores: end other work"), (3.9, "")])
+def test_a_server_that_takes_too_long_is_stopped_and_reported(
+    load: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1})
+    one = server(tmp_path, stand_in(tmp_path / "pids", last="print('still loading', flush=True); time.sleep(600)"))
+    one.start()
+    pids = read_pids(tmp_path / "pids")
+    assert eventually(lambda: "still loading" in one.log.read_text())
+    with pytest.raises(
+        RuntimeError, match=r"not ready within 0.5 s \(rollout.server.start_timeout_s\)(?s:.*)still loading"
+    ) as why:
+        one.wait_ready(0.5)
+    first = str(why.value).splitlines()[0]
+    assert said in first
+    assert ("load" in first) == bool(said)
+    assert eventually(lambda: all(gone(pid) for pid in pids))
+
+
+def test_the_environment_carries_the_key_and_nothing_of_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "7")  # Megatron's wish for the trainer's ranks
+    monkeypatch.setenv("UNRELATED", "kept")
+    show = "import os; e = os.environ; print(sorted(k for k in e if e[k] == '7'), e['UNRELATED'], e['VLLM_API_KEY'])"
+    one = server(tmp_path, [sys.executable, "-c", show])
+    one.start()
+    assert eventually(lambda: not one.alive)
+    assert "[] kept the-key" in one.log.read_text()
+    one.stop()
+
+
+def test_the_command_line_does_not_carry_the_key(tmp_path: Path) -> None:
+    one = Server(ServerConfig(), model_dir=tmp_path, dtype="float32", cores="0", key="the-key", log=tmp_path / "log")
+    for on_gpu in (False, True):
+        assert not any("the-key" in part for part in one.program.command(on_gpu=on_gpu))

@@ -1,0 +1,111 @@
+"""The cause of a server's end, found in excerpts of logs that vLLM 0.32 wrote (frames cut, folders renamed)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepo_megatron.sampler.vllm.server.server_log import first_error
+
+LOGS = Path(__file__).parent / "vllm_logs"
+
+
+def read(name: str) -> list[str]:
+    return (LOGS / f"{name}.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "impossible_tp",
+            [
+                "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig",
+                "  Value error, Total number of attention heads (4) must be divisible by tensor parallel size (3).",
+                "    For further information visit",
+            ],
+        ),
+        (
+            "damaged_weights_two_workers",
+            ["safetensors._safetensors_rust.SafetensorError: Error while deserializing header: incomplete metadata"],
+        ),
+        ("no_memory", ["OSError: [Errno 12] Cannot allocate memory"]),
+        ("unknown_argument", ["api_server.py: error: unrecognized arguments: --no-such-flag"]),
+        ("healthy", []),
+    ],
+)
+def test_the_first_error_of_a_real_log_is_its_cause(name: str, expected: list[str]) -> None:
+    found = first_error(read(name))
+    assert len(found) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(found, expected, strict=True)), found
+
+
+def test_a_warning_is_not_taken_for_the_error() -> None:
+    assert any("OSError: [Errno 24]" in line for line in read("impossible_tp"))  # the ulimit line, which names an exception
+    assert not any("Errno 24" in line for line in first_error(read("impossible_tp")))
+    assert any(line.endswith("ValueError: Tokenizer not available when `skip_tokenizer_init=True`") for line in read("healthy"))
+
+
+@given(st.data())
+def test_tracebacks_that_are_written_through_one_another_are_told_apart(data: st.DataObject) -> None:
+    log = read("damaged_weights_two_workers")
+    first, second = ([line for line in log if line.startswith(f"(Worker_TP{rank} ")] for rank in (1, 0))
+    mixed: list[str] = []
+    while first or second:
+        source = first if not second or (first and data.draw(st.booleans())) else second
+        mixed.append(source.pop(0))
+    (found,) = first_error(mixed)
+    assert found.startswith("safetensors._safetensors_rust.SafetensorError: Error while deserializing header")
+
+
+def test_of_a_chain_of_exceptions_the_last_is_shown() -> None:
+    log = [
+        "Traceback (most recent call last):",
+        '  File "a.py", line 1, in f',
+        "KeyError: 'w'",
+        "",
+        "The above exception was the direct cause of the following exception:",
+        "",
+        "Traceback (most recent call last):",
+        '  File "a.py", line 3, in g',
+        "    raise",
+        "RuntimeError: layer 3 has no weight 'w'",
+        "Traceback (most recent call last):",
+        '  File "b.py", line 9, in h',
+        "ValueError: a consequence",
+    ]
+    assert first_error(log) == ["RuntimeError: layer 3 has no weight 'w'"]
+
+
+def test_what_vllm_says_of_its_other_processes_is_shown_only_where_those_say_nothing() -> None:
+    summary = [
+        "Traceback (most recent call last):",
+        '  File "/venv/vllm/v1/engine/utils.py", line 1431, in wait_for_engine_startup',
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}",
+    ]
+    died = "(EngineCore pid=9) ERROR 11-21 23:05:17 [multiproc_executor.py:287] Worker proc VllmWorker-0 died unexpectedly"
+    assert first_error(summary) == [summary[-1]]
+    assert first_error([died, *summary]) == [summary[-1]]
+    cause = "terminate called after throwing an instance of 'std::system_error': error: Resource temporarily unavailable"
+    assert first_error([died, cause, *summary]) == [cause]
+    assert first_error([*summary, "(Worker pid=3) ERROR 11-21 23:05:17 [worker.py:3] the GPU fell off the bus"]) == [
+        "the GPU fell off the bus"
+    ]
+
+
+def test_a_log_that_ends_within_a_traceback_shows_its_first_error_line() -> None:
+    log = [
+        "(EngineCore pid=1) ERROR 11-21 19:40:27 [core.py:1] EngineCore failed",
+        "Traceback (most recent call last):",
+        "  File",
+    ]
+    assert first_error(log) == ["EngineCore failed"]
+
+
+@given(st.lists(st.text(st.characters(blacklist_categories=["Cs"]), max_size=60), max_size=20))
+def test_any_text_is_read(lines: list[str]) -> None:
+    lines = [part for line in lines for part in line.splitlines()]
+    assert all(any(line in given for given in lines) for line in first_error(lines))

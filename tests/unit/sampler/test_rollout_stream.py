@@ -1,0 +1,249 @@
+"""A stream of samples: asked for at any time, given out one by one, ended with what there is, gone on with behind it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepo_megatron.core.types import Response, WeightsVersion
+from tepo_megatron.sampler.fleet.fleet import Fleet, ServerDied
+from tepo_megatron.sampler.fleet.server_handle import Lane
+from tepo_megatron.sampler.fleet.stream import SampleStream
+from tepo_megatron.sampler.vllm.client.continuations import joined
+from tepo_megatron.sampler.vllm.client.requests import Sampling
+from tepo_megatron.sampler.vllm.wire.frames import SAMPLES
+from tests.support.faulty_server import FaultyServer, answer_well, fleet_of
+from tests.support.programs import TIMEOUT_S
+
+SAMPLING = Sampling(1.0, 4)
+
+
+@pytest.fixture
+def servers() -> Iterator[list[FaultyServer]]:
+    made = [FaultyServer(), FaultyServer()]
+    yield made
+    for server in made:
+        server.close()
+
+
+def wait_for_calls(count: int, *servers: FaultyServer) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while sum(len(server.calls) for server in servers) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def drawn(stream: SampleStream) -> dict[tuple[Any, int], Response]:
+    return {(key, index): response for key, index, response in stream}
+
+
+def test_samples_asked_for_while_others_come_are_those_of_one_call(servers: list[FaultyServer], tmp_path: Path) -> None:
+    prompts = [(1, 5), (1, 6, 7), (1,), (1, 9)]
+    with fleet_of(servers, tmp_path) as (fleet, _):
+        expected = fleet.generate(prompts, n=2, temperature=1.0, max_new_tokens=4, seed=3)
+        servers[0].seeds.clear()
+        found: dict[Any, Response] = {}
+        with fleet.sample_stream(SAMPLING) as stream:
+            from tepo_megatron.sampler.vllm.client.requests import prompt_seed
+
+            stream.submit(0, prompts[0], prompt_seed(3, 0), 2)
+            for later in (1, 2, 3, None):
+                key, index, response = stream.next(None)
+                found[key, index] = response
+                if later is not None:
+                    stream.submit(later, prompts[later], prompt_seed(3, later), 2)
+            assert stream.unfinished == 4
+            found |= drawn(stream)
+            assert (stream.unfinished, stream.next(None), stream.next(0.0)) == (0, None, None)
+            stream.submit("again", prompts[1], prompt_seed(3, 1), 2, only=[1])
+            assert stream.next(None) == ("again", 1, expected[1][1])
+        assert [[found[at, index] for index in range(2)] for at in range(4)] == expected
+
+
+def test_a_server_that_has_its_share_gets_no_more_until_it_has_room(servers: list[FaultyServer], tmp_path: Path) -> None:
+    """One that is stopped costs its own requests and nothing else: what waits goes to the other."""
+    (_, stopped) = servers
+    stopped.hangs = {SAMPLES}
+    with fleet_of(servers, tmp_path, max_num_seqs=2) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
+        for key in range(20):
+            stream.submit(key, (1, key), 7, 2)
+        found: dict[Any, Response] = {}
+        while len(found) < 36:
+            name, index, each = stream.next(None)
+            found[name, index] = each
+        assert stream.next(0.0) is None
+        wait_for_calls(2, stopped)
+        assert (stream.unfinished, len(stopped.calls)) == (4, 2)  # twice what it draws at once
+        stopped.hangs.clear()
+        stopped.released.set()
+        found |= drawn(stream)
+        assert len(found) == 40
+        assert fleet.figures()["requests/retried"] == 0
+
+
+def test_a_request_goes_to_the_server_that_owes_the_fewest_tokens(servers: list[FaultyServer], tmp_path: Path) -> None:
+    for server in servers:
+        server.hangs = {SAMPLES}
+    with fleet_of(servers, tmp_path, max_num_seqs=64) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
+        for key, length in enumerate((50, 3, 3, 3, 3)):
+            stream.submit(key, [1] * length, 7)
+        wait_for_calls(5, *servers)
+        assert [len(server.calls) for server in servers] == [1, 4]
+        for server in servers:
+            server.released.set()
+        assert len(drawn(stream)) == 5
+
+
+def test_what_a_lost_server_owes_is_drawn_by_the_other_and_what_it_gave_is_kept(
+    servers: list[FaultyServer], tmp_path: Path
+) -> None:
+    from tests.support.samples import answer
+
+    def half(server: FaultyServer, samples: list[Any]) -> tuple[int, bytes]:
+        server.always = answer_well
+        server.alive = False
+        return 200, answer(samples[:1])[:-8]  # dies within the stream
+
+    servers[0].always = half
+    with fleet_of(servers, tmp_path) as (fleet, reports):
+        expected = {("a", at): response for at, response in enumerate(fleet_alone(fleet, servers[1], (1, 5), 3))}
+        servers[1].seeds.clear()
+        with fleet.sample_stream(SAMPLING) as stream:
+            stream.submit("a", (1, 5), 11, 3)
+            assert drawn(stream) == expected
+        assert servers[1].seeds == [12, 13]  # not sample 0, which came
+        assert "its requests go to the other servers" in reports[0]
+        fleet._take_back()
+
+
+def test_a_stream_does_not_ask_servers_that_were_started_again_and_have_no_weights_yet(
+    servers: list[FaultyServer], tmp_path: Path
+) -> None:
+    """An update fails and all servers are revived, in another thread, before the stream sees what became of its requests."""
+    (server, _) = servers
+    server.hangs = {SAMPLES}
+    with fleet_of([server], tmp_path) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
+        stream.submit("a", (1, 5), 11)
+        wait_for_calls(1, server)
+        fleet._end()
+        server.hangs.clear()
+        assert fleet.revive()
+        with fleet._announced(WeightsVersion(1)):  # the next update: they have its weights when it is over
+            with pytest.raises(ServerDied, match="no rollout server samples"):
+                stream.next(None)
+            assert server.calls == [SAMPLES]
+        assert len(fleet.lanes()) == 1
+
+
+def fleet_alone(fleet: Fleet, server: FaultyServer, prompt: tuple[int, ...], n: int) -> list[Response]:
+    client = next(each for each in fleet._clients if each.url == server.url)
+    return client.generate(
+        prompt, n=n, temperature=1.0, max_new_tokens=4, seed=11, stop_token_ids=(), version=WeightsVersion(0)
+    )
+
+
+def test_responses_that_span_an_update_carry_both_versions(servers: list[FaultyServer], tmp_path: Path) -> None:
+    """The update runs in another thread's time; the server holds the request meanwhile and goes on with the new weights."""
+    from tests.support.samples import answer
+    from tests.unit.sampler.test_rollout_colocated import Sender
+
+    (server, _) = servers
+    begun, updated = threading.Event(), threading.Event()
+
+    def in_flight(server: FaultyServer, samples: list[Any]) -> tuple[int, bytes]:
+        begun.set()
+        updated.wait(TIMEOUT_S)
+        return 200, answer([each | {"versions": [(0, "default"), (1, server.version)]} for each in samples])
+
+    server.faults = [in_flight]
+    with fleet_of([server], tmp_path) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
+        stream.submit("a", (1, 5), 11)
+        begun.wait(TIMEOUT_S)
+        sender: Any = Sender([])
+        new = WeightsVersion(1, "d")
+        fleet.update_weights_from_shards(new, sender)
+        updated.set()
+        (response,) = drawn(stream).values()
+        assert response.versions == ((0, WeightsVersion(0)), (1, new))
+        assert response.weights_version == WeightsVersion(0)
+        server.faults = [in_flight]
+        stream.submit("b", (1, 5), 11)  # asked for after the update: no token of it may be older
+        with pytest.raises(RuntimeError, match="with weights 1:d and default, but this run gave it 1:d"):
+            drawn(stream)
+
+
+ids = st.lists(st.integers(0, 9), min_size=1, max_size=5)
+
+
+def response(tokens: list[int], version: int, reason: str = "stop") -> Response:
+    return Response(tokens, [-0.5] * len(tokens), reason, WeightsVersion(version))
+
+
+@given(parts=st.lists(st.tuples(ids, st.integers(0, 2)), min_size=2, max_size=4))
+def test_a_response_that_was_gone_on_with_says_of_each_token_who_drew_it(parts: list[tuple[list[int], int]]) -> None:
+    parts.sort(key=lambda part: part[1])
+    whole = None
+    for tokens, version in parts:
+        whole = joined(whole, response(tokens, version))
+    assert whole.response_ids.tolist() == [token for tokens, _ in parts for token in tokens]
+    ends = [*(start for start, _ in whole.versions[1:]), len(whole.logprobs)]
+    drawn_by = [version.step for (start, version), end in zip(whole.versions, ends, strict=True) for _ in range(start, end)]
+    assert drawn_by == [version for tokens, version in parts for _ in tokens]
+    assert len({version for _, version in whole.versions}) == len(whole.versions)
+
+
+def test_a_part_is_gone_on_with_behind_its_tokens_and_with_another_seed(servers: list[FaultyServer], tmp_path: Path) -> None:
+    (server, _) = servers
+    with fleet_of([server], tmp_path) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
+        part = response([4, 6], 0, "abort")
+        stream.submit("a", (1, 5), 11, 2, continued={1: part})
+        found = drawn(stream)
+        assert found["a", 1].response_ids.tolist()[:2] == [4, 6]
+        assert found["a", 1].finish_reason == "stop"
+        assert len(found["a", 1].response_ids) == len(found["a", 1].logprobs) == 4
+        assert server.seeds[0] == 11
+        assert server.seeds[1] not in (11, 12)
+        with pytest.raises(ValueError, match="a response of 4 tokens cannot go on: max_new_tokens = 4"):
+            stream.submit("a", (1, 5), 11, continued={0: response([1] * 4, 0)})
+
+
+def test_an_abort_gives_what_there_is(servers: list[FaultyServer], tmp_path: Path) -> None:
+    """Of one request a part, of another nothing, of a third the whole, and nothing of what was not asked for yet."""
+    (server, _) = servers
+    reasons = iter(["abort", "abort", "stop"])
+
+    def ended(server: FaultyServer, samples: list[Any]) -> tuple[int, bytes]:
+        while "/tepo/samples/abort" not in server.calls:
+            time.sleep(0.01)
+        (sample,) = samples
+        reason = next(reasons)
+        cut = 0 if sample["ids"][0] == 6 and reason == "abort" else 1 if reason == "abort" else 2
+        changed = {"ids": sample["ids"][:cut], "logprobs": sample["logprobs"][:cut], "finish_reason": reason}
+        return answer_well(server, [sample | changed | ({"versions": []} if not cut else {})])
+
+    server.always = ended
+    with fleet_of([server], tmp_path, max_num_seqs=2) as (fleet, _), fleet.sample_stream(SAMPLING) as stream:
+        for key in range(6):
+            stream.submit(key, (1, key), 4)  # at most four are on their way
+        wait_for_calls(2, server)  # of its two connections; of requests that begin after an abort there is nothing
+        found = stream.abort()
+        assert stream.unfinished == 0
+        assert 1 <= len(found) <= 3
+        assert {each.finish_reason for *_, each in found} <= {"abort", "stop"}
+        server.always = answer_well
+        stream.submit("later", (1, 5), 4)
+        assert len(drawn(stream)) == 1
+
+
+def test_lanes_are_the_servers_that_sample(servers: list[FaultyServer], tmp_path: Path) -> None:
+    with fleet_of(servers, tmp_path) as (fleet, _):
+        assert [type(lane) for lane in fleet.lanes()] == [Lane, Lane]
+        fleet._lost[0] = None
+        assert [lane.index for lane in fleet.lanes()] == [1]
+        fleet._lost.clear()

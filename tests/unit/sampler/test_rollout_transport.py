@@ -1,0 +1,241 @@
+"""Members of one transfer group as threads of this process, over real gloo connections."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
+from tepo_megatron.weights.reshard.plan import plan_moves
+from tepo_megatron.weights.transfer import broadcast, transport
+from tepo_megatron.weights.transfer.sender import ShardSender
+from tepo_megatron.weights.transfer.transport import TransportName
+from tepo_megatron.weights.transfer.transports import Member, join
+from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
+from tests.support.programs import TIMEOUT_S
+
+HOST = "127.0.0.1"
+WORLD = 3
+WHOLE = Box((0, 0), (2, 2))
+LAYOUT = ShardLayout({"t": (2, 2)}, (Shard("t", WHOLE, "p", WHOLE),), {"p": (2, 2)})
+
+
+def make_group(world_size: int = WORLD, timeout_s: float = TIMEOUT_S) -> list[GlooGroup]:
+    store, place = transport.listen(HOST)
+
+    def member(rank: int) -> GlooGroup:
+        return GlooGroup(store if rank == 0 else transport.connect(HOST, place, timeout_s), HOST, rank, world_size, timeout_s)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(member, range(world_size)))
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[list[GlooGroup]]:
+    members = make_group()
+    yield members
+    for member in members:
+        member.close()
+
+
+dtypes = st.sampled_from(["float32", "float64", "bfloat16", "float16", "int64", "int8", "uint8", "bool"])
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+tensor_specs = st.lists(st.tuples(shapes, dtypes), max_size=8)
+
+
+def random_tensor(shape: tuple[int, ...], dtype: str, generator: torch.Generator) -> torch.Tensor:
+    size = torch.empty(shape, dtype=getattr(torch, dtype)).nbytes
+    if dtype == "bool":
+        return torch.randint(2, shape, generator=generator).bool()
+    return torch.randint(256, (size,), generator=generator, dtype=torch.uint8).view(getattr(torch, dtype)).view(shape)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """NaNs included, which random bits may be."""
+    flat = [t.contiguous().view(-1).view(torch.uint8) for t in (a, b)]
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*flat)
+
+
+@settings(max_examples=40, deadline=None)
+@given(specs=tensor_specs, limit=st.sampled_from([1, 16, 64, 2**20]), seed=st.integers(0, 2**31))
+def test_every_receiver_gets_every_tensor_bit_by_bit(
+    group: list[GlooGroup], specs: list[tuple[tuple[int, ...], str]], limit: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    manifest = [(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(specs)]
+    sent = [random_tensor(shape, dtype, generator) for shape, dtype in specs]
+    with ThreadPoolExecutor(WORLD) as pool:
+        receiving = [pool.submit(lambda m: list(broadcast.receive(m, manifest, limit=limit)), member) for member in group[1:]]
+        broadcast.send(group[0], manifest, iter(sent), limit=limit)
+        for request in receiving:
+            received = request.result()
+            assert [name for name, _ in received] == [name for name, _, _ in manifest]
+            assert all(same_bits(a, b) for a, (_, b) in zip(sent, received, strict=True))
+
+
+def test_strided_tensors_that_need_gradients_are_sent_by_value(group: list[GlooGroup]) -> None:
+    weight = torch.arange(12.0).view(3, 4).requires_grad_()
+    with ThreadPoolExecutor(WORLD) as pool:
+        receiving = [pool.submit(lambda m: dict(broadcast.receive(m, [("w", (4, 3), "float32")])), m) for m in group[1:]]
+        broadcast.send(group[0], [("w", (4, 3), "float32")], [weight.t()])
+        assert all(torch.equal(request.result()["w"], weight.detach().t()) for request in receiving)
+
+
+@given(specs=tensor_specs, limit=st.integers(1, 4096))
+def test_buckets_hold_the_manifest_in_order_within_the_limit(specs: list[tuple[tuple[int, ...], str]], limit: int) -> None:
+    manifest = [(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(specs)]
+    runs = broadcast.buckets(manifest, limit)
+    assert [entry.name for run in runs for entry in run] == [name for name, _, _ in manifest]
+    for run in runs:
+        assert len(run) == 1 or run[-1].offset + run[-1].nbytes <= limit
+        assert all(entry.offset % entry.dtype.itemsize == 0 for entry in run)
+        assert all(a.offset + a.nbytes <= b.offset for a, b in pairwise(run))
+
+
+def test_a_small_model_is_one_message() -> None:
+    assert len(broadcast.buckets([(f"t{i}", (256, 256), "float32") for i in range(40)])) == 1
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [([("a", (2,), "float33")], "unknown dtype 'float33'"), ([("a", (2,), "int8"), ("a", (2,), "int8")], "'a' occurs twice")],
+)
+def test_a_bad_manifest_is_refused(manifest: broadcast.Manifest, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        broadcast.buckets(manifest)
+
+
+def alone() -> GlooGroup:
+    return make_group(world_size=1)[0]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ([], r"end before tensor 'a'"),
+        ([torch.zeros(3)], r"'a' is torch.float32 \(3,\), but the manifest announces torch.float32 \(2,\)"),
+        ([torch.zeros(2, dtype=torch.float64)], r"'a' is torch.float64"),
+        ([torch.zeros(2)] * 2, r"more tensors than the 1"),
+    ],
+)
+def test_tensors_that_do_not_match_the_manifest_are_refused(tensors: list[torch.Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        broadcast.send(alone(), [("a", (2,), "float32")], tensors)
+
+
+BIG = [("big", (64 * 2**20,), "uint8")]  # more than the sockets buffer, so that the sender has to wait
+
+
+def test_a_cancelled_send_returns_and_names_the_tensor() -> None:
+    sender, receiver = make_group(2, timeout_s=120.0)
+    cancelled = threading.Event()
+    threading.Timer(0.3, cancelled.set).start()
+    with pytest.raises(RuntimeError, match=r"transfer of tensor 'big' failed: a receiver failed"):
+        broadcast.send(sender, BIG, [torch.zeros(64 * 2**20, dtype=torch.uint8)], cancelled=cancelled.is_set)
+    sender.close()
+    receiver.close()
+
+
+def test_a_receiver_that_leaves_ends_the_send() -> None:
+    sender, receiver = make_group(2, timeout_s=120.0)
+    threading.Timer(0.3, receiver.close).start()
+    with pytest.raises(RuntimeError, match=r"transfer of tensor 'big' failed"):
+        broadcast.send(sender, BIG, [torch.zeros(64 * 2**20, dtype=torch.uint8)])
+    sender.close()
+
+
+def test_a_sender_that_leaves_ends_the_receive() -> None:
+    sender, receiver = make_group(2, timeout_s=120.0)
+    threading.Timer(0.3, sender.close).start()
+    with pytest.raises(RuntimeError, match=r"transfer of tensor 'big' failed"):
+        list(broadcast.receive(receiver, BIG))
+    receiver.close()
+
+
+def test_members_that_do_not_come_are_not_awaited_for_ever() -> None:
+    store, _ = transport.listen(HOST)
+    with pytest.raises(RuntimeError):
+        GlooGroup(store, HOST, 0, 2, 0.5)
+
+
+def test_nobody_waits_for_members_when_one_has_left() -> None:
+    """They would wait for as long as a hang may last otherwise."""
+    store, place = transport.listen(HOST)
+    with ThreadPoolExecutor(2) as pool:
+        coming = [
+            pool.submit(lambda rank: GlooGroup(transport.connect(HOST, place, TIMEOUT_S), HOST, rank, 3, TIMEOUT_S), rank)
+            for rank in (1, 2)
+        ]
+        transport.announce_departure(store)
+        for member in coming:
+            with pytest.raises(RuntimeError, match="left before all had joined"):
+                member.result(TIMEOUT_S)
+
+
+def test_the_trainers_ranks_leave_a_meeting_to_which_a_server_does_not_come() -> None:
+    """The server has answered that it fails; the ranks are on their way into the group, and would wait for its workers."""
+    word: queue.Queue[Any] = queue.Queue()
+    plan = plan_moves(*[[layout] * 2 for layout in (LAYOUT, LAYOUT)])
+
+    def broadcast(rank: int, value: Any) -> Any:
+        if rank:
+            return word.get(timeout=TIMEOUT_S)
+        word.put(value)
+        return value
+
+    options: dict[str, Any] = {"dtype": torch.float32, "timeout_s": TIMEOUT_S}
+    root, other = (
+        ShardSender(plan, {"p": torch.zeros(2, 2)}, rank=rank, broadcast_from_root=partial(broadcast, rank), **options)
+        for rank in (0, 1)
+    )
+    with ThreadPoolExecutor(2) as pool:
+        root.open_rendezvous(HOST)
+        root.broadcast_rendezvous()
+        following, joining = pool.submit(other.update_as_non_root), pool.submit(root.join_group)
+        with pytest.raises(TimeoutError):
+            joining.result(0.5)
+        root.close()
+        root.finish_update(arrived=False)
+        following.result(TIMEOUT_S)
+        with pytest.raises(RuntimeError, match="left before all"):
+            joining.result(TIMEOUT_S)
+
+
+def test_rank_0_hears_why_another_rank_failed_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it entered the group, where rank 0 would only see that somebody left."""
+    sent: queue.Queue[Any] = queue.Queue()
+    plan = plan_moves(*[[layout] * 2 for layout in (LAYOUT, LAYOUT)])
+    options: dict[str, Any] = {"dtype": torch.float32, "timeout_s": TIMEOUT_S}
+    params = {"p": torch.zeros(2, 2)}
+    root = ShardSender(plan, params, rank=0, broadcast_from_root=sent.put, **options)
+    other = ShardSender(plan, params, rank=1, broadcast_from_root=lambda _: sent.get(timeout=TIMEOUT_S), **options)
+
+    def refuse() -> None:
+        raise RuntimeError("no room for slots")
+
+    monkeypatch.setattr(other, "_same_gpu_receivers", refuse)
+    for _ in range(2):  # a new meeting forgets the failure of the last one
+        with ThreadPoolExecutor(2) as pool:
+            root.open_rendezvous(HOST)
+            root.broadcast_rendezvous()
+            following, joining = pool.submit(other.update_as_non_root), pool.submit(root.join_group)
+            with pytest.raises(RuntimeError, match="left before all"):
+                joining.result(TIMEOUT_S)
+            assert root.finish_update(arrived=False) == "The first other trainer rank to fail was rank 1: no room for slots"
+            following.result(TIMEOUT_S)
+    assert root.finish_update(arrived=False) == ""
+
+
+@pytest.mark.parametrize("name", ["nccl", "ipc"])
+def test_a_member_without_a_gpu_is_told_what_to_set(name: TransportName) -> None:
+    store, _ = transport.listen(HOST)
+    with pytest.raises(RuntimeError, match=rf"rank 1 .* runs on cpu, but rollout.server.transport = {name} needs CUDA on both"):
+        join(name, store, Member(1, 2, torch.device("cpu"), HOST), 1.0)

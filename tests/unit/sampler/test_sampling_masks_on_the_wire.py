@@ -1,0 +1,128 @@
+"""Which tokens could have been drawn, from vLLM's log-probs to rollouts on disk: what cannot be right goes no further."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepo_megatron.config import SamplingConfig
+from tepo_megatron.core.types import Response, Rollout, SamplingMask, WeightsVersion, token_ids
+from tepo_megatron.sampler.rollout_file import read_rollouts, record_path, write_rollouts
+from tepo_megatron.sampler.rollout_file_checks import check_rollouts
+from tepo_megatron.sampler.vllm.client.answers import BadAnswer, read_response
+from tepo_megatron.sampler.vllm.client.continuations import joined, observed
+from tepo_megatron.sampler.vllm.client.requests import Sampling
+from tepo_megatron.sampler.vllm.plugin.samples import split_logprobs
+from tepo_megatron.sampler.vllm.wire.frames import BadFrame, FrameReader, head_frame, response_frame
+
+VERSION = WeightsVersion(3, "ab")
+NEVER = -np.inf
+
+
+def read(kept: Any) -> Response | None:
+    sent = response_frame(0, [4, 5], [-0.5, -0.25], "stop", [(0, "3:ab")], None, kept)
+    (frame,) = FrameReader().feed(sent)
+    return read_response(frame, max_new_tokens=4, vocab_size=16, labels={"3:ab": VERSION}, part=False, sampling_mask=True)
+
+
+def test_those_of_vllms_likeliest_tokens_that_could_be_drawn_are_kept() -> None:
+    # the drawn token is the likeliest; is not; is all that there is; is none of the likeliest, which a tie has crowded out
+    ids = [4, 4, 6, 7, 6, 7, 6, 4, 5, 5, 1, 2, 9, 7, 6, 4]
+    logprobs = [-0.1, -0.1, -3.0, NEVER, -1.5, -0.5, -1.5, -2.5, 0.0, 0.0, NEVER, -1e31, -2.0, -1.0, -2.0, -2.0]
+    own, (counts, others) = split_logprobs(ids, logprobs, 3)
+    np.testing.assert_array_equal(own, np.array([-0.1, -1.5, 0.0, -2.0], np.float32))
+    assert (counts.tolist(), others.tolist()) == ([1, 2, 0, 3], [6, 7, 4, 7, 6, 4])
+    own, (counts, others) = split_logprobs([4, 5], [-1.0, -2.0], 0)  # not asked for
+    assert (own.tolist(), counts.tolist(), others.tolist()) == ([-1.0, -2.0], [0, 0], [])
+
+
+@given(st.lists(st.lists(st.integers(0, 15), max_size=3), min_size=1, max_size=3), st.integers(1, 50))
+def test_what_arrives_is_what_was_sent_in_any_pieces(sent: list[list[int]], piece: int) -> None:
+    data = b"".join(
+        response_frame(at, [1], [-1.0], "stop", [], np.zeros((1, 1, 1), np.uint8) if at else None, ([len(each)], each))
+        for at, each in enumerate(sent)
+    )
+    reader = FrameReader()
+    found = [each for at in range(0, len(data), piece) for each in reader.feed(data[at : at + piece])]
+    assert [each.kept and [part.tolist() for part in each.kept] for each in found] == [[[len(each)], each] for each in sent]
+
+
+def test_a_mask_that_fits_is_read() -> None:
+    found = read(([1, 2], [7, 4, 15]))
+    assert found is not None
+    assert found.sampling_mask == SamplingMask([1, 2], [7, 4, 15])
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        (None, "without the tokens that could have been drawn"),
+        (([1, 1], [7]), "a sampling mask of 2 tokens beside those that were drawn names 1"),
+        (([1, 0], [16]), "returned 16 at position 0, which is no token of the vocabulary of 16"),
+        (([1, 1], [7, 5]), "names a drawn token beside itself"),
+    ],
+)
+def test_a_mask_that_cannot_be_right_is_a_wrong_answer(kept: Any, message: str) -> None:
+    with pytest.raises(BadAnswer, match=message):
+        read(kept)
+
+
+@pytest.mark.parametrize("given", [-1, "1", True, 2**40])
+def test_a_size_that_is_none_is_no_frame(given: Any) -> None:
+    with pytest.raises(BadFrame):
+        list(FrameReader().feed(head_frame({"sample": 0, "tokens": 1, "kept": given})))
+
+
+def test_behind_a_part_the_mask_is_of_both() -> None:
+    part = Response([7], [-1.0], "abort", VERSION, sampling_mask=SamplingMask([1], [3]))
+    rest = Response([8, 9], [-1.0, -1.0], "stop", VERSION, sampling_mask=SamplingMask([0, 2], [1, 2]))
+    assert joined(part, rest).sampling_mask == SamplingMask([1, 0, 2], [3, 1, 2])
+    assert joined(part, replace(rest, sampling_mask=None)).sampling_mask is None
+
+
+def test_an_environments_tokens_were_drawn_from_nothing() -> None:
+    first = Response([8], [-1.0], "stop", VERSION, sampling_mask=SamplingMask([1], [3]))
+    part = observed(joined(observed(None, token_ids([9])), first), token_ids([5, 6]))
+    assert part.sampling_mask == SamplingMask([0, 1, 0, 0], [3])
+    second = Response([7], [-1.0], "stop", VERSION, sampling_mask=SamplingMask([2], [1, 2]))
+    assert joined(part, second).sampling_mask == SamplingMask([0, 1, 0, 0, 2], [3, 1, 2])
+    assert observed(replace(first, sampling_mask=None), token_ids([5])).sampling_mask is None
+
+
+def test_a_record_keeps_it_and_names_the_line_of_one_that_does_not_fit(tmp_path: Path) -> None:
+    mask = SamplingMask([2, 0], [3, 6])
+    good = Rollout("p", 0, [1], [4, 5], [-1.0, 0.0], "stop", WeightsVersion(0), sampling_mask=mask)
+    write_rollouts(tmp_path, 0, [good])
+    (read_back,) = read_rollouts(tmp_path, 0)
+    assert read_back == good
+    for wrong, message in (
+        (SamplingMask([2], [3, 6]), "line 3: a sampling mask of 1 tokens for 2 response tokens"),
+        (SamplingMask([1, 0], [8]), "line 3: token 8 is not one of the model's 8"),
+    ):
+        both = [good, replace(good, sampling_mask=wrong)]
+        with pytest.raises(ValueError, match=message):
+            check_rollouts(record_path(tmp_path, 0), both, step=0, prompts=1, samples=2, vocab_size=8)
+
+
+def test_a_server_is_asked_for_what_is_not_as_by_default_under_vllms_names() -> None:
+    plain = Sampling.of(SamplingConfig(temperature=0.5), (2,))
+    assert plain == Sampling(0.5, 512, (2,))
+    assert plain.parameters() == {"temperature": 0.5, "stop_token_ids": [2]}
+    settings = SamplingConfig(top_p=0.9, top_k=20, min_p=0.1, stop=("\n",), bad_words=("a", "b"))
+    asked = Sampling.of(settings, (), sampling_mask=True)
+    assert asked.sampling_mask
+    assert asked.parameters() == {
+        "temperature": 1.0,
+        "stop_token_ids": [],
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.1,
+        "stop": ("\n",),
+        "bad_words": ("a", "b"),
+    }

@@ -1,0 +1,177 @@
+"""Packing and padding: nothing is lost, nothing is counted twice."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepo_megatron.core.types import Batch, Rollout, WeightsVersion
+from tepo_megatron.trainer.megatron.batching.batch import broadcast, pack, pad_sequences, pad_to
+
+
+def rollout(prompt: list[int], response: list[int], *, group: int = 0, reward: float = 0.0) -> Rollout:
+    return Rollout(
+        problem_id=f"p{group}",
+        group=group,
+        prompt_ids=tuple(prompt),
+        response_ids=tuple(response),
+        sampler_logprobs=tuple(-0.1 * (at + 1) for at in range(len(response))),
+        finish_reason="stop",
+        versions=WeightsVersion(0),
+        reward=reward,
+    )
+
+
+ids = st.lists(st.integers(1, 50), min_size=1, max_size=6)
+rollouts = st.lists(
+    st.builds(rollout, ids, ids, group=st.integers(0, 3), reward=st.floats(0, 1, width=32)), min_size=1, max_size=8
+)
+
+
+def test_labels_masks_and_logprobs_stand_at_the_token_before() -> None:
+    batch = pack([rollout([5, 6], [7, 8]), rollout([9], [4])])
+    assert batch.tokens_T.tolist() == [5, 6, 7, 8, 9, 4]
+    assert batch.labels_T.tolist() == [6, 7, 8, 0, 4, 0]
+    assert batch.loss_mask_T.tolist() == [False, True, True, False, True, False]
+    assert batch.sampler_logprobs_T.tolist() == pytest.approx([0, -0.1, -0.2, 0, -0.1, 0])
+    assert batch.cu_seqlens.tolist() == [0, 4, 6]
+    assert batch.positions_T.tolist() == [0, 1, 2, 3, 0, 1]
+    assert batch.sequence_index_T.tolist() == [0, 0, 0, 0, 1, 1]
+
+
+@given(rollouts)
+def test_masked_labels_are_the_responses(sampled: list[Rollout]) -> None:
+    batch = pack(sampled)
+    flat = [token for one in sampled for token in one.response_ids.tolist()]
+    assert batch.labels_T[batch.loss_mask_T].tolist() == flat
+    assert torch.equal(batch.sampler_logprobs_T[~batch.loss_mask_T], torch.zeros(int((~batch.loss_mask_T).sum())))
+
+
+def with_environment(sampled: Rollout, mask: list[bool]) -> Rollout:
+    """The rollout with some of its tokens an environment's: those at which the mask, or the first of it, says so."""
+    bits = np.resize(np.array([*mask, True]), sampled.response_ids.size)
+    bits[-1] = True
+    return replace(sampled, sampler_logprobs=np.where(bits, sampled.sampler_logprobs, 0), loss_mask=bits)
+
+
+@given(rollouts, st.lists(st.booleans(), max_size=5), st.sampled_from(["stop", "length"]))
+def test_what_an_environment_wrote_is_context_alone(sampled: list[Rollout], mask: list[bool], finish_reason: str) -> None:
+    sampled = [replace(with_environment(one, mask), finish_reason=finish_reason) for one in sampled]
+    batch, plain = pack(sampled), pack([replace(one, loss_mask=None) for one in sampled])
+    own = [
+        (token, logprob)
+        for one in sampled
+        for at, (token, logprob) in enumerate(zip(one.response_ids.tolist(), one.sampler_logprobs.tolist(), strict=True))
+        if one.loss_mask is None or one.loss_mask[at]
+    ]
+    mask_T = batch.loss_mask_T
+    assert list(zip(batch.labels_T[mask_T].tolist(), batch.sampler_logprobs_T[mask_T].tolist(), strict=True)) == own
+    assert len(own) == sum(one.model_tokens for one in sampled)
+    assert not batch.sampler_logprobs_T[~batch.loss_mask_T].any()
+    assert_same(batch.with_(loss_mask_T=plain.loss_mask_T), plain)  # nothing else differs
+    cut = pack(sampled, mask_truncated=True)
+    assert cut.loss_mask_T.any() == (finish_reason == "stop")
+
+
+@given(rollouts, st.data())
+def test_select_is_packing_the_selected(sampled: list[Rollout], data: st.DataObject) -> None:
+    order = data.draw(st.lists(st.sampled_from(range(len(sampled))), unique=True, min_size=1))
+    selected, packed = pack(sampled).select(order), pack([sampled[at] for at in order])
+    assert_same(selected, packed)
+
+
+def test_components_are_columns_in_the_order_of_the_first() -> None:
+    parts: list[dict[str, float]] = [{}, {"b": 1.0, "a": 2.0}, {"a": 4.0, "b": 3.0}]
+    sampled = [replace(rollout([5], [6, 7], reward=-1.0), reward_parts=each) for each in parts]
+    batch = pack(sampled)
+    assert batch.reward_parts_SK is not None
+    # The first has none: it failed, and counts as reward.failed_reward in each.
+    assert batch.reward_parts_SK.tolist() == [[-1.0, -1.0], [1.0, 2.0], [3.0, 4.0]]
+    padded = pad_to(batch, batch.num_tokens + 3).reward_parts_SK
+    assert padded is not None
+    assert padded.tolist()[:3] == batch.reward_parts_SK.tolist()
+    assert not padded[3:].any()
+    assert pack(sampled[:1]).reward_parts_SK is None
+    with pytest.raises(ValueError, match=r"problem p0 has the reward's components c, others of the step b, a"):
+        pack([*sampled, replace(sampled[0], reward_parts={"c": 1.0})])
+
+
+def assert_same(left: Batch, right: Batch) -> None:
+    for name in ("tokens_T", "labels_T", "loss_mask_T", "cu_seqlens", "sampler_logprobs_T", "rewards_S", "groups_S"):
+        a, b = getattr(left, name), getattr(right, name)
+        assert a.dtype == b.dtype, name
+        assert torch.equal(a, b), name
+
+
+@given(rollouts)
+def test_every_rank_gets_the_batch_as_it_was_packed(sampled: list[Rollout]) -> None:
+    batch = pack(sampled)
+    sent: list[torch.Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "is_initialized", lambda: True)
+        patch.setattr(dist, "get_world_size", lambda: 2)
+        patch.setattr(dist, "broadcast", lambda tensor, src: sent.append(tensor.clone()))
+        assert_same(broadcast(batch, torch.device("cpu")), batch)
+        coming = iter(sent)
+        patch.setattr(dist, "broadcast", lambda tensor, src: tensor.copy_(next(coming)))
+        assert_same(broadcast(None, torch.device("cpu")), batch)
+    assert next(coming, None) is None
+
+
+@given(rollouts, st.integers(0, 40))
+def test_padding_is_beginnings_of_the_longest_sequence_outside_the_mask(sampled: list[Rollout], extra: int) -> None:
+    batch = pack(sampled).with_(advantages_S=torch.ones(len(sampled)))
+    padded = pad_to(batch, batch.num_tokens + extra)
+    assert padded.num_tokens == batch.num_tokens + extra
+    assert_same(padded.select(range(len(sampled))), batch)
+    assert not padded.loss_mask_T[batch.num_tokens :].any()
+    assert padded.advantages_S is not None
+    assert not padded.advantages_S[len(sampled) :].any()
+    longest = max(([*one.prompt_ids.tolist(), *one.response_ids.tolist()] for one in sampled), key=len)
+    added = [padded.select([at]).tokens_T.tolist() for at in range(len(sampled), padded.num_sequences)]
+    assert sum(len(tokens) for tokens in added) == extra
+    assert all(tokens == list(longest[: len(tokens)]) for tokens in added)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (rollout([], [1]), "problem p0 has an empty prompt"),
+        (rollout([1], []), "problem p0 has an empty response"),
+        (replace(rollout([1], [2]), loss_mask=np.array([False])), "problem p0 has no token that the model wrote"),
+        (
+            replace(rollout([1], [2, 3]), loss_mask=np.array([True, False])),
+            "has a log-prob other than 0 at a token that the model did not",
+        ),
+    ],
+)
+def test_a_rollout_that_cannot_be_trained_on_is_named(broken: Rollout, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack([broken])
+
+
+def test_routes_stay_with_their_tokens_and_have_none_for_the_last_of_a_sequence() -> None:
+    sampled = [rollout([5, 6], [7, 8]), rollout([9], [4])]
+    records = [np.arange(6, dtype=np.uint8).reshape(3, 1, 2), np.array([[[6, 7]]], np.uint8)]
+    batch = pack([replace(each, routed_experts=routes) for each, routes in zip(sampled, records, strict=True)])
+    none, routes_T = [[255, 255]], batch.routed_experts_T
+    assert routes_T is not None
+    assert routes_T.tolist() == [[[0, 1]], [[2, 3]], [[4, 5]], none, [[6, 7]], none]
+    padded = pad_to(pad_sequences(batch.select([1, 0]), 3), 11).routed_experts_T
+    assert padded is not None
+    assert padded.tolist() == [[[6, 7]], none, none, [[0, 1]], [[2, 3]], [[4, 5]], *[none] * 5]
+
+
+def test_a_record_of_another_form_is_refused() -> None:
+    first, second = rollout([5, 6], [7, 8]), rollout([9], [4])
+    record = replace(first, routed_experts=np.zeros((3, 1, 2), np.uint8))
+    with pytest.raises(ValueError, match=r"should have a routing record, uint8 of \(1, 1, 2\), but has none"):
+        pack([record, second])
+    assert pack([record, second], routes=False).routed_experts_T is None
+    for wrong in (np.zeros((2, 1, 2), np.uint8), np.zeros((1, 1, 3), np.uint8), np.zeros((1, 1, 2), np.int16)):
+        with pytest.raises(ValueError, match=r"but has (uint8|int16) of .* another model or another length"):
+            pack([record, replace(second, routed_experts=wrong)])

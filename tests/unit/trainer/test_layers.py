@@ -1,0 +1,218 @@
+"""What follows from the choice of layers (what Megatron builds from it: test_built_layers.py); whose kernels there are; FP8
+weights beside plain ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.optimizer.optimizer import FP32Optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from safetensors.torch import save_file
+from torch.overrides import TorchFunctionMode
+
+from tepo_megatron.trainer.megatron.model import fp8_weights
+from tepo_megatron.trainer.megatron.model.attention_cpu import PackedDotProductAttention
+from tepo_megatron.trainer.megatron.model.layers import LOCAL, Layers, RMSNorm, kernel_options
+from tepo_megatron.trainer.megatron.optimizer import optimizer_state
+from tepo_megatron.trainer.megatron.platform import packages
+from tepo_megatron.trainer.megatron.platform.packages import NO_PACKAGES, Packages
+from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
+from tepo_megatron.weights.layouts.table import tensor_shapes
+
+SPEC = ModelSpec("LlamaForCausalLM", 1, 8, 2, 1, 4, 16, 5, False, 1e-5, 1e4, None, 64)
+
+
+def config(layers: Layers, **changes: Any) -> TransformerConfig:
+    options = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "gated_linear_unit": True, "add_bias_linear": False}
+    silu = torch.nn.functional.silu
+    return TransformerConfig(**{**options, "activation_func": silu, **kernel_options(layers), **changes})
+
+
+def test_megatron_takes_the_fusions() -> None:
+    """All but the rotation's, which Megatron refuses without Transformer Engine: nothing of ours may promise it."""
+    assert config(Layers("te"), apply_rope_fusion=False).bias_activation_fusion
+    with pytest.raises(ValueError, match="apply_rope_fusion is not available"):
+        config(Layers("te"))
+    assert not config(LOCAL).bias_activation_fusion
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_local_norm_has_the_models_dtype(dtype: torch.dtype) -> None:
+    local = config(LOCAL, params_dtype=dtype, bf16=dtype == torch.bfloat16, use_cpu_initialization=True)
+    norm = RMSNorm(local, 8)
+    x = torch.randn(3, 8, dtype=dtype)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert norm.weight.dtype == norm(x).dtype == dtype
+    torch.testing.assert_close(norm(x).double(), exact, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-2)
+
+
+class Factories(TorchFunctionMode):
+    """Which devices tensors are made on that are made of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: list[Any] = []
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.arange, torch.zeros, torch.ones, torch.empty, torch.full, torch.tensor):
+            self.devices.append((kwargs or {}).get("device"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_local_attention_makes_nothing_on_a_default_device() -> None:
+    attention = PackedDotProductAttention(config(LOCAL, use_cpu_initialization=True), 1, AttnMaskType.causal, "self")
+    query, key = torch.randn(8, 2, 4), torch.randn(8, 1, 4)
+    offsets = torch.tensor([0, 5, 8], dtype=torch.int32)
+    packed = PackedSeqParams("thd", offsets, offsets, max_seqlen_q=5, max_seqlen_kv=5)
+    with Factories() as made:
+        attention(query, key, key, None, packed_seq_params=packed)
+    assert set(made.devices) == {query.device}
+
+
+# -- whose kernels -------------------------------------------------------------------------------------------------------------
+
+
+def test_nvidias_apex_is_told_from_its_namesake(tmp_path: Path) -> None:
+    namesake, nvidia = tmp_path / "namesake", tmp_path / "nvidia"
+    (namesake / "views").mkdir(parents=True)
+    for part in ("optimizers", "multi_tensor_apply"):
+        (nvidia / part).mkdir(parents=True)
+    assert packages.is_nvidia_apex(nvidia)
+    assert not packages.is_nvidia_apex(namesake)
+    assert not packages.is_nvidia_apex(None)
+
+
+def test_packages_are_found_without_importing_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert packages.installed_packages() == NO_PACKAGES
+    for part in ("optimizers", "multi_tensor_apply"):
+        (tmp_path / "apex" / part).mkdir(parents=True)
+    (tmp_path / "apex" / "__init__.py").write_text("raise ImportError('was imported')")
+    (tmp_path / f"{packages.WGRAD}.py").write_text("raise ImportError('was imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert packages.installed_packages() == Packages(apex=True, wgrad=True)
+
+
+@pytest.mark.parametrize(
+    ("found", "whose"),
+    [
+        (Packages(te="2.11.0", apex=True), "Transformer Engine's"),
+        (Packages(apex=True), "apex'"),
+        (NO_PACKAGES, "torch's"),
+    ],
+)
+def test_whose_adam_is_megatrons_own_order(found: Packages, whose: str) -> None:
+    assert packages.adam_kernel(found)[0] == whose
+
+
+def test_what_is_said_of_adam_here_is_what_megatron_does() -> None:
+    from megatron.core import optimizer
+
+    torchs = packages.adam_kernel(packages.installed_packages())[0] == "torch's"
+    assert torchs is issubclass(optimizer.Adam, torch.optim.Adam)
+
+
+# -- FP8 weights ---------------------------------------------------------------------------------------------------------------
+
+
+class Rounded(torch.Tensor):
+    """Stands in for a parameter that Transformer Engine keeps in FP8: copied to as a whole, rounding; read by dequantize()."""
+
+    @staticmethod
+    def of(values: torch.Tensor) -> Rounded:
+        made = torch.Tensor._make_subclass(Rounded, torch.zeros_like(values))
+        made.held = values.to(torch.float8_e4m3fn)
+        return made
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> Rounded:
+        self.held = source.to(self.dtype).to(torch.float8_e4m3fn)
+        return self
+
+    def detach(self) -> Rounded:
+        return self
+
+    def dequantize(self) -> torch.Tensor:
+        return self.held.to(torch.float32)
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        raise AssertionError("an FP8 parameter was read or written in part")
+
+    def zero_(self) -> torch.Tensor:
+        raise AssertionError("an FP8 parameter was written in place")
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_weights, "is_float8tensor", lambda tensor: isinstance(tensor, Rounded))
+    monkeypatch.setattr(fp8_weights, "dequantize_fp8_tensor", lambda tensor: tensor.dequantize())
+
+
+def test_fp8_parameters_are_loaded_whole_and_their_masters_unrounded(stand_in: None, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in tensor_shapes(SPEC).items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (layout,) = megatron_ranks(SPEC, MegatronParallel(fused_norms=True))
+    plain = {name: torch.zeros(shape) for name, shape in layout.params.items()}
+    fp8_weights.load_weights(tmp_path, layout, plain)
+
+    fc1 = "decoder.layers.0.mlp.linear_fc1.weight"
+    params = {name: torch.zeros(shape) for name, shape in layout.params.items()}
+    params[fc1] = Rounded.of(torch.zeros(layout.params[fc1]))
+    unrounded = fp8_weights.load_weights(tmp_path, layout, params)
+    assert list(unrounded) == [fc1]
+    assert torch.equal(unrounded[fc1], plain[fc1])
+
+    seen = fp8_weights.PlainWeights(params)
+    assert list(seen) == list(params)
+    assert len(seen) == len(params)
+    for name, value in plain.items():
+        expected = value.to(torch.float8_e4m3fn).float() if name == fc1 else value
+        assert type(seen[name]) is torch.Tensor
+        assert torch.equal(seen[name], expected), name
+    assert not torch.equal(seen[fc1], plain[fc1])
+
+
+# -- fused Adam ----------------------------------------------------------------------------------------------------------------
+
+
+class GroupCounting(torch.optim.Optimizer):
+    """Counts steps as Transformer Engine's and apex' Adam do: per group, from 1 where there is no count."""
+
+    def __init__(self, params: list[torch.nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+
+@given(st.integers(0, 1000))
+def test_a_resumed_fused_adam_counts_on(updates: int) -> None:
+    """Or else its bias correction would start anew under moments that did not: a jump of the weights at every resume."""
+    param = torch.nn.Parameter(torch.zeros(3))
+    wrapped = object.__new__(FP32Optimizer)
+    wrapped.optimizer = GroupCounting([param])
+    values = {state: torch.full((3,), float(number)) for number, state in enumerate(optimizer_state.STATES, 1)}
+    optimizer_state.restore(wrapped, param, values, updates=updates)
+    wrapped.optimizer.step()
+    assert wrapped.optimizer.param_groups[0]["step"] == updates + 1
+    assert torch.equal(param, torch.ones(3))
+    assert set(wrapped.optimizer.state[param]) == {"exp_avg", "exp_avg_sq"}
+
+
+def test_a_master_is_set_where_it_is_held() -> None:
+    param = torch.nn.Parameter(torch.zeros(2, 3))
+    wrapped = object.__new__(FP32Optimizer)
+    wrapped.optimizer = torch.optim.AdamW([param])
+    value = torch.arange(6.0).view(2, 3)
+    optimizer_state.set_master(wrapped, param, value)
+    assert torch.equal(param, value)

@@ -1,0 +1,224 @@
+"""What a GPU run refuses before it makes a process group: GPUs, Transformer Engines, CUDAs and models that do not suffice."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tepo_megatron.config import EngineConfig, Fp8Config, ParallelConfig, RunConfig
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.trainer.megatron import engine
+from tepo_megatron.trainer.megatron.model import fp8, layers
+from tepo_megatron.trainer.megatron.platform.packages import Packages
+from tepo_megatron.trainer.megatron.platform.platform import Platform
+from tepo_megatron.weights.architecture import ModelSpec
+
+GPUS = {
+    "A100": ((8, 0), set()),
+    "L40S": ((8, 9), {"delayed", "tensorwise"}),
+    "H100": ((9, 0), {"delayed", "tensorwise", "blockwise"}),
+    "B200": ((10, 0), {"delayed", "tensorwise", "blockwise", "mxfp8"}),
+    "B300": ((10, 3), {"delayed", "tensorwise", "blockwise", "mxfp8"}),
+    "RTX 5090": ((12, 0), {"delayed", "tensorwise", "blockwise"}),
+}
+"""By NVIDIA's published capabilities, and what Transformer Engine 2.11 answers for each with CUDA 12.9."""
+
+ENGINES = {
+    "1.14": {"delayed"},
+    "2.1.0": {"delayed", "mxfp8"},
+    "2.2.0.dev0": {"delayed", "mxfp8", "tensorwise"},
+    "2.3.0+abc": {"delayed", "mxfp8", "tensorwise", "blockwise"},
+    "2.11.0": {"delayed", "mxfp8", "tensorwise", "blockwise"},
+}
+"""Which recipes Megatron-Core 0.16.1 would make with which Transformer Engine."""
+
+CUDAS = {"12.0": set(), "12.1": {"ada"}, "12.8": {"ada"}, "12.9": {"ada", "blockwise"}, "13.0": {"ada", "blockwise"}}
+RECIPES = ["delayed", "tensorwise", "blockwise", "mxfp8"]
+SPEC = ModelSpec("LlamaForCausalLM", 8, 256, 8, 4, 32, 512, 61, False, 1e-5, 1e4, None, 512)
+
+
+@given(
+    st.sampled_from(sorted(GPUS)), st.sampled_from(sorted(ENGINES)), st.sampled_from(sorted(CUDAS)), st.sampled_from(RECIPES)
+)
+def test_a_recipe_is_taken_where_gpu_te_and_cuda_have_it(gpu: str, te: str, cuda: str, recipe: str) -> None:
+    capability, supported = GPUS[gpu]
+    fits = recipe in supported and recipe in ENGINES[te]
+    fits = fits and (recipe != "blockwise" or "blockwise" in CUDAS[cuda]) and (gpu != "L40S" or "ada" in CUDAS[cuda])
+
+    def check() -> None:
+        fp8.check_gpu(Fp8Config(recipe=recipe), capability=capability, te=te, cuda=cuda)
+
+    if fits:
+        check()
+    else:
+        with pytest.raises(ValueError, match=f"engine.fp8.recipe = {recipe} "):
+            check()
+    fp8.check_gpu(Fp8Config(), capability=capability, te=te, cuda=cuda)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "facts", "message"),
+    [
+        (
+            "delayed",
+            {"capability": (8, 0)},
+            r"needs a GPU of compute capability 8\.9 or more .*, and this one has 8\.0; choose ",
+        ),
+        (
+            "mxfp8",
+            {},
+            r"10\.0 or more \(Blackwell B200 or B300\), and this one has 9\.0; choose engine.fp8.recipe = delayed or ",
+        ),
+        ("mxfp8", {"capability": (12, 0)}, r"has no kernels for GPUs of compute capability 12\.0 yet"),
+        ("blockwise", {"cuda": "12.8"}, r"needs CUDA 12\.9 or newer on this GPU, and torch was built for 12\.8"),
+        ("blockwise", {"te": "2.2.0"}, r"unknown to the installed Transformer Engine 2\.2\.0, 2\.3 or newer is needed"),
+        ("tensorwise", {"te": "2.1.0"}, r"or choose one of none, delayed, mxfp8"),
+    ],
+)
+def test_a_refusal_says_what_is_there_and_what_is_needed(recipe: str, facts: dict[str, Any], message: str) -> None:
+    here = {"capability": (9, 0), "te": "2.11.0", "cuda": "12.9", **facts}
+    with pytest.raises(ValueError, match=message):
+        fp8.check_gpu(Fp8Config(recipe=recipe), **here)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_transformer_engine_has_the_last_word(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    """The names that it has had from 2.3 to 2.11; a name that does not exist would fail here."""
+    probes = {"is_fp8_available": "", "is_fp8_block_scaling_available": "", "is_mxfp8_available": ""}
+    asked: list[str] = []
+
+    def probe(name: str) -> Any:
+        def ask() -> tuple[bool, str]:
+            asked.append(name)
+            return not probes[name], probes[name]
+
+        return ask
+
+    module: Any = ModuleType("transformer_engine.pytorch.fp8")
+    module.FP8GlobalStateManager = SimpleNamespace(**{name: probe(name) for name in probes})
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    fp8.ask_transformer_engine(Fp8Config(recipe=recipe))
+    probes[asked[0]] = "cuBLASLt is too old"
+    with pytest.raises(ValueError, match=f"{recipe} is refused by Transformer Engine: cuBLASLt is too old"):
+        fp8.ask_transformer_engine(Fp8Config(recipe=recipe))
+    expected = {"blockwise": "is_fp8_block_scaling_available", "mxfp8": "is_mxfp8_available"}
+    assert set(asked) == {expected.get(recipe, "is_fp8_available")}
+    fp8.ask_transformer_engine(Fp8Config())
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "parallel", "message"),
+    [
+        ("delayed", {"ffn_size": 344}, {"tp": 1}, r"multiples of 16, .* 344 \(MLP size of a rank\)"),
+        ("mxfp8", {}, {"tp": 4, "dp": 1}, None),
+        ("mxfp8", {"head_dim": 24}, {"tp": 4}, r"96 \(queries, keys and values of a rank\)|48 \(attention output of a rank\)"),
+        ("tensorwise", {"hidden_size": 200}, {}, r"200 \(hidden size\)"),
+        ("blockwise", {"vocab_size": 61}, {"tp": 4}, None),  # embedding and head are not in FP8
+        ("tensorwise", {}, {"pp": 4}, None),
+        ("blockwise", {"hidden_size": 192}, {"tp": 2, "sequence_parallel": True}, "blocks of 128 .* hidden size is 192"),
+        ("blockwise", {"hidden_size": 192}, {"tp": 2}, None),
+        ("blockwise", {}, {"tp": 2, "sequence_parallel": True}, None),
+    ],
+)
+def test_a_model_that_fp8_matrix_products_do_not_fit_is_refused(
+    recipe: str, changes: dict[str, Any], parallel: dict[str, Any], message: str | None
+) -> None:
+    spec, split = replace(SPEC, **changes), ParallelConfig(**parallel)
+    if message is None:
+        fp8.check_model(Fp8Config(recipe=recipe), spec, split)
+    else:
+        with pytest.raises(ValueError, match=message):
+            fp8.check_model(Fp8Config(recipe=recipe), spec, split)
+    fp8.check_model(Fp8Config(), spec, split)
+
+
+def test_layers_in_bfloat16_stay_within_the_model_and_a_stage() -> None:
+    with pytest.raises(ValueError, match="first_layers_bf16 = 3 is more than the 2 layers of a pipeline stage"):
+        fp8.check_model(Fp8Config(recipe="tensorwise", first_layers_bf16=3), SPEC, ParallelConfig(pp=4))
+    with pytest.raises(ValueError, match="keeps all 8 layers in bfloat16"):
+        fp8.check_model(Fp8Config(recipe="tensorwise", first_layers_bf16=5, last_layers_bf16=3), SPEC, ParallelConfig())
+
+
+@pytest.mark.parametrize(
+    ("asked", "platform", "problem", "expected"),
+    [
+        ("auto", "cpu", None, "local"),
+        ("local", "cpu", None, "local"),
+        ("auto", "cuda", None, "te"),
+        ("te", "cuda", None, "te"),
+        ("local", "cuda", None, "local"),
+        ("local", "cuda", "ImportError: none", "local"),
+        (
+            "te",
+            "cpu",
+            None,
+            "engine.layers = te is for Transformer Engine's layers, which need a GPU, and the trainer runs on a CPU",
+        ),
+        (
+            "te",
+            "cuda",
+            "OSError: libcublas",
+            r"engine.layers = te, but .* cannot be imported \(OSError: libcublas\); install it",
+        ),
+        (
+            "auto",
+            "cuda",
+            "ImportError: none",
+            r"engine.layers = auto means Transformer Engine on a GPU, but .* set engine.layers=local",
+        ),
+    ],
+)
+def test_layers_are_chosen_by_config_and_never_by_accident(
+    asked: str, platform: Any, problem: str | None, expected: str
+) -> None:
+    config = EngineConfig(layers=asked)
+    if expected in ("te", "local"):
+        assert layers.decide(config, platform, problem) == expected
+    else:
+        with pytest.raises((ValueError, RuntimeError), match=expected):
+            layers.decide(config, platform, problem)
+
+
+def test_fp8_on_a_cpu_is_refused() -> None:
+    config = EngineConfig.model_validate({"fp8": {"recipe": "tensorwise"}})
+    with pytest.raises(ValueError, match="is for Transformer Engine's layers, which need a GPU"):
+        layers.choose_layers(config, Platform("cpu", torch.device("cpu"), "gloo"))
+
+
+def test_the_reason_of_a_failed_import_is_kept() -> None:
+    problem = layers.import_problem()
+    assert problem is not None
+    assert "No module named 'transformer_engine'" in problem
+
+
+@pytest.mark.parametrize(
+    ("section", "capability", "message"),
+    [
+        ({"layers": "te"}, None, "cannot be imported"),
+        ({}, None, "cannot be imported"),
+        ({"fp8": {"recipe": "mxfp8"}}, (9, 0), "this one has 9.0"),
+        ({"fp8": {"recipe": "delayed"}}, (8, 0), "this one has 8.0"),
+    ],
+)
+def test_the_engine_stops_before_any_process_group(
+    monkeypatch: pytest.MonkeyPatch, section: dict[str, Any], capability: tuple[int, int] | None, message: str
+) -> None:
+    """As on a machine with a GPU, of the given capability where Transformer Engine is installed."""
+    monkeypatch.setattr(engine, "select_platform", lambda _: Platform("cuda", torch.device("cuda", 0), "nccl"))
+    if capability is not None:
+        monkeypatch.setattr(layers, "import_problem", lambda: None)
+        monkeypatch.setattr(layers, "installed_packages", lambda: Packages(te="2.11.0"))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    config = RunConfig.model_validate({"model": {"dtype": "bfloat16"}, "engine": section})
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        engine.Engine(config, resolve_model_path("builtin:tiny"))
+    assert not dist.is_initialized()

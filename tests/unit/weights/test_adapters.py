@@ -1,0 +1,142 @@
+"""The layout of LoRA adapters follows that of the weights, and PEFT folders of anything else are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks, tensor_shapes
+from tepo_megatron.weights.layouts.adapters import (
+    adapted_tensors,
+    adapter_blocks,
+    adapter_layout,
+    adapter_names,
+    adapter_shapes,
+    linear_modules,
+    shards_by_tensor,
+)
+from tepo_megatron.weights.storage.peft_folder import (
+    PREFIX,
+    AdapterSettings,
+    check_peft_folder,
+    load_adapters,
+    write_peft_folder,
+)
+from tepo_megatron.weights.transfer.gather import gather_sources
+from tests.support.reshard_models import MOE, Case, cases, small_spec
+
+RANK = 2
+
+
+@given(case=cases(), seed=st.integers(0, 2**31 - 1), some=st.booleans())
+def test_parts_of_products_are_products_of_parts(case: Case, seed: int, some: bool) -> None:
+    """On every rank of any split B · A, put where the blocks say, is that part of the whole model's B · A."""
+    layouts = megatron_ranks(case.spec, case.source)
+    shapes = tensor_shapes(case.spec)
+    names = linear_modules(shapes)
+    tensors = adapted_tensors(shapes, names[::2] if some else ["all-linear"])
+    generator = torch.Generator().manual_seed(seed)
+    wanted = adapter_shapes(shapes, tensors, RANK)
+    whole = {name: torch.randint(-9, 9, shape, generator=generator) for name, shape in wanted.items()}
+    adapted = [adapter_layout(layout, tensors, RANK) for layout in layouts]
+    gather_sources(adapted)  # the ranks together hold everything
+    for layout, adapters in zip(layouts, adapted, strict=True):
+        local = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in adapters.params.items()}
+        for shard in adapters.shards:
+            local[shard.param][shard.at.slices] = whole[shard.tensor][shard.box.slices]
+        for tensor, shards in shards_by_tensor(layout, tensors).items():
+            (a, b), (param,) = adapter_names(tensor), {shard.param for shard in shards}
+            product = local[b] @ local[a]
+            merged = torch.zeros(layout.params[param], dtype=torch.int64)
+            for block in adapter_blocks(shards):
+                merged[block.at] += product[block.own]
+            for shard in shards:
+                expected = (whole[b] @ whole[a])[shard.box.slices]
+                assert torch.equal(merged[shard.at.slices], expected)
+
+
+def test_linear_layers_are_known_by_their_names() -> None:
+    dense = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert linear_modules(tensor_shapes(small_spec())) == dense
+    experts = {name: linear_modules(tensor_shapes(small_spec(architecture=name, experts=MOE[name]))) for name in MOE}
+    mixtral = [*dense[:4], "w1", "w3", "w2"]
+    assert experts == {  # and no router
+        "MixtralForCausalLM": mixtral, "Qwen3MoeForCausalLM": dense, "Glm4MoeForCausalLM": dense,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"names q_prj, w1, which match nothing in this model; .* are q_proj, .*all-linear"):
+        adapted_tensors(tensor_shapes(small_spec()), ["q_prj", "o_proj", "w1"])
+
+
+def change_config(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def rename(old: str, new: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "adapter_model.safetensors"
+        tensors = {name.replace(old, new): tensor for name, tensor in load_file(path).items()}
+        save_file(tensors, path)
+
+    return change
+
+
+def cut_short(folder: Path) -> None:
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (change_config(r=9), r"r is 9, and model\.lora\.rank is 2"),
+        (change_config(lora_alpha=1), r"lora_alpha is 1, and model\.lora\.alpha is 4"),
+        (change_config(use_rslora=True), r"use_rslora is True, and model\.lora\.rslora is False"),
+        (change_config(use_dora=True), r"use_dora = True is not supported \(only False\)"),
+        (change_config(modules_to_save=["lm_head"]), r"modules_to_save = \['lm_head'\] is not supported"),
+        (change_config(rank_pattern={"q_proj": 4}), r"rank_pattern = .* is not supported"),
+        (rename("layers.3.", "layers.4."), r"(?s)missing: .*layers\.3.*not of this model.*layers\.4\."),
+        (
+            rename("q_proj", "k_proj"),
+            r"(?s)missing: .*q_proj.*not of this model, or not in model\.lora\.target_modules: .*k_proj",
+        ),
+        (lambda folder: (folder / "adapter_config.json").unlink(), r"has no adapter_config\.json and"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{"), r"adapter_config\.json is damaged"),
+        (cut_short, r"damaged or cut short"),
+    ],
+)
+def test_a_folder_of_other_adapters_is_refused(tmp_path: Path, change: Callable[[Path], None], message: str) -> None:
+    shapes = tensor_shapes(small_spec())
+    wanted = adapter_shapes(shapes, adapted_tensors(shapes, ["q_proj", "o_proj"]), RANK)
+    tensors = {name: torch.randn(shape) for name, shape in wanted.items()}
+    write_peft_folder(tmp_path / "lora", tensors, AdapterSettings(RANK, 4, False, 0.0, ("o_proj", "q_proj")), base_model="m")
+    check_peft_folder(tmp_path / "lora", wanted, rank=RANK, alpha=4, rslora=False)
+    change(tmp_path / "lora")
+    with pytest.raises(ValueError, match=message):
+        check_peft_folder(tmp_path / "lora", wanted, rank=RANK, alpha=4, rslora=False)
+
+
+def test_a_model_of_other_sizes_is_refused_and_a_folder_comes_back_as_it_was(tmp_path: Path) -> None:
+    shapes, other = tensor_shapes(small_spec()), tensor_shapes(small_spec(hidden_size=9))
+    tensors = adapted_tensors(shapes, ["all-linear"])
+    wanted = adapter_shapes(shapes, tensors, RANK)
+    held = {name: torch.randn(shape) for name, shape in wanted.items()}
+    write_peft_folder(tmp_path / "lora", held, AdapterSettings(RANK, 4, False, 0.0, ("q_proj",)), base_model="m")
+    with pytest.raises(ValueError, match=rf"{PREFIX}model\.layers\.0.* is \(2, 6\), and this model needs \(2, 9\)"):
+        check_peft_folder(tmp_path / "lora", adapter_shapes(other, tensors, RANK), rank=RANK, alpha=4, rslora=False)
+    layout = adapter_layout(megatron_ranks(small_spec(), MegatronParallel())[0], tensors, RANK)
+    back = {name: torch.empty(shape) for name, shape in layout.params.items()}
+    load_adapters(tmp_path / "lora", layout, back)
+    assert back.keys() == held.keys()
+    assert all(torch.equal(back[name], held[name]) for name in held)

@@ -1,0 +1,123 @@
+"""config.json: every known family is read, and what would be computed wrongly is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from tepo_megatron.weights.architecture import model_spec
+from tepo_megatron.weights.families import FAMILIES, KNOWN_ARCHITECTURES
+from tepo_megatron.weights.layouts import tensor_shapes
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 2,
+    "vocab_size": 17,
+}
+CONFIGS = {
+    "LlamaForCausalLM": LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]),
+    "MistralForCausalLM": MistralConfig(**SIZES, architectures=["MistralForCausalLM"], sliding_window=None),
+    "Qwen2ForCausalLM": Qwen2Config(**SIZES, architectures=["Qwen2ForCausalLM"]),
+    "Qwen3ForCausalLM": Qwen3Config(**SIZES, architectures=["Qwen3ForCausalLM"], head_dim=6),
+    "MixtralForCausalLM": MixtralConfig(**SIZES, architectures=["MixtralForCausalLM"]),
+    "Qwen3MoeForCausalLM": Qwen3MoeConfig(**{**SIZES, "head_dim": 6}, architectures=["Qwen3MoeForCausalLM"]),
+    "Glm4MoeForCausalLM": Glm4MoeConfig(**{**SIZES, "head_dim": 8}, architectures=["Glm4MoeForCausalLM"]),
+}
+DENSE = [name for name in KNOWN_ARCHITECTURES if not FAMILIES[name].experts]
+"""The others' tensors are the subject of ``test_moe_layouts.py``: in memory they are not what they are on disk."""
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("architecture", DENSE)
+def test_tensors_are_those_of_transformers(architecture: str, tied: bool) -> None:
+    config = AutoConfig.for_model(**(CONFIGS[architecture].to_dict() | {"tie_word_embeddings": tied}))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    expected = {name: tuple(param.shape) for name, param in model.named_parameters()}  # a tied head occurs once
+    assert tensor_shapes(model_spec(config.to_dict(), "config")) == expected
+
+
+@pytest.mark.parametrize("architecture", KNOWN_ARCHITECTURES)
+def test_a_silent_config_means_what_transformers_takes_it_for(architecture: str) -> None:
+    """Only what cannot be left out is given; published folders of old do leave out the rest."""
+    needed = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+    raw = {name: SIZES[name] for name in needed} | {
+        "architectures": [architecture],
+        "num_attention_heads": 32,
+        "hidden_size": 128,
+    }
+    if architecture == "MistralForCausalLM":
+        raw["sliding_window"] = None
+    spec, config = model_spec(raw, "config"), type(CONFIGS[architecture])(**raw)
+    assert spec.num_kv_heads == config.num_key_value_heads
+    assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    assert spec.norm_eps == config.rms_norm_eps
+    assert spec.tied_embeddings == config.tie_word_embeddings
+    assert spec.rope_theta == config.rope_parameters["rope_theta"]
+    if spec.experts is not None:
+        assert spec.ffn_size == getattr(config, "moe_intermediate_size", config.intermediate_size)
+        assert (spec.experts.count, spec.experts.per_token) == (config.num_local_experts, config.num_experts_per_tok)
+        assert spec.experts.renormalize == getattr(config, "norm_topk_prob", True)  # Mixtral has no choice
+    if architecture == "Glm4MoeForCausalLM":
+        assert spec.experts is not None
+        assert (spec.dense_layers, spec.dense_ffn_size) == (config.first_k_dense_replace, config.intermediate_size)
+        assert spec.experts.shared_ffn_size == config.n_shared_experts * config.moe_intermediate_size
+        assert spec.experts.scale == config.routed_scaling_factor
+        assert (spec.qkv_bias, spec.qk_norm) == (config.attention_bias, config.use_qk_norm)
+        assert spec.rotary_fraction == config.rope_parameters["partial_rotary_factor"]
+
+
+def test_every_known_family_is_tested() -> None:
+    assert set(CONFIGS) == set(KNOWN_ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "message"),
+    [
+        ("Qwen2MoeForCausalLM", {}, r"Qwen2MoeForCausalLM is not known; known: LlamaForCausalLM, MistralForCausalLM, Qwen2"),
+        ("MixtralForCausalLM", {"sliding_window": 4096}, r"sliding_window = 4096 is not supported yet \(only None\)"),
+        ("MixtralForCausalLM", {"router_jitter_noise": 0.1}, r"router_jitter_noise = 0.1 is not supported yet \(only 0.0\)"),
+        ("MixtralForCausalLM", {"output_router_logits": True}, r"output_router_logits = True is not supported"),
+        ("MixtralForCausalLM", {"num_experts_per_tok": 9}, r"num_experts_per_tok = 9 is more than its 8 experts"),
+        ("MixtralForCausalLM", {"num_experts_per_tok": 1}, r"num_experts_per_tok = 1 is not supported with renormalised"),
+        ("MixtralForCausalLM", {"num_local_experts": 0}, r"num_local_experts = 0 is no positive whole number"),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] is not supported yet \(only \[\]\)"),
+        ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 2}, r"decoder_sparse_step = 2 is not supported yet \(only 1\)"),
+        ("Glm4MoeForCausalLM", {"n_group": 2}, r"n_group = 2 is not supported yet \(only 1\)"),
+        ("Glm4MoeForCausalLM", {"norm_topk_prob": False}, r"norm_topk_prob = False is not supported yet"),
+        ("Glm4MoeForCausalLM", {"first_k_dense_replace": 2}, r"first_k_dense_replace = 2 leaves none of the 2 layers with exp"),
+        ("Glm4MoeForCausalLM", {"head_dim": 6}, r"partial_rotary_factor = 0.5 of head_dim = 6 is no even number"),
+        ("MistralForCausalLM", {"sliding_window": 4096}, r"sliding_window = 4096 is not supported yet \(only None\)"),
+        ("MistralForCausalLM", {}, r"sliding_window = 4096 is not supported"),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True}, r"use_sliding_window = True is not supported"),
+        ("Qwen2ForCausalLM", {"head_dim": 8}, r"head_dim = 8 .* hidden_size / num_attention_heads = 4"),
+        ("Qwen3ForCausalLM", {"attention_bias": True}, r"attention_bias = True is not supported"),
+        ("Qwen3ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types has sliding_attention"),
+        ("LlamaForCausalLM", {"logit_scale": 0.0625}, r"logit_scale = 0.0625 is not supported yet \(only 1.0\)"),
+        ("Qwen3ForCausalLM", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping = 30.0 is not supported yet"),
+        ("MixtralForCausalLM", {"lm_head_bias": True}, r"lm_head_bias = True is not supported yet \(only False\)"),
+        ("LlamaForCausalLM", {"mlp_bias": True}, r"mlp_bias = True is not supported"),
+        ("LlamaForCausalLM", {"num_key_value_heads": 4}, r"num_key_value_heads = 4 does not divide num_attention_heads = 6"),
+        ("LlamaForCausalLM", {"vocab_size": "many"}, r"vocab_size = 'many' is no positive whole number"),
+        ("LlamaForCausalLM", {"num_hidden_layers": 0}, r"num_hidden_layers = 0 is no positive whole number"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(architecture: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model_spec({**SIZES, "architectures": [architecture], **change}, "config.json")

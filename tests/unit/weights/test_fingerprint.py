@@ -1,0 +1,115 @@
+"""The name of weights: the same however they are split, another as soon as one element differs or lies elsewhere."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tepo_megatron.weights.geometry import Box, Shard
+from tepo_megatron.weights.transfer import fingerprint as module
+from tepo_megatron.weights.transfer.fingerprint import fingerprint
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn]
+
+
+def whole(name: str, tensor: Tensor) -> Shard:
+    box = Box((0,) * tensor.ndim, tuple(tensor.shape))
+    return Shard(name, box, name, box)
+
+
+def of(**tensors: Tensor) -> int:
+    return fingerprint([whole(name, tensor) for name, tensor in tensors.items()], tensors)
+
+
+@st.composite
+def split_tensors(draw: st.DrawFn) -> tuple[Tensor, list[Box]]:
+    """A tensor of one to three dimensions, and boxes that cover it once: a grid of uneven cuts."""
+    shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    tensor = torch.randn(shape).to(draw(st.sampled_from(DTYPES)))
+    boxes = [Box((), ())]
+    for extent in shape:
+        cuts = [0, *sorted(draw(st.sets(st.integers(1, extent), max_size=3)) - {extent}), extent]
+        boxes = [Box((*box.start, a), (*box.stop, b)) for box in boxes for a, b in pairwise(cuts)]
+    return tensor, boxes
+
+
+@given(split_tensors())
+def test_parts_add_up_to_the_whole(case: tuple[Tensor, list[Box]]) -> None:
+    tensor, boxes = case
+    total = 0
+    for box in boxes:  # each part as a rank would hold it: a parameter of its own, behind a row of something else
+        part = tensor[box.slices]
+        param = torch.cat([torch.zeros_like(part[:1].float()), part.float()]).to(tensor.dtype)
+        at = Box((1, *[0] * (part.ndim - 1)), (1 + part.shape[0], *part.shape[1:]))
+        total += fingerprint([Shard("w", box, "p", at)], {"p": param})
+    assert total % 2**64 == of(w=tensor)
+
+
+@given(st.data())
+def test_any_other_element_makes_another(data: st.DataObject) -> None:
+    tensor = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
+    at = data.draw(st.integers(0, 34))
+    bit = data.draw(st.integers(0, 31))
+    changed = tensor.clone()
+    changed.view(torch.int32).view(-1)[at] ^= 1 << bit if bit < 31 else -(2**31)
+    assert of(w=changed) != of(w=tensor)
+
+
+@pytest.mark.parametrize("other", ["transposed", "rolled", "swapped", "renamed", "exchanged", "reversed"])
+def test_the_place_counts(other: str) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(8, 8), torch.randn(8, 8)
+    swapped = a.clone()
+    swapped[2, 3], swapped[3, 2] = a[3, 2], a[2, 3]
+    variants: dict[str, dict[str, Any]] = {
+        "transposed": {"x": a.t().contiguous(), "y": b},
+        "rolled": {"x": a.roll(1, 0), "y": b},
+        "swapped": {"x": swapped, "y": b},
+        "renamed": {"z": a, "y": b},
+        "exchanged": {"x": b, "y": a},
+        "reversed": {"x": a.flip(1), "y": b},
+    }
+    assert of(**variants[other]) != of(x=a, y=b)
+
+
+def test_large_tensors_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(33, 17)
+    expected = of(w=tensor)
+    monkeypatch.setattr(module, "_CHUNK", 40)
+    assert of(w=tensor) == expected
+
+
+def test_a_gpu_would_be_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(module, "_CHUNK", 8)
+    with Reads() as reads:
+        of(a=torch.randn(9, 8), b=torch.randn(5, 3))
+    assert reads.count == 0  # the one that remains, of all sums together, is no read of a number
+
+
+def test_no_shards_are_nothing() -> None:
+    assert of() == 0
+
+
+def test_it_is_the_sum_that_it_says_it_is() -> None:
+    """Against Python's integers, without a tensor."""
+    tensor = torch.randn(3, 4)
+    bits = tensor.view(torch.int32).tolist()
+    keys = [module._keys(dim, 0, extent, tensor.device).tolist() for dim, extent in enumerate(tensor.shape)]
+    assert all(key % 2 for key in keys[0] + keys[1])
+    total = sum(bits[i][j] * keys[0][i] * keys[1][j] for i in range(3) for j in range(4))
+    assert of(w=tensor) == module._tensor_key("w") * total % 2**64

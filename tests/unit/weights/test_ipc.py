@@ -1,0 +1,304 @@
+"""Messages within a shared GPU, with memory of this process in place of CUDA's handles: order, reuse of slots, refusals.
+
+CUDA itself: tests/gpu.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tepo_megatron.weights.geometry import ReshardPlan
+from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
+from tepo_megatron.weights.transfer import messages, move, transport
+from tepo_megatron.weights.transfer.handles import CudaHandles
+from tepo_megatron.weights.transfer.messages import destination_ends, message_sizes, queues, source_ends
+from tepo_megatron.weights.transfer.relay import source_routes
+from tepo_megatron.weights.transfer.sender import decode_order, encode_order
+from tepo_megatron.weights.transfer.transport import Member, Routes
+from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
+from tepo_megatron.weights.transfer.transports.ipc import IpcGroup, join_ipc
+from tests.support.programs import TIMEOUT_S
+from tests.support.reshard_models import Case, cases, small_spec
+from tests.support.thread_transport import Mailbox
+from tests.support.transfers import blank, carry_out, mailboxes, setting
+
+CPU = torch.device("cpu")
+
+
+class Memory:
+    """Handles are numbers of storages of this process. ``corrupt``: the first synchronized copy loses a bit."""
+
+    def __init__(self, location: dict[str, str] | None = None) -> None:
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.numbers = itertools.count()
+        self.where = location or {"host": "h", "gpu": "g"}
+        self.corrupt = False
+
+    def location(self, device: torch.device) -> dict[str, str]:
+        return self.where
+
+    def export(self, slots: Tensor) -> dict[str, Any]:
+        number = next(self.numbers)
+        self.storages[number] = slots.untyped_storage()
+        return {"number": number}
+
+    def open(self, handle: dict[str, Any], device: torch.device) -> torch.UntypedStorage:
+        return self.storages[handle["number"]]
+
+    def synchronize(self, device: torch.device) -> None:
+        if self.corrupt:
+            self.corrupt = False
+            torch.empty(0, dtype=torch.uint8).set_(next(iter(self.storages.values())))[5] ^= 1
+
+
+class Store:
+    """The part of a TCPStore that is used; ``get`` waits."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.changed = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self.changed:
+            self.values[key] = value.encode()
+            self.changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        with self.changed:
+            assert self.changed.wait_for(lambda: key in self.values, timeout=TIMEOUT_S)
+            return self.values[key]
+
+
+def joining(box: Any) -> Callable[[], GlooGroup]:
+    """Stands in for joining gloo's group."""
+    return lambda: box
+
+
+def enter(box: Any, store: Any, member: Member, memory: Memory) -> IpcGroup:
+    """gloo's group also connects the trainer's ranks, as NCCL's would."""
+    return join_ipc(joining(box), store, member, join_leg=lambda gloo: gloo, handles=memory)
+
+
+def members(plan: ReshardPlan, boxes: list[Mailbox], memory: Memory, *, limit: int, relayed: bool = False) -> list[IpcGroup]:
+    """Every rank's transport, as sender and worker make it: destinations find the source on their GPU by ``plan.local``."""
+    store: Any = Store()
+    made: list[IpcGroup] = []
+    world = plan.num_sources + plan.num_destinations
+    for rank in range(plan.num_sources):
+        outgoing = queues(source_ends(plan, rank), itemsize=8, limit=limit)
+        near = [plan.num_sources + to for to, source in plan.local.items() if source == rank]
+        receivers = {peer: max(message_sizes(outgoing[peer], 8)) for peer in near if peer in outgoing}
+        routes = source_routes(plan, rank, itemsize=8, limit=limit) if relayed else Routes()
+        member = Member(rank, world, CPU, "", same_gpu_receivers=receivers, routes=routes)
+        made.append(enter(boxes[rank], store, member, memory))
+    for to in range(plan.num_destinations):
+        text = encode_order(destination_ends(plan, to), torch.float64, limit, near=plan.local.get(to), relayed=relayed)
+        order, rank = decode_order(text), plan.num_sources + to
+        member = Member(rank, world, CPU, "", same_gpu_senders=order.takes, routes=order.routes)
+        made.append(enter(boxes[rank], store, member, memory))
+    assert all(json.loads(value) for value in store.values.values())
+    return made
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    case=cases(),
+    limit=st.sampled_from([64, 1000, 2**20]),
+    alone=st.sampled_from([1, 100, 2**18]),
+    updates=st.sampled_from([1, 2]),
+)
+def test_what_goes_to_another_gpu_is_passed_on_by_the_rank_there(case: Case, limit: int, alone: int, updates: int) -> None:
+    """Between a rank and a worker that has a rank on its GPU nothing but signals cross."""
+    plan, sources, expected = setting(case)
+    boxes = mailboxes(plan.num_sources + plan.num_destinations)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "ALONE_BYTES", alone)
+        groups = members(plan, boxes, Memory(), limit=limit, relayed=True)
+        for _ in range(updates):
+            found = [blank(params) for params in expected]
+            carry_out(plan, sources, found, limit=limit, boxes=groups)
+            for wanted, got in zip(expected, found, strict=True):
+                assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+    near = {plan.num_sources + to for to in plan.local}
+    for box in boxes:
+        assert all(size <= 1 for peer, size in box.sizes if peer in near or box.rank in near)
+
+
+def test_it_is_passed_on_over_real_gloo_and_a_worker_that_leaves_ends_it_on_all_ranks() -> None:
+    """Two trainer ranks and two workers; half of each worker's weights come from the other's GPU. gloo is NCCL's stand-in."""
+    case = Case(small_spec(), MegatronParallel(tp=2), VllmParallel(tp=1, replicas=2), {0: 0, 1: 1})
+    plan, sources, expected = setting(case)
+    memory, host, limit = Memory(), "127.0.0.1", 2000
+    store, place = transport.listen(host)
+
+    def enter_world(rank: int) -> IpcGroup:
+        mine = store if rank == 0 else transport.connect(host, place, TIMEOUT_S)
+        if rank < 2:
+            queue = queues(source_ends(plan, rank), itemsize=8, limit=limit)[2 + rank]
+            routes = source_routes(plan, rank, itemsize=8, limit=limit)
+            member = Member(rank, 4, CPU, host, same_gpu_receivers={2 + rank: max(message_sizes(queue, 8))}, routes=routes)
+        else:
+            text = encode_order(destination_ends(plan, rank - 2), torch.float64, limit, near=rank - 2, relayed=True)
+            order = decode_order(text)
+            member = Member(rank, 4, CPU, host, same_gpu_senders=order.takes, routes=order.routes)
+        gloo = partial(GlooGroup, mine, host, rank, 4, TIMEOUT_S)
+        return join_ipc(gloo, mine, member, join_leg=lambda gloo: gloo, handles=memory)
+
+    with ThreadPoolExecutor(4) as pool:
+        groups = list(pool.map(enter_world, range(4)))
+        found = [blank(params) for params in expected]
+        carry_out(plan, sources, found, limit=limit, boxes=groups)
+        for wanted, got in zip(expected, found, strict=True):
+            assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+
+        def give(rank: int) -> None:
+            move.send(groups[rank], queues(source_ends(plan, rank), itemsize=8, limit=limit), sources[rank], torch.float64)
+            groups[rank].finish()
+
+        def take() -> None:
+            incoming = queues(destination_ends(plan, 0), itemsize=8, limit=limit)
+            move.receive(groups[2], incoming, blank(expected[0]), torch.float64)
+
+        groups[3].close()
+        works = [pool.submit(give, 1), pool.submit(give, 0), pool.submit(take)]
+        for work, rank in zip(works, (1, 0, 2), strict=True):
+            with pytest.raises(RuntimeError, match="failed"):
+                work.result(TIMEOUT_S)
+            groups[rank].close()  # as it does where it has failed
+
+
+def test_a_bit_that_changes_between_two_ranks_is_noticed_at_the_end() -> None:
+    """The digests are those of the rank that has the weights."""
+    case = Case(small_spec(), MegatronParallel(tp=2), VllmParallel(tp=1, replicas=2), {0: 0, 1: 1})
+    plan, sources, expected = setting(case)
+    boxes = mailboxes(4)
+    groups = members(plan, boxes, Memory(), limit=2**20, relayed=True)
+    boxes[0].corrupt = True
+    with pytest.raises(RuntimeError, match=r"tensors did not arrive as they were sent: '.*' \(sent .* from rank [01]"):
+        carry_out(plan, sources, [blank(params) for params in expected], limit=2**20, boxes=groups)
+
+
+def test_a_plan_without_other_gpus_has_no_routes() -> None:
+    case = Case(small_spec(), MegatronParallel(), VllmParallel(), {0: 0})
+    assert source_routes(setting(case)[0], 0, itemsize=4, limit=2**20) == Routes()
+    text = encode_order([], torch.float32, 1, near=None, relayed=True)
+    assert decode_order(text).routes == Routes()
+
+
+@settings(max_examples=12, deadline=None)
+@given(case=cases(), limit=st.sampled_from([64, 1000, 2**20]), alone=st.sampled_from([1, 100, 2**18]))
+def test_what_is_local_goes_through_slots_and_all_of_it_arrives(case: Case, limit: int, alone: int) -> None:
+    plan, sources, expected = setting(case)
+    found = [blank(params) for params in expected]
+    boxes = mailboxes(plan.num_sources + plan.num_destinations)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "ALONE_BYTES", alone)
+        carry_out(plan, sources, found, limit=limit, boxes=members(plan, boxes, Memory(), limit=limit))
+    for wanted, got in zip(expected, found, strict=True):
+        assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+    local = {(source, plan.num_sources + to) for to, source in plan.local.items()}
+    if all((move.source, plan.num_sources + move.destination) in local for move in plan.moves):
+        assert max(box.largest for box in boxes) <= 1  # only signals crossed
+
+
+def one_pair() -> tuple[IpcGroup, IpcGroup, Memory]:
+    memory = Memory()
+    first, second = mailboxes(2)
+    store: Any = Store()
+    sender = enter(first, store, Member(0, 2, CPU, "", same_gpu_receivers={1: 32}), memory)
+    return sender, enter(second, store, Member(1, 2, CPU, "", same_gpu_senders=(0,)), memory), memory
+
+
+def test_a_slot_is_used_again_only_when_its_message_was_taken() -> None:
+    sender, receiver, _ = one_pair()
+    with ThreadPoolExecutor(1) as pool:
+        for number in (0, 1):
+            sender.send(torch.full((4,), number), 1, number)
+        done = pool.submit(sender.wait, 1, 0)
+        landing = torch.zeros(4, dtype=torch.int64)
+        receiver.receive(landing, 0, 0)
+        with pytest.raises(TimeoutError):
+            done.result(0.2)  # it has come, but nobody has taken it out
+        receiver.wait(0, 0)
+        done.result(TIMEOUT_S)
+        assert landing.tolist() == [0] * 4
+        sender.send(torch.full((4,), 2), 1, 2)  # into the slot of message 0
+        for number in (1, 2):
+            receiver.receive(landing, 0, number)
+            receiver.wait(0, number)
+            assert landing.tolist() == [number] * 4
+
+
+def test_a_bit_that_changes_in_the_shared_memory_is_noticed() -> None:
+    case = Case(small_spec(), MegatronParallel(), VllmParallel(), {0: 0})
+    plan, sources, expected = setting(case)
+    memory = Memory()
+    boxes = members(plan, mailboxes(2), memory, limit=2**20)
+    memory.corrupt = True
+    with pytest.raises(RuntimeError, match=r"1 tensors did not arrive as they were sent: '.*' \(sent .* from rank 0"):
+        carry_out(plan, sources, [blank(params) for params in expected], limit=2**20, boxes=boxes)
+
+
+@pytest.mark.parametrize("what", ["host", "gpu"])
+def test_another_host_or_gpu_is_refused(what: str) -> None:
+    class Box(Mailbox):
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    store: Any = Store()
+    boxes = mailboxes(1)
+    enter(boxes[0], store, Member(0, 2, CPU, "", same_gpu_receivers={1: 8}), Memory())
+    box = Box(1, boxes[0].letters)
+    elsewhere = Memory({"host": "h", "gpu": "g"} | {what: "elsewhere"})
+    with pytest.raises(RuntimeError, match=rf"rank 0 .* is on {what} [hg], rank 1 on {what} elsewhere; CUDA IPC needs"):
+        enter(box, store, Member(1, 2, CPU, "", same_gpu_senders=(0,)), elsewhere)
+    assert box.closed
+
+
+def test_a_receiver_does_not_wait_for_slots_of_a_sender_that_fails() -> None:
+    """A minute is what it would wait otherwise."""
+
+    class Full(Memory):
+        def export(self, slots: Tensor) -> dict[str, Any]:
+            raise RuntimeError("out of memory")
+
+    host, memory = "127.0.0.1", Memory()
+    store, place = transport.listen(host)
+
+    def receive() -> IpcGroup:
+        mine = transport.connect(host, place, 60.0)
+        member = Member(1, 2, CPU, host, same_gpu_senders=(0,))
+        return join_ipc(lambda: GlooGroup(mine, host, 1, 2, 60.0), mine, member, join_leg=lambda gloo: gloo, handles=memory)
+
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(receive)
+        member = Member(0, 2, CPU, host, same_gpu_receivers={1: 8})
+        with pytest.raises(RuntimeError, match="out of memory"):
+            join_ipc(lambda: GlooGroup(store, host, 0, 2, 60.0), store, member, join_leg=lambda gloo: gloo, handles=Full())
+        with pytest.raises(RuntimeError, match="left before all had joined"):
+            receiving.result(TIMEOUT_S)
+
+
+def test_cuda_handles_cross_as_json_and_reach_torch_in_its_own_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = (3, b"\x00handle", 64, 512, b"counter", 7, b"\xffevent", True)
+    slots: Any = SimpleNamespace(untyped_storage=lambda: SimpleNamespace(_share_cuda_=lambda: shared))
+    handle = json.loads(json.dumps(CudaHandles().export(slots)))
+    seen: list[Any] = []
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", lambda *given: seen.append(given))
+    CudaHandles().open(handle, torch.device("cuda", 1))
+    assert seen == [(1, *shared[1:])]  # the receiver's own number of the GPU

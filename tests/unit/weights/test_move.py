@@ -1,0 +1,180 @@
+"""Moving: whatever the two layouts, the destination's parameters become what the plan promises, and damage is noticed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tepo_megatron.weights.families import EXPERT_BIAS
+from tepo_megatron.weights.geometry import Box, Region
+from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
+from tepo_megatron.weights.reshard.plan import reshard_plan
+from tepo_megatron.weights.transfer import messages
+from tepo_megatron.weights.transfer.messages import End, message_bytes, queues, wire_dtype
+from tepo_megatron.weights.transfer.verification import BLOCK_BYTES, TensorDigests, digest
+from tests.support.reshard_models import MOE, Case, cases, small_spec
+from tests.support.thread_transport import Mailbox
+from tests.support.transfers import blank, carry_out, mailboxes, setting
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases(), limit=st.sampled_from([64, 1000, 2**20]), alone=st.sampled_from([1, 100, 2**18]))
+def test_every_destination_becomes_what_the_plan_promises(case: Case, limit: int, alone: int) -> None:
+    plan, sources, expected = setting(case)
+    found = [blank(params) for params in expected]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "ALONE_BYTES", alone)
+        completed = carry_out(plan, sources, found, limit=limit)
+    for wanted, got, names in zip(expected, found, completed, strict=True):
+        assert sorted(names) == sorted(name for name in wanted if wanted[name].any())  # a vocabulary shard may be padding
+        assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("source", "destination", "wire"),
+    [
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.float16, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float32, torch.float32),
+    ],
+)
+def test_the_smaller_dtype_travels(source: torch.dtype, destination: torch.dtype, wire: torch.dtype) -> None:
+    assert wire_dtype(source, destination) == wire
+    plan, sources, expected = setting(Case(small_spec(), MegatronParallel(2, 2), VllmParallel(2), {}))
+    sources = [{name: tensor.sin().to(source) for name, tensor in params.items()} for params in sources]
+    found = [blank(params, destination) for params in expected]
+    boxes = mailboxes(plan.num_sources + plan.num_destinations)
+    carry_out(plan, sources, found, limit=4096, boxes=boxes)
+    for rank, got in enumerate(found):
+        for moved in plan.receives(rank):
+            given = moved.source_region.view(sources[moved.source][moved.source_param])
+            assert torch.equal(moved.destination_region.view(got[moved.destination_param]), given.to(destination))
+
+
+@settings(max_examples=10, deadline=None)
+@given(limit=st.sampled_from([6, 64, 2**20]), kept=st.sampled_from([torch.bfloat16, torch.float32]))
+def test_biases_in_fp32_keep_their_bits_where_weights_travel_in_16(limit: int, kept: torch.dtype) -> None:
+    """Also where a message ends within one; the servers' other weights may be in either dtype."""
+    spec = small_spec(architecture="Glm4MoeForCausalLM", experts=MOE["Glm4MoeForCausalLM"], dense_layers=1, dense_ffn_size=8)
+    plan, sources, expected = setting(Case(spec, MegatronParallel(2, 2, 2, ep=2), VllmParallel(2), {}))
+
+    def typed(params: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(torch.float32 if "bias" in name else dtype) for name, tensor in params.items()}
+
+    sources = [typed({name: tensor.sin() for name, tensor in params.items()}, torch.bfloat16) for params in sources]
+    found = [typed(blank(params), kept) for params in expected]
+    carry_out(plan, sources, found, limit=limit)
+    for rank, got in enumerate(found):
+        wanted = {name: expected[rank][name].sin().float() for name in got if name.endswith(EXPERT_BIAS)}
+        assert len(wanted) == spec.num_layers - 1
+        assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
+
+
+class Damaging(Mailbox):
+    """Flips one bit of the ``at``-th byte that this rank receives of weights."""
+
+    at, seen = 0, 0
+
+    def wait(self, peer: int, number: int) -> None:
+        landing = self.landing.get((peer, number))
+        super().wait(peer, number)
+        if landing is not None and landing.dtype == torch.float32:
+            raw = landing.view(torch.uint8)
+            if self.seen <= self.at < self.seen + raw.numel():
+                raw[self.at - self.seen] ^= 1 << self.at % 8
+            self.seen += raw.numel()
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), case=cases(), limit=st.sampled_from([64, 2**20]))
+def test_one_flipped_bit_is_noticed_and_its_tensor_ranks_and_digests_are_named(
+    data: st.DataObject, case: Case, limit: int
+) -> None:
+    plan, sources, expected = setting(case)
+    sources = [{name: tensor.float() for name, tensor in params.items()} for params in sources]
+    boxes = mailboxes(plan.num_sources + plan.num_destinations)
+    victim = data.draw(st.integers(0, plan.num_destinations - 1), label="destination rank")
+    size = sum(moved.numel * 4 for moved in plan.receives(victim))
+    old = boxes[plan.num_sources + victim]
+    bad = boxes[plan.num_sources + victim] = Damaging(old.rank, old.letters)
+    bad.at = data.draw(st.integers(0, size - 1), label="byte")
+    found = [blank(params, torch.float32) for params in expected]
+    with pytest.raises(RuntimeError, match=r"1 tensors did not arrive as they were sent") as caught:
+        carry_out(plan, sources, found, limit=limit, boxes=boxes)
+    named = re.search(r"'(\S+)' \(sent ([0-9a-f]{16}), arrived ([0-9a-f]{16})\) from rank (\d+)", str(caught.value))
+    assert named is not None
+    assert named[2] != named[3]
+    wrong = [name for name, wanted in expected[victim].items() if not torch.equal(wanted.float(), found[victim][name])]
+    assert wrong == [named[1]]
+    assert any(moved.source == int(named[4]) for moved in plan.receives(victim) if moved.destination_param == named[1])
+
+
+ends = st.builds(
+    lambda peer, rows, inner, count, gap: End(
+        peer, "p", "p", Region(Box((0, *[0] * len(inner)), (rows, *inner)), count, rows + gap if count > 1 else 0)
+    ),
+    st.integers(0, 2), st.integers(1, 9), st.lists(st.integers(1, 5), max_size=2), st.integers(1, 5), st.integers(0, 3),
+)  # fmt: skip
+
+
+@given(st.lists(ends, max_size=6), st.integers(2, 300))
+def test_messages_are_bounded_and_cover_every_element_once(given_ends: list[End], limit: int) -> None:
+    found = queues(given_ends, itemsize=2, limit=limit)
+    for peer in {end.peer for end in given_ends}:
+        for message in found[peer]:
+            rows = {row for segment in message for row in [segment.numel // (segment.rows[1] - segment.rows[0])]}
+            assert sum(segment.numel for segment in message) * 2 <= limit or (len(message) == 1 and rows)
+            if sum(segment.numel for segment in message) * 2 > limit:
+                assert message[0].rows[1] - message[0].rows[0] == 1
+    for number, end in enumerate(given_ends):
+        height = (end.region.count - 1) * end.region.step + end.region.box.stop[0]
+        param = torch.zeros(height, *end.region.box.stop[1:])
+        for segment in (segment for message in found[end.peer] for segment in message if segment.end is given_ends[number]):
+            segment.view(param, param.dtype).add_(1)
+        assert param.sum() == end.region.numel
+        assert param.max() == 1
+
+
+def test_all_peers_together_stay_within_the_staging_memory() -> None:
+    plan = reshard_plan(small_spec(num_layers=8), MegatronParallel(2, 4, 2), VllmParallel(4, 1, 3))
+    peers = max(len({p.source for p in plan.receives(rank)}) for rank in range(plan.num_destinations))
+    peers = max(peers, *(len({p.destination for p in plan.sends(rank)}) for rank in range(plan.num_sources)))
+    assert message_bytes(plan) * messages.WINDOW * peers <= messages.STAGING_BYTES
+
+
+# -- digests
+
+
+@given(
+    size=st.one_of(st.integers(1, 100), st.integers(BLOCK_BYTES - 9, BLOCK_BYTES + 9), st.just(3 * BLOCK_BYTES + 5)),
+    data=st.data(),
+)
+def test_a_digest_depends_on_every_bit_and_on_the_size(size: int, data: st.DataObject) -> None:
+    raw = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    before = digest(raw)
+    assert before == digest(raw.clone())
+    assert before == digest(torch.cat([raw.new_ones(3), raw])[3:])  # wherever it lies in memory
+    at = data.draw(st.integers(0, size - 1))
+    changed = raw.clone()
+    changed[at] ^= 1 << data.draw(st.integers(0, 7))
+    assert digest(changed) != before
+    assert digest(torch.cat([raw, raw.new_zeros(1)])) != before
+
+
+def test_a_digest_depends_on_the_order_of_blocks() -> None:
+    raw = torch.randint(-(2**62), 2**62, (4, BLOCK_BYTES // 8), generator=torch.Generator().manual_seed(0))
+    assert digest(raw[[1, 0, 2, 3]]) != digest(raw)
+
+
+def test_the_digests_of_a_tensor_depend_on_which_segment_came_first() -> None:
+    first, second = TensorDigests(["a"]), TensorDigests(["a"])
+    for one, other in ((3, 5), (5, 3)):
+        first.add("a", torch.tensor(one))
+        second.add("a", torch.tensor(other))
+    assert first.differences(second.as_tensor())
+    assert not first.differences(first.as_tensor())

@@ -1,0 +1,187 @@
+"""NCCL transport over a stand-in for NCCL: no plan can deadlock it, no buffer is touched too early, no dead rank hangs it.
+
+NCCL itself: tests/gpu.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
+from tepo_megatron.weights.transfer import messages
+from tepo_megatron.weights.transfer.transports import nccl
+from tepo_megatron.weights.transfer.transports.nccl import NcclGroup
+from tests.support.fake_nccl import Fabric, FakeProcessGroup
+from tests.support.programs import TIMEOUT_S
+from tests.support.reshard_models import Case, cases, small_spec
+from tests.support.transfers import blank, carry_out, setting
+
+CPU = torch.device("cpu")
+
+
+class FakeRendezvous:
+    """Stands in for the store, and knows whether somebody has left."""
+
+    def __init__(self) -> None:
+        self.left = threading.Event()
+
+    def member_left(self) -> bool:
+        return self.left.is_set()
+
+    def announce_departure(self) -> None:
+        self.left.set()
+
+
+def groups(world: int, fabric: Fabric, *, timeout_s: float = TIMEOUT_S, kind: type[NcclGroup] = NcclGroup) -> list[NcclGroup]:
+    rendezvous = FakeRendezvous()
+    made = [FakeProcessGroup(fabric, rank) for rank in range(world)]
+    return [kind(group, group.abort, rendezvous, CPU, timeout_s) for group in made]  # type: ignore[arg-type]
+
+
+class Leaving(NcclGroup):
+    """Leaves when something fails, as a worker and a trainer rank do; remembers why."""
+
+    why: str | None = None
+
+    @contextlib.contextmanager
+    def round(self) -> Iterator[None]:
+        try:
+            with super().round():
+                yield
+        except RuntimeError as error:
+            self._leave(error)
+            raise
+
+    def wait(self, peer: int, number: int) -> None:
+        try:
+            super().wait(peer, number)
+        except RuntimeError as error:
+            self._leave(error)
+            raise
+
+    def _leave(self, error: RuntimeError) -> None:
+        self.why = str(error)
+        self.close()
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    case=cases(), limit=st.sampled_from([64, 1000, 2**20]), alone=st.sampled_from([1, 100, 2**18]), seed=st.integers(0, 2**16)
+)
+def test_whatever_the_plan_all_rounds_end_and_bring_what_they_should(case: Case, limit: int, alone: int, seed: int) -> None:
+    plan, sources, expected = setting(case)
+    found = [blank(params) for params in expected]
+    boxes = groups(plan.num_sources + plan.num_destinations, Fabric(seed))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "ALONE_BYTES", alone)
+        carry_out(plan, sources, found, limit=limit, boxes=boxes)
+    for wanted, got in zip(expected, found, strict=True):
+        assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+
+
+def test_the_stand_in_hangs_where_nccl_would() -> None:
+    """Two ranks that send to each other before they receive: apart it is a circle, in one group call it is not."""
+    for together in (False, True):
+        fabric, calls = Fabric(connected=True), []
+        for rank in (0, 1):
+            group = FakeProcessGroup(fabric, rank)
+            group._start_coalescing(CPU)
+            group.send([torch.full((2,), rank)], 1 - rank, 0)
+            if not together:
+                calls.append(group._end_coalescing(CPU))
+                group._start_coalescing(CPU)
+            group.recv([torch.zeros(2, dtype=torch.int64)], 1 - rank, 0)
+            calls.append(group._end_coalescing(CPU))
+        ended = [any(call.is_completed() for _ in range(100)) for call in calls]
+        assert ended == [together] * len(calls)
+
+
+def test_the_stand_in_blocks_a_first_group_call_until_the_peer_makes_its_own() -> None:
+    ends = [FakeProcessGroup(Fabric(), 0)]
+    ends.append(FakeProcessGroup(ends[0].fabric, 1))
+    for end in ends:
+        end._start_coalescing(CPU)
+    ends[0].send([torch.ones(2)], 1, 0)
+    ends[1].recv([torch.zeros(2)], 0, 0)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(ends[0]._end_coalescing, CPU)
+        with pytest.raises(TimeoutError):
+            first.result(0.2)
+        ends[1]._end_coalescing(CPU)
+        first.result(TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("lives", "where"),
+    [(0, "NCCL could not start a round of messages:"), (2, r"(sending '.*' to rank \d failed|NCCL could not start .*):")],
+    ids=["never comes", "dies later"],
+)
+@pytest.mark.parametrize("cause", ["time-out", "another rank leaves", "cancelled"])
+def test_a_dead_worker_ends_the_sending_of_all_ranks(
+    cause: str, lives: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "FAILURE_POLL_S", 0.01)
+    plan, sources, expected = setting(Case(small_spec(), MegatronParallel(2, 1), VllmParallel(2), {}))
+    boxes = groups(
+        4, Fabric(lives={3: lives}, connected=lives > 0), timeout_s=1.0 if cause == "time-out" else TIMEOUT_S, kind=Leaving
+    )
+    if cause == "cancelled":
+        boxes[0].cancelled = lambda: True
+    elif cause != "time-out":
+        threading.Timer(0.2, boxes[1].close).start()
+    found = [blank(params) for params in expected]
+
+    first = {"time-out": "NCCL did not finish", "another rank leaves": "another member", "cancelled": "a receiver"}[cause]
+    with pytest.raises(RuntimeError, match=rf"{where} ({first}|another member)"):  # which rank is first, the machine decides
+        carry_out(plan, sources, found, limit=64, boxes=boxes)  # and all threads have ended
+    assert any(first in (box.why or "") for box in boxes)  # type: ignore[attr-defined]
+    if cause != "time-out":  # which hangs
+        assert not any("did not finish" in (box.why or "") for box in boxes)  # type: ignore[attr-defined]
+
+
+def test_a_failure_within_a_round_closes_the_group_call() -> None:
+    """NCCL counts open group calls by thread: the trainer's own communication comes next in this one."""
+    group = groups(2, Fabric(connected=True))[0]
+
+    def fail() -> None:
+        with group.round():
+            group.send(torch.zeros(1), 1, 0)
+            raise ValueError("unpacked")
+
+    with pytest.raises(ValueError, match="unpacked"):
+        fail()
+    assert group._group.call is None
+    with pytest.raises(AssertionError, match="within round"):
+        group.send(torch.zeros(1), 1, 1)
+
+
+def test_only_the_group_itself_is_made_with_errors_left_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    with nccl._without_async_error_handling():
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    with pytest.raises(OSError, match="no GPU"), nccl._without_async_error_handling():
+        raise OSError("no GPU")
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+
+
+def test_connecting_ends_when_a_member_leaves_or_is_late() -> None:
+    never, rendezvous = threading.Event(), FakeRendezvous()
+    with pytest.raises(RuntimeError, match=r"within 0.1 s"):
+        nccl._run_with_timeout(0.1, lambda: never.wait(TIMEOUT_S) and None, rendezvous)  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="refused"):
+        nccl._run_with_timeout(TIMEOUT_S, lambda: (_ for _ in ()).throw(OSError("refused")), rendezvous)  # type: ignore[arg-type]
+    rendezvous.announce_departure()
+    with pytest.raises(RuntimeError, match="a member left while NCCL connected"):
+        nccl._run_with_timeout(TIMEOUT_S, lambda: never.wait(TIMEOUT_S) and None, rendezvous)  # type: ignore[arg-type]
+    never.set()

@@ -1,0 +1,242 @@
+"""The plan: every destination element once, no byte more than needed, equal work for equal ranks, one order for all."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tepo_megatron.weights.geometry import Box, Region, ReshardPlan, Shard, ShardLayout, boxes_of_range
+from tepo_megatron.weights.layouts import (
+    MegatronParallel,
+    VllmParallel,
+    megatron_ranks,
+    pipeline_stages,
+    tensor_shapes,
+    vllm_layout,
+    vllm_ranks,
+)
+from tepo_megatron.weights.reshard.plan import layer_of, plan_moves, reshard_plan
+from tepo_megatron.weights.reshard.plan_json import plan_from_json, plan_to_json
+from tepo_megatron.weights.reshard.proof import prove
+from tests.support.reshard_models import Case, cases, numbered_model, parameters, small_spec
+
+
+def plan_of(case: Case) -> ReshardPlan:
+    return reshard_plan(case.spec, case.source, case.destination, case.local)
+
+
+def layouts_of(case: Case) -> tuple[list[ShardLayout], list[ShardLayout]]:
+    return megatron_ranks(case.spec, case.source), vllm_ranks(case.spec, case.destination)
+
+
+@settings(deadline=None)
+@given(cases())
+def test_moves_write_every_destination_element_once_with_its_value(case: Case) -> None:
+    sources, destinations = layouts_of(case)
+    model = numbered_model(tensor_shapes(case.spec))
+    ours, expected = parameters(sources, model), parameters(destinations, model)
+    theirs = [{name: torch.zeros_like(param) for name, param in params.items()} for params in expected]
+    writes = [{name: torch.zeros_like(param) for name, param in params.items()} for params in expected]
+    plan = plan_of(case)
+    for move in plan.moves:
+        target = move.destination_region.view(theirs[move.destination][move.destination_param])
+        target.copy_(move.source_region.view(ours[move.source][move.source_param]))
+        move.destination_region.view(writes[move.destination][move.destination_param]).add_(1)
+    for rank, params in enumerate(expected):
+        for name, param in params.items():
+            assert torch.equal(theirs[rank][name], param), (rank, name)
+            assert torch.equal(writes[rank][name], (param != 0).long()), (rank, name)
+    prove(plan, sources, destinations)
+
+
+@settings(deadline=None)
+@given(cases())
+def test_bytes_between_ranks_are_what_a_destination_lacks(case: Case) -> None:
+    sources, destinations = layouts_of(case)
+    model = numbered_model(tensor_shapes(case.spec))
+    held = [{int(v) for param in params.values() for v in param.flatten()} - {0} for params in parameters(sources, model)]
+    lacking = 0
+    for rank, params in enumerate(parameters(destinations, model)):
+        here = held[case.local[rank]] if rank in case.local else set()
+        lacking += sum(int(v) not in here for param in params.values() for v in param.flatten() if v)
+    assert sum(plan_of(case).bytes_between(2).values()) == 2 * lacking
+
+
+@settings(deadline=None)
+@given(cases())
+def test_ranks_that_hold_the_same_share_the_work(case: Case) -> None:
+    """The busiest rank against a bound for any division: the ranks of a set send at least what only they hold."""
+    sources, destinations = layouts_of(case)
+    model = numbered_model(tensor_shapes(case.spec))
+    owners: dict[int, list[int]] = defaultdict(list)
+    for rank, params in enumerate(parameters(sources, model)):
+        for value in {int(v) for param in params.values() for v in param.flatten()} - {0}:
+            owners[value].append(rank)
+    demand: dict[frozenset[int], int] = defaultdict(int)
+    for rank, params in enumerate(parameters(destinations, model)):
+        for value in (int(v) for param in params.values() for v in param.flatten() if v):
+            if case.local.get(rank) not in owners[value]:
+                demand[frozenset(owners[value])] += 1
+    kinds = list(demand)
+    unions = {frozenset().union(*some) for size in range(1, min(len(kinds), 3) + 1) for some in combinations(kinds, size)}
+    unions.add(frozenset().union(*kinds))
+    best = max((sum(n for kind, n in demand.items() if kind <= union) / len(union) for union in unions if union), default=0)
+    sent: dict[int, int] = defaultdict(int)
+    for (source, _), size in plan_of(case).bytes_between(1).items():
+        sent[source] += size
+    row = max(shape[-1] for shape in tensor_shapes(case.spec).values())
+    assert max(sent.values(), default=0) <= 1.1 * best + row
+
+
+def test_data_parallel_copies_send_equally_much() -> None:
+    """3 copies for 4 servers: the real sizes of one layer, where no row is large against the whole."""
+    spec = small_spec(hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=32, ffn_size=512, vocab_size=1000)
+    plan = reshard_plan(spec, MegatronParallel(tp=2, dp=3), VllmParallel(tp=2, replicas=4))
+    sent = [sum(size for (source, _), size in plan.bytes_between(2).items() if source == rank) for rank in range(6)]
+    assert max(sent) <= 1.02 * sum(sent) / 6
+
+
+@pytest.mark.parametrize(("source_tp", "server_tp"), [(1, 1), (2, 2), (4, 2), (2, 4), (1, 4)])
+def test_one_move_per_tensor_and_pair_of_ranks(source_tp: int, server_tp: int) -> None:
+    """16 interleaved groups of queries, keys and values travel as one region each."""
+    spec = small_spec(num_heads=32, num_kv_heads=16)
+    plan = reshard_plan(spec, MegatronParallel(tp=source_tp), VllmParallel(tp=server_tp))
+    routes = [(move.tensor, move.source, move.destination) for move in plan.moves]
+    assert len(routes) == len(set(routes))
+
+
+@settings(deadline=None, max_examples=30)
+@given(cases())
+def test_plans_survive_json(case: Case) -> None:
+    plan = plan_of(case)
+    assert plan_from_json(plan_to_json(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format":"tepo-reshard-plan","version":999}', '{"format":"tepo-reshard-plan","version":2}']
+)
+def test_what_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no reshard plan that can be read"):
+        plan_from_json(text)
+
+
+def test_the_digest_names_every_input() -> None:
+    spec, source, destination = small_spec(), MegatronParallel(tp=2, pp=2), VllmParallel(tp=2)
+    inputs = [
+        (spec, source, destination, {}),
+        (replace(spec, vocab_size=14), source, destination, {}),
+        (spec, replace(source, dp=2), destination, {}),
+        (spec, replace(source, stages=pipeline_stages(4, 2, chunks=2)), destination, {}),
+        (spec, replace(source, fused_norms=True), destination, {}),
+        (spec, source, replace(destination, replicas=2), {}),
+        (spec, source, destination, {0: 0}),
+    ]
+    digests = [reshard_plan(*given).digest for given in inputs]
+    assert len(set(digests)) == len(inputs)
+    assert reshard_plan(*inputs[0]) is reshard_plan(*inputs[0]), "the same plan is not made twice"
+
+
+def test_servers_begin_at_different_stages_and_each_goes_through_the_model_once() -> None:
+    spec = small_spec(num_layers=8)
+    plan = reshard_plan(spec, MegatronParallel(pp=4), VllmParallel(replicas=4))
+    firsts = []
+    for server in range(4):
+        layers = [layer for move in plan.receives(server) if (layer := layer_of(move.tensor)) is not None]
+        visits = [layer for at, layer in enumerate(layers) if at == 0 or layers[at - 1] != layer]
+        assert len(visits) <= 9, "a layer is left before it is complete"
+        firsts.append(plan.receives(server)[0].source)
+    assert sorted(firsts) == [0, 1, 2, 3]
+
+
+@settings(deadline=None, max_examples=30)
+@given(cases())
+def test_both_sides_of_a_pair_have_the_same_order(case: Case) -> None:
+    plan = plan_of(case)
+    for source in range(plan.num_sources):
+        for destination in range(plan.num_destinations):
+            sent = [move for move in plan.sends(source) if move.destination == destination]
+            assert sent == [move for move in plan.receives(destination) if move.source == source]
+
+
+def test_a_tensor_that_the_sources_lack_is_named() -> None:
+    sources = megatron_ranks(small_spec(), MegatronParallel(tp=2))
+    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight cannot be resharded: .* hold 42 of 78 elements"):
+        plan_moves(sources[:1], vllm_ranks(small_spec(), VllmParallel()))
+
+
+def test_sources_that_overlap_in_part_are_refused() -> None:
+    def rank(start: int, stop: int) -> ShardLayout:
+        return ShardLayout({"w": (4,)}, (Shard("w", Box((start,), (stop,)), "p", Box((0,), (stop - start,))),))
+
+    with pytest.raises(ValueError, match=r"w cannot be resharded: .* overlap without being equal"):
+        plan_moves([rank(0, 3), rank(2, 4)], [rank(0, 4)])
+
+
+def test_a_local_rank_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="destination rank 1 shares a device with source rank 0, but there are 1 destinations"):
+        reshard_plan(small_spec(), MegatronParallel(), VllmParallel(), {1: 0})
+
+
+def broken(plan: ReshardPlan, kind: str) -> ReshardPlan:
+    at = next(n for n, move in enumerate(plan.moves) if move.tensor.endswith("k_proj.weight"))
+    move = plan.moves[at]
+    box = move.source_region.box
+    lower = Box((box.start[0] + 3, *box.start[1:]), (box.stop[0] + 3, *box.stop[1:]))
+    instead = {
+        "missing": (),
+        "twice": (move, move),
+        "elsewhere": (replace(move, source_region=Region(lower, move.source_region.count, move.source_region.step)),),
+        "swapped": (replace(move, tensor=move.tensor.replace("k_proj", "v_proj")),),
+    }[kind]
+    return replace(plan, moves=(*plan.moves[:at], *instead, *plan.moves[at + 1 :]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", r"writes \d+ of \d+ elements of model\.layers\.0\.self_attn\.qkv_proj\.weight on destination rank 0"),
+        (
+            "twice",
+            r"writes Box.* and Box.*, which overlap, of model\.layers\.0\.self_attn\.qkv_proj\.weight on destination rank 0",
+        ),
+        ("elsewhere", r"the move of model\.layers\.0\.self_attn\.k_proj\.weight .* takes None to where Box"),
+        ("swapped", r"the move of model\.layers\.0\.self_attn\.v_proj\.weight .* takes None to where None"),
+    ],
+)
+def test_a_wrong_plan_is_not_proved(kind: str, message: str) -> None:
+    case = Case(small_spec(), MegatronParallel(tp=2), VllmParallel(tp=2), {})
+    with pytest.raises(RuntimeError, match=message):
+        prove(broken(plan_of(case), kind), *layouts_of(case))
+
+
+def test_planning_needs_no_torch() -> None:
+    """The servers' side and tools that plan need none of it."""
+    modules = ", ".join(f"tepo_megatron.weights.reshard.{name}" for name in ("plan", "proof", "cost"))
+    subprocess.run([sys.executable, "-c", f"import sys, {modules}; assert 'torch' not in sys.modules"], check=True)
+
+
+def test_a_rank_beyond_the_vocabulary_still_has_its_padding() -> None:
+    layout = vllm_layout(small_spec(vocab_size=5), tp=2, tp_rank=1)
+    assert layout.params["model.embed_tokens.weight"] == (32, 6)
+    assert not [shard for shard in layout.shards if shard.param == "model.embed_tokens.weight"]
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple), st.data())
+def test_a_range_of_elements_is_cut_into_contiguous_boxes_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    start = data.draw(st.integers(0, numbers.numel()))
+    stop = data.draw(st.integers(start, numbers.numel()))
+    boxes = list(boxes_of_range(shape, start, stop))
+    parts = [numbers[box.slices] for box in boxes]
+    assert [value for part in parts for value in part.flatten().tolist()] == list(range(start, stop))
+    assert all(part.is_contiguous() for part in parts)
+    assert len(boxes) <= 2 * len(shape) - 1

@@ -1,0 +1,276 @@
+"""Plans against vLLM itself: every element of every parameter that its model classes declare, and what they load from disk."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tepo_megatron.weights.architecture import ModelSpec, model_spec, read_model_spec
+from tepo_megatron.weights.layouts import (
+    MegatronParallel,
+    VllmParallel,
+    megatron_ranks,
+    pipeline_stages,
+    tensor_shapes,
+    vllm_ranks,
+)
+from tepo_megatron.weights.layouts.vllm import vllm_layers
+from tepo_megatron.weights.reshard.plan import reshard_plan
+from tests.support.programs import run_program
+from tests.support.reshard_models import numbered_model, parameters
+
+LLAMA_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 80,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": LLAMA_ROPE,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+LLAMA_405B = LLAMA_70B | {
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 126,
+}
+QWEN_72B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 80,
+    "vocab_size": 152064,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_hidden_layers": 48,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 3,
+    "vocab_size": 75,
+    "max_position_embeddings": 64,
+    "torch_dtype": "float32",
+}
+
+
+@dataclass(frozen=True)
+class Large:
+    config: dict[str, Any]
+    source: MegatronParallel
+    destination: VllmParallel
+    billions: float
+
+    @property
+    def spec(self) -> ModelSpec:
+        return model_spec(self.config, "config")
+
+
+LARGE = {
+    "llama-3.3-70b": Large(
+        LLAMA_70B, MegatronParallel(8, 4, 2, pipeline_stages(80, 4, chunks=5), fused_norms=True), VllmParallel(8, 1, 4), 70.554
+    ),
+    "llama-3.3-70b-tp16": Large(LLAMA_70B, MegatronParallel(8, 4), VllmParallel(16), 70.554),
+    "qwen2.5-72b": Large(
+        QWEN_72B, MegatronParallel(8, 4, 1, pipeline_stages(80, 4, chunks=5), fused_norms=True), VllmParallel(8, 1, 4), 72.706
+    ),
+    "llama-3.1-405b": Large(
+        LLAMA_405B, MegatronParallel(8, 8, 1, pipeline_stages(126, 8, first=15, last=15)), VllmParallel(8, 2, 2), 405.853
+    ),
+    "mixtral-8x7b": Large(
+        MIXTRAL_8X7B, MegatronParallel(2, 4, 4, fused_norms=True, ep=8, etp=1), VllmParallel(4, 2, 2), 46.703
+    ),
+    "qwen3-30b-a3b": Large(QWEN3_30B_A3B, MegatronParallel(4, 1, 2, fused_norms=True, ep=8, etp=1), VllmParallel(2), 30.532),
+}
+SMALL: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "llama-tied": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True},
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
+    "qwen2-tied": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "tie_word_embeddings": True,
+        "hidden_size": 256,
+    },
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4},
+    "qwen3-moe-tied": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "tie_word_embeddings": True,
+    },
+    "glm4-moe": {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+    },
+}
+SMALL_SPLITS = [(1, 1), (4, 1), (2, 2)]
+LAYERS_AND_STAGES = [(layers, pp) for layers in (1, 2, 7, 23, 80, 126) for pp in (1, 2, 3, 4, 5, 8, 16) if pp <= layers]
+
+
+def ranks(tp: int, pp: int) -> list[tuple[int, int, int, int]]:
+    return [(tp, tp_rank, pp, pp_rank) for pp_rank in range(pp) for tp_rank in range(tp)]
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """vLLM's answers, and the small models' folders, in one folder."""
+    out = tmp_path_factory.mktemp("vllm")
+    job: dict[str, Any] = {"declared": [], "loaded": [], "pp": LAYERS_AND_STAGES}
+    for name, large in LARGE.items():
+        folder = model_folder(out / f"hf-{name}", large.config)
+        tp, pp = large.destination.tp, large.destination.pp
+        for rank in ((tp, tp - 1, pp, stage) for stage in range(pp)):
+            job["declared"].append({"name": f"{name}-{rank[3]}", "folder": str(folder), "rank": rank})
+    for name, changes in SMALL.items():
+        folder = model_folder(out / f"hf-{name}", TINY | changes)
+        model = numbered_model(tensor_shapes(read_model_spec(folder)))
+        save_file({tensor: values.float() for tensor, values in model.items()}, folder / "model.safetensors")
+        for tp, pp in SMALL_SPLITS:
+            for number, rank in enumerate(ranks(tp, pp)):
+                job["loaded"].append({"name": f"{name}-{tp}-{pp}-{number}", "folder": str(folder), "rank": rank})
+    (out / "job.json").write_text(json.dumps(job))
+    run_program("vllm_oracle", out / "job.json", out, environment={"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
+    return out
+
+
+def model_folder(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def as_matrix(shape: Sequence[int]) -> list[int]:
+    """Layouts speak of a parameter with a dimension of experts as of a matrix."""
+    return [shape[0] * shape[1], shape[2]] if len(shape) == 3 else list(shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_plans_of_large_models_fill_every_parameter_that_vllm_declares(oracle: Path, name: str) -> None:
+    large = LARGE[name]
+    assert sum(map(math.prod, tensor_shapes(large.spec).values())) / 1e9 == pytest.approx(large.billions, abs=1e-3)
+    plan = reshard_plan(large.spec, large.source, large.destination)
+    written: Counter[tuple[int, str]] = Counter()
+    for move in plan.moves:
+        written[move.destination, move.destination_param] += move.numel
+    padding = -(-large.spec.vocab_size // 64) * 64 - large.spec.vocab_size
+    assert padding == 0, "so that what is written is the whole parameter"
+    for rank, layout in enumerate(vllm_ranks(large.spec, large.destination)):
+        stage = rank // large.destination.tp % large.destination.pp
+        declared = json.loads((oracle / f"{name}-{stage}.json").read_text())
+        assert {param: list(shape) for param, shape in layout.params.items()} == {k: as_matrix(v) for k, v in declared.items()}
+        assert {param: math.prod(shape) for param, shape in declared.items()} == {
+            param: written[rank, param] for param in declared
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("tp", "pp"), SMALL_SPLITS)
+def test_moved_weights_are_what_vllm_loads_from_disk(oracle: Path, name: str, tp: int, pp: int) -> None:
+    """From 2×2 Megatron ranks, or 2×2×2 where there are experts; with TP 4 two ranks share each key/value head, and the last
+    rank's embedding is all padding.
+    """
+    spec = read_model_spec(oracle / f"hf-{name}")
+    experts: dict[str, Any] = {"dp": 2, "ep": 2} if spec.experts else {}
+    source = MegatronParallel(2, 2, stages=pipeline_stages(3, 2, first=1, last=2), **experts)
+    destination = VllmParallel(tp, pp)
+    ours = parameters(megatron_ranks(spec, source), numbered_model(tensor_shapes(spec)))
+    theirs = [
+        {param: torch.zeros(shape, dtype=torch.int64) for param, shape in layout.params.items()}
+        for layout in vllm_ranks(spec, destination)
+    ]
+    for move in reshard_plan(spec, source, destination).moves:
+        target = move.destination_region.view(theirs[move.destination][move.destination_param])
+        target.copy_(move.source_region.view(ours[move.source][move.source_param]))
+    for rank, params in enumerate(theirs):
+        loaded = load_file(oracle / f"{name}-{tp}-{pp}-{rank}.safetensors")
+        assert params.keys() == loaded.keys()
+        for param, values in params.items():
+            assert torch.equal(values.float(), loaded[param].view(as_matrix(loaded[param].shape))), (rank, param)
+
+
+@pytest.mark.slow
+def test_layers_are_divided_as_vllm_divides_them(oracle: Path) -> None:
+    expected = json.loads((oracle / "pp.json").read_text())
+    ours = [[[stage.start, stage.stop] for stage in vllm_layers(layers, pp)] for layers, pp in LAYERS_AND_STAGES]
+    assert ours == expected
