@@ -52,7 +52,11 @@ def work(config):
 
 sys.exit(run_rank(load_run(None, ["engine.parallel.dp=2"]), work))
 """
-PARENT = "import sys; from tepo_megatron.runtime import torchrun; sys.exit(torchrun.launch(sys.argv[1:], 2, module='waiting_rank'))"
+PARENT = """
+import sys
+from tepo_megatron.runtime import torchrun
+sys.exit(torchrun.launch(sys.argv[1:], 2, module="waiting_rank"))
+"""
 SLEEPER = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
 
 as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become another user")
