@@ -5,7 +5,7 @@
 #   bash scripts/gpu_check.sh --wheels FOLDER          first makes .venv-gpu from a folder of wheels, without a network
 #   bash scripts/gpu_check.sh --only tests,kernels     what follows goes to: tepo bench gpu
 #
-# PYTHON=/path/to/python chooses the interpreter. Which wheels, and how Transformer Engine's are built: docs/gpu.md.
+# PYTHON=/path/to/python chooses the interpreter. Which wheels, and how Transformer Engine's are built: docs/reference/gpu.md.
 # Status: 0 all that ran passed, 1 a part failed, 3 no GPU. Parts whose packages are missing are reported as not run.
 set -euo pipefail
 caller=$PWD
@@ -18,7 +18,7 @@ if [[ $(nvidia-smi -L 2>/dev/null) != *GPU* ]]; then
 fi
 if [[ ${1:-} == --wheels ]]; then
   wheels=$(cd "$caller" && realpath -- "${2:-}")
-  [[ -d $wheels ]] || die "--wheels ${2:-} is no folder; give one that holds the wheels which docs/gpu.md lists"
+  [[ -d $wheels ]] || die "--wheels ${2:-} is no folder; give one that holds the wheels which docs/reference/gpu.md lists"
   [[ -x .venv-gpu/bin/python ]] || "$(find_python)" -m venv .venv-gpu
   say "installing from $wheels into .venv-gpu"
   .venv-gpu/bin/python -m pip install -qq --no-index --find-links "$wheels" "$wheels"/*.whl

@@ -7,7 +7,7 @@
 #   bash scripts/run_tepo_70b.sh train.steps=50 optimizer.lr=5e-7 dotted overrides come last and win
 #   RUN=examples/qwen2.5-7b/run.yaml bash scripts/run_tepo_70b.sh --executor local   the training node is this machine
 #
-# The first call sets up .venv-launch (half a minute). docs/cluster.md has the rest: containers, logs, sites without a network.
+# The first call sets up .venv-launch (half a minute). docs/guides/cluster.md has the rest: containers, logs, sites without a network.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 

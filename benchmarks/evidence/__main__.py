@@ -1,4 +1,4 @@
-"""Collects the runs of the evidence's sweeps, and makes every table and picture of docs/evidence.md of what was collected.
+"""Collects the runs of the evidence's sweeps, and makes every table and picture of docs/results/evidence.md.
 
     tepo sweep examples/evidence/tiny.yaml                 # goes on where it was interrupted
     tepo sweep examples/evidence/stack_machine.yaml

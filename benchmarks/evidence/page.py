@@ -1,4 +1,4 @@
-"""docs/evidence.md: its text is written by hand, and its tables, between two comments, are put in by the command."""
+"""docs/results/evidence.md: its text is written by hand, and its tables, between two comments, are put in by the command."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make(root: Path, folders: Mapping[str, Path]) -> list[str]:
     written = root / "benchmarks/results/evidence/tables.md"
     written.parent.mkdir(parents=True, exist_ok=True)
     written.write_text(as_text(tables), encoding="utf-8")
-    page = root / "docs/evidence.md"
+    page = root / "docs/results/evidence.md"
     page.write_text(fill(page.read_text(encoding="utf-8"), {**tables, **shown(tiny, second, overhead)}), encoding="utf-8")
     size = sum(path.stat().st_size for path in written.parent.rglob("*") if path.is_file())
     if size > MOST_BYTES:
@@ -59,7 +59,7 @@ def fill(text: str, tables: Mapping[str, str]) -> str:
     names = re.findall(r"<!-- (?!end)([\w-]+) -->", text)
     if sorted(names) != sorted(tables):
         raise ValueError(
-            f"docs/evidence.md has places for {', '.join(sorted(names))}; the tables are {', '.join(sorted(tables))}"
+            f"docs/results/evidence.md has places for {', '.join(sorted(names))}; the tables are {', '.join(sorted(tables))}"
         )
     return re.sub(
         r"<!-- (?!end)([\w-]+) -->\n.*?<!-- end -->",

@@ -1,4 +1,4 @@
-"""The pictures of docs/evidence.md: means over seeds step by step, each with the range of its seeds."""
+"""The pictures of docs/results/evidence.md: means over seeds step by step, each with the range of its seeds."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def shown(tiny: Evidence, second: Evidence, overhead: Evidence) -> dict[str, str
     for picture, evidence in _pictures(tiny, second, overhead):
         drawn = any(evidence.runs.values())
         place = picture.stem.replace("evidence", "picture")
-        found[place] = f"![{picture.said}](images/{picture.stem}.png)\n" if drawn else "Not run yet.\n"
+        found[place] = f"![{picture.said}](../images/{picture.stem}.png)\n" if drawn else "Not run yet.\n"
     return found
 
 

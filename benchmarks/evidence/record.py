@@ -26,7 +26,7 @@ COLUMNS = (
     *("ratio/max", "clip/low", "clip/high", "mismatch/kl", "canary/rollouts_max_gap", "time/step", "time/rollout"),
     *("time/score", "time/update", "time/sync", "time/eval", "tokens/s"),
 )
-"""What is kept of a row of ``metrics.jsonl``, as docs/metrics.md explains it; six digits of each number."""
+"""What is kept of a row of ``metrics.jsonl``, as docs/reference/metrics.md explains it; six digits of each number."""
 
 Row = Mapping[str, float]
 Key = tuple[str, ...]

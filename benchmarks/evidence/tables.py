@@ -1,4 +1,4 @@
-"""The tables of docs/evidence.md, as Markdown, from what was collected."""
+"""The tables of docs/results/evidence.md, as Markdown, from what was collected."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """An environment of one's own: a number is to be found, and the answer to a guess is how far it is off.
 
-Everything that an environment needs is in this file; docs/environments.md has the protocol.
+Everything that an environment needs is in this file; docs/guides/environments.md has the protocol.
 """
 
 from __future__ import annotations

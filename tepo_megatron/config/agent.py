@@ -30,7 +30,7 @@ Ignorable = Literal[
 
 
 class AgentConfig(Section):
-    """How an agent's requests become an episode: with ``adapter: agent``, whose ``name`` is the agent. docs/agents.md."""
+    """How an agent's requests become an episode: with ``adapter: agent``, whose ``name`` is the agent."""
 
     history: Literal["fail", "restart"] = "fail"
     """What becomes of an episode whose agent sends another history than what was said (edited, summarised, a second

@@ -103,7 +103,7 @@ Sources = str | tuple[SourceConfig, ...]
 class DataConfig(PromptsConfig):
     train: Sources = "builtin:addition"
     """Problems to train on: ``builtin:NAME``, or a file or folder with ``prompt``, ``answer`` and optionally ``id``. Or a list
-    of several sources (``path``, ``weight``, ``verifier`` and others: docs/data.md)."""
+    of several sources (``path``, ``weight``, ``verifier`` and others: docs/guides/data.md)."""
 
     heldout: Sources | None = "builtin:addition-heldout"
     """Problems for evaluation, given in the same way; they are never trained on, and weights do not count. null: nothing is

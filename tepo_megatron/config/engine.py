@@ -31,7 +31,7 @@ class EngineConfig(Section):
     is what it used. In the colocated placement servers that sleep keep some memory too."""
 
     check_memory: bool = True
-    """Refuse a run on GPUs that needs more memory than they have by the plan (docs/plan.md), before anything is built on them,
+    """Refuse a run on GPUs that needs more memory than they have (docs/reference/plan.md), before anything is built on them,
     and say what to change. ``false``: warn, and try it."""
 
     parallel: ParallelConfig = ParallelConfig()

@@ -18,7 +18,7 @@ OUTSIDE = "outside"
 class EnvironmentConfig(Section):
     """Episodes of several turns: the model writes, the environment answers, until it is done. What the model wrote is trained
     on, what the environment wrote is not. Rewards come from the environment; ``reward.weights``, ``failed_reward`` and
-    ``max_failed`` apply to them. docs/environments.md has the protocol."""
+    ``max_failed`` apply to them. docs/guides/environments.md has the protocol."""
 
     name: str
     """``guess_number``, ``calculator``, ``python``, or your own class as ``path/file.py:Class`` or ``package.module:Class``;
@@ -30,7 +30,7 @@ class EnvironmentConfig(Section):
 
     adapter: Literal["none", "gymnasium", "skyrl_gym", "openenv", "agent"] = "none"
     """The interface that ``name`` has: ``none`` is this package's; ``agent`` is a function that calls the model over the OpenAI
-    protocol (docs/agents.md); the others are those of these libraries (text environments)."""
+    protocol (docs/guides/agents.md); the others are those of these libraries (text environments)."""
 
     agent: AgentConfig | None = None
     """How an agent's requests become an episode, with ``adapter: agent``. null: as by default."""

@@ -1,4 +1,4 @@
-"""``engine.fp8``: FP8 layers of Transformer Engine: every knob, and which of them go together (docs/fp8.md)."""
+"""``engine.fp8``: FP8 layers of Transformer Engine: every knob, and which of them go together (docs/reference/fp8.md)."""
 
 from typing import Literal
 

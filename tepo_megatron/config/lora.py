@@ -1,4 +1,4 @@
-"""``model.lora``: adapters that are trained instead of the model's weights (docs/lora.md)."""
+"""``model.lora``: adapters that are trained instead of the model's weights (docs/reference/lora.md)."""
 
 from pathlib import Path
 from typing import Annotated, Literal

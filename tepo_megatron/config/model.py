@@ -19,5 +19,5 @@ class ModelConfig(Section):
     """What weights and activations are kept in, in the trainer and (unless overridden there) in the rollout server."""
 
     lora: LoraConfig | None = None
-    """Trains low-rank adapters instead of the weights, which then need neither gradients nor optimizer states (docs/lora.md).
+    """Trains low-rank adapters instead of the weights, which then need neither gradients nor optimizer states.
     None: all weights are trained."""

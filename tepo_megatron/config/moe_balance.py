@@ -1,4 +1,4 @@
-"""``engine.moe_balance``: what keeps the experts of a model evenly loaded (docs/moe.md)."""
+"""``engine.moe_balance``: what keeps the experts of a model evenly loaded (docs/reference/moe.md)."""
 
 from typing import Annotated, Literal
 

@@ -31,7 +31,7 @@ class ParallelConfig(Section):
 
     cp: PositiveInt = 1
     """Context-parallel size: the tokens of every sequence are split over so many ranks, for responses whose activations one
-    rank cannot hold (docs/context.md). Each sequence is padded to a multiple of 2 cp."""
+    rank cannot hold (docs/reference/context.md). Each sequence is padded to a multiple of 2 cp."""
 
     cp_comm_type: Literal["p2p", "a2a"] = "p2p"
     """How Transformer Engine's attention exchanges what lies on other context-parallel ranks: ``p2p`` passes keys and values

@@ -15,8 +15,8 @@ class RewardConfig(Section):
     """``last_word``, ``exact``, ``last_number``, ``math`` (by the math-verify library), ``judge`` (a model behind an
     OpenAI-compatible address), ``python_tests`` (runs the model's program and the problem's tests in a sandbox),
     ``stack_machine`` (the same with programs for a small stack machine), or your own function
-    ``(problem, response) -> float`` as ``path/file.py:function`` or ``package.module:function``. docs/rewards.md has the other
-    forms. A reward of 1 or more counts as a correct answer."""
+    ``(problem, response) -> float`` as ``path/file.py:function`` or ``package.module:function``. docs/guides/rewards.md has
+    other forms. A reward of 1 or more counts as a correct answer."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Where the verifier is a class: what it is made with, once a worker, as keyword arguments. No place for a secret: a run's

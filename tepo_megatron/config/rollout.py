@@ -20,7 +20,7 @@ class CanaryConfig(Section):
 
     tolerance: PositiveFloat | None = None
     """Largest difference of a token's log-prob, in nats. Default: set by the coarser dtype of the two sides
-    (docs/numerics.md)."""
+    (docs/reference/numerics.md)."""
 
     rollouts_tolerance: PositiveFloat | None = None
     """Largest difference between sampler and trainer of the log-probs of a group's tokens, on average, in nats. Default: as for
@@ -56,7 +56,7 @@ class RolloutConfig(Section):
 
     collect: str | None = None
     """Your own generation step in place of ``samples_per_prompt`` draws for each prompt, such as the best of many: a function
-    ``(problems, sampler) -> rollouts`` as ``path/file.py:function`` or ``package.module:function`` (docs/from-python.md)."""
+    ``(problems, sampler) -> rollouts`` as ``path/file.py:function`` or ``package.module:function``."""
 
     sampling: SamplingConfig = SamplingConfig()
     server: ServerConfig = ServerConfig()

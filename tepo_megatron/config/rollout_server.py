@@ -138,7 +138,7 @@ class ServerConfig(Section):
 
     routing_replay: bool = False
     """For models with experts: the servers return the experts that their routers chose for every token, and the trainer replays
-    them in scores and updates, so that both sides compute with the same experts (rollout routing replay, R3: docs/moe.md). A
+    them in scores and updates, so that both sides compute with the same experts (routing replay: docs/reference/moe.md). A
     token costs layers × experts per token bytes. With ``rollout.replay`` the recorded rollouts must have them."""
 
     extra_args: tuple[str, ...] = ()

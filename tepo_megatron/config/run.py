@@ -27,7 +27,7 @@ class RunConfig(RunSections):
         if own_model and self.rollout.replay is None and "train" not in self.data.model_fields_set:
             raise ValueError(
                 f"data.train is not given, and model.path = {self.model.path} is a model of your own: it would be trained on "
-                f"the demonstration's sums; give data.train = FILE (docs/bring-your-own.md), or data.train = "
+                f"the demonstration's sums; give data.train = FILE (docs/guides/bring-your-own.md), or data.train = "
                 f"{show_paths(self.data.train)} if you mean them"
             )
 

@@ -20,7 +20,7 @@ class SamplingConfig(Section):
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling: tokens are drawn from the likeliest ones whose probabilities reach this sum; 1: from all. In training
-    it needs ``top_k`` (docs/truncated-sampling.md)."""
+    it needs ``top_k`` (docs/reference/truncated-sampling.md)."""
 
     top_k: PositiveInt | None = None
     """Tokens are drawn from so many of the likeliest ones; default: from all. In training at most 1024, since a server names

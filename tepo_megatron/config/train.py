@@ -59,7 +59,7 @@ class TrainConfig(Section):
     schedule: Literal["sync", "overlap"] = "sync"
     """When rollouts are sampled. ``sync``: the trainer waits for a step's samples, then the servers for its training.
     ``overlap``: the servers sample ahead while the trainer trains, and take new weights in the middle of responses; rollouts
-    are then of older weights than those that are trained, which ``objective.mismatch`` corrects (docs/schedules.md)."""
+    are then of older weights than those that are trained, which ``objective.mismatch`` corrects."""
 
     max_staleness: Annotated[int, Field(ge=1, le=64)] = 1
     """``overlap`` only: how many versions older than the trainer's the weights may be that drew a token of a step's rollouts.
@@ -116,7 +116,7 @@ class TrainConfig(Section):
     callbacks: tuple[str | CallbackConfig, ...] = ()
     """Your own code that rank 0 tells of rollouts, evaluations, checkpoints and rows of metrics, and that may end the run:
     ``early_stopping``, or classes as ``path/file.py:Class``; with arguments as ``{callback: early_stopping, kwargs: {patience:
-    3}}`` (docs/from-python.md)."""
+    3}}`` (docs/guides/from-python.md)."""
 
     grace_s: Seconds = 60.0
     """Seconds from SIGTERM to the end of every process. Within them a checkpoint is written, after the step's updates if the

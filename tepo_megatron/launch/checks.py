@@ -56,7 +56,7 @@ def check_cluster(config: RunConfig, tunnel: Tunnel) -> None:
     for image in {config.cluster.container, config.cluster.rollout_container}:
         if image is not None and image.startswith(("/", ".")) and not _has(tunnel, image):
             raise ValueError(
-                f"the container image {image} does not exist on {_where(config)}; docs/cluster.md says how to make it"
+                f"the container image {image} does not exist on {_where(config)}; docs/guides/cluster.md says how to make it"
             )
     _check_transformer_engine(config, tunnel)
     _check_checkpoint(config, tunnel)

@@ -1,4 +1,4 @@
-"""Computes what a run needs before a GPU is requested: memory, traffic, time. docs/plan.md has the formulas. No torch."""
+"""What a run needs: memory, traffic, time. docs/reference/plan.md has the formulas. No torch."""
 
 from tepo_megatron.plan.exact import check_exact
 from tepo_megatron.plan.nodes import check_placement

@@ -1,4 +1,4 @@
-"""Bytes that a layer keeps for its backward pass, and what recomputation makes of them. docs/plan.md has the formulas.
+"""Bytes that a layer keeps for its backward pass, and what recomputation makes of them. Formulas: docs/reference/plan.md.
 
 Symbols as in ``memory.py``. The kind of layers (``model/layers.py``) decides which kernels are fused: Transformer Engine's
 layers keep fewer activations.

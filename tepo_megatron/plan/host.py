@@ -1,4 +1,4 @@
-"""Bytes that a training rank needs of its host's memory. docs/plan.md has the formulas."""
+"""Bytes that a training rank needs of its host's memory. docs/reference/plan.md has the formulas."""
 
 from __future__ import annotations
 

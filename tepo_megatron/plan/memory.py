@@ -1,4 +1,4 @@
-"""Bytes on one training rank, computed from the run's configuration alone. docs/plan.md has the formulas and their sources.
+"""Bytes on one training rank, computed from the run's configuration alone. Formulas: docs/reference/plan.md.
 
 Symbols: T tokens of a micro-batch on this rank, h hidden, f MLP size, q and k the widths of all query and all key heads, t
 tensor-parallel size, b bytes per element, s = t under sequence parallelism and 1 without.

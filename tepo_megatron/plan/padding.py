@@ -1,4 +1,4 @@
-"""Tokens that only pad: micro-batches have their own lengths, but in steps. docs/plan.md has the formulas."""
+"""Tokens that only pad: micro-batches have their own lengths, but in steps. docs/reference/plan.md has the formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of Adam's states: on the GPU, on the host, and made for the length of a step. docs/plan.md has the formulas."""
+"""Bytes of Adam's states: on the GPU, on the host, and made for the length of a step. Formulas: docs/reference/plan.md."""
 
 from __future__ import annotations
 

@@ -46,12 +46,12 @@ def train(
         config: the path of a run's YAML, a ``RunConfig``, settings by their dotted names or sections
             (``{"train.steps": 10}``), or None: ``settings`` alone.
         reward: what rates a response: a function ``(problem, response) -> float``, or one of the other forms of
-            docs/rewards.md, as an object or by name; or the settings of ``reward``.
+            docs/guides/rewards.md, as an object or by name; or the settings of ``reward``.
         objective: a preset's name, or the settings of ``objective``, which may name plugins.
         env: an environment's name, a class of one that can be imported, or the settings of ``environment``.
         callbacks: objects that are told what the run does (``Callback``), or names as in ``train.callbacks``, beside the
             config's.
-        collect: a generation step of your own, ``(problems, sampler) -> rollouts`` (docs/from-python.md), as an object or by
+        collect: a generation step of your own, ``(problems, sampler) -> rollouts``, as an object or by
             name.
         resume: go on from the newest whole checkpoint of ``output`` (``"auto"``: where there is one), or from the one with this
             name or path.

@@ -68,7 +68,7 @@ def test_nothing_is_computed_before_the_first_sync(world: World) -> None:
 
 
 def test_merged_adapters_in_bfloat16_are_what_the_server_computes_with(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Both sides have the same rounded weights, and differ by the rounding of activations alone: docs/numerics.md."""
+    """Both sides have the same rounded weights, and differ by the rounding of activations alone: docs/reference/numerics.md."""
     report = synced(tmp_path_factory, "merged-bf16")[1]
     assert len({str(sync["greedy"]) for sync in report["syncs"]}) == 3
     assert all(sync["canary"] < 0.25 for sync in report["syncs"])  # of the tolerance, 0.5

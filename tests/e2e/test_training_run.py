@@ -59,7 +59,7 @@ EVALUATION_KEYS = {
 TOKENS = ["log.token_samples=8", "log.token_samples_every=5"]
 """All of a step's groups."""
 
-EXPLAINED = set(re.findall(r"`([a-z][\w/@]*)`", (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()))
+EXPLAINED = set(re.findall(r"`([a-z][\w/@]*)`", (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text()))
 CANARY = "canary/max_logprob_gap"
 CACHE_CANARY = "canary/cache_gap"
 
@@ -111,7 +111,7 @@ def test_a_run_leaves_what_it_promises(trained: Path) -> None:
     for row in rows(trained)[1:]:
         assert set(row) >= KEYS
         assert set(row) >= EVALUATION_KEYS or row["step"] % 5
-        assert not set(row) - EXPLAINED, "add a line to the table 'Every metric' of docs/metrics.md for each of these"
+        assert not set(row) - EXPLAINED, "add a line to the table 'Every metric' of docs/reference/metrics.md for each of these"
     assert (trained / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert list((trained / "tensorboard").glob("events.out.tfevents.*"))
     assert (trained / "checkpoints" / f"step_{STEPS:06d}" / "state.json").exists()

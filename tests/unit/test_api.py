@@ -78,7 +78,7 @@ def run(script: str) -> None:
 
 
 def test_the_list_is_this_one() -> None:
-    """A name that goes, or another one, is a new version: docs/versions.md."""
+    """A name that goes, or another one, is a new version: docs/reference/versions.md."""
     assert set(tepo_megatron.__all__) == TORCH_FREE | WITH_TORCH
     assert len(tepo_megatron.__all__) == len(set(tepo_megatron.__all__))
     assert set(tepo_megatron.__all__) <= set(dir(tepo_megatron))

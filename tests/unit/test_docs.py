@@ -40,7 +40,7 @@ DOCUMENTS = sorted(
 NAMED_AS_ABSENT = {"tepo_megatron.api"}
 """Names that a decision argues against."""
 
-# Short forms: code by its path in the package or, in docs/tepo.md, in objective/; a test by the name of its file.
+# Short forms: code by its path in the package or, in docs/reference/tepo.md, in objective/; a test by the name of its file.
 HOMES = (ROOT, PACKAGE, PACKAGE / "objective", ROOT / "tests/unit/objective")
 FILE = re.compile(
     r"(?P<path>[\w.-][\w./*-]*\.(?:py|cpp|sh|md|yaml|toml|txt|in|Dockerfile))(?::(?P<name>[A-Za-z_][\w.]*))?(?:\[.*\])?"
@@ -222,7 +222,7 @@ def supported_pythons() -> list[str]:
 def test_one_range_of_pythons_is_stated_everywhere() -> None:
     versions = supported_pythons()
     stated = ", ".join(versions[:-1]) + f" or {versions[-1]}"
-    for document in ("README.md", "docs/gpu.md", "scripts/common.sh"):
+    for document in ("README.md", "docs/reference/gpu.md", "scripts/common.sh"):
         assert f"Python {stated}" in text_of(document), document
     for script in ("scripts/setup_cpu.sh", "scripts/setup_launch.sh"):
         assert f"({stated})" in text_of(script), script
@@ -265,8 +265,8 @@ def test_every_table_of_results_is_quoted_as_it_was_written(results: str) -> Non
 
 def test_the_tutorial_goes_through_every_example_of_ones_own_and_to_its_reference() -> None:
     """In the table, and in a part of its own, in this order."""
-    rows = re.findall(r"^\| (\d+) \| `examples/(\w+)` \| .* \| \[.*\]\((\S+\.md)\)", text_of("docs/tutorial.md"), re.M)
+    rows = re.findall(r"^\| (\d+) \| `examples/(\w+)` \| .* \| \[.*\]\((\S+\.md)\)", text_of("docs/guides/tutorial.md"), re.M)
     assert {path.name for path in ROOT.glob("examples/own_*")} <= {example for _, example, _ in rows}
     assert len({reference for *_, reference in rows}) == len(rows)  # a page for each protocol
-    parts = re.findall(r"^\*\*(\d+)\. ", text_of("docs/tutorial.md"), re.M)
+    parts = re.findall(r"^\*\*(\d+)\. ", text_of("docs/guides/tutorial.md"), re.M)
     assert parts == [number for number, *_ in rows] == [str(at + 1) for at in range(len(rows))]

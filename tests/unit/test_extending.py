@@ -72,12 +72,12 @@ def test_an_architecture_is_in_every_test_and_table(architecture: str) -> None:
         found = {key.partition("-")[0].removesuffix("ForCausalLM") for key in keys(path, name)}
         assert family in found, f"{path}: {name} has no {family}"
     assert (architecture in EXPERT_NAMES) == FAMILIES[architecture].experts
-    assert architecture in cells("docs/models.md")
+    assert architecture in cells("docs/reference/models.md")
     assert family.lower() in re.sub("[^a-z0-9]", "", (ROOT / "README.md").read_text().lower())
 
 
 def test_the_list_for_an_architecture_names_every_place() -> None:
-    listed = section("docs/models.md", "Add an architecture")
+    listed = section("docs/reference/models.md", "Add an architecture")
     places = {path for architecture in KNOWN_ARCHITECTURES for path in places_of(architecture)}
     for path in ("weights/families.py", "weights/layouts/table.py", "trainer/megatron/model/model.py", "README.md", *places):
         assert f"`{path}`" in listed
@@ -89,8 +89,8 @@ def test_the_list_for_an_architecture_names_every_place() -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_computed_by_hand_and_explained(preset: str) -> None:
     assert preset in keys("tests/unit/objective/test_presets.py", "HAND")
-    page = (ROOT / "docs/tepo.md").read_text()
-    assert re.search(rf"`(objective\.)?(preset: ?|preset=)?{preset}`", page), f"docs/tepo.md does not explain {preset}"
+    page = (ROOT / "docs/reference/tepo.md").read_text()
+    assert re.search(rf"`(objective\.)?(preset: ?|preset=)?{preset}`", page), f"tepo.md does not explain {preset}"
 
 
 # -- knobs
@@ -128,7 +128,7 @@ def test_every_knob_is_read_by_some_code() -> None:
 
 # -- metrics
 
-PAGE = "docs/metrics.md"
+PAGE = "docs/reference/metrics.md"
 NAME = re.compile(r"[a-z_]+(/[a-z_@0-9]+)+|[a-z]+/s")
 NOT_METRICS = {"entropy/noise", "ratio/noise", "sequence_ratio/noise"}
 """Keys of dictionaries that look like a metric: those of the noise get a quantile each."""

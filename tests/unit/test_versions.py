@@ -30,7 +30,7 @@ PINNING = (
     "requirements/cpu.txt",
     "requirements/test.txt",
     "docker/pins.txt",
-    "docs/gpu.md",
+    "docs/reference/gpu.md",
 )
 
 

@@ -20,10 +20,10 @@ _SMALL = 100_000_000
 
 _COMMENTS = {
     "model": "a Hugging Face folder: config.json, safetensors, tokenizer",
-    "data": "tepo data show prints what the model reads; several sources, templates, filters: docs/data.md",
-    "reward": "or your own function (problem, response) -> float, as file.py:function: docs/rewards.md",
+    "data": "tepo data show prints what the model reads; several sources, templates, filters: docs/guides/data.md",
+    "reward": "or your own function (problem, response) -> float, as file.py:function: docs/guides/rewards.md",
     "rollout": "a step has prompts_per_step × samples_per_prompt responses of at most max_new_tokens",
-    "optimizer": "lr is the first field to turn where the reward stays flat: docs/metrics.md",
+    "optimizer": "lr is the first field to turn where the reward stays flat: docs/reference/metrics.md",
     "train": "a run that is stopped saves first, and goes on with --resume",
 }
 

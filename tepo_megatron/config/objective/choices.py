@@ -1,7 +1,8 @@
 """Three of the four choices that an objective is composed of, each alternative as a section of its own; the fourth is the
 trust region (``objective_regions.py``).
 
-A field whose docstring says *our interpretation* fills a gap that the TEPO papers leave open; ``docs/tepo.md`` lists them all.
+A field whose docstring says *our interpretation* fills a gap that the TEPO papers leave open
+(docs/reference/tepo.md).
 π_θ is the policy that is trained, π_old the policy before the update, δ = log π_θ − log π_old at a token of a response.
 """
 

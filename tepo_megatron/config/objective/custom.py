@@ -1,4 +1,4 @@
-"""Kinds of the user's own for the choices of an objective: the classes that theirs are made of. docs/own-objective.md.
+"""Kinds of the user's own for the choices of an objective: the classes that theirs are made of. docs/guides/own-objective.md.
 
 A kind is one class: its fields are its section of the configuration, its methods compute. They take and give tensors; nothing
 here names their types, since this package is read where there is no torch. Axes in names: S sequences, T tokens.

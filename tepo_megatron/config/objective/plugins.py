@@ -43,7 +43,7 @@ def load_plugin(name: str) -> Plugin:
     kinds = tuple(kind for kind in kinds if not kind.__name__.startswith("_"))  # a base of its own
     if not kinds:
         bases = ", ".join(base.__name__ for base in OWN_KINDS)
-        raise ValueError(f"{where} defines no kind; a kind is a subclass of one of {bases} (docs/own-objective.md)")
+        raise ValueError(f"{where} defines no kind; a kind is a subclass of one of {bases} (docs/guides/own-objective.md)")
     for kind in kinds:
         _check_kind(kind, where)
     return Plugin(place, loaded.digest, kinds)

@@ -11,7 +11,7 @@ class Preset(NamedTuple):
     """The paper that states it, and the peer whose values these are where the paper gives none."""
 
     formula: str
-    """What is maximised: at each token, and what the sum over tokens is divided by. Notation: docs/tepo.md."""
+    """What is maximised: at each token, and what the sum over tokens is divided by. Notation: docs/reference/tepo.md."""
 
     changes: Mapping[str, Any]
     """The sections that differ from TEPO's."""

@@ -51,7 +51,7 @@ class ObjectiveConfig(Section):
 
     plugins: tuple[str, ...] = ()
     """Modules of your own with kinds for the sections below: ``path/my_objective.py``, in a run's file relative to that file,
-    or the name of an installed module. They are imported wherever the run's file is read (docs/own-objective.md)."""
+    or the name of an installed module. They are imported wherever the run's file is read (docs/guides/own-objective.md)."""
 
     advantage: Advantage = GroupAdvantage()
     """How the rewards of the responses to one prompt become advantages A, one for each response."""

@@ -1,6 +1,7 @@
 """What may stand beside the four choices of an objective: KL terms, an entropy bonus, a correction for the sampler.
 
-A field whose docstring says *our interpretation* fills a gap that the TEPO papers leave open; ``docs/tepo.md`` lists them all.
+A field whose docstring says *our interpretation* fills a gap that the TEPO papers leave open
+(docs/reference/tepo.md).
 π_θ is the policy that is trained, π_old the policy before the update, δ = log π_θ − log π_old at a token of a response.
 """
 

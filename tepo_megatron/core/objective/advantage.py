@@ -1,4 +1,4 @@
-"""Advantages from rewards within groups (docs/tepo.md, "Advantage"). S sequences, K rewards for each."""
+"""Advantages from rewards within groups (docs/reference/tepo.md, "Advantage"). S sequences, K rewards for each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def group_advantages(
 ) -> Tensor:
     """One advantage per sequence, relative to the sequences of the same group, wherever they stand and however many they are.
 
-    ``group`` is (R − mean) / (std + eps) (docs/tepo.md, equation 1); ``no_std`` is R − mean (Dr.GRPO); ``leave_one_out`` is R
+    ``group`` is (R − mean) / (std + eps) (equation 1); ``no_std`` is R − mean (Dr.GRPO); ``leave_one_out`` is R
     minus the mean of the others (RLOO); ``divide_by_mean`` is (R − mean) / mean (MaxRL). Sequences of a group whose rewards are
     all equal, and of a group of one, get exactly 0.
 

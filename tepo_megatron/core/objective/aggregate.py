@@ -1,7 +1,7 @@
 """From token values to one number: a weight per token, and one denominator for the whole optimizer step.
 
 Every term of the objective (surrogate, KL, entropy bonus) is summed with the same weights and divided by the same denominator,
-so a coefficient means the same beside every aggregation (docs/tepo.md, "Surrogate and aggregation").
+so a coefficient means the same beside every aggregation (docs/reference/tepo.md, "Surrogate and aggregation").
 """
 
 from __future__ import annotations

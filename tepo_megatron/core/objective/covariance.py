@@ -1,4 +1,4 @@
-"""The covariance of log-probability and advantage, token by token (docs/tepo.md, equation 10).
+"""The covariance of log-probability and advantage, token by token (docs/reference/tepo.md, equation 10).
 
 c_it = (log π_old(y_it) − mean)(A_i − mean), means over all response tokens of the optimizer step. That it is π_old,
 from which the tokens were drawn, is our interpretation: so a choice made by c is one for the whole step, however it is cut.

@@ -26,7 +26,7 @@ def measure(
     weight_T: Tensor | None,
     masked_T: Tensor,
 ) -> tuple[Metrics, dict[str, Tensor]]:
-    """Metrics and extrema of a micro-batch; their meaning is listed in ``docs/metrics.md``.
+    """Metrics and extrema of a micro-batch; their meaning is listed in ``docs/reference/metrics.md``.
 
     Means are over response tokens; those named ``masked`` over ``masked_T`` (bool), the tokens that a mechanism singled out. KL
     is KL(π_θ‖π_old) as r δ − r + 1, the mismatch is KL(sampler‖π_old) by k3. Without a response token the smallest ratio is inf

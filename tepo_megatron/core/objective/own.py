@@ -1,6 +1,6 @@
 """What a kind of the user's own gives, looked at before it is used: one value per token or sequence, finite, on one device.
 
-The kinds' classes are in ``config/objective/custom.py``; docs/own-objective.md is their page.
+The kinds' classes are in ``config/objective/custom.py``; docs/guides/own-objective.md is their page.
 """
 
 from __future__ import annotations

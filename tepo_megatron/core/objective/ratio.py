@@ -1,6 +1,6 @@
 """Ratios of the policy to the policy before the update, of tokens and of sequences. S sequences, T packed tokens.
 
-Formulas: docs/tepo.md, "Sequence likelihood". δ = log π_θ − log π_old at the sampled token, 0 outside the loss mask.
+Formulas: docs/reference/tepo.md, "Sequence likelihood". δ = log π_θ − log π_old at the sampled token, 0 outside the loss mask.
 """
 
 from __future__ import annotations

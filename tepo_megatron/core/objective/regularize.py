@@ -30,7 +30,7 @@ def kl_penalty(term: KLTerm, delta_T: Tensor, reference_delta_T: Tensor | None) 
 
     ``delta_T`` is log π_θ − log π_old, ``reference_delta_T`` log π_θ − log π_ref. With ``weight = importance`` the estimate is
     multiplied by exp(δ), gradient included: then its mean over tokens of π_old is that of the estimator over tokens of π_θ.
-    For k3 against π_old that is r δ − r + 1, unbiased for KL(π_θ‖π_old) (docs/tepo.md, equation 8).
+    For k3 against π_old that is r δ − r + 1, unbiased for KL(π_θ‖π_old) (docs/reference/tepo.md, equation 8).
     """
     difference_T = delta_T if term.against == "old" else reference_delta_T
     assert difference_T is not None

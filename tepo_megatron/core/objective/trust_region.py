@@ -1,4 +1,4 @@
-"""How far a ratio may carry the surrogate (docs/tepo.md, equation 5, and "The other presets"). All values [T], floating point
+"""Trust regions of the ratio (docs/reference/tepo.md, equation 5, and "The other presets"). All values [T], floating point
 but for masks; what is a ``Surrogate`` is to be maximised."""
 
 from __future__ import annotations

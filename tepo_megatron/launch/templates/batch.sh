@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Slurm's warning comes to this script, which passes it on: the trainer saves, and ends with exit code 75 (docs/cluster.md).
+# Slurm's warning comes to this script, which passes it on: the trainer saves, and ends with exit code 75 (docs/guides/cluster.md).
 warned() {
   if [[ -z ${pids[0]:-} ]]; then
     exit 75 # nothing was started yet

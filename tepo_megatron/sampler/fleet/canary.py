@@ -36,11 +36,11 @@ token of a prompt is never taken from a cache.
 
 _TOLERANCES = {"float32": 1e-3, "bfloat16": 0.5}
 _QUANTISED_TOLERANCE = 2.0
-"""Nats. From 5 (FP8) to 300 times (float32) what was measured: docs/numerics.md."""
+"""Nats. From 5 (FP8) to 300 times (float32) what was measured: docs/reference/numerics.md."""
 
 _MEAN_TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1}
 _QUANTISED_MEAN_TOLERANCE = 1.0
-"""Nats, of the mean over the tokens of a group of rollouts, which varies far less than the worst of them: docs/numerics.md."""
+"""Nats, of the mean over the tokens of a group of rollouts: docs/reference/numerics.md."""
 
 
 def canary_prompt(vocab_size: int, limit: int) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ class Desk:
             if not callable(getattr(first, method, None)):
                 raise ValueError(
                     f"the environment {setup['name']!r} has no method {method}; an environment has reset and step "
-                    "(docs/environments.md), and one of another library needs environment.adapter"
+                    "(docs/guides/environments.md), and one of another library needs environment.adapter"
                 )
         self.concurrent = any(inspect.iscoroutinefunction(getattr(first, method)) for method in ("reset", "step"))
         """Whether several episodes may be asked at once."""

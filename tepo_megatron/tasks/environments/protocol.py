@@ -1,4 +1,4 @@
-"""What an environment is: the protocol that a user's class follows (docs/environments.md). Imports no NumPy."""
+"""What an environment is: the protocol that a user's class follows (docs/guides/environments.md). Imports no NumPy."""
 
 from __future__ import annotations
 

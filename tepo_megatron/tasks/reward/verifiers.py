@@ -1,4 +1,5 @@
-"""Verifiers are functions ``(problem, response) -> float`` that rate a response; 1 is a correct answer. docs/rewards.md has the
+"""Verifiers are functions ``(problem, response) -> float`` that rate a response; 1 is a correct answer.
+docs/guides/rewards.md has the
 other forms.
 
 The built-in ones here return 0 or 1. This module imports nothing heavy, so that a worker with a simple verifier starts at once.

@@ -68,7 +68,7 @@ def find_gpu() -> Gpu | str:
     import torch
 
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is a build without CUDA; install one with it (docs/gpu.md)"
+        return f"torch {torch.__version__} is a build without CUDA; install one with it (docs/reference/gpu.md)"
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} sees no GPU (nvidia-smi says more)"
     properties = torch.cuda.get_device_properties(0)
@@ -80,7 +80,7 @@ def obstacle(part: Part, gpu: Gpu) -> str:
     """Returns why a part cannot run here, or an empty string."""
     missing = [name for name in part.packages if importlib.util.find_spec(name) is None]
     if missing:
-        return f"{' and '.join(missing)} not installed (docs/gpu.md)"
+        return f"{' and '.join(missing)} not installed (docs/reference/gpu.md)"
     if part.memory_gib > gpu.memory_gib:
         return f"needs about {part.memory_gib:.0f} GiB, this GPU has {gpu.memory_gib:.0f}"
     return ""

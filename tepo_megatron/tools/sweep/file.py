@@ -115,7 +115,7 @@ def read_sweep(path: Path) -> SweepFile:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(given, Mapping):
-        raise ValueError(f"{path}: a sweep has keys such as run, axes and seeds (docs/sweeps.md)")
+        raise ValueError(f"{path}: a sweep has keys such as run, axes and seeds (docs/reference/sweeps.md)")
     try:
         sweep = SweepFile.model_validate(given)
     except ValidationError as error:

@@ -67,8 +67,8 @@ def root(tmp_path: Path) -> Path:
     for name in ("tiny", "stack_machine"):
         (tmp_path / "examples" / name).mkdir()
         shutil.copyfile(ROOT / "examples" / name / "run.yaml", tmp_path / "examples" / name / "run.yaml")
-    (tmp_path / "docs").mkdir()
-    shutil.copyfile(ROOT / "docs/evidence.md", tmp_path / "docs/evidence.md")
+    (tmp_path / "docs/results").mkdir(parents=True)
+    shutil.copyfile(ROOT / "docs/results/evidence.md", tmp_path / "docs/results/evidence.md")
     return tmp_path
 
 
@@ -158,7 +158,7 @@ def test_the_interval_of_five_seeds_covers_95_of_100(kind: str) -> None:
 
 def test_the_coverage_of_skewed_values_is_what_the_page_says() -> None:
     random = np.random.default_rng(2)
-    text = (ROOT / "docs/evidence.md").read_text()
+    text = (ROOT / "docs/results/evidence.md").read_text()
     exponential = coverage(random.exponential(size=TRIALS), 1.0)
     log_normal = coverage(np.exp(0.5 * random.normal(size=TRIALS)), math.exp(0.125))
     said = re.search(r"(\d+) % for\nexponential ones, (\d+) % for log-normal", text)
@@ -216,7 +216,7 @@ def test_verdicts_are_counted_by_claim(root: Path, tmp_path: Path) -> None:
         file, tmp_path / "out", dict.fromkeys(rates, 3), lambda objective, seed: rates.get(objective, 0.1) * (1 + 0.01 * seed)
     )
     make(root, {"tiny": tmp_path / "out"})
-    table = (root / "docs/evidence.md").read_text().split("<!-- summary -->")[1].split("<!-- end -->")[0]
+    table = (root / "docs/results/evidence.md").read_text().split("<!-- summary -->")[1].split("<!-- end -->")[0]
     rows = [line.strip("| ").split(" | ") for line in table.strip().splitlines()]
     assert rows[0][:3] == ["claim", "comparisons", "holds"]
     found = {row[0]: dict(zip(rows[0][1:], map(int, row[1:]), strict=True)) for row in rows[2:]}
@@ -231,7 +231,7 @@ def test_the_page_is_what_the_command_makes_of_the_metrics_that_are_kept() -> No
     sweeps = [evidence_of(ROOT, name) for name in SWEEPS]
     tables = make_tables(*sweeps)
     assert (ROOT / "benchmarks/results/evidence/tables.md").read_text() == as_text(tables)
-    page = (ROOT / "docs/evidence.md").read_text()
+    page = (ROOT / "docs/results/evidence.md").read_text()
     assert page == fill(page, {**tables, **shown(*sweeps)})
     kept = [path for path in (ROOT / "benchmarks/results/evidence").rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in kept) < MOST_BYTES
@@ -247,7 +247,7 @@ def test_an_unfinished_sweep_makes_the_page_and_a_second_one_adds_to_it(
         file, first, {"tepo": 2, "grpo": 2, "no-mask": 1}, lambda objective, seed: rates.get(objective, 0.1) + 0.01 * seed
     )
     said = make(root, {"tiny": first})
-    page = (root / "docs/evidence.md").read_text()
+    page = (root / "docs/results/evidence.md").read_text()
     assert "10 runs are done" in said[0]
     assert "10 of 130 runs, seeds 0, 1, 2, 3, 4; **120 are missing**" in page
     assert "| tiny | grpo | lr 5e-5: 2 of 5, lr 1e-4: 2 of 5 |" in page
@@ -258,19 +258,19 @@ def test_an_unfinished_sweep_makes_the_page_and_a_second_one_adds_to_it(
         f"evidence-{name}.png" for name in ("learning", "entropy", "chosen", "others", "gradient", "mask", "kl")
     }
     assert make(root, {})[0].startswith("wrote")
-    assert (root / "docs/evidence.md").read_text() == page
+    assert (root / "docs/results/evidence.md").read_text() == page
 
     # Another machine's folder has the third seed only; what was collected stays, as what ran elsewhere.
     assert f"Collected on {record._this_machine()}." in page
     monkeypatch.setattr(record, "describe_machine", lambda: "64 × another, load average 0.1")
     make(root, {"tiny": first})
-    assert (root / "docs/evidence.md").read_text() == page
+    assert (root / "docs/results/evidence.md").read_text() == page
     write_runs(file, second, {"tepo": 3, "grpo": 3}, lambda objective, seed: rates.get(objective, 0.1) + 0.01 * seed)
     for run in runs_of(read_sweep(file), second):
         if run.seed < 2 and run.folder.is_dir():
             shutil.rmtree(run.folder)
     make(root, {"tiny": second})
-    state = (root / "docs/evidence.md").read_text().split("<!-- state -->")[1].split("<!-- end -->")[0]
+    state = (root / "docs/results/evidence.md").read_text().split("<!-- state -->")[1].split("<!-- end -->")[0]
     assert re.search(r"Collected on .*\(10 runs\); 64 × another, torch .*\(4 runs\)\.", state)
     tiny = evidence_of(root, "tiny")
     assert tiny.seeds(("tepo", "usual")) == [0, 1, 2]
@@ -278,7 +278,7 @@ def test_an_unfinished_sweep_makes_the_page_and_a_second_one_adds_to_it(
     ratio = figures.against("80", ("tepo", "usual"), ("grpo", "usual"))
     assert ratio.seeds == 3
     assert ratio.high < 1
-    lines = (root / "docs/evidence.md").read_text().splitlines()
+    lines = (root / "docs/results/evidence.md").read_text().splitlines()
     cells = next(line for line in lines if "half the time" in line and "80 %" in line and "| grpo |" in line).split(" | ")
     assert cells[3] == f"{ratio.text(FIGURES['80'], ratio=True)}, 3 pairs: **{half_the_time(ratio, 1.0)}**"
     assert "holds" in cells[3] or "faster" in cells[3]
@@ -301,7 +301,7 @@ def test_a_run_without_all_its_rows_and_a_page_without_a_place_are_refused(root:
     metrics.write_text("".join(lines[:5] + lines[7:]))
     with pytest.raises(ValueError, match="its rows are not those of the steps"):
         make(root, {"overhead": tmp_path / "out"})
-    page = root / "docs/evidence.md"
+    page = root / "docs/results/evidence.md"
     page.write_text(page.read_text().replace("<!-- parts -->", ""))
     with pytest.raises(ValueError, match="places for"):
         make(root, {})
@@ -315,6 +315,6 @@ def test_the_curve_of_several_runs_is_over_the_steps_that_all_have() -> None:
 
 
 def test_what_is_kept_is_explained() -> None:
-    explained = (ROOT / "docs/metrics.md").read_text()
+    explained = (ROOT / "docs/reference/metrics.md").read_text()
     own = {name for name in COLUMNS if not name.startswith("eval/")}
     assert not [name for name in own if f"`{name}`" not in explained]

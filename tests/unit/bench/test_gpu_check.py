@@ -97,7 +97,7 @@ def test_a_part_that_hangs_is_failed_and_its_children_end(tmp_path: Path) -> Non
 
 def test_what_cannot_run_here_is_not_run() -> None:
     missing = run(part("base64", "-t", packages=("json", "no_such_package")))
-    assert (missing.state, missing.reason) == ("not run", "no_such_package not installed (docs/gpu.md)")
+    assert (missing.state, missing.reason) == ("not run", "no_such_package not installed (docs/reference/gpu.md)")
     large = run(part("base64", "-t", memory_gib=160))
     assert (large.state, large.reason) == ("not run", "needs about 160 GiB, this GPU has 140")
 
@@ -119,7 +119,7 @@ def test_the_report_tells_what_was_not_run(tmp_path: Path) -> None:
     assert [entry["state"] for entry in record["parts"]] == ["passed", "not run"]
     assert record["gpu"] == {"name": "NVIDIA H200", "memory_gib": 139.8, "capability": "9.0", "cuda": "13.0"}
     lines = written.with_suffix(".md").read_text().splitlines()
-    assert lines[-1] == "| a part | not run | – | no_such_package not installed (docs/gpu.md) |"
+    assert lines[-1] == "| a part | not run | – | no_such_package not installed (docs/reference/gpu.md) |"
 
 
 def test_parts_are_chosen_by_name() -> None:

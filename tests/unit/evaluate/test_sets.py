@@ -119,7 +119,7 @@ def test_every_metric_of_a_set_is_in_the_one_table() -> None:
     of = as_set(samples=2, ks=(1, 2))
     texts = [["1", problem.answer] for problem in PROBLEMS]
     result = evaluate_set(of, generate=Answers(["1"] * 4, texts), tokenizer=TOKENIZER, pool=DirectScorer(), seed=0)
-    named = set(re.findall(r"`(eval/[^`]+)`", section("docs/metrics.md", "Every metric")))
+    named = set(re.findall(r"`(eval/[^`]+)`", section("docs/reference/metrics.md", "Every metric")))
     written = {re.sub(r"@\d+", "@k", name).replace("/sums/", "/NAME/") for name in result.metrics}
     assert written == named
 

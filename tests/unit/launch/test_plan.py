@@ -74,7 +74,7 @@ def test_a_run_without_a_bound_of_prompts_is_planned_with_the_longest_that_its_m
 
 def test_the_table_of_the_docs_is_what_the_plans_say() -> None:
     rows: dict[str, list[str]] = {}
-    for line in (EXAMPLES.parent / "docs" / "plan.md").read_text().splitlines():
+    for line in (EXAMPLES.parent / "docs" / "reference" / "plan.md").read_text().splitlines():
         head, *cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
         rows.setdefault(head, cells)
     plans = [plan(str(EXAMPLES / name / "run.yaml")) for name in RECIPES]

@@ -1,4 +1,4 @@
-"""docs/tepo.md names code, fields and tests that exist, and every field that is our interpretation."""
+"""docs/reference/tepo.md names code, fields and tests that exist, and every field that is our interpretation."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ from tepo_megatron.config.loading.schema import schema_rows
 
 ROOT = Path(__file__).parents[3]
 ROOMS = ("tepo_megatron/core/objective", "tests/unit/objective", ".")
-LINES = [line for line in (ROOT / "docs/tepo.md").read_text().splitlines() if line.startswith("| ")]
+LINES = [line for line in (ROOT / "docs/reference/tepo.md").read_text().splitlines() if line.startswith("| ")]
 ROWS = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in LINES]
 TABLE = [row for row in ROWS if len(row) == 5 and row[0] != "line"]
 

@@ -1,4 +1,4 @@
-"""What docs/tepo.md says in "Covariance and entropy", on a small softmax policy, and the token statistic that predicts it."""
+"""What docs/reference/tepo.md says in "Covariance and entropy", on a small softmax policy."""
 
 import torch
 from hypothesis import assume, given

@@ -1,4 +1,4 @@
-"""The sequence ratio and its token form (docs/tepo.md, equations 3 and 4)."""
+"""The sequence ratio and its token form (docs/reference/tepo.md, equations 3 and 4)."""
 
 import pytest
 import torch

@@ -24,7 +24,7 @@ def _penalties(policy, old, reference, **term):
 
 @given(LOGITS, LOGITS, LOGITS, st.sampled_from(["k1", "k3"]), st.sampled_from(["old", "reference"]))
 def test_importance_weighted_kl_is_unbiased_under_samples_of_the_old_policy(new, old, reference, estimator, against):
-    """E over a ~ π_old is KL(π_θ‖π_old) or KL(π_θ‖π_ref), in value and in gradient (docs/tepo.md, equation 8)."""
+    """E over a ~ π_old is KL(π_θ‖π_old) or KL(π_θ‖π_ref), in value and in gradient (docs/reference/tepo.md, equation 8)."""
     logits = new.requires_grad_()
     policy, old, reference = logits.log_softmax(-1), old.log_softmax(-1), reference.log_softmax(-1)
     estimate = (old.exp() * _penalties(policy, old, reference, estimator=estimator, against=against, weight="importance")).sum()

@@ -126,5 +126,5 @@ def test_on_a_cpu_states_in_fewer_bits_are_refused_before_servers_start(monkeypa
         check_model(load_run(None, given))
     config = load_run(None, given).optimizer
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"and it is not installed \(docs/gpu.md\); install it, or leave exp_avg_dtype out"):
+    with pytest.raises(ValueError, match=r"is not installed \(docs/reference/gpu.md\); install it, or leave exp_avg_dtype out"):
         check_states(config, on_gpu=True)

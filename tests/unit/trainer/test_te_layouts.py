@@ -1,6 +1,6 @@
 """Real Transformer Engine layers have the parameters that the bridge's table names, in every FP8 recipe; no GPU is needed.
 
-Transformer Engine is not in requirements/cpu.txt, since its torch part is built from source (docs/gpu.md).
+Transformer Engine is not in requirements/cpu.txt, since its torch part is built from source (docs/reference/gpu.md).
 """
 
 from __future__ import annotations

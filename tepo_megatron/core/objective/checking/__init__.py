@@ -1,1 +1,1 @@
-"""The rules that every objective keeps to, as checks: for the package's presets and for the user's (docs/own-objective.md)."""
+"""The rules that every objective keeps to, as checks (docs/guides/own-objective.md)."""

@@ -33,7 +33,7 @@ class Finding(NamedTuple):
 
 
 def check_objective(config: ObjectiveConfig, *, steps: int = STEPS, reward_parts: int = 2) -> None:
-    """Checks that an objective keeps the rules that every objective keeps to (docs/own-objective.md), on a CPU in float64.
+    """Checks that an objective keeps the rules of objectives (docs/guides/own-objective.md), on a CPU in float64.
 
     For a test of one's own: ``check_objective(ObjectiveConfig(preset="my_preset.yaml"))``.
 

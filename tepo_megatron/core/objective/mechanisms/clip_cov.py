@@ -1,4 +1,4 @@
-"""Clip-Cov: no gradient for a few tokens drawn from those of high covariance (docs/tepo.md, "The other presets")."""
+"""Clip-Cov: no gradient for a few tokens drawn from those of high covariance (docs/reference/tepo.md, "The other presets")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KL-Cov: a KL penalty on the tokens of highest covariance (docs/tepo.md, "The other presets")."""
+"""KL-Cov: a KL penalty on the tokens of highest covariance (docs/reference/tepo.md, "The other presets")."""
 
 from __future__ import annotations
 

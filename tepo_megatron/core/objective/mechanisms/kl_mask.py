@@ -1,4 +1,4 @@
-"""TEPO's token-level KL mask (docs/tepo.md, "Token-level KL mask")."""
+"""TEPO's token-level KL mask (docs/reference/tepo.md, "Token-level KL mask")."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEAST_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class KLMaskPenalty:
-    """β · KL at response tokens with a positive advantage and falling entropy (docs/tepo.md, equations 6 and 7)."""
+    """β · KL at response tokens with a positive advantage and falling entropy (docs/reference/tepo.md, equations 6 and 7)."""
 
     takes_gradient: ClassVar[bool] = False
     term: KLMask

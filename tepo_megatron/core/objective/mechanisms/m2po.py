@@ -1,4 +1,4 @@
-"""M2PO: no gradient for the tokens on which trainer and sampler differ most (docs/tepo.md, "The other presets")."""
+"""M2PO: no gradient for the tokens on which trainer and sampler differ most (docs/reference/tepo.md, "The other presets")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OPSM: no gradient for responses of negative advantage that the policy has left (docs/tepo.md, "The other presets")."""
+"""OPSM: no gradient for responses of negative advantage that the policy has left (docs/reference/tepo.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mask and a penalty of the user's own (docs/own-objective.md)."""
+"""A mask and a penalty of the user's own (docs/guides/own-objective.md)."""
 
 from __future__ import annotations
 

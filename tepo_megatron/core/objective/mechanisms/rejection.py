@@ -1,5 +1,5 @@
-"""Rejection: no gradient for what the sampler drew with a probability too far from the trainer's (docs/tepo.md, "A sampler that
-differs")."""
+"""Rejection: no gradient for what the sampler drew too far from the trainer's probability (docs/reference/tepo.md,
+"A sampler that differs")."""
 
 from __future__ import annotations
 

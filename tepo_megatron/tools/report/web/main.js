@@ -25,7 +25,7 @@ async function showTab() {
 
 function footer() {
   const paths = DATA.runs.slice(0, 6).map((run) => run.folder).join(' · ');
-  return el('footer', {}, `Made ${new Date(DATA.made * 1000).toLocaleString()} of ${paths}${DATA.runs.length > 6 ? ` and ${DATA.runs.length - 6} more` : ''}. Names of metrics: docs/metrics.md.`);
+  return el('footer', {}, `Made ${new Date(DATA.made * 1000).toLocaleString()} of ${paths}${DATA.runs.length > 6 ? ` and ${DATA.runs.length - 6} more` : ''}. Names of metrics: docs/reference/metrics.md.`);
 }
 
 function head() {

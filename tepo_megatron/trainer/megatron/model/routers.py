@@ -3,7 +3,7 @@
 A router chooses the k experts with the largest logits. Trainer and sampler round differently, so that near a tie they choose
 different experts, and the log-probs of a token then differ by far more than rounding. With a recorded choice (rollout routing
 replay, R3) every router takes the sampler's experts instead. How the chosen experts are weighted still follows from the
-trainer's own logits, so that the router learns: docs/moe.md, docs/decisions/027-routing-replay.md.
+trainer's own logits, so that the router learns: docs/reference/moe.md, docs/decisions/027-routing-replay.md.
 
 Where an auxiliary loss balances the experts (``model/expert_balance.py``) it is added here too.
 """

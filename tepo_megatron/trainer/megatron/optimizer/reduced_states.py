@@ -24,7 +24,7 @@ def check_states(config: OptimizerConfig, *, on_gpu: bool) -> None:
     if not on_gpu:
         raise ValueError(f"{wants}, and the trainer runs on a CPU; leave it out, or use optimizer.offload_fraction")
     if importlib.util.find_spec("transformer_engine") is None:
-        raise ValueError(f"{wants}, and it is not installed (docs/gpu.md); install it, or leave {field} out")
+        raise ValueError(f"{wants}, and it is not installed (docs/reference/gpu.md); install it, or leave {field} out")
 
 
 _TIE = 0x8000
