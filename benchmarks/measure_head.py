@@ -33,7 +33,7 @@ from tepo_megatron.core.types import Batch, Rollout, TokenScores, WeightsVersion
 from tepo_megatron.tools.bench.results import markdown, write_report
 from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.layouts.table import tensor_shapes
-from tepo_megatron.weights.storage.files import write_model
+from tepo_megatron.weights.storage.hf_folder import write_model
 
 HEADS = ("logits", "fused")
 PASSES = ("score", "forward and backward")

@@ -28,7 +28,7 @@ from tepo_megatron.tasks.data.tasks.addition import train_problems
 from tepo_megatron.tools.bench.results import markdown, write_report
 from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.layouts.table import tensor_shapes
-from tepo_megatron.weights.storage.files import write_model
+from tepo_megatron.weights.storage.hf_folder import write_model
 
 PHASES = ("step", "rollout", "score", "update", "sync")
 SIDES: dict[str, list[str]] = {

@@ -21,7 +21,7 @@ from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.trainer.megatron.batching.batch import pack
 from tepo_megatron.weights.geometry import Box, Shard
 from tepo_megatron.weights.storage.stored import open_boxes
-from tepo_megatron.weights.transfer.fingerprint import fingerprint
+from tepo_megatron.weights.transfer.digests import fingerprint
 from tests.support.launch import run_world
 
 TEMPERATURE = 0.7

@@ -21,8 +21,7 @@ from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.layouts import tensor_shapes
 from tepo_megatron.weights.layouts.adapters import adapted_tensors, adapter_names, adapter_shapes
-from tepo_megatron.weights.storage.files import write_model
-from tepo_megatron.weights.storage.peft_folder import PREFIX, AdapterSettings, check_peft_folder, write_peft_folder
+from tepo_megatron.weights.storage.hf_folder import PREFIX, AdapterSettings, check_peft_folder, write_model, write_peft_folder
 from tepo_megatron.weights.storage.stored import open_boxes
 from tests.dist.test_moe import make_rollouts
 from tests.support.float64 import Oracle, oracle_of

@@ -18,8 +18,7 @@ from tepo_megatron.config import EngineConfig, ParallelConfig
 from tepo_megatron.core.types import Rollout, WeightsVersion
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.trainer.megatron.batching.batch import pack
-from tepo_megatron.weights.architecture import read_model_spec
-from tepo_megatron.weights.families import kept_in_fp32
+from tepo_megatron.weights.architecture import kept_in_fp32, read_model_spec
 from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.layouts import check_trainer_split, tensor_shapes
 from tepo_megatron.weights.storage.convert import export_model, import_model

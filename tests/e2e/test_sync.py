@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tepo_megatron.weights.geometry import Box, Shard
-from tepo_megatron.weights.transfer.fingerprint import fingerprint
+from tepo_megatron.weights.transfer.digests import fingerprint
 from tests.support.launch import run_world
 
 World = tuple[Path, dict[str, Any]]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, tensor_shapes
-from tepo_megatron.weights.storage.files import write_model, write_stream
+from tepo_megatron.weights.storage.hf_folder import write_model, write_stream
 from tepo_megatron.weights.storage.stored import box_key
 
 CONFIG: dict[str, Any] = {

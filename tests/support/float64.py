@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.core.types import Batch, not_recorded
-from tepo_megatron.weights.families import EXPERT_BIAS
+from tepo_megatron.weights.architecture import EXPERT_BIAS
 from tepo_megatron.weights.layouts.table import EXPERT_NAMES
 
 

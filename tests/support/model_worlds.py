@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.weights.families import kept_in_fp32
+from tepo_megatron.weights.architecture import kept_in_fp32
 
 
 def save_random_model(family: str, settings: Mapping[str, Any], out: Path, *, seed: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tepo_megatron.weights.families import kept_in_fp32
+from tepo_megatron.weights.architecture import kept_in_fp32
 
 PROMPTS = [(1, 5, 6, 7), (1, 9), (1, 30, 31, 32, 33, 34, 35), (1,), (1, 60, 4)]
 EOS, LENGTH = 2, 12

@@ -36,7 +36,7 @@ from tepo_megatron.weights.expert_routes import rollout_fault
 from tepo_megatron.weights.layouts import check_balance, check_recompute, check_trainer_split, tensor_shapes
 from tepo_megatron.weights.layouts.adapters import adapted_tensors, adapter_shapes
 from tepo_megatron.weights.storage.convert import check_imported
-from tepo_megatron.weights.storage.peft_folder import check_peft_folder
+from tepo_megatron.weights.storage.hf_folder import check_peft_folder
 from tepo_megatron.weights.storage.stored import open_weights
 
 

@@ -18,7 +18,7 @@ from tepo_megatron.sampler.vllm.client.faults import ServerDied as ServerDied
 from tepo_megatron.sampler.vllm.client.faults import ServerFault, ServerGone, ServerSilent
 from tepo_megatron.sampler.vllm.client.requests import HasSampling, Sampling, prompt_seed
 from tepo_megatron.sampler.vllm.server.server import for_all_at_once
-from tepo_megatron.weights.transfer.broadcast import Manifest
+from tepo_megatron.weights.transfer.full_tensors import Manifest
 from tepo_megatron.weights.transfer.sender import ShardSender
 
 S = TypeVar("S", bound=WeightSync)

@@ -20,8 +20,8 @@ from torch import Tensor
 from tepo_megatron.core.types import WeightsVersion
 from tepo_megatron.sampler.vllm.client.client import Client
 from tepo_megatron.sampler.vllm.client.faults import ServerFault, ServerGone, ServerSilent
-from tepo_megatron.weights.transfer import broadcast
-from tepo_megatron.weights.transfer.broadcast import Manifest
+from tepo_megatron.weights.transfer import full_tensors as broadcast
+from tepo_megatron.weights.transfer.full_tensors import Manifest
 from tepo_megatron.weights.transfer.sender import ShardSender
 from tepo_megatron.weights.transfer.transport import announce_departure, listen
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup

@@ -18,7 +18,7 @@ from tepo_megatron.core.types import Rollout, WeightsVersion
 from tepo_megatron.tools.bench.settings import RecipeMeasurement, RecipeSetting
 from tepo_megatron.weights.architecture import ModelSpec, model_spec
 from tepo_megatron.weights.layouts import tensor_shapes
-from tepo_megatron.weights.storage.files import write_model
+from tepo_megatron.weights.storage.hf_folder import write_model
 
 GROUP, PROMPT = 4, 16
 """Samples of one prompt, and its tokens."""

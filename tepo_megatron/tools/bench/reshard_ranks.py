@@ -21,8 +21,10 @@ from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.geometry import ReshardPlan, ShardLayout
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, megatron_ranks, vllm_ranks
 from tepo_megatron.weights.reshard.plan import reshard_plan
-from tepo_megatron.weights.transfer import broadcast, messages, move, verification
-from tepo_megatron.weights.transfer.gather import gather_sources, gather_to_root
+from tepo_megatron.weights.transfer import digests as verification
+from tepo_megatron.weights.transfer import full_tensors as broadcast
+from tepo_megatron.weights.transfer import messages, move
+from tepo_megatron.weights.transfer.full_tensors import gather_sources, gather_to_root
 from tepo_megatron.weights.transfer.transport import connect, listen
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 

@@ -36,7 +36,7 @@ from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.layouts import tensor_shapes
-from tepo_megatron.weights.storage.files import write_model
+from tepo_megatron.weights.storage.hf_folder import write_model
 
 EXPERTS = {
     **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu", "rms_norm_eps": 1e-5},

@@ -18,7 +18,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.objective.plugins import load_plugin
 from tepo_megatron.versions import installed_version
 from tepo_megatron.weights.architecture import read_model_spec
-from tepo_megatron.weights.storage.sampled import sampled_digest
+from tepo_megatron.weights.storage.manifest import sampled_digest
 
 _TOKENIZER_FILES = (
     *("tokenizer.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),

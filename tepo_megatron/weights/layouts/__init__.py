@@ -1,8 +1,17 @@
 """Lays out Hugging Face tensors over the ranks of Megatron-Core and of vLLM: one table, expanded into boxes for either."""
 
-from tepo_megatron.weights.layouts.megatron import MegatronParallel, Stages, megatron_layout, megatron_ranks, pipeline_stages
+from tepo_megatron.weights.layouts.megatron import (
+    MegatronParallel,
+    Stages,
+    check_balance,
+    check_recompute,
+    check_trainer_split,
+    megatron_layout,
+    megatron_ranks,
+    pipeline_stages,
+    pipeline_stages_of,
+)
 from tepo_megatron.weights.layouts.table import tensor_shapes
-from tepo_megatron.weights.layouts.trainer import check_balance, check_recompute, check_trainer_split, pipeline_stages_of
 from tepo_megatron.weights.layouts.vllm import VllmParallel, check_vllm_parallel, vllm_layout, vllm_ranks
 
 __all__ = [

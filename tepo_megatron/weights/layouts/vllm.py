@@ -13,14 +13,16 @@ from dataclasses import dataclass
 
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.geometry import ShardLayout
-from tepo_megatron.weights.layouts.shards import RowBlock, Split, lay_out
 from tepo_megatron.weights.layouts.table import (
     EMBEDDING,
     EXPERT_NAMES,
     FINAL_NORM,
     HEAD,
     ParamMapping,
+    RowBlock,
+    Split,
     applies,
+    lay_out,
     layer_mappings,
     tensor_shapes,
 )

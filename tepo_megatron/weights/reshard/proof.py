@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
-from tepo_megatron.weights.geometry import Box, Move, Region, ReshardPlan, Shard, ShardLayout
-from tepo_megatron.weights.reshard.boxes import overlapping_pairs
+from tepo_megatron.weights.geometry import Box, Move, Region, ReshardPlan, Shard, ShardLayout, overlapping_pairs
 
 
 def prove(plan: ReshardPlan, sources: Sequence[ShardLayout], destinations: Sequence[ShardLayout]) -> None:

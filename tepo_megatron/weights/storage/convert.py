@@ -15,11 +15,10 @@ from pathlib import Path
 
 import torch
 
-from tepo_megatron.weights.architecture import ModelSpec, read_model_spec
-from tepo_megatron.weights.families import kept_in_fp32
+from tepo_megatron.weights.architecture import ModelSpec, kept_in_fp32, read_model_spec
 from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, pipeline_stages, tensor_shapes
-from tepo_megatron.weights.storage.files import SHARD_BYTES, copy_description, model_file_name, write_index
+from tepo_megatron.weights.storage.hf_folder import SHARD_BYTES, copy_description, model_file_name, write_index
 from tepo_megatron.weights.storage.manifest import check_whole, has_manifest
 from tepo_megatron.weights.storage.planned_files import BUCKET_BYTES, FileEntry, PlannedFile, group_entries
 from tepo_megatron.weights.storage.stored import DTYPES, SHARDS, WEIGHT, StoredWeights, box_key, open_weights

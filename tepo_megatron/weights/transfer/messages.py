@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tepo_megatron.weights.families import kept_in_fp32
+from tepo_megatron.weights.architecture import kept_in_fp32
 from tepo_megatron.weights.geometry import Box, Region, ReshardPlan
 
 STAGING_BYTES = 64 * 2**20

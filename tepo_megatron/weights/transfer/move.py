@@ -18,9 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tepo_megatron.weights.transfer.digests import TensorDigests, digest
 from tepo_megatron.weights.transfer.messages import WINDOW, Message, MessageSegment, Queues, numel_of
 from tepo_megatron.weights.transfer.transport import Transport
-from tepo_megatron.weights.transfer.verification import TensorDigests, digest
 
 MAX_NAMED = 8
 """Largest number of damaged tensors that an error names."""

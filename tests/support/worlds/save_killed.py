@@ -31,7 +31,7 @@ def main() -> None:
     from tepo_megatron.tasks.data.builtin import resolve_model_path
     from tepo_megatron.trainer.megatron.checkpoint import saving
     from tepo_megatron.trainer.megatron.engine import Engine
-    from tepo_megatron.weights.storage import boxes
+    from tepo_megatron.weights.storage import planned_files as boxes
     from tests.support.small_llama import draw_rollouts
 
     write_all = boxes._write_all

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import ParallelConfig
 from tepo_megatron.plan.shapes import active_parameters, model_parameters, resolve_spec, stage_parameters
-from tepo_megatron.weights.architecture import Experts, ModelSpec
-from tepo_megatron.weights.families import kept_in_fp32
+from tepo_megatron.weights.architecture import Experts, ModelSpec, kept_in_fp32
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
 
 PUBLISHED = {

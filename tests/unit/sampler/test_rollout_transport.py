@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
 from tepo_megatron.weights.reshard.plan import plan_moves
-from tepo_megatron.weights.transfer import broadcast, transport
+from tepo_megatron.weights.transfer import full_tensors as broadcast
+from tepo_megatron.weights.transfer import transport
 from tepo_megatron.weights.transfer.sender import ShardSender
 from tepo_megatron.weights.transfer.transport import TransportName
 from tepo_megatron.weights.transfer.transports import Member, join

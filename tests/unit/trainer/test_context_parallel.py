@@ -16,7 +16,7 @@ from tepo_megatron.trainer.megatron.batching.context_parallel import cut, packed
 from tepo_megatron.trainer.megatron.model.fp8 import token_multiple
 from tepo_megatron.trainer.megatron.model.layers import decide
 from tepo_megatron.trainer.megatron.platform.parallel import Ranks
-from tepo_megatron.weights.layouts.trainer import check_trainer_split
+from tepo_megatron.weights.layouts.megatron import check_trainer_split
 from tests.support.small_llama import draw_rollouts
 from tests.unit.trainer.test_refusals_gpu import SPEC
 

@@ -23,14 +23,14 @@ from tepo_megatron.weights.layouts.adapters import (
     linear_modules,
     shards_by_tensor,
 )
-from tepo_megatron.weights.storage.peft_folder import (
+from tepo_megatron.weights.storage.hf_folder import (
     PREFIX,
     AdapterSettings,
     check_peft_folder,
     load_adapters,
     write_peft_folder,
 )
-from tepo_megatron.weights.transfer.gather import gather_sources
+from tepo_megatron.weights.transfer.full_tensors import gather_sources
 from tests.support.reshard_models import MOE, Case, cases, small_spec
 
 RANK = 2

@@ -18,8 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from tepo_megatron.weights.architecture import model_spec
-from tepo_megatron.weights.families import FAMILIES, KNOWN_ARCHITECTURES
+from tepo_megatron.weights.architecture import FAMILIES, KNOWN_ARCHITECTURES, model_spec
 from tepo_megatron.weights.layouts import tensor_shapes
 
 SIZES: dict[str, Any] = {

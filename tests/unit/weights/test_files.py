@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tepo_megatron.weights.architecture import ModelSpec, read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, tensor_shapes
-from tepo_megatron.weights.storage.files import load_into, write_model
+from tepo_megatron.weights.storage.hf_folder import load_into, write_model
 from tests.support.disks import files_of_at_most
 
 CONFIG = {

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tepo_megatron.weights.geometry import Box, Shard
-from tepo_megatron.weights.transfer import fingerprint as module
-from tepo_megatron.weights.transfer.fingerprint import fingerprint
+from tepo_megatron.weights.transfer import digests as module
+from tepo_megatron.weights.transfer.digests import fingerprint
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn]
 

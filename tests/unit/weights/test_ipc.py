@@ -23,13 +23,12 @@ from torch import Tensor
 from tepo_megatron.weights.geometry import ReshardPlan
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
 from tepo_megatron.weights.transfer import messages, move, transport
-from tepo_megatron.weights.transfer.handles import CudaHandles
 from tepo_megatron.weights.transfer.messages import destination_ends, message_sizes, queues, source_ends
 from tepo_megatron.weights.transfer.relay import source_routes
 from tepo_megatron.weights.transfer.sender import decode_order, encode_order
 from tepo_megatron.weights.transfer.transport import Member, Routes
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
-from tepo_megatron.weights.transfer.transports.ipc import IpcGroup, join_ipc
+from tepo_megatron.weights.transfer.transports.ipc import CudaHandles, IpcGroup, join_ipc
 from tests.support.programs import TIMEOUT_S
 from tests.support.reshard_models import Case, cases, small_spec
 from tests.support.thread_transport import Mailbox

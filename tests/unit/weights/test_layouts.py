@@ -23,7 +23,7 @@ from tepo_megatron.weights.layouts import (
     tensor_shapes,
     vllm_ranks,
 )
-from tepo_megatron.weights.transfer.gather import gather_sources
+from tepo_megatron.weights.transfer.full_tensors import gather_sources
 
 BASE = ModelSpec(
     architecture="LlamaForCausalLM",

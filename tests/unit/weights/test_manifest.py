@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tepo_megatron.trainer.checkpoints.folder import read_state
-from tepo_megatron.weights.storage.boxes import write_boxes
 from tepo_megatron.weights.storage.manifest import (
     DamagedCheckpoint,
     FileRecord,
@@ -26,6 +25,7 @@ from tepo_megatron.weights.storage.manifest import (
     read_manifest,
     write_manifest,
 )
+from tepo_megatron.weights.storage.planned_files import write_boxes
 from tepo_megatron.weights.storage.stored import open_boxes
 from tests.support.checkpoints import DAMAGES, ONLY_BY_READING, flip_bit, make_whole, shards
 

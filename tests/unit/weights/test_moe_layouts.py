@@ -21,7 +21,7 @@ from tepo_megatron.weights.layouts import (
     tensor_shapes,
     vllm_ranks,
 )
-from tepo_megatron.weights.transfer.gather import gather_sources, shards_to_write
+from tepo_megatron.weights.transfer.full_tensors import gather_sources, shards_to_write
 from tests.support.reshard_models import MOE, Case, cases, small_spec
 
 SIZES: dict[str, Any] = {

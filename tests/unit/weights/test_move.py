@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.weights.families import EXPERT_BIAS
+from tepo_megatron.weights.architecture import EXPERT_BIAS
 from tepo_megatron.weights.geometry import Box, Region
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
 from tepo_megatron.weights.reshard.plan import reshard_plan
 from tepo_megatron.weights.transfer import messages
+from tepo_megatron.weights.transfer.digests import BLOCK_BYTES, TensorDigests, digest
 from tepo_megatron.weights.transfer.messages import End, message_bytes, queues, wire_dtype
-from tepo_megatron.weights.transfer.verification import BLOCK_BYTES, TensorDigests, digest
 from tests.support.reshard_models import MOE, Case, cases, small_spec
 from tests.support.thread_transport import Mailbox
 from tests.support.transfers import blank, carry_out, mailboxes, setting

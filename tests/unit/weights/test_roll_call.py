@@ -11,8 +11,17 @@ import pytest
 import torch
 
 from tepo_megatron.weights.transfer import transports
-from tepo_megatron.weights.transfer.group_membership import Introduction, call_roll, introduce, introduction
-from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportSpec, connect, listen
+from tepo_megatron.weights.transfer.transport import (
+    Introduction,
+    Member,
+    Rendezvous,
+    TransportSpec,
+    call_roll,
+    connect,
+    introduce,
+    introduction,
+    listen,
+)
 from tepo_megatron.weights.transfer.transports import gloo
 from tests.support.programs import TIMEOUT_S
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from tepo_megatron.weights.storage.sampled import sampled_digest
+from tepo_megatron.weights.storage.manifest import sampled_digest
 
 Weights = dict[str, np.ndarray]
 

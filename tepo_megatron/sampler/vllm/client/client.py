@@ -28,7 +28,7 @@ from tepo_megatron.sampler.vllm.server.server import HEALTH_TIMEOUT_S
 from tepo_megatron.sampler.vllm.server.server_program import MODEL_NAME
 from tepo_megatron.sampler.vllm.wire.frames import ABORT, SAMPLES
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.transfer.broadcast import Manifest
+from tepo_megatron.weights.transfer.full_tensors import Manifest
 
 SLEEPS = frozenset({"weights", "kv_cache"})
 """What a server frees when it sleeps, under vLLM's names."""

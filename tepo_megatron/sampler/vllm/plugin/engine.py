@@ -18,7 +18,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from tepo_megatron.sampler.vllm.plugin.experts import pack_experts_again
 from tepo_megatron.sampler.vllm.plugin.shards import ShardLoader
-from tepo_megatron.weights.transfer import broadcast, move
+from tepo_megatron.weights.transfer import full_tensors as broadcast
+from tepo_megatron.weights.transfer import move
 from tepo_megatron.weights.transfer.sender import Order, decode_order, order_key
 from tepo_megatron.weights.transfer.transport import Group, connect, own_address
 from tepo_megatron.weights.transfer.transports import Member, join

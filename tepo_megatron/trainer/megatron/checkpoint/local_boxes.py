@@ -15,7 +15,7 @@ from tepo_megatron.trainer.megatron.policy.policy import Policy
 from tepo_megatron.weights.geometry import Box, Shard, boxes_of_range
 from tepo_megatron.weights.layouts import MegatronParallel
 from tepo_megatron.weights.storage.stored import box_key
-from tepo_megatron.weights.transfer.gather import shards_to_write
+from tepo_megatron.weights.transfer.full_tensors import shards_to_write
 
 
 def shards_to_save(

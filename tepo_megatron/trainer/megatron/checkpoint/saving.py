@@ -21,8 +21,8 @@ from tepo_megatron.trainer.megatron.checkpoint.local_boxes import state_boxes
 from tepo_megatron.trainer.megatron.platform.collectives import all_gather_json
 from tepo_megatron.trainer.megatron.policy.policy import Policy
 from tepo_megatron.weights.geometry import Shard
-from tepo_megatron.weights.storage.boxes import WrittenBoxes, describe_os_error, write_boxes
 from tepo_megatron.weights.storage.manifest import FORMAT, STATE, FileRecord, sync_folder, write_durably, write_manifest
+from tepo_megatron.weights.storage.planned_files import WrittenBoxes, describe_os_error, write_boxes
 from tepo_megatron.weights.storage.stored import SHARDS
 
 _CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from torch import Tensor
 
 from tepo_megatron.weights.geometry import ShardLayout
-from tepo_megatron.weights.storage.files import load_into
+from tepo_megatron.weights.storage.hf_folder import load_into
 
 
 class PlainWeights(Mapping[str, Tensor]):

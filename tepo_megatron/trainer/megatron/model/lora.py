@@ -28,8 +28,8 @@ from tepo_megatron.weights.layouts.adapters import (
     adapter_names,
     shards_by_tensor,
 )
-from tepo_megatron.weights.storage.peft_folder import AdapterSettings, load_adapters
-from tepo_megatron.weights.transfer.gather import gather_sources, gather_to_root
+from tepo_megatron.weights.storage.hf_folder import AdapterSettings, load_adapters
+from tepo_megatron.weights.transfer.full_tensors import gather_sources, gather_to_root
 
 
 @dataclass

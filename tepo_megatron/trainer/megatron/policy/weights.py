@@ -16,15 +16,13 @@ from tepo_megatron.core.types import WeightsVersion
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.trainer.megatron.model.fp8_weights import PlainWeights
 from tepo_megatron.trainer.megatron.policy.policy import Policy
-from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.families import kept_in_fp32
+from tepo_megatron.weights.architecture import ModelSpec, kept_in_fp32
 from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
 from tepo_megatron.weights.reshard.plan import reshard_plan
-from tepo_megatron.weights.storage.files import write_model
-from tepo_megatron.weights.storage.peft_folder import AdapterSettings, write_peft_folder
-from tepo_megatron.weights.transfer.fingerprint import fingerprint
-from tepo_megatron.weights.transfer.gather import gather_sources, gather_to_root, shards_to_write
+from tepo_megatron.weights.storage.hf_folder import AdapterSettings, write_model, write_peft_folder
+from tepo_megatron.weights.transfer.digests import fingerprint
+from tepo_megatron.weights.transfer.full_tensors import gather_sources, gather_to_root, shards_to_write
 from tepo_megatron.weights.transfer.sender import ShardSender
 from tepo_megatron.weights.transfer.transport import TransportName
 

@@ -12,8 +12,16 @@ from warnings import warn
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from tepo_megatron.weights.transfer.group_membership import call_roll, introduce, introduction
-from tepo_megatron.weights.transfer.transport import Group, Member, Rendezvous, TransportName, TransportSpec
+from tepo_megatron.weights.transfer.transport import (
+    Group,
+    Member,
+    Rendezvous,
+    TransportName,
+    TransportSpec,
+    call_roll,
+    introduce,
+    introduction,
+)
 
 __all__ = ["Member", "find_transport", "join", "transport_names"]
 
