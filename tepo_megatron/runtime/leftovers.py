@@ -18,11 +18,13 @@ import stat
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 from uuid import uuid4
 
-from tepo_megatron.runtime.temporary import PREFIX, PROC, folder_name, place, started
+from tepo_megatron.runtime.proc import PROC, boot_id, group_members, processes, start_time
 
+_PREFIX = "tepo"
 SHM = Path("/dev/shm")  # noqa: S108
 _LONGEST_BASE = 107 - len("/tepo-01abcd-1234567-1234567890") - len(f"/{uuid4()}")
 _RECORD = "shm"
@@ -77,6 +79,12 @@ class Scratch:
         _remove(self.folder, self._recorded)
 
 
+def folder_name() -> str:
+    """The name of a temporary folder of this process, ``tepo-PLACE-PID-STARTED``, by which :func:`sweep` finds its maker."""
+    pid = os.getpid()
+    return f"{_PREFIX}-{_place()}-{pid}-{start_time(pid)}"
+
+
 def temporary_folder() -> Path:
     """The system's temporary folder; /tmp where that is too long: a socket's path below ours may have 107 characters."""
     found = Path(tempfile.gettempdir())
@@ -92,7 +100,7 @@ def sweep(base: Path | None = None) -> list[Path]:
         return []
     base = base or temporary_folder()
     removed = []
-    for folder in base.glob(f"{PREFIX}-{place()}-*"):
+    for folder in base.glob(f"{_PREFIX}-{_place()}-*"):
         with suppress(FileNotFoundError):  # another sweeps too
             if _is_own_folder(folder) and not _in_use(folder):
                 _remove(folder, _read_record(folder / _RECORD))
@@ -100,15 +108,12 @@ def sweep(base: Path | None = None) -> list[Path]:
     return removed
 
 
-def group_members(group: int) -> list[int]:
-    """The processes of a process group that still run, where the system tells."""
-    found = []
-    for entry in PROC.glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            state, _, number = entry.read_text(errors="replace").rpartition(")")[2].split()[:3]
-            if int(number) == group and state not in "ZX":
-                found.append(int(entry.parent.name))
-    return found
+def _place() -> str:
+    """Identifies the boot and the PID namespace (container) in which a PID is valid."""
+    parts = [os.uname().nodename, boot_id()]
+    with suppress(OSError):
+        parts.append(os.readlink(PROC / "self/ns/pid"))
+    return blake2b("/".join(parts).encode(), digest_size=3).hexdigest()
 
 
 def _remove(folder: Path, recorded: Mapping[str, int]) -> None:
@@ -167,12 +172,7 @@ def _used_inodes(processes: Iterable[int]) -> set[int]:
 
 
 def _own_processes() -> list[int]:
-    found = []
-    for entry in PROC.glob("[0-9]*"):
-        with suppress(OSError):
-            if entry.stat().st_uid == os.getuid():
-                found.append(int(entry.name))
-    return found
+    return [state.pid for state in processes() if state.uid == os.getuid()]
 
 
 def _is_own_folder(folder: Path) -> bool:
@@ -186,7 +186,7 @@ def _in_use(folder: Path) -> bool:
         pid, began = map(int, folder.name.split("-")[2:4])
     except ValueError:
         return True  # no folder of ours, whatever its name
-    now = started(pid)
+    now = start_time(pid)
     if now:  # a number is given again only when its process and its group are gone
         return now == began
     return bool(group_members(pid)) or _is_named(folder)

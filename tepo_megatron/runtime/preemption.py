@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tepo_megatron.runtime.temporary import PROC, started
+from tepo_megatron.runtime.proc import PROC, start_time
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells give it."""
@@ -169,7 +169,7 @@ class StopSignals:
             if not select.select([hears], [], [], None if wait == math.inf else wait)[0]:
                 if wait == left:
                     self._end(self._too_late())
-                if not started(_root_process()):
+                if not start_time(_root_process()):
                     os._exit(1)
                 continue
             numbers = hears.recv(64)

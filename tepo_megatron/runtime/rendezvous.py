@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from tepo_megatron.runtime.temporary import folder_name
+from tepo_megatron.runtime.leftovers import folder_name
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

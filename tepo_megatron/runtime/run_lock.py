@@ -20,12 +20,13 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tepo_megatron.runtime.proc import PROC, boot_id, start_time
+
 FILE = "run.lock"
 RENEW_EVERY_S = 15.0
 SILENT_S = 180.0
 """A lock of another machine that was not renewed for so long is left behind. More than file systems cache a time, 60 s."""
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -50,8 +51,8 @@ class Holder:
             host=socket.gethostname(),
             pid=os.getpid(),
             started=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
-            kernel=_kernel(),
-            born=_born(os.getpid()),
+            kernel=boot_id(),
+            born=start_time(os.getpid()),
             job=os.environ.get("SLURM_JOB_ID", ""),
             life=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
             token=secrets.token_hex(8),
@@ -155,8 +156,8 @@ def _judge(fd: int, path: Path, mode: int) -> Holder | None:
         raise _held(path, holder, "wait until it ends, end it, or give another folder (output=…)")
     if holder is None:
         return None
-    if holder.kernel == _kernel():
-        if certain is None and _born(holder.pid) == holder.born:
+    if holder.kernel == boot_id():
+        if certain is None and _is_running(holder):
             raise _held(path, holder, "wait until it ends, end it, or give another folder (output=…)")
         return holder
     own = Holder.this_process()
@@ -222,27 +223,12 @@ def _now_on_disk(path: Path) -> float:
         probe.unlink()
 
 
-def _kernel() -> str:
-    """What names this boot of this machine, in containers too."""
+def _is_running(holder: Holder) -> bool:
+    """For a holder of this boot of this machine."""
+    if PROC.exists():
+        return start_time(holder.pid) == holder.born
     try:
-        return _BOOT.read_text().strip()
-    except OSError:
-        return socket.gethostname()
-
-
-def _born(pid: int) -> int:
-    """When a living process began; 0 where /proc does not say, -1 for one that is gone."""
-    if not _BOOT.exists():
-        return 0 if _lives(pid) else -1
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
-        return -1
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
+        os.kill(holder.pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:

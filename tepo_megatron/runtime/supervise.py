@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from tepo_megatron.runtime.leftovers import Scratch, group_members, sweep
+from tepo_megatron.runtime.leftovers import Scratch, sweep
+from tepo_megatron.runtime.proc import group_members
 
 GRACE_S = 2.0
 """What the command gets between SIGTERM and SIGKILL."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tepo_megatron.errors import wants_traceback
+from tepo_megatron.runtime.leftovers import folder_name
 from tepo_megatron.runtime.preemption import (
     AGENT_ENVIRONMENT,
     INTERRUPTED,
@@ -29,7 +30,6 @@ from tepo_megatron.runtime.preemption import (
 )
 from tepo_megatron.runtime.rank import FAILURE_FILE, print_error
 from tepo_megatron.runtime.rendezvous import run_agent
-from tepo_megatron.runtime.temporary import folder_name
 from tepo_megatron.runtime.watch.watcher import watching
 
 if TYPE_CHECKING:

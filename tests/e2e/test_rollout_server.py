@@ -22,7 +22,8 @@ from torch import Tensor
 
 from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.core.types import Response, WeightsVersion
-from tepo_megatron.runtime.leftovers import SHM, group_members, temporary_folder
+from tepo_megatron.runtime.leftovers import SHM, temporary_folder
+from tepo_megatron.runtime.proc import group_members
 from tepo_megatron.sampler.fleet.fleet import Fleet, ServerDied
 from tepo_megatron.sampler.vllm.client.client import GENERATE, PROGRESS, Client
 from tepo_megatron.sampler.vllm.client.requests import Sampling

@@ -75,7 +75,7 @@ PLANTED = (
     Planted("sampler/fleet/sync.py", "import tepo_megatron.trainer.megatron.engine", "rooms"),
     Planted("run/loop.py", "from tepo_megatron.tools.bench import results", "rooms"),
     Planted("core/types.py", "from tepo_megatron.config import RunConfig", "config"),
-    Planted("runtime/temporary.py", "from tepo_megatron.core.types import Batch", "rooms"),
+    Planted("runtime/leftovers.py", "from tepo_megatron.core.types import Batch", "rooms"),
     Planted("weights/geometry.py", "from tepo_megatron.config import RunConfig", "config"),
     Planted("run/loop.py", "from tepo_megatron.core.objective import build_objective", "maths"),
     Planted("tasks/evaluate/standalone.py", "from tepo_megatron.launch.job import Job", "launch"),

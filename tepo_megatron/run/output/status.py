@@ -14,8 +14,8 @@ import yaml
 from tepo_megatron.run.display.figures import duration, evaluation_line, figures_line, set_figures, set_lines
 from tepo_megatron.run.display.lost_time import fault_lines
 from tepo_megatron.run.metrics.metrics import read_metrics
+from tepo_megatron.runtime.proc import STOPPED, process_state
 from tepo_megatron.runtime.watch.heartbeat import Record, read_records
-from tepo_megatron.runtime.watch.processes import STOPPED, process_state
 
 SILENT_S = 60.0
 """A rank on another machine that has said nothing for so long may be gone."""
@@ -125,7 +125,7 @@ def _trouble(record: Record, now: float) -> str:
         state = process_state(record.pid)
         if state is None or not state.alive or state.started != record.started:
             return ": GONE"
-        return ": STOPPED (state T)" if state.letter == STOPPED else ""
+        return ": STOPPED (state T)" if state.state == STOPPED else ""
     silent = now - record.time
     return f": SILENT for {duration(silent)}" if silent > SILENT_S else ""
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tepo_megatron.runtime.proc import STOPPED, ProcessState, command_line, descendants, wait_channel
 from tepo_megatron.runtime.watch.heartbeat import STACK_SIGNAL, Record, stacks_path
-from tepo_megatron.runtime.watch.processes import STOPPED, ProcessState, descendants
 from tepo_megatron.runtime.watch.verdict import Hang, Rank
 
 PATIENCE_S = 10.0
@@ -21,7 +21,7 @@ _LETTERS = {"R": "runs", "S": "sleeps", "D": "waits for a device or a disk", STO
 def hang_report(status: Path, hang: Hang, ranks: Sequence[Rank]) -> str:
     """The text. ``ranks`` are asked for their stacks; those of a stopped process cannot be had, and the report says so."""
     before = {rank.process.pid: _size(status, rank) for rank in ranks}
-    asked = [rank for rank in ranks if rank.record is not None and not rank.record.ended and rank.process.letter != STOPPED]
+    asked = [rank for rank in ranks if rank.record is not None and not rank.record.ended and rank.process.state != STOPPED]
     for rank in asked:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.process.pid, STACK_SIGNAL)
@@ -36,7 +36,7 @@ def _of_rank(status: Path, rank: Rank) -> str:
     if rank.record is None:
         return f"== process {rank.process.pid}: a rank that has not said anything yet\n{_line(rank.process)}"
     head = f"== rank {rank.record.rank}: {_says(rank.record)}\n{_line(rank.process)}"
-    if rank.process.letter == STOPPED:
+    if rank.process.state == STOPPED:
         return head + "No stack: a stopped process runs no handler. The kernel's line above is all there is.\n"
     text = ""
     with contextlib.suppress(OSError):
@@ -55,9 +55,11 @@ def _says(record: Record) -> str:
 
 
 def _line(state: ProcessState) -> str:
-    waits = f" in {state.waits_in}" if state.waits_in else ""
-    letter = f"{state.letter} ({_LETTERS.get(state.letter, 'see proc(5)')}{waits})"
-    return f"  process {state.pid}, child of {state.parent}, {letter}: {state.command[:200] or '(no command line)'}\n"
+    function = wait_channel(state.pid)
+    waits = f" in {function}" if function else ""
+    letter = f"{state.state} ({_LETTERS.get(state.state, 'see proc(5)')}{waits})"
+    command = command_line(state.pid).strip()[:200] or "(no command line)"
+    return f"  process {state.pid}, child of {state.parent}, {letter}: {command}\n"
 
 
 def _size(status: Path, rank: Rank) -> int:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from tepo_megatron.runtime.watch.processes import process_state
+from tepo_megatron.runtime.proc import process_state
 
 INTERVAL_S = 2.0
 """Seconds from one beat to the next. A change of phase is written within a fraction of that."""

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tepo_megatron.runtime.proc import STOPPED, ProcessState
 from tepo_megatron.runtime.watch.heartbeat import Record
-from tepo_megatron.runtime.watch.processes import STOPPED, ProcessState
 
 STOPPED_S = 30.0
 """Seconds after which a rank that a signal has stopped counts as hanging: nothing but a signal will have it go on."""
@@ -55,7 +55,7 @@ class Verdict:
         for rank in ranks:
             seen = self._seen.setdefault((rank.process.pid, rank.process.started), _Seen())
             record = rank.record
-            seen.stopped_s = seen.stopped_s + elapsed_s if rank.process.letter == STOPPED else 0.0
+            seen.stopped_s = seen.stopped_s + elapsed_s if rank.process.state == STOPPED else 0.0
             if seen.stopped_s >= min(STOPPED_S, record.hang_timeout_s if record and record.hang_timeout_s else STOPPED_S):
                 stopped.append((rank, seen.stopped_s))
             if record is None or record.ended or not record.hang_timeout_s:

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tepo_megatron.runtime.proc import children
 from tepo_megatron.runtime.watch.hang_report import hang_report
 from tepo_megatron.runtime.watch.heartbeat import read_records
-from tepo_megatron.runtime.watch.processes import children
 from tepo_megatron.runtime.watch.verdict import Hang, Rank, Verdict
 
 INTERVAL_S = 2.0

@@ -11,9 +11,9 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+from tepo_megatron.runtime.proc import STOPPED, process_state
 from tepo_megatron.runtime.workers.forked import ForkedProcess
 
 _CLOSE_TIMEOUT_S = 1.0
@@ -83,11 +83,8 @@ class WorkerProcess:
     @property
     def stopped(self) -> bool:
         """Whether somebody has stopped the process (SIGSTOP); False where the system does not say."""
-        try:
-            state = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return False
-        return state in ("T", "t")
+        state = process_state(self._process.pid)
+        return state is not None and state.state in (STOPPED, "t")
 
     def close(self) -> None:
         """Closes the process's input, which ends it; kills it if it has not ended after a second."""

@@ -16,7 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.tools.bench.processes import cpu_seconds, family
+from tepo_megatron.runtime import proc
 from tepo_megatron.tools.bench.rank0 import Rank0Measurement, measure_rank0
 from tepo_megatron.tools.bench.results import markdown, write_report
 
@@ -187,13 +187,15 @@ def _offline_engine(model: Path, longest: int, cores: str, log: Path) -> Iterato
 
 def _shares() -> dict[str, float]:
     """CPU seconds so far of this process and of each kind of the server's."""
-    found = {"client": cpu_seconds(os.getpid())}
-    for pid, command in family(os.getpid()).items():
+    this_process = proc.process_state(os.getpid())
+    seconds = {"client": 0.0 if this_process is None else this_process.cpu_s}
+    for state in proc.descendants(os.getpid()):
+        command = proc.command_line(state.pid)
         if "plugin.offline" in command:
             continue
         kind = next((name for word, name in KINDS.items() if word in command), "other")
-        found[kind] = found.get(kind, 0.0) + cpu_seconds(pid)
-    return found
+        seconds[kind] = seconds.get(kind, 0.0) + state.cpu_s
+    return seconds
 
 
 def _difference(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> dict[str, float]:

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from tepo_megatron.runtime import proc
+
 T = TypeVar("T")
 
 POLL_S = 0.02
@@ -25,52 +27,26 @@ ROLES = {
 
 
 def descendants(root: int) -> list[int]:
-    """The process and all below it, from the top, by ``/proc``."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError):
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if state != "Z":
-                children.setdefault(int(parent), []).append(int(stat.parent.name))
-    found, queue = [], [root]
-    while queue:
-        pid = queue.pop(0)
-        found.append(pid)
-        queue += children.get(pid, [])
-    return found
-
-
-def command_line(pid: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return ""
-
-
-def environment(pid: int) -> dict[str, str]:
-    with suppress(OSError):
-        entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-        return dict(entry.split("=", 1) for entry in entries if "=" in entry)
-    return {}
+    """The process and all running ones below it, from the top."""
+    return [root, *(state.pid for state in proc.descendants(root) if state.alive)]
 
 
 def alive(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
+    return proc.start_time(pid) > 0
 
 
 def by_role(root: int, module: str) -> dict[str, list[int]]:
     """``parent``, ``rank 0`` … and the roles above → their processes below ``root``; ``module`` is what ranks run."""
     found: dict[str, list[int]] = {"parent": [root]}
     for pid in descendants(root)[1:]:
-        line = command_line(pid)
+        line = proc.command_line(pid)
         for role, words in ROLES.items():
             # The supervisor's line names the server's command, and the engine core of one worker may be a fork of the server.
             if words in line and not (role == "API server" and ROLES["supervisor"] in line):
                 found.setdefault(role, []).append(pid)
                 break
         else:
-            rank = environment(pid).get("RANK")
+            rank = proc.environment(pid).get("RANK")
             if rank is not None and f"-m {module} " in line:
                 found.setdefault(f"rank {rank}", []).append(pid)
     return found

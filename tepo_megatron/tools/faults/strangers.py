@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
 
+from tepo_megatron.runtime.proc import command_line, environment
 from tepo_megatron.tools.faults import tiny
 from tepo_megatron.tools.faults.outcome import FaultClass, Outcome
-from tepo_megatron.tools.faults.processes import command_line, environment, listening
+from tepo_megatron.tools.faults.processes import listening
 
 T = TypeVar("T")
 

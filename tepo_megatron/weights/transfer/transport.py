@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from tepo_megatron.runtime.proc import boot_id
 from tepo_megatron.runtime.rendezvous import private_folder
 
 BACKEND = "tepo_gloo"
@@ -235,8 +236,6 @@ class Rendezvous:
 
 _APART = "set rollout.server.placement = colocated, or rollout.server.transport = auto or gloo"
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
 
 @dataclass(frozen=True)
 class Introduction:
@@ -256,14 +255,9 @@ class Introduction:
 def introduction(name: str, address: str, device: torch.device) -> Introduction:
     """Returns this process's introduction. ``address``: the one that it offers to the other members."""
     if device.type != "cuda":
-        return Introduction(name, host_name(), address)
+        return Introduction(name, boot_id(), address)
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return Introduction(name, host_name(), address, gpu, ".".join(map(str, torch.cuda.nccl.version())))
-
-
-def host_name() -> str:
-    """Returns a unique name of this machine, the same in all its containers. It changes with every start of the machine."""
-    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
+    return Introduction(name, boot_id(), address, gpu, ".".join(map(str, torch.cuda.nccl.version())))
 
 
 def introduce(store: Store, rank: int, own: Introduction) -> None:

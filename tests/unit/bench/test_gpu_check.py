@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.bench import app
-from tepo_megatron.runtime.watch.processes import process_state
+from tepo_megatron.runtime.proc import process_state
 from tepo_megatron.tools.bench.gpu import Gpu, find_gpu, run_part, select, write_results
 from tepo_megatron.tools.bench.gpu_checks import PARTS, Part, pytest_figures, score_figures, step_figures
 from tests.support.programs import TIMEOUT_S

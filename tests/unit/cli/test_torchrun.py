@@ -24,7 +24,7 @@ from tepo_megatron.config.loading.load import load_run
 from tepo_megatron.run.rank import run_rank
 from tepo_megatron.runtime.rank import report_before_leaving
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat, read_records
-from tepo_megatron.runtime.watch.processes import STOPPED, process_state
+from tepo_megatron.runtime.proc import STOPPED, process_state
 
 what, folder, rank = sys.argv[1], Path(sys.argv[2]), os.environ["RANK"]
 
@@ -46,7 +46,7 @@ def hold_the_agent():
     go_on += "os.kill(int(sys.argv[2]), signal.SIGCONT)"
     subprocess.Popen([sys.executable, "-c", go_on, str(os.getpid()), str(agent)])
     os.kill(agent, signal.SIGSTOP)
-    while process_state(agent).letter != STOPPED:
+    while process_state(agent).state != STOPPED:
         time.sleep(0.01)
     (folder / "held").touch()
 

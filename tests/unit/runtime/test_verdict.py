@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tepo_megatron.runtime.proc import ProcessState
 from tepo_megatron.runtime.watch.heartbeat import Record
-from tepo_megatron.runtime.watch.processes import ProcessState
 from tepo_megatron.runtime.watch.verdict import STOPPED_S, Rank, Verdict
 
 LIMIT = 100.0
@@ -17,7 +17,7 @@ LIMIT = 100.0
 
 def rank(number: int, *, letter: str = "S", **said: Any) -> Rank:
     record = replace(Record(number, 2, pid=1000 + number, host="here", phase="update", hang_timeout_s=LIMIT), **said)
-    return Rank(ProcessState(1000 + number, 1, letter, 5, "python", ""), record)
+    return Rank(ProcessState(1000 + number, 1, 1, letter, 5), record)
 
 
 RARELY = st.sampled_from([False, False, False, False, True])

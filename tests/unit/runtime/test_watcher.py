@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tepo_megatron.runtime.proc import process_state
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat, read_records, record_path
-from tepo_megatron.runtime.watch.processes import children, descendants, process_state
 from tests.support.programs import TIMEOUT_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
@@ -169,19 +169,3 @@ def test_a_heartbeat_that_was_never_started_costs_nothing(tmp_path: Path) -> Non
     beats.moved()
     beats.close("finished")
     assert not (tmp_path / "status").exists()
-
-
-def test_processes_are_seen_with_their_state() -> None:
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
-        try:
-            child.send_signal(signal.SIGSTOP)
-            end = time.monotonic() + TIMEOUT_S
-            while process_state(child.pid).letter != "T":
-                assert time.monotonic() < end
-                time.sleep(0.02)
-            assert child.pid in [state.pid for state in children(os.getpid())]
-            assert child.pid in [state.pid for state in descendants(os.getpid())]
-            assert "time.sleep(600)" in process_state(child.pid).command
-        finally:
-            child.kill()
-    assert process_state(child.pid) is None

@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from tepo_megatron.runtime import leftovers as scratch
-from tepo_megatron.runtime.leftovers import SHM, group_members, sweep, temporary_folder
+from tepo_megatron.runtime.leftovers import SHM, sweep, temporary_folder
+from tepo_megatron.runtime.proc import group_members
 from tests.support.programs import TIMEOUT_S
 
 LINUX = SHM.is_dir() and Path("/proc/self/maps").exists()
@@ -182,7 +183,7 @@ def test_what_others_use_or_made_is_left_alone(left: Left) -> None:
 
 MAKES_A_FOLDER = """
 import os, subprocess, sys, tempfile, time
-from tepo_megatron.runtime.temporary import folder_name
+from tepo_megatron.runtime.leftovers import folder_name
 folder = tempfile.mkdtemp(prefix=f"{folder_name()}-", dir=sys.argv[1])
 told = {**os.environ, "TEPO_RENDEZVOUS": folder}
 rank = subprocess.Popen(["sleep", "600"], env=told, stdout=subprocess.DEVNULL, start_new_session=True)
@@ -218,7 +219,7 @@ def test_the_folder_of_a_trainer_that_was_killed_goes_when_its_ranks_are_gone(tm
 def test_folders_of_others_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
-    monkeypatch.setattr(scratch, "place", lambda: "0a0b0c")
+    monkeypatch.setattr(scratch, "_place", lambda: "0a0b0c")
     notes, foreign, earlier, ours = (
         tmp_path / name
         for name in (

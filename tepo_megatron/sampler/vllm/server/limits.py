@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.runtime.proc import processes
 
 GIB = 2**30
 MIB = 2**20
@@ -162,14 +163,7 @@ def _threads_left(proc: Path) -> Iterator[int]:
     """Of this user, whose processes and threads are counted together. root is not bound."""
     limit = _limit(resource.RLIMIT_NPROC)
     if limit < _UNLIMITED and os.geteuid() != 0:
-        yield max(0, limit - sum(_threads(proc)))
-
-
-def _threads(proc: Path) -> Iterator[int]:
-    for entry in proc.glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile
-            if entry.stat().st_uid == os.geteuid():
-                yield int((entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[17])
+        yield max(0, limit - sum(state.threads for state in processes(proc) if state.uid == os.geteuid()))
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from tepo_megatron.runtime.proc import boot_id
 from tepo_megatron.weights.transfer.messages import WINDOW
 from tepo_megatron.weights.transfer.relay import Relay, Signals
-from tepo_megatron.weights.transfer.transport import Group, Member, TransportSpec, announce_departure, host_name
+from tepo_megatron.weights.transfer.transport import Group, Member, TransportSpec, announce_departure
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 from tepo_megatron.weights.transfer.transports.nccl import join_nccl
 
@@ -248,7 +249,7 @@ class CudaHandles:
     _BYTES = ("handle", "counter", "event")
 
     def location(self, device: torch.device) -> dict[str, str]:
-        return {"host": host_name(), "gpu": str(torch.cuda.get_device_properties(device).uuid)}
+        return {"host": boot_id(), "gpu": str(torch.cuda.get_device_properties(device).uuid)}
 
     def export(self, slots: Tensor) -> dict[str, Any]:
         _, handle, size, offset, counter, counter_offset, event, must_sync = slots.untyped_storage()._share_cuda_()
