@@ -2,11 +2,12 @@ BIN := .venv/bin
 
 .PHONY: check docs format test test-fast
 
-check: ## style, types, directions of imports, shell scripts
+check: ## style, types, directions of imports, shell scripts, sizes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/sizes.py
 	$(BIN)/shellcheck scripts/*.sh benchmarks/*.sh tepo_megatron/launch/templates/*.sh .ci/run
 
 docs: ## the documentation and the pages of the public names, in site/
