@@ -13,7 +13,7 @@ from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 if TYPE_CHECKING:
     from tepo_megatron.run.output.resume import Resumed
     from tepo_megatron.run.weights import WeightPublisher
-    from tepo_megatron.trainer.megatron.step.step import UpdateResult
+    from tepo_megatron.trainer.protocol import UpdateResult
 
 T = TypeVar("T")
 

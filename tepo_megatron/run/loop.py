@@ -21,7 +21,7 @@ from tepo_megatron.sampler.fleet.canary import due_prompt
 
 if TYPE_CHECKING:
     from tepo_megatron.run.weights import WeightPublisher
-    from tepo_megatron.trainer.megatron.engine import Engine
+    from tepo_megatron.trainer.protocol import Trainer
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class Loop:
     """One run, from ``step`` completed steps to ``config.train.steps``."""
 
     config: RunConfig
-    engine: Engine
+    engine: Trainer
     driver: Driver
     publisher: WeightPublisher
     step: int = 0

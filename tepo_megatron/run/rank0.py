@@ -40,7 +40,7 @@ from tepo_megatron.tasks.reward.by_source import Pool
 
 if TYPE_CHECKING:
     from tepo_megatron.run.weights import WeightPublisher
-    from tepo_megatron.trainer.megatron.step.step import UpdateResult
+    from tepo_megatron.trainer.protocol import UpdateResult
 
 T = TypeVar("T")
 

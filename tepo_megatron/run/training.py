@@ -7,6 +7,7 @@ import os
 import signal
 import warnings
 from functools import partial
+from pathlib import Path
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.run.callbacks.callbacks import Callbacks, make_callbacks
@@ -30,7 +31,7 @@ from tepo_megatron.runtime.rank import report_before_leaving
 from tepo_megatron.tasks.environments.pool import open_pool
 from tepo_megatron.tasks.evaluate.evaluations import VerifierPools
 from tepo_megatron.trainer.checkpoints.folder import checkpoint_name
-from tepo_megatron.trainer.megatron.platform.connections import set_connections, set_interface
+from tepo_megatron.trainer.registry import make_trainer, prepare_process
 
 
 def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> None:
@@ -42,8 +43,7 @@ def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> No
     StopRequested after a signal that ``rank.run_rank`` handles, when what was trained has been saved.
     """
     signals = stop_signals()
-    set_interface(config.rollout.server.interface)
-    set_connections(config.engine.parallel)  # before the servers' side or the engine look for GPUs
+    prepare_process(config)  # before the servers' side or the trainer look for GPUs
     set_threads(config)
     is_root = int(os.environ.get("RANK", 0)) == 0
     _end_non_root_ranks_promptly(is_root)
@@ -76,16 +76,14 @@ def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> No
             stack.callback(driver.close)
         _silence_upstream()
         # Megatron-Core takes seconds to import; the servers are coming up meanwhile.
-        from tepo_megatron.trainer.megatron.engine import Engine
-
-        engine = Engine(config, model_dir, shares_gpus=takes_turns(config), heartbeat=heartbeat)
+        engine = make_trainer(config, model_dir, shares_gpus=takes_turns(config), heartbeat=heartbeat)
         stack.callback(engine.close)
         stack.push(report_before_leaving)
         fleet = driver.fleet if isinstance(driver, RootDriver) else None
         loop = Loop(config, engine, driver, WeightPublisher(config, engine.weights, fleet))
         # Ranks may see a shared disk differently: rank 0 has looked.
         if engine.broadcast_from_root(output is not None and output.resumes):
-            _resume(loop, driver, output)
+            _resume(loop, driver, output, model_dir)
         _begin(callbacks, loop)
         signals.defer()
         loop.run()
@@ -98,8 +96,8 @@ def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> No
         callbacks.raise_failure(saved_step=loop.leaving.saved_step)
 
 
-def _resume(loop: Loop, driver: Driver, output: Output | None) -> None:
-    found = resume(loop.config, loop.engine)
+def _resume(loop: Loop, driver: Driver, output: Output | None, model_dir: Path) -> None:
+    found = resume(loop.config, loop.engine, model_dir)
     loop.step = loop.leaving.saved_step = found.step
     loop.updates_sent = found.step  # one a step, so that canaries are due when they would have been
     if isinstance(driver, RootDriver) and output is not None:

@@ -15,7 +15,7 @@ from tepo_megatron.weights.transfer.sender import ShardSender
 
 if TYPE_CHECKING:
     from tepo_megatron.sampler.fleet.fleet import Fleet
-    from tepo_megatron.trainer.megatron.policy.weights import PolicyWeights
+    from tepo_megatron.trainer.protocol import WeightSource
 
 
 class WeightPublisher:
@@ -28,7 +28,7 @@ class WeightPublisher:
     Raises ValueError where vLLM could not split the model over the workers of a server.
     """
 
-    def __init__(self, config: RunConfig, weights: PolicyWeights, fleet: Fleet | None) -> None:
+    def __init__(self, config: RunConfig, weights: WeightSource, fleet: Fleet | None) -> None:
         self._weights, self._fleet = weights, fleet
         self._has_servers = config.rollout.replay is None
         self._sender: ShardSender | None = None
@@ -74,7 +74,7 @@ class WeightPublisher:
         self._fleet.update_adapters(version, manifest, tensors, self._weights.adapter_settings.as_peft())
 
 
-def make_shard_sender(config: RunConfig, weights: PolicyWeights) -> ShardSender:
+def make_shard_sender(config: RunConfig, weights: WeightSource) -> ShardSender:
     """This rank's end of shard-to-shard updates, for the servers that ``config`` describes. Every rank calls."""
     server = config.rollout.server
     return weights.make_shard_sender(

@@ -21,8 +21,7 @@ from tepo_megatron.run.loop import Loop
 from tepo_megatron.run.output.resume import Resumed
 from tepo_megatron.runtime.preemption import StopRequested, StopSignals
 from tepo_megatron.trainer.megatron.batching.batch import pack
-from tepo_megatron.trainer.megatron.checkpoint.saving import Saved
-from tepo_megatron.trainer.megatron.step.step import UpdateResult
+from tepo_megatron.trainer.protocol import SavedCheckpoint, UpdateResult
 from tepo_megatron.weights.storage.manifest import DamagedCheckpoint
 
 ROLLBACK = RollbackConfig(metric="loss", above=20.0, max_times=1)
@@ -80,7 +79,7 @@ class Recorder:
         self.spikes, self.output = spikes, output
         self.damaged: tuple[str, ...] = ()
         """Names of checkpoints that are not whole."""
-        self.saving: Saved | None = None
+        self.saving: SavedCheckpoint | None = None
         self.dies_at = list(dies_at)
         self.noted = 0
         self.shares_gpus = shares_gpus
@@ -174,10 +173,12 @@ class Recorder:
         assert state == {"drawn": step}
         assert self.noted_row["reward/mean"] == 0.5  # a checkpoint has it before it is logged
         self._check_gpus(trainer="everything", servers="absent" if "close" in self.calls else "asleep")
-        self.saving = Saved(folder / f"step_{step:06d}", step, stage_s=1.0, write_s=2.0, waited_s=1.5 if background else 3.0)
+        self.saving = SavedCheckpoint(
+            folder / f"step_{step:06d}", step, stage_s=1.0, write_s=2.0, waited_s=1.5 if background else 3.0
+        )
         self.calls.append(f"save {step}")
 
-    def _finish(self, *, wait: bool = True) -> Saved | None:
+    def _finish(self, *, wait: bool = True) -> SavedCheckpoint | None:
         """What is written beside training is whole when it is asked for the first time without waiting."""
         saved, self.saving = self.saving, None
         if saved is not None and saved.waited_s < saved.write_s:

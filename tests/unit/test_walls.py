@@ -78,6 +78,8 @@ PLANTED = (
     Planted("runtime/leftovers.py", "from tepo_megatron.core.types import Batch", "rooms"),
     Planted("weights/geometry.py", "from tepo_megatron.config import RunConfig", "config"),
     Planted("run/loop.py", "from tepo_megatron.core.objective import build_objective", "maths"),
+    Planted("run/output/resume.py", "from tepo_megatron.trainer.megatron.engine import Engine", "trainer"),
+    Planted("tasks/evaluate/sets.py", "import tepo_megatron.trainer.megatron.start", "trainer"),
     Planted("tasks/evaluate/standalone.py", "from tepo_megatron.launch.job import Job", "launch"),
     Planted("cli/train.py", "from tepo_megatron.cli.plan import plan", "cli"),
     Planted("weights/transfer/move.py", "from tepo_megatron.weights.reshard import plan", "bridge"),

@@ -11,7 +11,7 @@ import torch
 from tepo_megatron.core.types import Batch
 
 if TYPE_CHECKING:
-    from tepo_megatron.trainer.megatron.step.step import UpdateResult
+    from tepo_megatron.trainer.protocol import UpdateResult
 
 
 def summarize(batch: Batch, updates: Sequence[UpdateResult]) -> dict[str, float]:

@@ -27,7 +27,7 @@ from tepo_megatron.weights.storage.manifest import MANIFEST, DamagedCheckpoint
 
 if TYPE_CHECKING:
     from tepo_megatron.tasks.data.mixture import Sampler
-    from tepo_megatron.trainer.megatron.engine import Engine
+    from tepo_megatron.trainer.protocol import Trainer
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def find_checkpoint(config: RunConfig, model_dir: Path) -> Resumed:
     raise ValueError(_none_whole(config, damaged))
 
 
-def resume(config: RunConfig, engine: Engine) -> Resumed:
+def resume(config: RunConfig, engine: Trainer, model_dir: Path) -> Resumed:
     """Restores the engine from the first checkpoint that is whole to the last byte; others that it finds damaged are passed
     over. Every rank calls; all take the same one, or raise the same ValueError as :func:`find_checkpoint`.
     """
@@ -74,13 +74,13 @@ def resume(config: RunConfig, engine: Engine) -> Resumed:
     if whole is None:
         raise ValueError(_none_whole(config, damaged))
     folder, state = whole
-    found = judge(config, engine.model_dir, folder, state, damaged)
+    found = judge(config, model_dir, folder, state, damaged)
     _check_reference(config, engine, found)
     engine.checkpoints.load(folder, checked=state)
     return found
 
 
-def first_whole(engine: Engine, folders: Sequence[Path]) -> tuple[tuple[Path, dict[str, Any]] | None, list[DamagedCheckpoint]]:
+def first_whole(engine: Trainer, folders: Sequence[Path]) -> tuple[tuple[Path, dict[str, Any]] | None, list[DamagedCheckpoint]]:
     """The first of these checkpoints that is whole to the last byte, with its state; and what was found damaged before it.
 
     Every rank calls, and gets the same; only rank 0's ``folders`` are read.
@@ -95,7 +95,7 @@ def first_whole(engine: Engine, folders: Sequence[Path]) -> tuple[tuple[Path, di
     return None, damaged
 
 
-def newest_whole(config: RunConfig, engine: Engine, reason: str) -> Resumed | None:
+def newest_whole(config: RunConfig, engine: Trainer, reason: str) -> Resumed | None:
     """The newest checkpoint of the output folder that is whole to the last byte, for a run that has to go back, for
     ``reason``; None where there is no checkpoint yet. Every rank calls; nothing is restored.
 
@@ -230,7 +230,7 @@ def _is_finished(config: RunConfig, folder: Path) -> bool:
     return picture.exists() and picture.stat().st_mtime >= (folder / "state.json").stat().st_mtime
 
 
-def _check_reference(config: RunConfig, engine: Engine, found: Resumed) -> None:
+def _check_reference(config: RunConfig, engine: Trainer, found: Resumed) -> None:
     saved = found.state.get("reference_digest")
     if saved is None or engine.reference_digest in (None, saved) or is_allowed("model.path", config.train.allow_change):
         return

@@ -17,7 +17,7 @@ from tepo_megatron.tasks.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tepo_megatron.run.output.output import Output
-    from tepo_megatron.trainer.megatron.step.step import UpdateResult
+    from tepo_megatron.trainer.protocol import UpdateResult
 
 Values = NDArray[Any]
 

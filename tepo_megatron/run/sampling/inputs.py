@@ -29,11 +29,10 @@ from tepo_megatron.tasks.evaluate.sets import EvaluationSet, load_sets
 from tepo_megatron.tasks.reward.by_source import reward_configs
 from tepo_megatron.tasks.reward.verifiers import check_reachable, resolve_verifier
 from tepo_megatron.trainer.checkpoints.folder import checkpoints, step_of
-from tepo_megatron.trainer.megatron.checkpoint.plugins import check_plugins
-from tepo_megatron.trainer.megatron.optimizer.reduced_states import check_states
+from tepo_megatron.trainer.registry import check_config, check_plugins
 from tepo_megatron.weights.architecture import ModelSpec, read_model_spec
 from tepo_megatron.weights.expert_routes import rollout_fault
-from tepo_megatron.weights.layouts import check_balance, check_recompute, check_trainer_split, tensor_shapes
+from tepo_megatron.weights.layouts import tensor_shapes
 from tepo_megatron.weights.layouts.adapters import adapted_tensors, adapter_shapes
 from tepo_megatron.weights.storage.convert import check_imported
 from tepo_megatron.weights.storage.hf_folder import check_peft_folder
@@ -61,16 +60,12 @@ def check_model(config: RunConfig) -> Path:
     Every rank calls.
     """
     model_dir = resolve_model_path(config.model.path)
-    layout = config.engine.parallel
     machine = this_machine()
     check_placement(config, machine)
     if resumes(config) and int(os.environ.get("RANK", 0)) == 0:  # the ranks agree on it when they have their groups
         find_checkpoint(config, model_dir)
     spec = read_model_spec(model_dir)
-    check_trainer_split(spec, layout)
-    on_gpu = trains_on_gpus(config, machine)
-    check_recompute(spec, config.engine.recomputed, transformer_engine=on_gpu and config.engine.layers != "local")
-    check_balance(spec, config.engine.moe_balance.kind)
+    check_config(config, spec, on_gpu=trains_on_gpus(config, machine))
     if config.rollout.server.max_model_len is not None:
         spec.check_length(config.rollout.server.max_model_len, "rollout.server.max_model_len")
     if config.rollout.server.routing_replay and spec.experts is None:
@@ -86,7 +81,6 @@ def check_model(config: RunConfig) -> Path:
         check_adapters(config.model.lora, spec)
     if config.engine.head == "fused" and not spec.tied_embeddings:
         _check_head(config.model.shards or model_dir)
-    check_states(config.optimizer, on_gpu=on_gpu)
     check_fits(config, spec, machine)
     return model_dir
 

@@ -41,7 +41,7 @@ class Leaving:
         self.seconds["update"] = time.monotonic() - began
 
     def saved(self, step: int, *, stage_s: float, write_s: float, waited_s: float) -> None:
-        """A checkpoint of so many steps is complete, and took so many seconds (``engine.saving.Saved``)."""
+        """A checkpoint of so many steps is complete, and took so many seconds (``SavedCheckpoint``)."""
         self.saved_step, self._saved_at = step, time.monotonic()
         self.seconds["save"] = stage_s + write_s
         self._save_times = {"time/save_stage": stage_s, "time/save_write": write_s, "time/save_waited": waited_s}

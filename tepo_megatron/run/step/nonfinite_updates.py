@@ -12,7 +12,7 @@ from tepo_megatron.run.step.minibatches import members
 from tepo_megatron.sampler.rollout_file import write_rollouts
 
 if TYPE_CHECKING:
-    from tepo_megatron.trainer.megatron.step.step import UpdateResult
+    from tepo_megatron.trainer.protocol import UpdateResult
 
 
 class SkippedUpdates:

@@ -24,7 +24,7 @@ from tepo_megatron.trainer.megatron.batching.batch import broadcast, pack
 from tepo_megatron.trainer.megatron.batching.partition import attention_length
 from tepo_megatron.trainer.megatron.batching.routing_replay import check_routes
 from tepo_megatron.trainer.megatron.batching.sampling_masks import check_masks
-from tepo_megatron.trainer.megatron.checkpoint.checkpoints import Checkpoints, Counters
+from tepo_megatron.trainer.megatron.checkpoint.checkpoints import Counters, MegatronCheckpoints
 from tepo_megatron.trainer.megatron.checkpoint.plugins import check_same_plugins
 from tepo_megatron.trainer.megatron.model import fp8
 from tepo_megatron.trainer.megatron.model.fp8_weights import PlainWeights
@@ -41,7 +41,8 @@ from tepo_megatron.trainer.megatron.policy.weights import PolicyWeights
 from tepo_megatron.trainer.megatron.step.forward import Forward
 from tepo_megatron.trainer.megatron.step.noise import measure_noise
 from tepo_megatron.trainer.megatron.step.score import score
-from tepo_megatron.trainer.megatron.step.step import StepObjective, UpdateResult, update
+from tepo_megatron.trainer.megatron.step.step import StepObjective, update
+from tepo_megatron.trainer.protocol import UpdateResult
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, check_balance, check_recompute, check_trainer_split, megatron_ranks
 
@@ -144,9 +145,9 @@ class Engine:
             heartbeat=self.heartbeat,
         )
 
-    def _make_checkpoints(self) -> Checkpoints:
+    def _make_checkpoints(self) -> MegatronCheckpoints:
         config = self.config
-        return Checkpoints(
+        return MegatronCheckpoints(
             config,
             self.policy,
             self.weights,

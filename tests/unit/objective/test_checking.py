@@ -15,7 +15,7 @@ from tepo_megatron.config.loading.load import load_run
 from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.checking.check import run_checks
-from tepo_megatron.trainer.megatron.checkpoint.plugins import check_plugins
+from tepo_megatron.trainer.registry import check_plugins
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = "examples/own_objective"

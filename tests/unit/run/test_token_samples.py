@@ -18,7 +18,7 @@ from tepo_megatron.run.metrics.token_file import TokenSamples
 from tepo_megatron.run.output.token_samples import TokenRecorder
 from tepo_megatron.run.step.minibatches import mark_recorded, minibatches
 from tepo_megatron.trainer.megatron.batching.batch import pack
-from tepo_megatron.trainer.megatron.step.step import UpdateResult
+from tepo_megatron.trainer.protocol import UpdateResult
 
 PROBLEMS = {f"p{at}": Problem(f"p{at}", f"{at}+1=", f"{at + 1}", source="sums") for at in (1, 2, 4)}
 TOKENIZER: Any = SimpleNamespace(show=lambda ids: f"shown {ids}", piece=lambda token: f"⟪{token}⟫")

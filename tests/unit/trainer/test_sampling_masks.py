@@ -18,7 +18,7 @@ from tepo_megatron.trainer.megatron.batching.batch import broadcast, pack, pad_s
 from tepo_megatron.trainer.megatron.batching.context_parallel import cut
 from tepo_megatron.trainer.megatron.batching.sampling_masks import check_masks
 from tepo_megatron.trainer.megatron.platform.parallel import Ranks
-from tepo_megatron.trainer.megatron.step.step import UpdateResult
+from tepo_megatron.trainer.protocol import UpdateResult
 
 
 def rollout(prompt: list[int], response: list[int]) -> Rollout:

@@ -13,9 +13,10 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.trainer.megatron.checkpoint import boxes as checkpoint
 from tepo_megatron.trainer.megatron.checkpoint.local_boxes import bias_boxes, shards_to_save
-from tepo_megatron.trainer.megatron.checkpoint.saving import Saved, Saving
+from tepo_megatron.trainer.megatron.checkpoint.saving import Saving
 from tepo_megatron.trainer.megatron.policy.policy import Policy
 from tepo_megatron.trainer.megatron.policy.weights import PolicyWeights
+from tepo_megatron.trainer.protocol import SavedCheckpoint
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Counters:
     """The 99th percentile of the entropies' noise as last measured, in nats; 0 before."""
 
 
-class Checkpoints:
+class MegatronCheckpoints:
     """Every rank makes one, and calls every method in the same order. ``counters`` are saved and restored; ``about``, read on
     rank 0, says what the run is.
     """
@@ -81,7 +82,7 @@ class Checkpoints:
             background=background,
         )
 
-    def finish(self, *, wait: bool = True) -> Saved | None:
+    def finish(self, *, wait: bool = True) -> SavedCheckpoint | None:
         """Gives the checkpoint that was begun its name. None where there is none, or ``wait`` is false and some rank still
         writes. Every rank calls; raises what ``Saving`` does.
         """

@@ -1,4 +1,4 @@
-"""Plugins of an objective in a run: they keep the rules of an objective, and every rank has the same bytes of them."""
+"""Every rank has the same bytes of an objective's plugins."""
 
 from __future__ import annotations
 
@@ -7,27 +7,8 @@ import socket
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.objective.checking.check import check_invariance
 from tepo_megatron.trainer.checkpoints.run_compatibility import plugin_digests
 from tepo_megatron.trainer.megatron.platform.collectives import all_gather_json
-
-
-def check_plugins(config: RunConfig) -> None:
-    """Refuses an objective with plugins whose loss depends on what must not matter: the cut into micro-batches and ranks, the
-    order of sequences, padding. Takes a fraction of a second on a CPU; rank 0 calls, before servers are started.
-
-    Raises:
-        ValueError: a rule is broken, with the two numbers that should be equal.
-    """
-    if not config.objective.plugins:
-        return
-    parts = len(config.reward.weights) if config.reward.weights else 2
-    for rule, problem in check_invariance(config.objective, reward_parts=parts):
-        if problem:
-            plugins = ", ".join(config.objective.plugins)
-            raise ValueError(
-                f"the objective, with {plugins}, breaks a rule ({rule}): {problem} ('tepo objective check' tries all rules)"
-            )
 
 
 def check_same_plugins(config: RunConfig, device: torch.device) -> None:

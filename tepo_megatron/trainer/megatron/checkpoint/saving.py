@@ -7,7 +7,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,27 +19,13 @@ from tepo_megatron.trainer.checkpoints.folder import checkpoint_folder, checkpoi
 from tepo_megatron.trainer.megatron.checkpoint.local_boxes import state_boxes
 from tepo_megatron.trainer.megatron.platform.collectives import all_gather_json
 from tepo_megatron.trainer.megatron.policy.policy import Policy
+from tepo_megatron.trainer.protocol import SavedCheckpoint
 from tepo_megatron.weights.geometry import Shard
 from tepo_megatron.weights.storage.manifest import FORMAT, STATE, FileRecord, sync_folder, write_durably, write_manifest
 from tepo_megatron.weights.storage.planned_files import WrittenBoxes, describe_os_error, write_boxes
 from tepo_megatron.weights.storage.stored import SHARDS
 
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that is whole, with seconds of the slowest rank.
-
-    ``stage_s``: copying states to the host; ``write_s``: writing, and copying where it is not in the background;
-    ``waited_s``: of both, what training stood still for.
-    """
-
-    path: Path
-    step: int
-    stage_s: float
-    write_s: float
-    waited_s: float
 
 
 class Saving:
@@ -89,7 +74,7 @@ class Saving:
         own = self._thread is None or not self._thread.is_alive()
         return all(all_gather_json(own, device=_CPU, group=self._group))
 
-    def finish(self) -> Saved:
+    def finish(self) -> SavedCheckpoint:
         """Waits until every rank has written its part, and gives the checkpoint its name. Every rank calls."""
         began = time.monotonic()
         if self._thread is None:
@@ -103,7 +88,7 @@ class Saving:
         self._attempt.together(lambda: self._name(files) if dist.get_rank() == 0 else None)
         own = [self._stage_s, self._write_s, self._stage_s + time.monotonic() - began]
         slowest = map(max, zip(*all_gather_json(own, device=_CPU, group=self._group), strict=True))
-        return Saved(self._out, self.step, *slowest)
+        return SavedCheckpoint(self._out, self.step, *slowest)
 
     def _write(self) -> None:
         """In the thread, where there is one; the ranks that wait for it are told by :meth:`finish` what went wrong."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +15,7 @@ from tepo_megatron.core.types import WeightsVersion
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.trainer.megatron.model.fp8_weights import PlainWeights
 from tepo_megatron.trainer.megatron.policy.policy import Policy
+from tepo_megatron.trainer.protocol import TensorMeta
 from tepo_megatron.weights.architecture import ModelSpec, kept_in_fp32
 from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
@@ -27,13 +27,6 @@ from tepo_megatron.weights.transfer.sender import ShardSender
 from tepo_megatron.weights.transfer.transport import TransportName
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class TensorMeta:
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class PolicyWeights:

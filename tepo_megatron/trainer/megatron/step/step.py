@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +25,7 @@ from tepo_megatron.trainer.megatron.policy.policy import Policy
 from tepo_megatron.trainer.megatron.step.forward import Forward
 from tepo_megatron.trainer.megatron.step.not_finite import find_not_finite, first_cause
 from tepo_megatron.trainer.megatron.step.token_values import gather_recorded, keep_recorded
+from tepo_megatron.trainer.protocol import UpdateResult
 
 
 class StepObjective(Protocol):
@@ -38,27 +38,6 @@ class StepObjective(Protocol):
     def advantages(self, batch: Batch) -> Tensor: ...
     def prepare(self, batch: Batch, *, entropy_noise: float) -> Any: ...
     def __call__(self, scores: TokenScores, batch: Batch, context: Any) -> ObjectiveOutput: ...
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """The result of one optimizer step, the same on every rank. ``sums``: name → (sum, count); ``extrema``: ``…/min`` or
-    ``…/max`` → value. ``token_values``: name → [R], of all R tokens of the sequences that ``Batch.recorded_S`` names, prompts
-    included, in the mini-batch's order; a value outside the loss mask means nothing.
-
-    Where a number was not finite the optimizer step was skipped: ``skipped`` says the first cause, and ``not_finite`` what each
-    rank found. Weights, optimizer states and learning rate are then as before; loss and norm may be NaN, sums, extrema and
-    token values are empty.
-    """
-
-    loss: float
-    grad_norm: float
-    lr: float
-    sums: Mapping[str, tuple[float, float]]
-    extrema: Mapping[str, float]
-    skipped: str = ""
-    not_finite: Sequence[Mapping[str, Any]] = ()
-    token_values: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def update(

@@ -1,0 +1,31 @@
+"""What :mod:`tepo_megatron.trainer.registry` calls. Does not import Megatron before a trainer is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.runtime.watch.heartbeat import Heartbeat
+from tepo_megatron.trainer.megatron.optimizer.reduced_states import check_states
+from tepo_megatron.trainer.megatron.platform.connections import set_connections, set_interface
+from tepo_megatron.trainer.protocol import Trainer
+from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.layouts import check_balance, check_recompute, check_trainer_split
+
+
+def prepare_process(config: RunConfig) -> None:
+    set_interface(config.rollout.server.interface)
+    set_connections(config.engine.parallel)
+
+
+def check_config(config: RunConfig, spec: ModelSpec, *, on_gpu: bool) -> None:
+    check_trainer_split(spec, config.engine.parallel)
+    check_recompute(spec, config.engine.recomputed, transformer_engine=on_gpu and config.engine.layers != "local")
+    check_balance(spec, config.engine.moe_balance.kind)
+    check_states(config.optimizer, on_gpu=on_gpu)
+
+
+def make_trainer(config: RunConfig, model_dir: Path, *, shares_gpus: bool, heartbeat: Heartbeat) -> Trainer:
+    from tepo_megatron.trainer.megatron.engine import Engine
+
+    return Engine(config, model_dir, shares_gpus=shares_gpus, heartbeat=heartbeat)

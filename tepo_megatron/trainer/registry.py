@@ -1,0 +1,62 @@
+"""Chooses the trainer. A second kind of trainer is entered here and nowhere else."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.trainer.protocol import Trainer, TrainerKind
+
+if TYPE_CHECKING:
+    from tepo_megatron.runtime.watch.heartbeat import Heartbeat
+    from tepo_megatron.weights.architecture import ModelSpec
+
+_KINDS = {"megatron": "tepo_megatron.trainer.megatron.start"}
+"""Name → module that is a :class:`~tepo_megatron.trainer.protocol.TrainerKind`, imported when it is used."""
+
+
+def _kind(name: str) -> TrainerKind:
+    if name not in _KINDS:
+        raise ValueError(f"there is no trainer {name!r}; it is one of {', '.join(sorted(_KINDS))}")
+    return cast(TrainerKind, importlib.import_module(_KINDS[name]))
+
+
+def prepare_process(config: RunConfig, kind: str = "megatron") -> None:
+    """Sets environment variables of this process. Every rank calls, before any CUDA call."""
+    _kind(kind).prepare_process(config)
+
+
+def check_config(config: RunConfig, spec: ModelSpec, *, on_gpu: bool, kind: str = "megatron") -> None:
+    """Raises ValueError for a model and settings that the trainer cannot train. Starts no process and no CUDA."""
+    _kind(kind).check_config(config, spec, on_gpu=on_gpu)
+
+
+def check_plugins(config: RunConfig) -> None:
+    """Raises ValueError if the loss of an objective with plugins depends on what must not matter: the division into
+    micro-batches and ranks, the order of sequences, padding. Takes a fraction of a second on a CPU.
+    """
+    if not config.objective.plugins:
+        return
+    from tepo_megatron.core.objective.checking.check import check_invariance
+
+    parts = len(config.reward.weights) if config.reward.weights else 2
+    for rule, problem in check_invariance(config.objective, reward_parts=parts):
+        if problem:
+            plugins = ", ".join(config.objective.plugins)
+            raise ValueError(
+                f"the objective, with {plugins}, breaks a rule ({rule}): {problem} ('tepo objective check' tries all rules)"
+            )
+
+
+def make_trainer(
+    config: RunConfig, model_dir: Path, *, shares_gpus: bool, heartbeat: Heartbeat, kind: str = "megatron"
+) -> Trainer:
+    """Builds model, optimizer and process groups on this rank. Every rank calls; importing the framework takes seconds.
+
+    ``model_dir`` is a Hugging Face folder. ``shares_gpus``: rollout servers run on the trainer's GPUs, and the two take turns.
+    ``heartbeat`` starts when the ranks have met. Raises ValueError for a model that does not fit the parallel layout, or a
+    folder that is not the model that it describes.
+    """
+    return _kind(kind).make_trainer(config, model_dir, shares_gpus=shares_gpus, heartbeat=heartbeat)
