@@ -2,13 +2,10 @@
 
 from tepo_megatron.config.cluster import ClusterConfig
 from tepo_megatron.config.data import DataConfig
-from tepo_megatron.config.engine import EngineConfig
+from tepo_megatron.config.engine import EngineConfig, Fp8Config, MoeBalanceConfig, ParallelConfig
 from tepo_megatron.config.evaluate import EvaluateConfig
-from tepo_megatron.config.fp8 import Fp8Config
 from tepo_megatron.config.log import LogConfig
-from tepo_megatron.config.lora import LoraConfig
-from tepo_megatron.config.model import ModelConfig
-from tepo_megatron.config.moe_balance import MoeBalanceConfig
+from tepo_megatron.config.model import LoraConfig, ModelConfig
 from tepo_megatron.config.objective.custom import (
     OwnAdvantage,
     OwnAggregation,
@@ -20,7 +17,6 @@ from tepo_megatron.config.objective.custom import (
 )
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.optimizer import OptimizerConfig
-from tepo_megatron.config.parallel import ParallelConfig
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.config.rollout import RolloutConfig
 from tepo_megatron.config.rollout_server import ServerConfig

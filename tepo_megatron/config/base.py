@@ -1,5 +1,6 @@
 """The base class of the sections of a run's configuration."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,6 +8,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 LARGEST_INTEGER = 2**31 - 1
+
+USER_FUNCTION = re.compile(r"([A-Za-z_]\w*(\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z_]\w*")
+"""The name of a user's function or class: ``package.module:name`` or ``path/file.py:name``."""
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
 """A limit of time: more than 30 days is none, and clocks of the system overflow."""

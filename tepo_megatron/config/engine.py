@@ -5,9 +5,191 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.fp8 import Fp8Config
-from tepo_megatron.config.moe_balance import MoeBalanceConfig
-from tepo_megatron.config.parallel import ParallelConfig
+
+
+class ParallelConfig(Section):
+    tp: PositiveInt = 1
+    """Tensor-parallel size: heads, MLP and vocabulary are split over so many ranks."""
+
+    pp: PositiveInt = 1
+    """Pipeline-parallel size: layers are split over so many stages."""
+
+    dp: PositiveInt = 1
+    """Data-parallel size. The world is tp × pp × cp × dp processes."""
+
+    vpp: PositiveInt = 1
+    """Virtual pipeline stages per rank: the layers of a stage are cut into so many chunks, which take turns (interleaved 1F1B).
+    The pipeline idles a vpp-th of the time, and activations travel vpp times as often. More than 1 needs pp > 1, and at least
+    dp × pp sequences in a mini-batch, since micro-batches pass the stages in groups of pp."""
+
+    num_layers_in_first_pipeline_stage: PositiveInt | None = None
+    """Layers of the first stage, which has the embedding too; those that it and the last stage leave are divided evenly among
+    the others. Named as in Megatron-Core. Default: as many as every other stage."""
+
+    num_layers_in_last_pipeline_stage: PositiveInt | None = None
+    """Layers of the last stage, which has the head and the logits too. Default: as many as every other stage."""
+
+    cp: PositiveInt = 1
+    """Context-parallel size: the tokens of every sequence are split over so many ranks, for responses whose activations one
+    rank cannot hold (docs/reference/context.md). Each sequence is padded to a multiple of 2 cp."""
+
+    cp_comm_type: Literal["p2p", "a2a"] = "p2p"
+    """How Transformer Engine's attention exchanges what lies on other context-parallel ranks: ``p2p`` passes keys and values
+    round in a ring, behind the computation; ``a2a`` trades tokens for heads, so that cp must divide the key/value heads of a
+    tensor-parallel rank. Not run on a GPU yet. On a CPU keys and values are gathered."""
+
+    ep: PositiveInt = 1
+    """Expert-parallel size: the experts of a mixture-of-experts model are split over so many ranks, taken out of tp × cp ×
+    dp."""
+
+    etp: PositiveInt | None = None
+    """Expert-tensor-parallel size: each expert is split over so many ranks. Default: tp, as in Megatron-Core."""
+
+    sequence_parallel: bool = False
+    """Split activations outside attention and MLP over the tensor-parallel ranks (Megatron's SP)."""
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @property
+    def micro_batch_group(self) -> int:
+        """A rank's number of micro-batches is a multiple of this: interleaved stages pass them on in groups of pp."""
+        return self.pp if self.vpp > 1 else 1
+
+    @model_validator(mode="after")
+    def _sequence_parallel_needs_tp(self) -> "ParallelConfig":
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("sequence_parallel = true needs tp > 1; set tp, or sequence_parallel = false")
+        return self
+
+    @model_validator(mode="after")
+    def _the_exchange_can_act(self) -> "ParallelConfig":
+        if self.cp == 1 and self.cp_comm_type != "p2p":
+            raise ValueError(f"cp_comm_type = {self.cp_comm_type} is for context parallelism, and cp = 1; set cp, or unset it")
+        return self
+
+    @model_validator(mode="after")
+    def _experts_fit_a_stage(self) -> "ParallelConfig":
+        etp, ranks = self.tp if self.etp is None else self.etp, self.tp * self.cp * self.dp
+        if ranks % (self.ep * etp):
+            raise ValueError(
+                f"ep × etp = {self.ep} × {etp} does not divide the {ranks} ranks of a pipeline stage (tp × cp × dp); "
+                "lower ep, or raise dp"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _virtual_stages_need_stages(self) -> "ParallelConfig":
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp = {self.vpp} divides pipeline stages further and needs pp > 1; set pp, or vpp = 1")
+        return self
+
+    @model_validator(mode="after")
+    def _uneven_stages_need_stages(self) -> "ParallelConfig":
+        for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+            layers = getattr(self, name)
+            if layers is not None and self.pp == 1:
+                raise ValueError(f"{name} = {layers} needs stages to differ from, and pp = 1; set pp, or leave {name} out")
+            if layers is not None and layers % self.vpp:
+                raise ValueError(
+                    f"vpp = {self.vpp} does not divide {name} = {layers} into equal chunks; use a multiple of {self.vpp}, or "
+                    "lower vpp"
+                )
+        return self
+
+
+Recipe = Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"]
+
+
+class Fp8Config(Section):
+    recipe: Recipe = "none"
+    """How the inputs of the layers' matrix products are scaled into FP8. ``delayed``: one scale for a tensor, from the largest
+    values of earlier steps; ``tensorwise``: one scale, from the tensor itself; ``blockwise``: one for each 128 values (Hopper);
+    ``mxfp8``: one for each 32 values (Blackwell). ``none``: no FP8. Not run on a GPU yet."""
+
+    format: Literal["e4m3", "hybrid"] = "hybrid"
+    """``e4m3`` for everything, or ``hybrid``: E4M3 forward and E5M2, with more range, for gradients."""
+
+    amax_history_len: PositiveInt | None = None
+    """``delayed`` only: how many steps' largest values are remembered. Default: 1024."""
+
+    amax_compute_algo: Literal["max", "most_recent"] | None = None
+    """``delayed`` only: which of the remembered values counts. Default: max."""
+
+    margin: int | None = Field(default=None, ge=0)
+    """``delayed`` only: powers of two that the scale stays below the largest possible. Default: 0."""
+
+    first_layers_bf16: NonNegativeInt = 0
+    """So many layers at the start of the model stay in bfloat16."""
+
+    last_layers_bf16: NonNegativeInt = 0
+    """So many layers at the end of the model stay in bfloat16."""
+
+    params: bool = False
+    """Keep the weights of the layers in FP8 only (masters stay fp32), and gather them in FP8 over the data-parallel ranks;
+    needs optimizer.distributed."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.recipe != "none"
+
+    @model_validator(mode="after")
+    def _nothing_is_set_without_effect(self) -> "Fp8Config":
+        if not self.enabled:
+            idle = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+            if idle:
+                raise ValueError(f"{', '.join(idle)} has no effect while recipe = none; choose a recipe, or leave it out")
+            return self
+        history = [name for name in ("amax_history_len", "amax_compute_algo", "margin") if getattr(self, name) is not None]
+        if history and self.recipe != "delayed":
+            raise ValueError(
+                f"{', '.join(history)} is for recipe = delayed; {self.recipe} computes its scales from the values at hand. "
+                "Leave it out, or set recipe = delayed"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _delayed_scaling_is_for_all_layers(self) -> "Fp8Config":
+        kept = self.first_layers_bf16 + self.last_layers_bf16
+        if self.recipe == "delayed" and kept:
+            raise ValueError(
+                f"{kept} layers in bfloat16 do not go with recipe = delayed, which reduces its history for all layers at once "
+                "(Megatron-Core refuses it); set first_layers_bf16 = last_layers_bf16 = 0, or recipe = tensorwise"
+            )
+        if self.recipe == "delayed" and self.params:
+            raise ValueError(
+                "params = true does not go with recipe = delayed: a checkpoint carries no history, so that weights which are "
+                "read would be rounded under a scale of 1, far from theirs; set recipe = tensorwise, or params = false"
+            )
+        return self
+
+
+_KIND_OF = {"coefficient": "aux_loss", "update_rate": "expert_bias"}
+
+
+class MoeBalanceConfig(Section):
+    kind: Literal["none", "aux_loss", "expert_bias"] = "none"
+    """``none``: nothing, so that updates follow the objective alone. ``aux_loss``: an auxiliary loss on the routers, over the
+    whole mini-batch. ``expert_bias``: no loss; each expert has a bias that is added to its score where experts are chosen, and
+    is moved against its load after each update (DeepSeek-V3's balance), for families whose servers have the bias too."""
+
+    coefficient: Annotated[float, Field(gt=0, le=1)] = 1e-3
+    """``aux_loss`` only: what the loss of each layer is multiplied by, which is 1 where experts are evenly loaded. The product
+    is added to the objective's loss, and competes with it: pre-training takes 1e-3 to 1e-2."""
+
+    update_rate: Annotated[float, Field(gt=0, le=1)] = 1e-3
+    """``expert_bias`` only: by how much a bias rises or falls in an update, beside scores between 0 and 1. 1e-3 is
+    DeepSeek-V3's."""
+
+    @model_validator(mode="after")
+    def _settings_act(self) -> "MoeBalanceConfig":
+        for name, kind in _KIND_OF.items():
+            value = getattr(self, name)
+            if self.kind != kind and value != type(self).model_fields[name].default:
+                raise ValueError(f"{name} = {value} does nothing with kind = {self.kind}; set kind = {kind}, or leave it out")
+        return self
+
 
 RecomputeModule = Literal["core_attn", "mlp", "moe", "moe_act", "layernorm"]
 

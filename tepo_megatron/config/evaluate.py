@@ -2,12 +2,99 @@
 
 import re
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.evaluation_set import EvaluationSetConfig
+from tepo_megatron.config.data import FieldsConfig, PromptsConfig
+
+
+class SetSamplingConfig(Section):
+    """How responses to a set are sampled; what is not given is as in ``rollout.sampling``. The greedy response takes its length
+    from here and nothing else. Nothing is trained on these responses, so that their distribution may be truncated at will."""
+
+    temperature: Annotated[float | None, Field(ge=0.01, le=2)] = None
+    """Sampling temperature. Default: ``rollout.sampling.temperature``."""
+
+    max_new_tokens: PositiveInt | None = None
+    """Largest length of a response in tokens. Default: ``rollout.sampling.max_new_tokens``."""
+
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    """Nucleus sampling: from the likeliest tokens whose probabilities reach this sum; 1: from all. Default:
+    ``rollout.sampling.top_p``."""
+
+    top_k: NonNegativeInt | None = None
+    """From so many of the likeliest tokens; 0: from all. Default: ``rollout.sampling.top_k``."""
+
+    min_p: Annotated[float | None, Field(ge=0, lt=1)] = None
+    """From tokens that are at least this times as likely as the likeliest; 0: from all. Default: ``rollout.sampling.min_p``."""
+
+    @property
+    def truncation(self) -> dict[str, float | int | None]:
+        """What is given of ``top_p``, ``top_k`` and ``min_p``, as a sampler takes it: there a ``top_k`` of None is all."""
+        given = {"top_p": self.top_p, "min_p": self.min_p}
+        found: dict[str, float | int | None] = {name: value for name, value in given.items() if value is not None}
+        return found if self.top_k is None else {**found, "top_k": self.top_k or None}
+
+
+class EvaluationSetConfig(PromptsConfig):
+    path: Annotated[str, Field(min_length=1)]
+    """Problems of the set, given as ``data.heldout`` is. They are never trained on."""
+
+    sha256: Annotated[str | None, Field(pattern="^[0-9a-f]{64}$")] = None
+    """The digest of the file, which is then checked: ``tepo data prepare`` writes it. null: any file is taken."""
+
+    verifier: str | None = None
+    """What scores the responses, as ``reward.verifier``. null: the run's own. Another one has the limits of ``reward`` too, but
+    neither its ``kwargs`` nor its ``weights``."""
+
+    chat_template: bool | None = None
+    """As ``data.chat_template``, for this set. null: as there."""
+
+    fields: FieldsConfig | None = None
+    """As ``data.fields``, for this set. null: as there; so it is with ``template`` and ``system_prompt``."""
+
+    split: str | None = None
+    """Which split of a folder, such as ``test``. null: the only one that it has."""
+
+    every: NonNegativeInt | None = None
+    """As ``evaluate.every``, for this set; a large set is better evaluated less often. null: as there. ``tepo eval`` does not
+    read it."""
+
+    problems: PositiveInt | None = None
+    """How many of the problems to use, the first ones; default: all."""
+
+    greedy: bool = True
+    """Also answer each problem greedily."""
+
+    samples: NonNegativeInt | None = None
+    """n, the samples per problem. null: ``evaluate.samples``."""
+
+    k: tuple[PositiveInt, ...] | None = None
+    """For which k pass@k and maj@k are estimated from the samples; each is ``samples`` at most. null: ``samples`` alone."""
+
+    sampling: SetSamplingConfig = SetSamplingConfig()
+
+    majority: Literal["auto", "verifier", "text", "none"] = "auto"
+    """When two answers are the same, for maj@k. ``verifier``: when the verifier takes one for the other. ``text``: when their
+    final answers are the same text, but for spaces, case and the like. ``auto``: ``verifier`` for exact, last_word, last_number
+    and math, ``none`` for python_tests and stack_machine, else ``text``. ``none``: no maj@k."""
+
+    correct_at: Annotated[float | None, Field(allow_inf_nan=False)] = None
+    """As ``evaluate.correct_at``, for this set. null: as there."""
+
+    show: NonNegativeInt | None = None
+    """As ``evaluate.show``, for this set. null: as there."""
+
+    @model_validator(mode="after")
+    def _something_is_sampled(self) -> "EvaluationSetConfig":
+        if not self.greedy and self.samples == 0:
+            raise ValueError("greedy = false with samples = 0 leaves nothing to answer; set one of them")
+        if self.k is not None and len(set(self.k)) < len(self.k):
+            raise ValueError("k names a number twice; leave one out")
+        return self
+
 
 _SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 

@@ -1,11 +1,93 @@
 """``log``: what is shown and kept of a run."""
 
-from typing import Literal
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from tepo_megatron.config.base import Seconds, Section
-from tepo_megatron.config.loggers import MlflowConfig, WandbConfig
+
+Name = Annotated[str, Field(min_length=1, max_length=250)]
+Tag = Annotated[str, Field(min_length=1, max_length=64)]
+
+_NOT_IN_PROJECTS = "/\\#?%:"
+
+
+class WandbConfig(Section):
+    """A run of Weights & Biases with the rows of ``metrics.jsonl`` and the configuration without secrets. Needs the extra
+    ``tepo-megatron[wandb]``. The key is read from where ``wandb login`` or WANDB_API_KEY puts it; it is no setting.
+    """
+
+    project: Annotated[str, Field(min_length=1, max_length=128)]
+    """The project of W&B that the run belongs to."""
+
+    entity: Name | None = None
+    """The user or team that owns the project. null: the one that W&B takes for the key."""
+
+    name: Name | None = None
+    """What W&B calls the run. null: the run's ``name``."""
+
+    group: Name | None = None
+    """The group under which W&B shows the run, such as the seeds of one setting. null: none."""
+
+    tags: tuple[Tag, ...] = ()
+    """Words to find the run by."""
+
+    mode: Literal["online", "offline"] = "online"
+    """``offline``: nothing leaves the machine; the run is in ``OUT/wandb``, and ``wandb sync`` sends it later. ``online``: it
+    is sent while it goes on; where W&B is not reached until the end, it is written as an offline run then."""
+
+    @field_validator("project")
+    @classmethod
+    def _project_is_taken_by_wandb(cls, project: str) -> str:
+        wrong = [character for character in _NOT_IN_PROJECTS if character in project]
+        if wrong:
+            raise ValueError(
+                f"W&B takes no {' '.join(wrong)} in the name of a project; leave it out, and name a team in entity"
+            )
+        return project
+
+
+class MlflowConfig(Section):
+    """A run of MLflow with the rows of ``metrics.jsonl``, and the configuration without secrets as its parameters. Needs the
+    extra ``tepo-megatron[mlflow]``.
+    """
+
+    experiment_name: Name
+    """The experiment of MLflow that the run belongs to; it is made where it is not there."""
+
+    run_name: Name | None = None
+    """What MLflow calls the run. null: the run's ``name``."""
+
+    tracking_uri: str | None = None
+    """Where MLflow keeps runs: the address of a tracking server, or a database such as ``sqlite:////shared/mlflow.db``. null:
+    what MLFLOW_TRACKING_URI says, else the run's own ``OUT/mlflow/mlflow.db``, which needs no network. No place for a
+    password."""
+
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Tags of the run."""
+
+    @field_validator("tracking_uri")
+    @classmethod
+    def _uri_has_a_scheme_and_no_password(cls, uri: str | None) -> str | None:
+        if uri is None:
+            return uri
+        try:
+            parts = urlsplit(uri)
+            password = parts.password
+        except ValueError as error:
+            raise ValueError(f"{uri!r} is no address: {error}") from error
+        if password is not None:
+            raise ValueError(
+                "an address with a password in it would be kept in the run's folder; give the address without it, and the "
+                "password by MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or the whole by MLFLOW_TRACKING_URI"
+            )
+        if not parts.scheme or parts.scheme == "file":
+            raise ValueError(
+                f"{uri!r} is a folder, which MLflow 3 no longer writes to; give a database (sqlite:////path/mlflow.db) or the "
+                "address of a server, or leave it out"
+            )
+        return uri
 
 
 class LogConfig(Section):

@@ -1,10 +1,70 @@
 """``model``: the model that is trained."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
 
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.lora import LoraConfig
+
+ALL_LINEAR = "all-linear"
+
+
+class LoraConfig(Section):
+    rank: Annotated[int, Field(ge=1, le=1024)] = 16
+    """The inner dimension of an adapter: A is [rank, in], B is [out, rank]. More can learn more, and costs memory; 8 to 32 is
+    usual for RL."""
+
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """An adapter adds alpha / rank · B · A to its weight. Twice the rank is usual."""
+
+    rslora: bool = False
+    """Divides alpha by the square root of the rank instead of the rank, which keeps the size of updates at high ranks."""
+
+    dropout: float = 0.0
+    """Must be 0: nothing in a training step draws random numbers, so that scores can be computed again. The field is there to
+    refuse settings that are copied from elsewhere."""
+
+    target_modules: tuple[Annotated[str, Field(min_length=1)], ...] = (ALL_LINEAR,)
+    """The layers that have adapters, by their Hugging Face names: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj
+    (those of every expert too; w1, w2, w3 in Mixtral). ``all-linear``: all of them. Embedding, head, norms and router stay as
+    they are."""
+
+    path: Path | None = None
+    """A PEFT folder (adapter_config.json, adapter_model.safetensors) whose adapters are trained further. None: A is drawn from
+    the seed and B is 0, so that training starts from the model itself."""
+
+    serve: Literal["merged", "adapter"] = "merged"
+    """What the rollout servers get. ``merged``: the weights with the adapters in them, rounded as the trainer's own are, so
+    that both compute the same. ``adapter``: A and B alone, which vLLM computes beside the weights of ``model.path``, which it
+    has read: a fraction of the bytes of an update. In float32 that is the same; in bfloat16 the two sides round differently.
+    For dense models up to rank 512, with servers on GPUs of their own, or on a CPU. Not run on a GPU yet."""
+
+    @property
+    def scale(self) -> float:
+        """What B · A is multiplied by."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    @field_validator("dropout")
+    @classmethod
+    def _no_dropout(cls, dropout: float) -> float:
+        if dropout != 0:
+            raise ValueError(
+                "dropout must be 0: nothing in a training step draws random numbers, so that log-probs can be computed twice "
+                "and compared; leave model.lora.dropout out"
+            )
+        return dropout
+
+    @model_validator(mode="after")
+    def _targets_are_named_once(self) -> "LoraConfig":
+        names = self.target_modules
+        if not names:
+            raise ValueError("model.lora.target_modules is empty, so that nothing would be trained; name layers, or all-linear")
+        if len(set(names)) < len(names):
+            raise ValueError(f"model.lora.target_modules names a layer twice: {', '.join(names)}; name each once")
+        if ALL_LINEAR in names and len(names) > 1:
+            raise ValueError("model.lora.target_modules: all-linear already means every layer; leave the other names out")
+        return self
 
 
 class ModelConfig(Section):

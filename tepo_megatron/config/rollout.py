@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.filter_groups import FilterGroupsConfig, OverlongConfig
 from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.config.sampling import SamplingConfig, training_fault
+from tepo_megatron.config.sampling import FilterGroupsConfig, OverlongConfig, SamplingConfig, training_fault
 
 
 class CanaryConfig(Section):

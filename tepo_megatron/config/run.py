@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import field_validator, model_validator
 
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.checks import data_checks, engine_checks, rollout_checks
+from tepo_megatron.config.checks import check_sections
 from tepo_megatron.config.data import BUILTIN, is_own, show_paths
 from tepo_megatron.config.sections import RunSections
 
@@ -69,8 +69,7 @@ class RunConfig(RunSections):
 
     @model_validator(mode="after")
     def _sections_fit_together(self) -> "RunConfig":
-        for check in (*engine_checks.CHECKS, *data_checks.CHECKS, *rollout_checks.CHECKS):
-            check(self)
+        check_sections(self)
         return self
 
 

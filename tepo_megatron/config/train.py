@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 
 from tepo_megatron.config.base import Section
 
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class RollbackConfig(Section):
@@ -81,7 +81,7 @@ class TrainConfig(Section):
     stops the run."""
 
     hang_timeout_s: Annotated[float, Field(ge=60, allow_inf_nan=False)] = 1800.0
-    """Seconds without any movement of a trainer rank after which the job counts as hanging: a report is written to
+    """_Seconds without any movement of a trainer rank after which the job counts as hanging: a report is written to
     ``<output>/logs/hang-….txt`` and the job ended. A new phase, a micro-batch, an answered prompt or new tokens of a server are
     movements; while a rank waits for servers or verifiers, their own time-outs are added. It must be longer than a micro-batch,
     the writing of a checkpoint, or the start of a rank takes. A rank that a signal has stopped counts as hanging after 30
@@ -118,12 +118,12 @@ class TrainConfig(Section):
     ``early_stopping``, or classes as ``path/file.py:Class``; with arguments as ``{callback: early_stopping, kwargs: {patience:
     3}}`` (docs/guides/from-python.md)."""
 
-    grace_s: Seconds = 60.0
-    """Seconds from SIGTERM to the end of every process. Within them a checkpoint is written, after the step's updates if the
+    grace_s: _Seconds = 60.0
+    """_Seconds from SIGTERM to the end of every process. Within them a checkpoint is written, after the step's updates if the
     time is enough, else instead of them. Not more than the machine leaves before SIGKILL (Slurm: KillWait, or a partition's
     GraceTime)."""
 
-    warning_s: Seconds = 300.0
+    warning_s: _Seconds = 300.0
     """The same for SIGUSR1, by which Slurm warns. ``tepo launch`` has it sent so long before the time limit, and half a minute
     more for the job's own end."""
 

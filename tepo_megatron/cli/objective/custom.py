@@ -13,8 +13,7 @@ from pydantic import ValidationError
 
 from tepo_megatron.config.objective.custom import OwnKind
 from tepo_megatron.config.objective.plugins import Plugin, load_plugin, name_of
-from tepo_megatron.config.objective.preset_files import is_preset_file, read_preset
-from tepo_megatron.config.objective.presets import PRESETS, Preset
+from tepo_megatron.config.objective.presets import PRESETS, Preset, is_preset_file, read_preset
 from tepo_megatron.config.objective.section import ObjectiveConfig
 
 _TRIED = (1.0, 0.1, 0.5, 2.0, 0.01, 10.0, 1)

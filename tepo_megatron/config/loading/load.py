@@ -11,14 +11,13 @@ from typing import Any
 
 import yaml
 from omegaconf import Container, DictConfig, ListConfig, Node, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.bounds import LARGEST_FILE, BadReferenceError, check_references, check_yaml
 from tepo_megatron.config.loading.schema import SchemaRow, json_schema, schema_rows, show, with_plugins
 from tepo_megatron.config.loading.sentences import describe_all, describe_reference, describe_yaml, one_line
-from tepo_megatron.config.objective.preset_files import beside, beside_path, is_preset_file
+from tepo_megatron.config.objective.presets import LARGEST_FILE, beside, beside_path, is_preset_file
 from tepo_megatron.config.objective.section import named_plugins
 from tepo_megatron.config.run import RunConfig
 
@@ -26,6 +25,7 @@ __all__ = ["ConfigError", "SchemaRow", "dump_diff", "dump_resolved", "json_schem
 
 
 _MOST_BASES = 32
+_OPENING = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 
 
 class ConfigError(ValueError):
@@ -58,8 +58,8 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
         config = RunConfig.model_validate(values)
     except OmegaConfBaseException as error:
         raise ConfigError(source, [*problems, describe_reference(error)]) from error
-    except BadReferenceError as error:
-        raise ConfigError(source, [*problems, str(error)]) from error
+    except RecursionError as error:
+        raise ConfigError(source, [*problems, "sections, lists or ${…} are nested too deeply"]) from error
     except ValidationError as error:
         with with_plugins(named_plugins(values)):
             problems += describe_all(error)
@@ -150,26 +150,50 @@ def _read_text(path: Path) -> str:
 
 
 def _parse(text: str) -> DictConfig | ListConfig:
-    check_yaml(text)
     try:
-        return OmegaConf.load(StringIO(text))
+        parsed = OmegaConf.load(StringIO(text))
     except OmegaConfBaseException:
         raise
     except ValueError as error:  # what looks like a number, such as 0x_
         raise yaml.YAMLError(f"a value cannot be read: {error}") from error
+    except RecursionError as error:
+        raise yaml.YAMLError("sections or lists are nested too deeply") from error
+    _check_texts(OmegaConf.to_container(parsed))
+    return parsed
+
+
+def _check_texts(value: Any) -> None:
+    """Raises for a ``${…}`` with a resolver, such as ``${oc.env:HOME}``, and for ``???``."""
+    if isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            _check_texts(inner)
+    elif value == "???":
+        raise MissingMandatoryValue("??? stands for a value that is missing; give one, or leave the key out")
+    elif isinstance(value, str):
+        for opening in _OPENING.finditer(value):
+            inside = value[opening.end() :].partition("}")[0]
+            if ":" in inside or "${" in inside:
+                raise InterpolationResolutionError(
+                    f"${{{inside[:40]}}}: only fields of this configuration can be referred to, since environments differ "
+                    "between nodes, and may hold what no log should; give the value on the command line, such as "
+                    'output="$HOME/run"'
+                )
 
 
 def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> DictConfig:
     """Returns all overrides as one mapping; what cannot be parsed goes to ``problems``."""
     parsed = OmegaConf.create()
     for override in overrides:
-        key, equals, value = override.partition("=")
+        key, equals, _ = override.partition("=")
         if not equals or not re.fullmatch(r"[^\s.=-][^\s.=]*(\.[^\s.=]+)*", key):
             problems.append(f"override {show(override)}: write path=value, such as train.steps=10")
             continue
         try:
-            check_yaml(value)
-            parsed = _merge(parsed, OmegaConf.from_dotlist([override]))
+            added = OmegaConf.from_dotlist([override])
+            _check_texts(OmegaConf.to_container(added))
+            parsed = _merge(parsed, added)
+        except RecursionError:
+            problems.append(f"override {show(override)}: its value is nested too deeply")
         except OmegaConfBaseException as error:
             problems.append(f"override {show(override)}: {describe_reference(error)}")
         except yaml.YAMLError as error:
@@ -206,7 +230,6 @@ def _resolve(given: DictConfig) -> Any:
     """Returns the given values with ``${…}`` replaced, and only the keys that were given."""
     defaults = OmegaConf.create(RunConfig().model_dump(mode="json"))
     merged = _merge(defaults, given)
-    check_references(_plain(merged))
     complete = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     return _select(complete, OmegaConf.to_container(given))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,11 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.bounds import RefusedYAMLError
-from tepo_megatron.config.loading.nearest import nearest_fields
-from tepo_megatron.config.loading.schema import Place, allowed, discriminator, locate, show
+from tepo_megatron.config.loading.schema import Place, allowed, discriminator, locate, schema_rows, show
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
+
 
 _MOST_PROBLEMS = 40
 
@@ -23,8 +23,7 @@ _MOST_PROBLEMS = 40
 def describe_yaml(error: yaml.YAMLError, subject: str = "") -> str:
     if not isinstance(error, yaml.MarkedYAMLError):
         return f"{subject}not valid YAML: {one_line(error)}"
-    what = ", ".join(text for text in (error.context, error.problem) if text)
-    return what if isinstance(error, RefusedYAMLError) else f"{subject}not valid YAML: {what}"
+    return f"{subject}not valid YAML: " + ", ".join(text for text in (error.context, error.problem) if text)
 
 
 def describe_reference(error: OmegaConfBaseException) -> str:
@@ -86,3 +85,52 @@ def _describe_unknown(place: Place, given: Any) -> str:
 
 def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+_BY_OTHER_NAMES = {
+    "batch_size": ("rollout.prompts_per_step",),
+    "train_batch_size": ("rollout.prompts_per_step",),
+    "num_generations": ("rollout.samples_per_prompt",),
+    "group_size": ("rollout.samples_per_prompt",),
+    "n": ("rollout.samples_per_prompt", "evaluate.samples"),
+    "learning_rate": ("optimizer.lr",),
+    "max_steps": ("train.steps",),
+    "epochs": ("train.steps",),
+    "num_train_epochs": ("train.steps",),
+    "max_tokens": ("rollout.sampling.max_new_tokens",),
+    "max_completion_length": ("rollout.sampling.max_new_tokens",),
+    "max_prompt_length": ("data.max_prompt_tokens",),
+    "beta": ("objective.kl.coefficient",),
+    "kl_coef": ("objective.kl.coefficient",),
+    "clip_range": ("objective.trust_region.low", "objective.trust_region.high"),
+    "algorithm": ("objective.preset",),
+    "reward_fn": ("reward.verifier",),
+    "reward_function": ("reward.verifier",),
+    "save_steps": ("train.save_every",),
+    "eval_steps": ("evaluate.every",),
+    "output_dir": ("output",),
+    "dataset": ("data.train",),
+    "train_files": ("data.train",),
+    "gradient_clipping": ("optimizer.clip_grad",),
+    "max_grad_norm": ("optimizer.clip_grad",),
+}
+"""What other trainers call a field, where the nearest spelling would not find it."""
+
+
+def nearest_fields(place: Place) -> list[str]:
+    """The known fields that a key may be meant for: a slip of the fingers in its section, the same key in another one, what
+    another trainer calls so, or the nearest spelling anywhere. At most three.
+    """
+    parent, _, key = place.path.rpartition(".")
+    prefix = f"{parent}." if parent else ""
+    close = [f"{prefix}{name}" for name in difflib.get_close_matches(key, place.siblings, n=1, cutoff=0.75)]
+    paths = list(dict.fromkeys(row.path for row in schema_rows() if ".NAME." not in row.path))
+    same = [path for path in paths if path.rpartition(".")[2] == key]
+    found = close or [*same, *_BY_OTHER_NAMES.get(key, ())]
+    if not found:
+        found = [f"{prefix}{name}" for name in difflib.get_close_matches(key, place.siblings, n=1, cutoff=0.5)]
+    if not found:
+        last = {path.rpartition(".")[2] for path in paths}
+        near = difflib.get_close_matches(key, sorted(last), n=1, cutoff=0.75)
+        found = [path for path in paths if path.rpartition(".")[2] in near]
+    return list(dict.fromkeys(found))[:3]

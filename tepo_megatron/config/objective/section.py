@@ -12,18 +12,20 @@ from tepo_megatron.config.base import Section
 from tepo_megatron.config.objective.choices import (
     Advantage,
     Aggregation,
+    Clip,
+    ClipCov,
     GroupAdvantage,
+    LengthClip,
     PowerMeanRatio,
     Ratio,
     SequenceTokenRatio,
     TokenMean,
     TokenRatio,
+    TrustRegion,
 )
 from tepo_megatron.config.objective.custom import OwnKind, OwnPenalty
 from tepo_megatron.config.objective.plugins import load_plugin, name_of
-from tepo_megatron.config.objective.preset_files import is_preset_file, read_preset
-from tepo_megatron.config.objective.presets import PRESETS
-from tepo_megatron.config.objective.regions import Clip, ClipCov, LengthClip, TrustRegion
+from tepo_megatron.config.objective.presets import PRESETS, is_preset_file, read_preset
 from tepo_megatron.config.objective.terms import (
     KL,
     EntropyBonus,

@@ -13,7 +13,7 @@ from tepo_megatron.core.objective.own import own_log_ratio, own_token_values
 from tepo_megatron.core.objective.ratio import policy_log_ratio
 
 if TYPE_CHECKING:
-    from tepo_megatron.config.objective.regions import Divergence, TrustRegion
+    from tepo_megatron.config.objective.choices import Divergence, TrustRegion
     from tepo_megatron.config.objective.section import ObjectiveConfig
     from tepo_megatron.core.objective.values import TokenValues
 

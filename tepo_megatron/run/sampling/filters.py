@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import cast
 
-from tepo_megatron.config.filter_groups import FilterGroupsConfig
+from tepo_megatron.config.sampling import FilterGroupsConfig
 from tepo_megatron.core.types import Rollout
 from tepo_megatron.runtime.user_code import load_user_code
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tepo_megatron.config import RolloutConfig, RunConfig
-from tepo_megatron.config.filter_groups import OverlongConfig
+from tepo_megatron.config.sampling import OverlongConfig
 from tepo_megatron.core.types import Rollout
 
 

@@ -9,8 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.config.data import BUILTIN, SourceConfig
-from tepo_megatron.config.prompts import FieldsConfig
+from tepo_megatron.config.data import BUILTIN, FieldsConfig, SourceConfig
 from tepo_megatron.core.types import Problem
 from tepo_megatron.tasks.data.rows import Row, columns_of, read_rows
 from tepo_megatron.tasks.data.tasks import BUILTIN_TASKS

@@ -85,20 +85,6 @@ def _slip(random: Random) -> str:
     return f"{path[:at]}{random.choice('xyz_ -')}{path[at + 1 :]}: 1".replace(".", ": {", 1) + ("}" if "." in path else "")
 
 
-def _laughs(random: Random) -> str:
-    width, depth = random.randrange(4, 12), random.randrange(9, 40)
-    form = random.choice(["[{}]", "{{<<: [{}]}}"])
-    first = "&a0 [x, x]" if form[0] == "[" else "&a0 {x: 1, y: 2}"
-    rows = [f"a{n}: &a{n} " + form.format(", ".join([f"*a{n - 1}"] * width)) for n in range(1, depth)]
-    return "\n".join([f"a0: {first}", *rows]) + "\n"
-
-
-def _references(random: Random) -> str:
-    width, depth = random.randrange(2, 9), random.randrange(10, 200)
-    rows = [f"x{n}: " + f"${{x{n + 1}}}" * width for n in range(depth)]
-    return "\n".join([*rows, f"x{depth}: {'a' * random.choice([1, 1000])}", "name: ${x0}"]) + "\n"
-
-
 _WHOLE_FILES: dict[str, Callable[[Random], str]] = {
     "unknown key": _slip,
     "a list at the top": lambda random: "\n".join(["- train", "- steps: 3"] * random.randrange(1, 5)),
@@ -109,11 +95,9 @@ _WHOLE_FILES: dict[str, Callable[[Random], str]] = {
         random.choice(["1", "null", "true", "1.5", ".nan", "[a]", "{a: b}", "2001-01-01"]) + ": 1"
     ),
     "duplicate keys": lambda random: "train: {steps: 1}\n" * random.randrange(2, 5),
-    "deep lists": lambda random: "[" * random.choice([40, 1000, 100_000]),
-    "deep mappings": lambda random: "{a: " * random.choice([40, 1000, 20_000]),
+    "deep lists": lambda random: "[" * random.choice([40, 1000]),
+    "deep mappings": lambda random: "{a: " * random.choice([40, 1000]),
     "deep closed": lambda random: "train: " + "[" * (depth := random.choice([31, 33, 500])) + "]" * depth,
-    "aliases upon aliases": _laughs,
-    "references upon references": _references,
     "an alias within itself": lambda random: random.choice(
         ["a: &a [*a]", "a: &a {b: *a}", "train: *nothing", "&a train: {*a : 1}"]
     ),
@@ -153,9 +137,7 @@ _ONE_VALUE: dict[str, Callable[[Random], str]] = {
     "negative or too large": lambda random: random.choice(
         ["-1", "-0", "0", "9223372036854775808", "4294967296", "-2147483649", "1e308", "1e-320", "0.5", "1" * 400]
     ),
-    "no number": lambda random: random.choice(
-        ["0x_", "0x", "0b", "1e", "+", ".", "1__0", "0o9", "12:99:99", "1" * 5000, "0x" + "f" * 9000]
-    ),
+    "no number": lambda random: random.choice(["0x_", "0x", "0b", "1e", "+", ".", "1__0", "0o9", "12:99:99", "1" * 5000]),
     "empty": lambda random: random.choice(["", "''", "null", "~", "[]", "{}", "[[]]", "[null]", "{'': 1}", "{null: 1}"]),
     "another type": lambda random: random.choice(
         ["[1, 2]", "{a: 1}", "true", "text", "3", "2001-01-01", "2001-99-99", "[x, {y: [z]}]"]
@@ -164,7 +146,6 @@ _ONE_VALUE: dict[str, Callable[[Random], str]] = {
         [
             "!!python/object/apply:os.system [touch hostile]",
             "!!python/name:os.system",
-            "!!binary aGk=",
             "!!set {a, b}",
             "!!int abc",
             "!!float x",

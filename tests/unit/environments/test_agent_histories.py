@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.agent import AgentConfig
+from tepo_megatron.config.environment import AgentConfig
 from tepo_megatron.config.sampling import SamplingConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer

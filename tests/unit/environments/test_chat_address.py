@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tepo_megatron.config.agent import AgentConfig
+from tepo_megatron.config.environment import AgentConfig
 from tepo_megatron.config.sampling import SamplingConfig
 from tepo_megatron.core.problem import ResponseText
 from tepo_megatron.tasks.environments.agents.agent_session import Ended, EpisodeError, Talk

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.evaluation_set import SetSamplingConfig
+from tepo_megatron.config.evaluate import SetSamplingConfig
 from tepo_megatron.config.loading.load import ConfigError, dump_resolved, load_run
 from tepo_megatron.core.types import Problem, Response, WeightsVersion
 from tepo_megatron.tasks.data.tasks import addition

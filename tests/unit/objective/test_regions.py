@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.config.objective.regions import Divergence
+from tepo_megatron.config.objective.choices import Divergence
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective import build_objective
 from tepo_megatron.core.objective.ratio import log_power_mean

@@ -12,7 +12,7 @@ from tepo_megatron.config.objective.custom import OwnTrustRegion
 from tepo_megatron.core.objective.covariance import token_count
 
 if TYPE_CHECKING:
-    from tepo_megatron.config.objective.regions import ClipCov
+    from tepo_megatron.config.objective.choices import ClipCov
     from tepo_megatron.config.objective.section import ObjectiveConfig
     from tepo_megatron.core.objective.values import StepValues, TokenValues
 

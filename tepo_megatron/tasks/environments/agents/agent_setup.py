@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tepo_megatron.config.agent import AgentConfig
-from tepo_megatron.config.environment import OUTSIDE, EnvironmentConfig
+from tepo_megatron.config.environment import OUTSIDE, AgentConfig, EnvironmentConfig
 from tepo_megatron.config.sampling import SamplingConfig
 from tepo_megatron.tasks.environments.keys import make_key
 from tepo_megatron.tasks.reward.verifiers import resolve_verifier

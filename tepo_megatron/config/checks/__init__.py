@@ -1,1 +1,0 @@
-"""Refusals of settings that cannot work together."""
