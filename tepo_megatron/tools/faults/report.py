@@ -31,7 +31,7 @@ workers on a CPU, or one rank that replays rollouts; in two lanes side by side, 
 page. *survived*: the run went on, or was resumed, and its metrics, rollouts and weights are those of a run that nothing
 disturbed, to the last bit. *refused*: it stopped, or did not begin, with a sentence, and nothing is damaged. *lost*: anything
 else, also a traceback, or a process that is left. What a user sees of each fault, and what to do, is in
-[operations](operations.md).
+[operations](../guides/operations.md).
 """
 SILENT_INTRODUCTION = """## Silent faults
 
