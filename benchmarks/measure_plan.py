@@ -26,9 +26,8 @@ from torch import Tensor
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.types import Rollout, WeightsVersion
-from tepo_megatron.plan.memory import BATCH_BYTES_PER_TOKEN, owned_weights, rank_memory
+from tepo_megatron.plan.memory import BATCH_BYTES_PER_TOKEN, host_state_bytes, owned_weights, rank_memory, state_bytes
 from tepo_megatron.plan.shapes import resolve_spec
-from tepo_megatron.plan.states import host_state_bytes, state_bytes
 from tepo_megatron.plan.time import (
     DIGEST_SECONDS_PER_BYTE,
     PACK_SECONDS_PER_TOKEN,

@@ -6,8 +6,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.launch.job import JOB_END_S, data_files, uses_gpus, warning_lead_s
-from tepo_megatron.launch.paths import BUILTIN, own_code
+from tepo_megatron.launch.job import BUILTIN, JOB_END_S, data_files, own_code, uses_gpus, warning_lead_s
 
 if TYPE_CHECKING:
     from nemo_run.core.tunnel.client import Tunnel

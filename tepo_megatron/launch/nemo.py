@@ -23,6 +23,15 @@ POLL_S = 5
 """Seconds between two looks of the batch script at whether a role has ended."""
 
 
+_QUIET: dict[str, Any] = {
+    "log_level": "ERROR",
+    "clean_mode": True,
+    "enable_goodbye_message": False,
+    "skip_status_at_exit": True,
+    "serialize_metadata_for_scripts": False,
+}
+
+
 @dataclass(frozen=True)
 class Scripts:
     """``sbatch``: the batch script that Slurm gets (empty without Slurm). ``roles``: file name below OUT/launch → its text."""
@@ -86,15 +95,6 @@ def run_locally(config: RunConfig) -> int:
         experiment.add(script, name="train", tail_logs=True)
         experiment.run()
     return 0 if experiment.jobs[0].state == AppState.SUCCEEDED else 1
-
-
-_QUIET: dict[str, Any] = {
-    "log_level": "ERROR",
-    "clean_mode": True,
-    "enable_goodbye_message": False,
-    "skip_status_at_exit": True,
-    "serialize_metadata_for_scripts": False,
-}
 
 
 def _experiment(config: RunConfig, folder: Path) -> Any:

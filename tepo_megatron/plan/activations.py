@@ -6,6 +6,7 @@ layers keep fewer activations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 
 from tepo_megatron.config import RunConfig
@@ -16,6 +17,10 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 NORM_COPIES = {"te": 2, "local": 3}
 """Tensors that a norm keeps for its backward pass: input and output, and torch's norm also the normalised input."""
+
+
+FP8_TOKENS = {"none": 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
+"""A rank's tokens in FP8 layers must be a multiple of this (``trainer/megatron/model/fp8.py``)."""
 
 
 def platform_of(config: RunConfig) -> str:
@@ -88,3 +93,25 @@ def _routing(spec: ModelSpec, config: RunConfig) -> Mapping[str, float]:
         # in the experts' MLP: what is multiplied with the probability
         "weighted product": b * spec.experts.per_token * spec.ffn_size / parallel.tp if local else 0,
     }
+
+
+def token_multiple(config: RunConfig) -> int:
+    """The number whose multiples micro-batches are padded to, with the tokens of all context-parallel ranks."""
+    parallel = config.engine.parallel
+    share = (parallel.tp if parallel.sequence_parallel else 1) * FP8_TOKENS[config.engine.fp8.recipe]
+    return parallel.cp * math.lcm(2, share) if parallel.cp > 1 else share
+
+
+def padded_tokens(config: RunConfig, tokens: int) -> int:
+    """``tokens`` of a micro-batch, padded; with context parallelism also each sequence, to two equal chunks for each rank."""
+    multiple = token_multiple(config)
+    return -(-tokens // multiple) * multiple
+
+
+def padding_share(config: RunConfig, mean_length: float) -> float:
+    """By how much padding adds to the tokens that are computed, on average: half a step for each micro-batch, and with context
+    parallelism half of 2 · cp for each sequence."""
+    parallel = config.engine.parallel
+    of_sequences = (2 * parallel.cp - 1) / 2 / mean_length if parallel.cp > 1 else 0.0
+    tokens = max(config.engine.micro_batch_tokens, mean_length)
+    return of_sequences + (token_multiple(config) - 1) / 2 / tokens

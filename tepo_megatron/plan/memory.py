@@ -16,21 +16,21 @@ from tepo_megatron.plan.activations import (
     chosen_mlps,
     layer_activations,
     layers_of,
+    padded_tokens,
     platform_of,
 )
-from tepo_megatron.plan.adapters import AdapterCount, stage_adapters
-from tepo_megatron.plan.padding import padded_tokens
 from tepo_megatron.plan.shapes import (
+    AdapterCount,
     expert_copies,
     expert_parameters,
     expert_tp,
+    stage_adapters,
     stage_expert_layers,
     stage_layer_parameters,
     stage_layers,
     stage_parameters,
     vocabulary_parameters,
 )
-from tepo_megatron.plan.states import state_bytes, step_copies
 from tepo_megatron.weights.architecture import ModelSpec
 
 GIB = 2**30
@@ -63,6 +63,19 @@ FP8_COPIES = 2
 """Extra bytes per weight of a layer that is kept in bfloat16 and computed in FP8: a copy by rows, and one by columns for
 gradients.
 """
+
+
+MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+
+PART_ELEMENTS = 2**26
+"""Of how many weights at once a step makes reduced states fp32: ``trainer/megatron/optimizer/adam_states.py``."""
+
+HOST_STATE_BYTES = 20
+"""On the host, for each weight whose states are there: fp32 weight and both means 12; its gradient 4, in pinned memory, of
+which torch takes powers of two, up to twice as much."""
+
+PROCESS = 6 * GIB
+"""A rank's libraries, kernels and Python objects, which are on the host too: an assumption."""
 
 
 @dataclass(frozen=True)
@@ -240,3 +253,89 @@ def _fused_head(config: RunConfig, tokens: int, row: float, gathered: float, wei
     chunk = min(tokens, max(16, FUSED_HEAD_CHUNK[kind] // row)) * row
     # the scored tokens' inputs and their gradients; what stands for the weight's gradient is memory that a CPU never touches
     return chunk, 2 * gathered + (weight if kind == "cuda" else 0)
+
+
+def state_bytes(config: RunConfig) -> float:
+    """Bytes on the GPU for a weight whose states a rank keeps: fp32 master, unless it is fp32 itself, and both means."""
+    optimizer = config.optimizer
+    master = 0 if config.model.dtype == "float32" else 2 if optimizer.store_param_remainders else 4
+    moments = MOMENT_BYTES[optimizer.exp_avg_dtype] + MOMENT_BYTES[optimizer.exp_avg_sq_dtype]
+    return (1 - optimizer.offload_fraction) * (master + moments)
+
+
+def host_state_bytes(config: RunConfig) -> float:
+    """Bytes on the host per weight whose states a rank keeps."""
+    return HOST_STATE_BYTES * config.optimizer.offload_fraction
+
+
+def step_copies(spec: ModelSpec, config: RunConfig, owned: float) -> float:
+    """Bytes of fp32 copies that a step of Transformer Engine's Adam makes of states in fewer bits, of a part of the ``owned``
+    weights at a time, or of the largest tensor."""
+    optimizer, tp = config.optimizer, config.engine.parallel.tp
+    reduced = sum(dtype != "float32" for dtype in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype))
+    gate_and_up = 2 * spec.hidden_size * spec.ffn_size // (expert_tp(config.engine.parallel) if spec.experts else tp)
+    largest = max(PART_ELEMENTS, vocabulary_parameters(spec, tp), gate_and_up)
+    return 4 * reduced * min(largest, owned)
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of one rank of one pipeline stage. All ranks of a node share its memory."""
+
+    process: float
+    states: float
+    """Adam's states that ``optimizer.offload_fraction`` has put there, with the gradients that they wait for."""
+
+    turns: float
+    """Weights, states and a reference model, while servers use the same GPU."""
+
+    staged: float
+    """States on their way into a checkpoint, with ``train.async_save``."""
+
+    routes: float
+    """The sampler's experts for every token of a step, with ``rollout.server.routing_replay``: of the whole batch, which every
+    rank has, and of its mini-batches."""
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def host_memory(spec: ModelSpec, config: RunConfig, memory: RankMemory, owned: float, *, step_tokens: float) -> HostMemory:
+    """``memory``: the rank's on the GPU; ``owned``: how many weights it keeps states of; ``step_tokens``: of all sequences."""
+    shares = config.rollout.server.placement == "colocated" and config.rollout.replay is None
+    return HostMemory(
+        process=PROCESS,
+        states=host_state_bytes(config) * owned,
+        turns=memory.weights + memory.optimizer + memory.reference if shares else 0,
+        staged=12 * owned if config.train.async_save else 0,
+        routes=2 * step_routes(spec, config, step_tokens),
+    )
+
+
+def step_routes(spec: ModelSpec, config: RunConfig, step_tokens: float) -> float:
+    """Bytes of a step's routing records; none where experts are not replayed."""
+    return step_tokens * spec.route_bytes if config.rollout.server.routing_replay else 0
+
+
+def root_routes(spec: ModelSpec, config: RunConfig, step_tokens: float) -> float:
+    """Bytes of records that rank 0 alone has beside: those of the step's rollouts, and with ``train.schedule = overlap`` of the
+    rollouts of the steps that are drawn ahead."""
+    ahead = config.train.max_staleness + 1 if config.train.schedule == "overlap" else 0
+    return (1 + ahead) * step_routes(spec, config, step_tokens)
+
+
+def check_host(config: RunConfig, needed: list[float], root: float = 0) -> str | None:
+    """Returns a sentence if the ranks of a node need more than its memory, else None. ``needed``: bytes of a rank, by stage;
+    ``root``: what rank 0 needs beside."""
+    cluster = config.cluster
+    ranks = min(config.engine.parallel.world_size, cluster.gpus_per_node)
+    most, room = ranks * max(needed) + root, cluster.host_memory_gib * GIB
+    if most <= room:
+        return None
+    replay = ", set rollout.server.routing_replay = false" if root else ""
+    return (
+        f"{ranks} training ranks on a node need {most / GIB:.0f} GiB of its host's memory, more than cluster.host_memory_gib = "
+        f"{cluster.host_memory_gib:g}; set train.async_save = false, lower optimizer.offload_fraction{replay}, or train on "
+        "more nodes"
+    )

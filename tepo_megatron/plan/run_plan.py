@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.plan.activations import layers_of, platform_of
-from tepo_megatron.plan.host import HostMemory, check_host, host_memory, root_routes
-from tepo_megatron.plan.memory import GIB, USABLE, RankMemory, micro_batch_tokens, owned_weights, rank_memory
-from tepo_megatron.plan.nodes import check_placement
+from tepo_megatron.plan.memory import (
+    GIB,
+    USABLE,
+    HostMemory,
+    RankMemory,
+    check_host,
+    host_memory,
+    micro_batch_tokens,
+    owned_weights,
+    rank_memory,
+    root_routes,
+)
 from tepo_megatron.plan.rollout import (
     ServerMemory,
     Sync,
@@ -228,3 +241,114 @@ def _assumptions(spec: ModelSpec, config: RunConfig, lengths: Lengths, substitut
         size, own = checkpoint_bytes(spec, config) / 1e9, checkpoint_bytes_of_a_rank(spec, config) / 1e9
         how = "written beside training" if config.train.async_save else f"written at {cluster.storage_gb_per_s:g} GB/s"
         yield f"a checkpoint of {size:,.0f} GB every {config.train.save_every} steps, {own:,.1f} GB a rank at most, {how}"
+
+
+def check_placement(config: RunConfig) -> None:
+    """Raises ValueError where ranks or servers do not fit the cluster's GPUs, with the fields to change."""
+    _check_trainer(config)
+    _check_servers(config)
+
+
+def _check_trainer(config: RunConfig) -> None:
+    parallel, cluster = config.engine.parallel, config.cluster
+    gpus = cluster.train_nodes * cluster.gpus_per_node
+    replica = parallel.tp * parallel.pp * parallel.cp
+    if parallel.tp > cluster.gpus_per_node:
+        raise ValueError(
+            f"engine.parallel.tp = {parallel.tp} is more than cluster.gpus_per_node = {cluster.gpus_per_node}; tensor-parallel "
+            "ranks talk in every layer and must share a node: lower tp and raise pp"
+        )
+    if cluster.train_nodes == 1:
+        if parallel.world_size > gpus:
+            raise ValueError(
+                f"engine.parallel needs {parallel.world_size} ranks, but cluster.train_nodes = 1 has {gpus} GPUs; "
+                f"raise cluster.train_nodes to {-(-parallel.world_size // gpus)}, or lower engine.parallel"
+            )
+        return
+    if gpus % replica:
+        raise ValueError(
+            f"cluster.train_nodes = {cluster.train_nodes} × gpus_per_node = {cluster.gpus_per_node} = {gpus} GPUs, which "
+            f"tp × pp × cp = {parallel.tp} × {parallel.pp} × {parallel.cp} = {replica} does not divide; {_nearest(config)}"
+        )
+    if parallel.world_size != gpus:
+        raise ValueError(
+            f"engine.parallel needs {parallel.world_size} ranks, but cluster.train_nodes = {cluster.train_nodes} has {gpus} "
+            f"GPUs; set engine.parallel.dp = {gpus // replica}, or change cluster.train_nodes"
+        )
+
+
+def _nearest(config: RunConfig) -> str:
+    """A sentence with the nearest numbers of nodes that would fit, below and above."""
+    parallel, cluster = config.engine.parallel, config.cluster
+    replica = parallel.tp * parallel.pp * parallel.cp
+
+    def divides(nodes: int) -> bool:
+        return nodes * cluster.gpus_per_node % replica == 0
+
+    below = next((nodes for nodes in range(cluster.train_nodes, 0, -1) if divides(nodes)), None)
+    above = next(nodes for nodes in range(cluster.train_nodes, cluster.train_nodes + replica + 1) if divides(nodes))
+    return f"use {f'{below} or ' if below else ''}{above} nodes, or change engine.parallel"
+
+
+def _check_servers(config: RunConfig) -> None:
+    cluster, server = config.cluster, config.rollout.server
+    if config.rollout.replay is not None:
+        return
+    if server.tp > cluster.gpus_per_node:
+        raise ValueError(
+            f"rollout.server.tp = {server.tp} is more than cluster.gpus_per_node = {cluster.gpus_per_node}; a server's workers "
+            "must share a node: lower rollout.server.tp"
+        )
+    if server.placement == "colocated":
+        if cluster.rollout_nodes or cluster.train_nodes > 1:
+            raise ValueError(
+                "rollout.server.placement = colocated puts the servers on the GPUs of one training node, but "
+                f"cluster.train_nodes = {cluster.train_nodes} and rollout_nodes = {cluster.rollout_nodes}; set them to 1 and "
+                "0, or leave placement out"
+            )
+        where = f"what the trainer's ranks use ({config.engine.parallel.world_size} GPUs)"
+        room = config.engine.parallel.world_size // server.tp
+    elif cluster.rollout_nodes:
+        where = f"cluster.rollout_nodes = {cluster.rollout_nodes} of {cluster.gpus_per_node} GPUs"
+        room = cluster.rollout_nodes * (cluster.gpus_per_node // server.tp)
+    else:
+        free = cluster.train_nodes * cluster.gpus_per_node - config.engine.parallel.world_size
+        where = f"what engine.parallel leaves of the training node ({free} GPUs, as cluster.rollout_nodes = 0)"
+        room = free // server.tp
+    if server.count > room:
+        raise ValueError(
+            f"rollout.server.count = {server.count} servers of tp = {server.tp} do not fit: {where} has room for {room}; lower "
+            "rollout.server.count, or raise cluster.rollout_nodes"
+        )
+
+
+def check_exact(plan: Plan) -> list[list[int]]:
+    """Returns the parameters of every rank as Megatron builds it, ``[pp_rank][tp_rank]``; ten seconds for a 70B model.
+
+    Raises RuntimeError if Megatron cannot be run here, or if a count differs from the formula, with the rank and both counts.
+    """
+    parallel = plan.config.engine.parallel
+    request = {"spec": asdict(plan.spec), "parallel": parallel.model_dump()}
+    done = subprocess.run(
+        [sys.executable, "-m", "tepo_megatron.trainer.megatron.parameter_count"],
+        input=json.dumps(request),
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RuntimeError(
+            f"--exact builds the model with Megatron-Core, which failed here ({why}); run it in the trainer's environment, or "
+            "leave --exact out"
+        )
+    counts: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+    for pp_rank, (expected, row) in enumerate(zip(plan.stage_parameters, counts, strict=True)):
+        for tp_rank, count in enumerate(row):
+            if count != expected:
+                raise RuntimeError(
+                    f"Megatron builds {count:,} parameters on tp rank {tp_rank} of pipeline stage {pp_rank}, but the "
+                    f"formula of this plan says {expected:,}; report this: the plan's memory is off by as much"
+                )
+    return counts

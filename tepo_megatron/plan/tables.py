@@ -16,8 +16,7 @@ from tepo_megatron.plan.activations import platform_of
 from tepo_megatron.plan.memory import GIB
 from tepo_megatron.plan.rollout import ServerMemory, Sync
 from tepo_megatron.plan.run_plan import Plan, usable_memory
-from tepo_megatron.plan.schedules import ScheduleTime, schedule_times
-from tepo_megatron.plan.time import Lengths
+from tepo_megatron.plan.time import Lengths, ScheduleTime, schedule_times
 
 PUBLISHED = {"generation": 84, "log-probs": 18, "training": 28, "weight sync": 14, "step": 147}
 """Seconds of a GRPO step of Llama-3.1-70B on 64 H100 (NeMo-RL, TP4 PP4, sequences of up to 4096 tokens)."""

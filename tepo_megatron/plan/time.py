@@ -6,22 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.plan.activations import ELEMENT_BYTES
-from tepo_megatron.plan.adapters import model_adapters
-from tepo_megatron.plan.flops import forward_flops, recomputed_flops
-from tepo_megatron.plan.memory import RankMemory, owned_weights
-from tepo_megatron.plan.padding import padding_share
+from tepo_megatron.plan.activations import ELEMENT_BYTES, padding_share, passed_width
+from tepo_megatron.plan.memory import RankMemory, owned_weights, state_bytes
 from tepo_megatron.plan.rollout import ServerMemory, Sync
 from tepo_megatron.plan.shapes import (
     active_parameters,
     expert_copies,
     expert_parameters,
+    model_adapters,
     model_parameters,
     stage_expert_layers,
     stage_layers,
     stage_parameters,
 )
-from tepo_megatron.plan.states import state_bytes
 from tepo_megatron.weights.architecture import ModelSpec
 
 PACK_SECONDS_PER_TOKEN = 0.02e-6
@@ -282,3 +279,54 @@ def _exchange(spec: ModelSpec, config: RunConfig, micro_batch: float) -> float:
     exposed = minibatches * max(0.0, reduce - 2 / 3 * micro_batch if engine.overlap_grad_reduce else reduce)
     between = max(0.0, gather - 1 / 3 * micro_batch if engine.overlap_param_gather else gather)
     return exposed + (minibatches - 1) * between + gather
+
+
+def forward_flops(spec: ModelSpec, mean_length: float) -> float:
+    """FLOPs of one token's forward pass: 2 per weight of every matrix that it meets, and causal attention.
+
+    The embedding is a lookup and costs nothing; of the experts only the chosen ones count.
+    """
+    matrices = active_parameters(spec) - (0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size)
+    # Attention: 2 FLOPs × 2 products (scores, values) × half of the sequence on average, since it is causal.
+    return 2 * matrices + 2 * spec.num_layers * spec.num_heads * spec.head_dim * mean_length
+
+
+def recomputed_flops(spec: ModelSpec, config: RunConfig, mean_length: float) -> float:
+    """FLOPs of one token that the backward pass computes again."""
+    again, head = set(config.engine.recomputed), 2 * spec.vocab_size * spec.hidden_size
+    fused_head = head if config.engine.head == "fused" else 0
+    if config.engine.recompute == "full":
+        return forward_flops(spec, mean_length) - head + fused_head
+    attention = 2 * spec.num_layers * spec.num_heads * spec.head_dim * mean_length if "core_attn" in again else 0
+    mlp = 2 * spec.num_layers * 3 * spec.hidden_size * passed_width(spec) if again & {"mlp", "moe"} else 0
+    return attention + mlp + fused_head
+
+
+@dataclass(frozen=True)
+class ScheduleTime:
+    """Seconds of a step under a schedule (``train.schedule``), and the shares of them in which either side is idle."""
+
+    schedule: str
+    seconds: float
+    idle_trainer: float
+    idle_servers: float
+
+
+def schedule_times(step: StepTime, *, takes_turns: bool) -> list[ScheduleTime]:
+    """A step's time and idle shares under each schedule that the run could have. ``takes_turns``: servers are on the trainer's
+    GPUs, where nothing overlaps.
+
+    Overlapped, sampling and training go on side by side, and both stop for a weight sync. How much of a long tail of responses
+    is hidden beyond that depends on ``train.max_staleness``, and is left out.
+    """
+    if step.generation == 0:
+        return []
+    trains = step.seconds - step.generation
+    schedules = [("sync", step.seconds)]
+    if not takes_turns:
+        schedules.append(("overlap", max(step.generation + step.sync, trains)))
+    return [
+        ScheduleTime(name, seconds, 1 - trains / seconds, 1 - step.generation / seconds)
+        for name, seconds in schedules
+        if seconds < float("inf")
+    ]

@@ -101,9 +101,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 
-KNOWN_ARCHITECTURES = tuple(FAMILIES)
-
-PLAIN = {
+_SUPPORTED = {
     "hidden_act": "silu",
     # Logits are the head's product as it is. Other families scale, bound or shift them; vLLM reads the first for Llama too.
     "logit_scale": 1.0,
@@ -283,7 +281,7 @@ def model_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
     architecture = (raw.get("architectures") or ["<none>"])[0]
     family = FAMILIES.get(architecture)
     if family is None:
-        raise ValueError(f"{where}: architecture {architecture} is not known; known: {', '.join(KNOWN_ARCHITECTURES)}")
+        raise ValueError(f"{where}: architecture {architecture} is not known; known: {', '.join(FAMILIES)}")
     raw = {**family.defaults, **raw}
     _refuse_unsupported(raw, family, where)
     try:
@@ -385,7 +383,7 @@ def _check_sizes(spec: ModelSpec, where: str) -> None:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], family: Family, where: str) -> None:
-    for key, value in {**PLAIN, **family.only}.items():
+    for key, value in {**_SUPPORTED, **family.only}.items():
         if (raw.get(key, value) or None) != (value or None):  # null, false, 0 and an empty list all switch a feature off
             raise ValueError(f"{where}: {key} = {raw[key]!r} is not supported yet (only {value!r})")
     kinds = set(raw.get("layer_types") or ()) - {"full_attention"}

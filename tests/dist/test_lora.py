@@ -14,14 +14,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tepo_megatron.config import LoraConfig, ParallelConfig
-from tepo_megatron.plan.adapters import stage_adapters
+from tepo_megatron.plan.shapes import stage_adapters
 from tepo_megatron.sampler.rollout_file import read_rollouts
 from tepo_megatron.trainer.megatron.batching.batch import pack
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.layouts import tensor_shapes
 from tepo_megatron.weights.layouts.adapters import adapted_tensors, adapter_names, adapter_shapes
-from tepo_megatron.weights.storage.hf_folder import PREFIX, AdapterSettings, check_peft_folder, write_model, write_peft_folder
+from tepo_megatron.weights.storage.hf_folder import (
+    PEFT_PREFIX,
+    AdapterSettings,
+    check_peft_folder,
+    write_model,
+    write_peft_folder,
+)
 from tepo_megatron.weights.storage.stored import open_boxes
 from tests.dist.test_moe import make_rollouts
 from tests.support.float64 import Oracle, oracle_of
@@ -107,7 +113,7 @@ class Worlds:
     def merged(self, model: str, adapter: Path) -> dict[str, Tensor]:
         """The model with the adapters of a PEFT folder, in float64, as PEFT defines it."""
         weights = {name: tensor.double() for name, tensor in load_file(self.folder / model / "model.safetensors").items()}
-        found = {name.removeprefix(PREFIX): tensor.double() for name, tensor in load_file(adapter / WEIGHTS).items()}
+        found = {name.removeprefix(PEFT_PREFIX): tensor.double() for name, tensor in load_file(adapter / PEFT_WEIGHTS).items()}
         for name in adapted_tensors({name: tuple(tensor.shape) for name, tensor in weights.items()}, targets_of(model)):
             a, b = (found[part] for part in adapter_names(name))
             weights[name] += LORA.scale * b @ a
@@ -141,7 +147,7 @@ class Worlds:
         return oracle_of(self.folder / model, self.batch), oracle_of(merged, self.batch)
 
 
-WEIGHTS = "adapter_model.safetensors"
+PEFT_WEIGHTS = "adapter_model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -176,11 +182,11 @@ def test_scores_are_those_of_the_merged_model_and_references_those_without_adapt
 def test_gradients_match_transformers_in_float64(worlds: Worlds, run: Run) -> None:
     """After one step Adam's first moment is a tenth of the gradient."""
     oracle = worlds.oracle(run.model)[1]
-    adapters = load_file(worlds.folder / f"{run.model}-adapters" / WEIGHTS)
+    adapters = load_file(worlds.folder / f"{run.model}-adapters" / PEFT_WEIGHTS)
     expected: dict[str, Tensor] = {}
     for name in adapted_tensors({name: tuple(each.shape) for name, each in oracle.gradients.items()}, targets_of(run.model)):
         names, gradient = adapter_names(name), LORA.scale * oracle.gradients[name]
-        a, b = (adapters[PREFIX + part].double() for part in names)
+        a, b = (adapters[PEFT_PREFIX + part].double() for part in names)
         expected |= {names.a: b.t() @ gradient, names.b: gradient @ a.t()}
     loss, norm = worlds.report(run)["updates"][0]
     assert loss == pytest.approx(oracle.loss, rel=1e-5)
@@ -200,8 +206,8 @@ def test_two_steps_are_those_of_one_rank(worlds: Worlds, run: Run) -> None:
     single = SINGLES[run.model]
     expected, found = (worlds.report(each)["updates"][-1] for each in (single, run))
     assert found == pytest.approx(expected, rel=1e-5)
-    before = load_file(worlds.folder / f"{run.model}-adapters" / WEIGHTS)
-    ours, theirs = (load_file(worlds.run(each) / "adapter" / WEIGHTS) for each in (run, single))
+    before = load_file(worlds.folder / f"{run.model}-adapters" / PEFT_WEIGHTS)
+    ours, theirs = (load_file(worlds.run(each) / "adapter" / PEFT_WEIGHTS) for each in (run, single))
     moved = torch.cat([(theirs[name] - before[name]).flatten() for name in before])
     apart = torch.cat([(ours[name] - theirs[name]).flatten() for name in before])
     assert apart.norm() < 2e-3 * moved.norm()

@@ -26,6 +26,9 @@ from tepo_megatron.weights.layouts.table import (
     tensor_shapes,
 )
 
+Stages = Sequence[Sequence[range]]
+"""Layers of each model chunk of each pipeline stage; a stage has one chunk unless the pipeline is interleaved (VPP)."""
+
 
 class RankCoordinates(NamedTuple):
     """A rank's coordinates in the groups of the dense weights (tp, dp, pp) and in those of the experts (etp, ep, expert dp)."""
@@ -36,10 +39,6 @@ class RankCoordinates(NamedTuple):
     etp_rank: int
     ep_rank: int
     expert_dp_rank: int
-
-
-Stages = Sequence[Sequence[range]]
-"""Layers of each model chunk of each pipeline stage; a stage has one chunk unless the pipeline is interleaved (VPP)."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,27 @@ TOKENIZER_FILES = (
 )
 
 
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+PEFT_PREFIX = "base_model.model."
+"""What PEFT puts before the names of the model's own modules."""
+
+_SUPPORTED_PEFT: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "lora_bias": (False,),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "fan_in_fan_out": (False,),
+    "layer_replication": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+}
+"""Settings of PEFT that make something else than one A and B per layer, with the values that do not."""
+
+
 def load_into(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> None:
     """Copies this rank's boxes of a folder's tensors into its parameters, in place; every rank reads only its own bytes.
 
@@ -147,26 +168,6 @@ def atomic_folder(out: Path) -> Iterator[Path]:
     partial.rename(out)
 
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
-"""What PEFT puts before the names of the model's own modules."""
-
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "use_dora": (False,),
-    "lora_bias": (False,),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
-    "fan_in_fan_out": (False,),
-    "layer_replication": (None,),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None,),
-}
-"""Settings of PEFT that make something else than one A and B per layer, with the values that do not."""
-
-
 @dataclass(frozen=True)
 class AdapterSettings:
     """What a PEFT folder says of its adapters. ``targets``: the names of the layers that have one."""
@@ -204,10 +205,10 @@ def write_peft_folder(out: Path, tensors: Mapping[str, Tensor], settings: Adapte
         "init_lora_weights": True,
     }
     with atomic_folder(out) as partial:
-        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        held = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(held, partial / WEIGHTS, metadata={"format": "pt"})
-        (partial / WEIGHTS).chmod(0o644)
+        (partial / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        held = {PEFT_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(held, partial / PEFT_WEIGHTS, metadata={"format": "pt"})
+        (partial / PEFT_WEIGHTS).chmod(0o644)
 
 
 def check_peft_folder(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, rank: int, alpha: float, rslora: bool) -> None:
@@ -218,7 +219,7 @@ def check_peft_folder(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, ra
     config = _read_config(folder)
     problems = [
         f"{name} = {config[name]!r} is not supported (only {values[0]!r})"
-        for name, values in _PLAIN.items()
+        for name, values in _SUPPORTED_PEFT.items()
         if name in config and config[name] not in values
     ]
     for name, field, ours in (("r", "rank", rank), ("lora_alpha", "alpha", alpha), ("use_rslora", "rslora", rslora)):
@@ -238,15 +239,17 @@ def check_peft_folder(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, ra
 
 def load_adapters(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> None:
     """Copies this rank's parts of a folder's adapters into its parameters, in place, reading no other bytes."""
-    with torch.no_grad(), open_safetensors(folder / WEIGHTS) as handle:
+    with torch.no_grad(), open_safetensors(folder / PEFT_WEIGHTS) as handle:
         for shard in layout.shards:
-            params[shard.param][shard.at.slices].copy_(handle.get_slice(PREFIX + shard.tensor)[shard.box.slices])
+            params[shard.param][shard.at.slices].copy_(handle.get_slice(PEFT_PREFIX + shard.tensor)[shard.box.slices])
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG
-    if not path.is_file() or not (folder / WEIGHTS).is_file():
-        raise ValueError(f"model.lora.path = {folder} has no {CONFIG} and {WEIGHTS}; give a folder that PEFT has saved")
+    path = folder / PEFT_CONFIG
+    if not path.is_file() or not (folder / PEFT_WEIGHTS).is_file():
+        raise ValueError(
+            f"model.lora.path = {folder} has no {PEFT_CONFIG} and {PEFT_WEIGHTS}; give a folder that PEFT has saved"
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -257,9 +260,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _wrong_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    with open_safetensors(folder / WEIGHTS) as handle:
+    with open_safetensors(folder / PEFT_WEIGHTS) as handle:
         stored = {key: tuple(handle.get_slice(key).get_shape()) for key in handle.keys()}  # noqa: SIM118
-    expected = {PREFIX + name: shape for name, shape in shapes.items()}
+    expected = {PEFT_PREFIX + name: shape for name, shape in shapes.items()}
     missing = [f"missing: {name}" for name in expected if name not in stored]
     unexpected = [f"not of this model, or not in model.lora.target_modules: {name}" for name in stored if name not in expected]
     misshapen = [

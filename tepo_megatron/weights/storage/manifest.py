@@ -26,6 +26,11 @@ _BLOCK = 4 * 2**20
 """Bytes that are read at a time."""
 
 
+_TENSORS, _BYTES = 64, 4096
+"""How many tensors are sampled, and how much of each. In bfloat16 a small update changes one value of a hundred: of so many
+values that are some, wherever the update was."""
+
+
 class DamagedCheckpoint(ValueError):  # noqa: N818
     """A checkpoint that must not be used; the text is ``NAME is damaged (what is wrong)``."""
 
@@ -187,11 +192,6 @@ def _step_within(path: Path) -> int | None:
             return int(json.loads(file.read(length))["__metadata__"]["step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-_TENSORS, _BYTES = 64, 4096
-"""How many tensors are sampled, and how much of each. In bfloat16 a small update changes one value of a hundred: of so many
-values that are some, wherever the update was."""
 
 
 def sampled_digest(folder: Path) -> str | None:

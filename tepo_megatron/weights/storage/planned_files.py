@@ -23,6 +23,12 @@ BUCKET_BYTES = 32 * 2**20
 """Bytes of a tensor that are held in memory at a time."""
 
 
+FILE_BYTES = 4 * 2**30
+"""Size in bytes at which a file is closed and the next one begun."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """``box`` of ``tensor``, which is written under ``key`` in ``dtype`` (safetensors' name of it)."""
@@ -114,12 +120,6 @@ def group_entries(entries: Sequence[FileEntry], limit: int) -> list[tuple[FileEn
         groups[-1].append(entry)
         held += entry.nbytes
     return [tuple(group) for group in groups]
-
-
-FILE_BYTES = 4 * 2**30
-"""Size in bytes at which a file is closed and the next one begun."""
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass

@@ -21,6 +21,13 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)
 
 
+BLOCK_WORDS = 512
+
+BLOCK_BYTES = 8 * BLOCK_WORDS
+
+_ODD = 0x9E3779B97F4A7C15
+
+
 def fingerprint(shards: Iterable[Shard], params: Mapping[str, Tensor]) -> int:
     """Returns the fingerprint of the parts of Hugging Face tensors that ``shards`` locate in ``params``, in their dtype there.
 
@@ -63,11 +70,6 @@ def _keys(dim: int, first: int, count: int, device: torch.device) -> Tensor:
 
 def _tensor_key(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) | 1
-
-
-BLOCK_WORDS = 512
-BLOCK_BYTES = 8 * BLOCK_WORDS
-_ODD = 0x9E3779B97F4A7C15
 
 
 def digest(data: Tensor) -> Tensor:

@@ -35,6 +35,9 @@ MEMBERS_POLL_S = 0.02
 _JOINED, _LEFT = "joined", "left"
 
 
+_APART = "set rollout.server.placement = colocated, or rollout.server.transport = auto or gloo"
+
+
 class Transport(Protocol):
     """Point-to-point messages. The two ranks and a number identify a message; both ends must give the same size.
 
@@ -232,9 +235,6 @@ class Rendezvous:
             return int(self.store.add(self._stage, 0))
         except RuntimeError:
             raise RuntimeError("the trainer's rank 0 left before all members of the weight-transfer group had joined") from None
-
-
-_APART = "set rollout.server.placement = colocated, or rollout.server.transport = auto or gloo"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from examples.paper import results
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.loading.load import load_run
 from tepo_megatron.plan import make_plan
-from tepo_megatron.plan.schedules import schedule_times
+from tepo_megatron.plan.time import schedule_times
 from tepo_megatron.tasks.data.benchmarks.prepare import sets_yaml
 from tepo_megatron.tasks.data.benchmarks.registry import BENCHMARKS
 

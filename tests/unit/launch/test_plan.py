@@ -19,11 +19,10 @@ from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.loading.load import load_run
 from tepo_megatron.plan import make_plan
-from tepo_megatron.plan.flops import forward_flops
 from tepo_megatron.plan.memory import layers_in_flight, rank_memory
 from tepo_megatron.plan.run_plan import Plan
-from tepo_megatron.plan.schedules import schedule_times
 from tepo_megatron.plan.shapes import model_parameters, resolve_spec
+from tepo_megatron.plan.time import forward_flops, schedule_times
 from tepo_megatron.weights.layouts import check_trainer_split
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

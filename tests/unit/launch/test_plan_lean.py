@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.loading.load import load_run
 from tepo_megatron.plan import make_plan
-from tepo_megatron.plan import states as of_the_plan
-from tepo_megatron.plan.padding import token_multiple
+from tepo_megatron.plan import memory as of_the_plan
+from tepo_megatron.plan.activations import token_multiple
 from tepo_megatron.plan.run_plan import Plan
 from tepo_megatron.run.sampling import inputs
 from tepo_megatron.run.step.memory_check import check_fits

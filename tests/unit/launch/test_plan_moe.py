@@ -9,10 +9,9 @@ import pytest
 from tepo_megatron.config.loading.load import load_run
 from tepo_megatron.plan import make_plan
 from tepo_megatron.plan.activations import layer_activations
-from tepo_megatron.plan.flops import forward_flops
-from tepo_megatron.plan.host import root_routes
-from tepo_megatron.plan.memory import GIB
+from tepo_megatron.plan.memory import GIB, root_routes
 from tepo_megatron.plan.run_plan import Plan
+from tepo_megatron.plan.time import forward_flops
 
 RECIPE = Path(__file__).parents[3] / "examples" / "qwen2.5-7b" / "run.yaml"
 SPLIT = ("dp=4", "tp=2", "sequence_parallel=true", "ep=4", "etp=1")

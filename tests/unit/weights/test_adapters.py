@@ -24,7 +24,7 @@ from tepo_megatron.weights.layouts.adapters import (
     shards_by_tensor,
 )
 from tepo_megatron.weights.storage.hf_folder import (
-    PREFIX,
+    PEFT_PREFIX,
     AdapterSettings,
     check_peft_folder,
     load_adapters,
@@ -133,7 +133,7 @@ def test_a_model_of_other_sizes_is_refused_and_a_folder_comes_back_as_it_was(tmp
     wanted = adapter_shapes(shapes, tensors, RANK)
     held = {name: torch.randn(shape) for name, shape in wanted.items()}
     write_peft_folder(tmp_path / "lora", held, AdapterSettings(RANK, 4, False, 0.0, ("q_proj",)), base_model="m")
-    with pytest.raises(ValueError, match=rf"{PREFIX}model\.layers\.0.* is \(2, 6\), and this model needs \(2, 9\)"):
+    with pytest.raises(ValueError, match=rf"{PEFT_PREFIX}model\.layers\.0.* is \(2, 6\), and this model needs \(2, 9\)"):
         check_peft_folder(tmp_path / "lora", adapter_shapes(other, tensors, RANK), rank=RANK, alpha=4, rslora=False)
     layout = adapter_layout(megatron_ranks(small_spec(), MegatronParallel())[0], tensors, RANK)
     back = {name: torch.empty(shape) for name, shape in layout.params.items()}
