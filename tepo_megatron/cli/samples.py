@@ -14,7 +14,7 @@ import typer
 
 from tepo_megatron.cli.errors import user_errors
 from tepo_megatron.cli.options import AsJson
-from tepo_megatron.runtime.log_file import parse_samples
+from tepo_megatron.runtime.files import parse_samples
 
 Row = Mapping[str, Any]
 

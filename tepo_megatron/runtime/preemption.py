@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.runtime.proc import PROC, start_time
 
 INTERRUPTED = 130
@@ -105,7 +106,7 @@ class StopSignals:
         self._handle_all()
         threading.Thread(target=self._listen, args=(hears,), name="stop signals", daemon=True).start()
         if (folder := os.environ.get(_RANKS_FOLDER)) and (rank := os.environ.get("RANK")):
-            _write(Path(folder) / f"rank-{rank}.pid", str(os.getpid()))
+            write_atomically(Path(folder) / f"rank-{rank}.pid", str(os.getpid()))
 
     def uninstall(self) -> None:
         """The signals are handled as before :meth:`install`. Called from the main thread; nothing where it was not called."""
@@ -288,12 +289,6 @@ def _root_process() -> int:
 
 def _patience() -> float:
     return 0.0 if os.environ.get("RANK", "0") == "0" else _OTHERS_S
-
-
-def _write(path: Path, text: str) -> None:
-    draft = path.with_suffix(".partial")
-    draft.write_text(text)
-    draft.replace(path)
 
 
 def _name(number: int) -> str:

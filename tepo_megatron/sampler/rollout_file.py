@@ -16,7 +16,6 @@ import os
 import shutil
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -27,7 +26,7 @@ from numpy.typing import DTypeLike
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from tepo_megatron.core.types import LossMask, Rollout, SamplingMask, TokenIds, WeightsVersion
-from tepo_megatron.weights.storage.manifest import sync_folder
+from tepo_megatron.runtime.files import partial_path, write_atomically
 
 FORMAT = 3
 _FORMATS = (1, 2, FORMAT)
@@ -159,26 +158,11 @@ def write_rollouts(
 
     What is read back is equal to the last bit. Raises OSError if the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = record_path(folder, step)
     head = {"format": FORMAT, "step": step, "rollouts": len(rollouts), "drawn_by": drawn_by, "failed_rewards": failed_rewards}
     body = "".join(_line(rollout) for rollout in rollouts).encode()
     first = json.dumps(head | {"sha256": _digest(head, body)}) + "\n"
-    partial = path.with_suffix(".partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(first.encode())
-            file.write(body)
-            file.flush()
-            if flush:
-                os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        with suppress(OSError):  # what there is of it takes room on a disk that may be full
-            partial.unlink()
-        raise
-    if flush:
-        sync_folder(folder)
+    write_atomically(path, first.encode() + body, sync=flush)
     return path
 
 
@@ -188,7 +172,7 @@ def link_record(path: Path, folder: Path) -> None:
     target = folder / path.name
     if target.exists() and target.samefile(path):
         return
-    partial = target.with_suffix(".partial")
+    partial = partial_path(target)
     partial.unlink(missing_ok=True)
     try:
         os.link(path, partial)

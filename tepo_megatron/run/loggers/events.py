@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.runtime.log_file import Failed, LogFile
+from tepo_megatron.runtime.files import Failed, LogFile
 
 _NUMBERS = itertools.count()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tepo_megatron.runtime.log_file import read_lines
+from tepo_megatron.runtime.files import read_lines
 
 Log = Callable[[int, int, Mapping[str, Any]], None]
 """Takes how many rows were logged before, also those that were taken back later; the row's step; the row."""

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tepo_megatron.run.loggers.events import EventsFile
-from tepo_megatron.runtime.log_file import Failed, LogFile, raise_error, read_lines, replace_text
+from tepo_megatron.runtime.files import Failed, LogFile, raise_error, read_lines, write_atomically
 
 PHASES = ("rollout", "reward", "journal", "score", "update", "sync", "eval")
 """The phases of a step that ``Stopwatch`` knows, in the order in which they happen."""
@@ -78,7 +78,7 @@ class MetricsWriter:
         self.last_step = rows[-1]["step"] if rows else None
         text = "".join(json.dumps(row) + "\n" for row in rows)
         if self._path.exists() and self._path.read_bytes() != text.encode():
-            replace_text(self._path, text)
+            write_atomically(self._path, text)
 
     def _open_events(self) -> EventsFile | None:
         if self._events is None and self._events_folder is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tepo_megatron.run.metrics.token_file import TokenSamples, encode_tokens, token_file, token_files
-from tepo_megatron.runtime.log_file import Failed, replace_bytes
+from tepo_megatron.runtime.files import Failed, write_atomically
 
 
 class TokenLog:
@@ -28,7 +28,7 @@ class TokenLog:
         for step in list(self._waiting):
             path = token_file(self._folder, step)
             try:
-                replace_bytes(path, self._waiting[step])
+                write_atomically(path, self._waiting[step])
             except OSError as error:
                 self._failed(path, error)
                 return

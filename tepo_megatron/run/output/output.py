@@ -23,7 +23,7 @@ from tepo_megatron.run.metrics.token_file import FOLDER, TokenSamples
 from tepo_megatron.run.metrics.token_log import TokenLog
 from tepo_megatron.run.output.resume import resumes
 from tepo_megatron.run.output.run_folder import check_no_run, forget_start, unwritable_is_a_sentence
-from tepo_megatron.runtime.log_file import LogFile, parse_samples, read_lines, replace_text
+from tepo_megatron.runtime.files import LogFile, parse_samples, read_lines, write_atomically
 from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.runtime.run_lock import RunLock
 
@@ -104,7 +104,7 @@ class Output:
                 samples, cut = _read_samples(file.path)
                 kept = [line for line, of in samples if of <= logged]
                 if cut or len(kept) < len(samples):
-                    replace_text(file.path, "".join(line + "\n" for line in kept))
+                    write_atomically(file.path, "".join(line + "\n" for line in kept))
             self._tokens.forget_after(step)
         return forgotten
 

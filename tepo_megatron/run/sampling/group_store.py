@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.run.sampling.groups import UNFINISHED, Group
-from tepo_megatron.runtime.log_file import Failed, replace_text
+from tepo_megatron.runtime.files import Failed, write_atomically
 from tepo_megatron.sampler.rollout_file import read_record, record_path, write_rollouts
 from tepo_megatron.tasks.reward.pool import RewardResult
 
@@ -77,8 +77,7 @@ class GroupStore:
             return
         path = self._state_path(step)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(path, json.dumps(state) + "\n")
+            write_atomically(path, json.dumps(state) + "\n")
         except OSError as error:
             self._failed(path, error)
 

@@ -78,7 +78,7 @@ class FullDisks(FaultClass):
         name = "full at record"
         run = self.workshop.live_run()
         step = tiny.last_step(run.out) + 2
-        link = run.out / "journal" / f"step_{step:07d}.partial"  # written first; the record is a link to it
+        link = run.out / "journal" / f"step_{step:07d}.jsonl.partial"  # written first; the record is a link to it
         link.parent.mkdir(exist_ok=True)
         start = time.monotonic()
         link.symlink_to(FULL)

@@ -22,7 +22,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.runtime.log_file import replace_text
+from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.tasks.evaluate.intervals import T_975
 from tepo_megatron.tools.report.choose import SampleGroup, evenly
 from tepo_megatron.tools.report.runs import Run, find_runs, groups_of, read_run
@@ -75,7 +75,7 @@ def write_report(paths: Sequence[Path], output: Path, options: Options) -> Writt
     samples = _samples_data(runs, options)
     text = render(figures["title"], figures, samples)
     output.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(output, text)
+    write_atomically(output, text)
     count = sum(len(group["responses"]) for group in samples["groups"])
     return Written(output, len(text.encode()), len(runs), count, goes_on)
 

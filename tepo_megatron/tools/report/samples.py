@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.runtime.log_file import parse_samples, read_lines
+from tepo_megatron.runtime.files import parse_samples, read_lines
 from tepo_megatron.tools.report.choose import SampleGroup
 
 Row = Mapping[str, Any]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from tepo_megatron.runtime.files import partial_path
 from tepo_megatron.weights.architecture import ModelSpec, kept_in_fp32, read_model_spec
 from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, pipeline_stages, tensor_shapes
@@ -144,7 +145,7 @@ def _write_folder(
     """Writes the files that are not there yet, then what ``finish`` adds, and renames the folder to ``out``."""
     if out.exists():
         raise ValueError(f"{out} exists already; remove it, or give another folder")
-    partial = out.with_name(out.name + ".partial")
+    partial = partial_path(out)
     _prepare_partial(partial, _conversion_digest(weights, files))
     left = [file for file in files if not file.is_written(partial)]
     needed, total = sum(file.nbytes for file in left), sum(file.nbytes for file in files)

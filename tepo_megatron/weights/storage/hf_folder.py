@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tepo_megatron.runtime.files import partial_path
 from tepo_megatron.weights.architecture import kept_in_fp32
 from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.storage.stored import open_safetensors, open_weights
@@ -155,7 +156,7 @@ def write_index(folder: Path, files: Sequence[Mapping[str, int]]) -> None:
 @contextmanager
 def atomic_folder(out: Path) -> Iterator[Path]:
     """Yields a folder to write into, which is renamed to ``out`` if the block succeeds, and removed if it raises."""
-    partial = out.with_name(out.name + ".partial")
+    partial = partial_path(out)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:

@@ -167,15 +167,6 @@ def write_durably(path: Path, text: str) -> FileRecord:
     return FileRecord(len(data), hashlib.sha256(data).hexdigest())
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder outlive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _own_digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

@@ -88,7 +88,7 @@ MADE = {
     **dict.fromkeys(
         ("checkpoints/step_000001/state.json", "checkpoints/step_000002.partial/shards/a", "logs/server-0.log"), "x"
     ),
-    **dict.fromkeys(("rollouts/step_0000000.jsonl", "journal/step_0000001.jsonl", "journal/step_0000002.partial"), "x"),
+    **dict.fromkeys(("rollouts/step_0000000.jsonl", "journal/step_0000001.jsonl", "journal/step_0000002.jsonl.partial"), "x"),
     "metrics.jsonl": ROW,
 }
 OTHERS = {"launch/run.yaml": "x", "servers/17.0/key": "x", "logs/ranks/17.0/0": "x", "notes.txt": "x", "model.txt": "x"}

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.run.metrics.token_file import encode_tokens, read_tokens, token_file, token_files
-from tepo_megatron.runtime.log_file import replace_bytes
+from tepo_megatron.runtime.files import write_atomically
 from tests.support.token_values import made_up_tokens
 
 
@@ -34,7 +34,7 @@ def test_a_file_is_read_as_it_was_written(
     given_ = made_up_tokens(step, lengths, seed=seed)
     given_ = replace(given_, prompts=(*given_.prompts, replace(made_up_tokens().prompts[0], text=text, answer=None)))
     path = token_file(folder, step)
-    replace_bytes(path, encode_tokens(given_))
+    write_atomically(path, encode_tokens(given_))
     assert token_files(folder) == {step: path}
     found = read_tokens(path)
     assert found == given_
@@ -49,7 +49,7 @@ def test_a_file_is_read_as_it_was_written(
 
 def test_files_are_in_the_order_of_their_steps_and_nothing_else_is_one(tmp_path: Path) -> None:
     for step in (100, 20, 12345678, 60, 5, 90, 40):
-        replace_bytes(token_file(tmp_path, step), b"")
+        write_atomically(token_file(tmp_path, step), b"")
     (tmp_path / "tokens" / "step_0000030.npz.partial").touch()
     (tmp_path / "tokens" / "step_last.npz").touch()
     assert list(token_files(tmp_path)) == [5, 20, 40, 60, 90, 100, 12345678]

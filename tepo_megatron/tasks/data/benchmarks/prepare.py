@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.tasks.data.benchmarks.convert import as_lines, convert
 from tepo_megatron.tasks.data.benchmarks.registry import BENCHMARKS, Benchmark, find_benchmark
 from tepo_megatron.tasks.data.digest import file_digest
@@ -91,9 +91,9 @@ def prepare(
         "family": family,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    _write(target, content)
-    _write(folder / LOCK, (json.dumps(lock, indent=2, sort_keys=True) + "\n").encode())
-    _write(folder / SETS, sets_yaml(folder, lock).encode())
+    write_atomically(target, content)
+    write_atomically(folder / LOCK, (json.dumps(lock, indent=2, sort_keys=True) + "\n").encode())
+    write_atomically(folder / SETS, sets_yaml(folder, lock).encode())
     return Prepared(name, target, len(problems), path, digest, recorded=expected is None)
 
 
@@ -163,10 +163,3 @@ def _find(benchmark: Benchmark, source: Path) -> Path:
         f"{source} has no {benchmark.file} of {benchmark.repository}; give the file itself, or the folder that "
         f"'hf download {benchmark.repository} --repo-type dataset --local-dir' has made"
     )
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all."""
-    new = path.with_name(f"{path.name}.new-{os.getpid()}")
-    new.write_bytes(content)
-    new.replace(path)

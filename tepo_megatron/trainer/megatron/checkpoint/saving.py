@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tepo_megatron.runtime.files import partial_path, sync_folder
 from tepo_megatron.trainer.checkpoints.folder import checkpoint_folder, checkpoints, set_aside
 from tepo_megatron.trainer.megatron.checkpoint.local_boxes import state_boxes
 from tepo_megatron.trainer.megatron.platform.collectives import all_gather_json
 from tepo_megatron.trainer.megatron.policy.policy import Policy
 from tepo_megatron.trainer.protocol import SavedCheckpoint
 from tepo_megatron.weights.geometry import Shard
-from tepo_megatron.weights.storage.manifest import FORMAT, STATE, FileRecord, sync_folder, write_durably, write_manifest
+from tepo_megatron.weights.storage.manifest import FORMAT, STATE, FileRecord, write_durably, write_manifest
 from tepo_megatron.weights.storage.planned_files import WrittenBoxes, describe_os_error, write_boxes
 from tepo_megatron.weights.storage.stored import SHARDS
 
@@ -55,7 +56,7 @@ class Saving:
         began = time.monotonic()
         self.step = step
         self._out, self._state, self._group = checkpoint_folder(folder, step), state, group
-        self._partial = self._out.with_name(self._out.name + ".partial")
+        self._partial = partial_path(self._out)
         self._attempt = _Attempt(self._out, group)
         self._attempt.together(lambda: _make_empty(self._partial) if dist.get_rank() == 0 else None)
         self._boxes = chain(state_boxes(policy.optimizer, policy.trained, shards), biases)
@@ -147,7 +148,7 @@ class _Attempt:
         failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
         if not failed:
             return
-        partial = self.out.with_name(self.out.name + ".partial")
+        partial = partial_path(self.out)
         free = all_gather_json(_free_bytes(self.out.parent), device=_CPU, group=self.group)[0]
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)  # its room is needed; what cannot be removed is no checkpoint either

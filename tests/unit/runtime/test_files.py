@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.runtime.log_file import LogFile, read_lines
+from tepo_megatron.runtime.files import LogFile, read_lines
 from tests.support.disks import files_of_at_most
 
 

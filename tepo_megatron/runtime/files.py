@@ -1,0 +1,124 @@
+"""Files that survive a crash, a full disk and a removed folder: replaced by rename, or extended by whole pieces."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+Failed = Callable[[Path, OSError], None]
+"""Is called after every failed attempt to write a file."""
+
+
+def partial_path(path: Path) -> Path:
+    """The name under which a file or folder is written before it is complete."""
+    return path.with_name(path.name + ".partial")
+
+
+def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) -> None:
+    """Replaces a file by rename: a reader, or a crash, finds the old content or the new one.
+
+    ``sync``: the content also survives a power cut. Creates the folder. Raises OSError, and then leaves no partial file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = partial_path(path)
+    data = content.encode("utf-8", errors="backslashreplace") if isinstance(content, str) else content
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+    if sync:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class LogFile:
+    """A file that grows by whole pieces. A piece that could not be written is retried before the next one.
+
+    The file is opened for each piece, so that a removed folder is created again and a full disk is used when it has room.
+    """
+
+    def __init__(self, path: Path, failed: Failed) -> None:
+        self.path = path
+        self._failed = failed
+        self._waiting: list[bytes] = []
+
+    @property
+    def waiting(self) -> int:
+        """How many pieces are not on disk yet."""
+        return len(self._waiting)
+
+    def append(self, piece: bytes) -> None:
+        """A reader finds the whole piece or nothing, except after a crash, which may cut off the last one."""
+        self._waiting.append(piece)
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self._waiting:
+                _append(self.path, self._waiting[0])
+                del self._waiting[0]
+        except OSError as error:
+            self._failed(self.path, error)
+
+
+def raise_error(path: Path, error: OSError) -> None:
+    """The ``failed`` of a :class:`LogFile` whose caller handles OSError itself."""
+    raise error
+
+
+def read_lines(path: Path) -> tuple[list[str], bool]:
+    """The complete lines, without line feeds, and whether a crash cut off one more. Raises ValueError if they are not UTF-8."""
+    # Not splitlines(): a response may contain characters that it, unlike JSON, treats as the end of a line.
+    *lines, rest = path.read_bytes().split(b"\n")
+    result = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            result.append(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}:{number}: not UTF-8 text (byte {error.start} of the line); remove the line") from error
+    return result, bool(rest)
+
+
+def parse_samples(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a file of samples. Raises ValueError with the number of a damaged line."""
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: not a sample: {error}; remove the line") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}:{number}: not a sample: an object was expected; remove the line")
+        yield row
+
+
+def _append(path: Path, piece: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        start = file.seek(0, os.SEEK_END)
+        rest = memoryview(piece)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            with suppress(OSError):  # a device has no end to go back to
+                file.truncate(start)
+            raise
