@@ -15,7 +15,7 @@ from tepo_megatron.cli.errors import user_errors
 from tepo_megatron.cli.options import Overrides, load_config
 
 if TYPE_CHECKING:
-    from tepo_megatron.tasks.reward.pool import RewardResult
+    from tepo_megatron.tasks.protocol import RewardResult
     from tepo_megatron.tasks.reward.recorded import RecordedGroup
 
 app = typer.Typer(no_args_is_help=True, help="Rewards: try a verifier on recorded responses.")
@@ -44,13 +44,13 @@ def try_command(
     """
     with user_errors():
         config = load_config(run, overrides or ())
-        from tepo_megatron.tasks.reward.by_source import open_verifiers
         from tepo_megatron.tasks.reward.recorded import read_recorded
+        from tepo_megatron.tasks.reward.verifier_task import VerifierTask, reward_configs
 
         groups = read_recorded(file)[:limit]
-        with open_verifiers(config.reward, config.data) as pool:
+        with VerifierTask(reward_configs(config.reward, config.data)) as task:
             items = [(group.problem, text) for group in groups for text in group.responses]
-            results = pool.score(items, [number for number, group in enumerate(groups) for _ in group.responses])
+            results = task.score(items, [number for number, group in enumerate(groups) for _ in group.responses])
     rows = _rows(groups, results)
     summary = _summary(config.reward.verifier, rows)
     if as_json:

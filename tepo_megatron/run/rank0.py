@@ -34,9 +34,8 @@ from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.sampler.fleet.fleet import NO_SERVERS, Fleet, ServerDied
 from tepo_megatron.sampler.vllm.client.requests import truncation_of
-from tepo_megatron.tasks.environments.pool import EpisodePool, heldout_generate
 from tepo_megatron.tasks.evaluate.evaluations import VerifierPools, evaluate_all, what_failed, what_is_due
-from tepo_megatron.tasks.reward.by_source import Pool
+from tepo_megatron.tasks.protocol import Task
 
 if TYPE_CHECKING:
     from tepo_megatron.run.weights import WeightPublisher
@@ -55,7 +54,7 @@ _WAITS_FOR = {
 
 class RootDriver:
     """Rank 0's driver. Making it starts servers in the background; servers on the trainer's GPUs are started by
-    :meth:`wait_until_ready`. It closes ``pool``, and not ``pools``, the verifiers of evaluation sets.
+    :meth:`wait_until_ready`. It closes ``task``, and not ``pools``, the verifiers of evaluation sets.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class RootDriver:
         inputs: Inputs,
         output: Output,
         heartbeat: Heartbeat,
-        pool: Pool | EpisodePool,
+        task: Task,
         pools: VerifierPools | None = None,
         callbacks: Callbacks | None = None,
         collect: Collect | None = None,
@@ -77,9 +76,9 @@ class RootDriver:
         self.heartbeat = heartbeat
         self.watch = Stopwatch()
         self._retention = Retention(config, output.message)
-        self.pool = pool
-        self._pools = pools or VerifierPools(config, (), pool)
-        self.rewards = StepRewards(config, self.pool, output.message)
+        self.task = task
+        self._pools = pools or VerifierPools(config, (), task)
+        self.rewards = StepRewards(config, self.task, output.message)
         self.fleet: Fleet | None = None
         self._starting: Future[None] | None = None
         if config.rollout.replay is None:
@@ -105,7 +104,7 @@ class RootDriver:
             config,
             inputs,
             self.rewards,
-            self.pool,
+            self.task,
             journal,
             self.fleet,
             phase=self.phase,
@@ -250,11 +249,12 @@ class RootDriver:
         with self.phase("eval"), self.rollouts.held(), self._signals.interruptible():
             fleet, truncation = self._fleet(), truncation_of(self.config.rollout.sampling)
             told: dict[str, Any] = {"on_progress": self.heartbeat.moved, "on_move": self.heartbeat.moved}
+            generate, heldout = partial(fleet.generate, **truncation, **told), self.inputs.heldout
             result = evaluate_all(
                 self.config,
-                *what_is_due(self.config, self.inputs.heldout, self.inputs.sets, step),
-                generate=partial(fleet.generate, **truncation, **told),
-                generate_heldout=heldout_generate(self.pool, fleet, self.inputs.heldout, {**truncation, **told}),
+                *what_is_due(self.config, heldout, self.inputs.sets, step),
+                generate=generate,
+                generate_heldout=self.task.heldout_generate(generate, fleet, heldout, **truncation, **told),
                 tokenizer=self.tokenizer,
                 pools=self._pools,
                 seed=partial(derive_seed, self.config.seed, step),
@@ -320,4 +320,4 @@ class RootDriver:
         self.rollouts.close()
         if self.fleet is not None:
             self.fleet.stop()
-        self.pool.close()
+        self.task.close()

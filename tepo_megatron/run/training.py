@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import warnings
-from functools import partial
 from pathlib import Path
 
 from tepo_megatron.config import RunConfig
@@ -22,13 +21,13 @@ from tepo_megatron.run.output.resume import accept, messages, resume
 from tepo_megatron.run.rank0 import RootDriver
 from tepo_megatron.run.sampling.custom_rollout import load_collect
 from tepo_megatron.run.sampling.inputs import check_model, read_inputs
-from tepo_megatron.run.sampling.step_rewards import ready_pool
+from tepo_megatron.run.sampling.step_rewards import rehearsed
 from tepo_megatron.run.step.heartbeat_limits import make_heartbeat, told_at_the_end
 from tepo_megatron.run.step.placement import set_threads, takes_turns
 from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.preemption import STOP_SIGNALS, stop_signals
 from tepo_megatron.runtime.rank import report_before_leaving
-from tepo_megatron.tasks.environments.pool import open_pool
+from tepo_megatron.tasks.environments.environment_task import open_task
 from tepo_megatron.tasks.evaluate.evaluations import VerifierPools
 from tepo_megatron.trainer.checkpoints.folder import checkpoint_name
 from tepo_megatron.trainer.registry import make_trainer, prepare_process
@@ -59,20 +58,19 @@ def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> No
             inputs = read_inputs(config, model_dir, has_reward=extensions.reward is not None)
             callbacks = Callbacks(make_callbacks(config, extensions.callbacks))
             collect = load_collect(config, extensions.collect)
-            open_rewards = partial(open_pool, config, inputs.tokenizer, inputs.spec, extensions.reward)
-            pool = ready_pool(config, inputs.train, open_pool=open_rewards)  # before anything is written
-            stack.callback(pool.close)
-            pools = stack.enter_context(VerifierPools(config, inputs.sets, pool))
+            task = open_task(config, inputs.tokenizer, inputs.spec, extensions.reward)  # before anything is written
+            stack.callback(rehearsed(task, config, inputs.train).close)
+            pools = stack.enter_context(VerifierPools(config, inputs.sets, task))
             output = Output(config, make_progress(config.log))
             stack.callback(output.close)
             signals.say = output.message
             heartbeat.start()
             for notice in inputs.left_out:
                 output.message(notice)
-            if pool.notice is not None:
-                output.message(pool.notice)
+            if task.notice is not None:
+                output.message(task.notice)
             callbacks.say = output.message
-            driver = RootDriver(config, inputs, output, heartbeat, pool, pools, callbacks, collect)
+            driver = RootDriver(config, inputs, output, heartbeat, task, pools, callbacks, collect)
             stack.callback(driver.close)
         _silence_upstream()
         # Megatron-Core takes seconds to import; the servers are coming up meanwhile.

@@ -19,7 +19,7 @@ from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
-from tepo_megatron.tasks.reward.pool import RewardPool
+from tepo_megatron.tasks.reward.verifier_task import VerifierTask
 from tepo_megatron.weights.architecture import read_model_spec
 from tests.support.fake_sampling import Killed, groups_of, groups_on_disk
 
@@ -43,8 +43,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RewardPool]:
-    with RewardPool(RunConfig().reward) as running:
+def pool() -> Iterator[VerifierTask]:
+    with VerifierTask({"": RunConfig().reward}) as running:
         yield running
 
 
@@ -72,7 +72,7 @@ class Watched:
 class KilledWhen:
     """A pool under which the process is killed when two groups of a step are on disk: others are still to be judged."""
 
-    def __init__(self, pool: RewardPool, output: Path) -> None:
+    def __init__(self, pool: VerifierTask, output: Path) -> None:
         self._pool, self._groups = pool, output / "journal" / "groups"
 
     def __getattr__(self, name: str) -> Any:
@@ -84,7 +84,7 @@ class KilledWhen:
         return self._pool.poll(timeout_s)
 
 
-def collector(config: RunConfig, pool: RewardPool) -> RolloutCollector:
+def collector(config: RunConfig, pool: VerifierTask) -> RolloutCollector:
     @contextmanager
     def phase(name: str) -> Iterator[None]:
         yield
@@ -100,7 +100,7 @@ def drawn(rollouts: Sequence[Rollout]) -> list[tuple[Any, ...]]:
 
 
 def test_a_run_that_is_killed_in_mid_batch_has_the_batches_of_one_that_is_not(
-    fleet: Fleet, pool: RewardPool, tmp_path: Path
+    fleet: Fleet, pool: VerifierTask, tmp_path: Path
 ) -> None:
     settings = {"filter_groups": {"filters": ["zero_variance"]}, "oversample": 1.5}
     server: Any = fleet
@@ -125,7 +125,7 @@ def test_a_run_that_is_killed_in_mid_batch_has_the_batches_of_one_that_is_not(
     assert not set(again.asked) & set(on_disk)
 
 
-def test_what_a_step_leaves_unfinished_goes_on_in_the_next_one(fleet: Fleet, pool: RewardPool, tmp_path: Path) -> None:
+def test_what_a_step_leaves_unfinished_goes_on_in_the_next_one(fleet: Fleet, pool: VerifierTask, tmp_path: Path) -> None:
     """One version of weights is enough to see it: a response that goes on begins with the tokens that it had."""
     run = config(tmp_path, oversample=2, partial=True)
     of = collector(run, pool)

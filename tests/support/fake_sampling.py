@@ -19,7 +19,7 @@ from tepo_megatron.run.sampling.step_rewards import StepRewards
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.sampler.rollout_file import read_record
 from tepo_megatron.sampler.vllm.client.requests import Sampling, make_sample
-from tepo_megatron.tasks.reward.pool import RewardResult
+from tepo_megatron.tasks.protocol import RewardResult
 
 MAX_NEW_TOKENS = 8
 
@@ -123,6 +123,12 @@ class FakeVerifiers:
 
     def reset(self) -> None:
         self._waiting.clear()
+
+    def stream(self, samples: Any, problem_of: Callable[[Any], Problem]) -> Any:
+        return samples
+
+    def take_figures(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        return {}
 
 
 def collector(

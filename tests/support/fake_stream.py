@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from tepo_megatron.core.types import Problem, Response, WeightsVersion
-from tepo_megatron.tasks.reward.pool import RewardResult
+from tepo_megatron.core.types import Problem, Response, Rollout, WeightsVersion
+from tepo_megatron.tasks.protocol import RewardResult
 
 
 @dataclass
@@ -84,6 +84,9 @@ class FakeVerifiers:
 
     def reset(self) -> None:
         self._done = []
+
+    def take_figures(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        return {}
 
     def close(self) -> None:
         return None

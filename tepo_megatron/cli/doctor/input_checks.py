@@ -52,7 +52,7 @@ def _problems(config: RunConfig) -> Check:
 
 def _environment(config: EnvironmentConfig, sampling: SamplingConfig) -> Check:
     """Whether the environment can be made, in a process with the run's limits or on its servers."""
-    from tepo_megatron.tasks.environments.pool import open_host
+    from tepo_megatron.tasks.environments.environment_task import open_host
 
     try:
         with closing(open_host(config, sampling)) as host:
@@ -64,8 +64,9 @@ def _environment(config: EnvironmentConfig, sampling: SamplingConfig) -> Check:
 
 def _verifier(config: RunConfig) -> Check:
     """Whether the verifier scores answers of the data, in a process with the run's limits."""
-    from tepo_megatron.run.sampling.step_rewards import ready_pool
+    from tepo_megatron.run.sampling.step_rewards import rehearsed
     from tepo_megatron.tasks.data.problems import load_problems
+    from tepo_megatron.tasks.reward.verifier_task import VerifierTask, reward_configs
 
     if config.environment is not None:
         return _environment(config.environment, config.rollout.sampling)
@@ -73,7 +74,7 @@ def _verifier(config: RunConfig) -> Check:
         problems = [
             replace(problem, source=source.called) for source in config.data.train_sources for problem in load_problems(source)
         ]
-        ready_pool(config, problems).close()
+        rehearsed(VerifierTask(reward_configs(config.reward, config.data)), config, problems).close()
     except (ValueError, RuntimeError) as error:
         return Check("verifier", "fail", config.reward.verifier, str(error), needed=True)
     names = dict.fromkeys(source.verifier or config.reward.verifier for source in config.data.train_sources)

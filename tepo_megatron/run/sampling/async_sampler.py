@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tepo_megatron.core.types import Problem, Response, ResponseText
-from tepo_megatron.run.sampling import sync_sampler as gather
 from tepo_megatron.run.sampling.utilization import BusyClock
 from tepo_megatron.sampler.fleet.fleet import ServerDied
-from tepo_megatron.tasks.reward.pool import RewardResult
+from tepo_megatron.tasks.protocol import RewardResult, Task
 
 LOOK_S = 0.2
 """How often each side looks whether the other has changed something."""
@@ -36,14 +35,6 @@ class Stream(Protocol):
 
 OpenStream = Callable[[Callable[[], None]], AbstractContextManager[Stream]]
 """Opens a stream, which calls what it is given when a server was seen to make tokens."""
-
-
-class Verifiers(gather.Verifiers, Protocol):
-    """Those of this thread alone, which ends them; a ``RewardPool`` is one."""
-
-    @property
-    def unfinished(self) -> int: ...
-    def close(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -80,7 +71,7 @@ class AheadSampler:
     def __init__(
         self,
         open_stream: OpenStream,
-        open_verifiers: Callable[[], Verifiers],
+        open_verifiers: Callable[[], Task],
         draw: Callable[[], Group],
         seed: Callable[[Group], int],
         read: Callable[[Response], ResponseText],
@@ -92,7 +83,7 @@ class AheadSampler:
         self._open_stream, self._open_verifiers = open_stream, open_verifiers
         self._draw, self._seed, self._read, self._accept = draw, seed, read, accept
         self._samples, self._max_staleness = samples, max_staleness
-        self._verifiers: Verifiers | None = None
+        self._verifiers: Task | None = None
         self._changed = threading.Condition()
         self._waiting: deque[Group] = deque()
         self._running: dict[int, Group] = {}
@@ -112,7 +103,7 @@ class AheadSampler:
     # -- the main thread ---------------------------------------------------------------------------------------------------
 
     @property
-    def verifiers(self) -> Verifiers | None:
+    def verifiers(self) -> Task | None:
         """What rewards the samples; None before the first."""
         return self._verifiers
 
@@ -280,7 +271,7 @@ class AheadSampler:
             return len(self._running)
         return sum(self._turn - group.begun <= self._max_staleness for group in self._running.values())
 
-    def _verify(self, verifiers: Verifiers, number: int, sample: int, response: Response) -> None:
+    def _verify(self, verifiers: Task, number: int, sample: int, response: Response) -> None:
         self.moves += 1
         group = self._running.get(number)
         if group is None:

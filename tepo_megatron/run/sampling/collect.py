@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.types import Rollout
-from tepo_megatron.run.metrics.episode_figures import episode_figures
 from tepo_megatron.run.output.resume import restore_data
 from tepo_megatron.run.sampling import length_handling as truncated
 from tepo_megatron.run.sampling.custom_rollout import Collect, StepSampler, arranged, call_collect, with_results
@@ -20,20 +19,15 @@ from tepo_megatron.run.sampling.journal import Journal
 from tepo_megatron.run.sampling.prompt_cursor import Draws
 from tepo_megatron.run.sampling.staleness import most_stale, version_figures
 from tepo_megatron.run.sampling.step_rewards import StepRewards
-from tepo_megatron.run.sampling.sync_sampler import Gathering, Verifiers
+from tepo_megatron.run.sampling.sync_sampler import Gathering
 from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.tasks.data.mixture import make_sampler
 from tepo_megatron.tasks.environments.episode_prompts import prompt_of
-from tepo_megatron.tasks.environments.pool import stream_of
-from tepo_megatron.tasks.evaluate.answers import Scorer
+from tepo_megatron.tasks.protocol import Task
 
 Phase = Callable[[str], contextlib.AbstractContextManager[None]]
-
-
-class OwnVerifiers(Verifiers, Scorer, Protocol):
-    """Verifiers that take responses one by one, or all at once; a ``RewardPool`` is one."""
 
 
 class RolloutCollector:
@@ -49,7 +43,7 @@ class RolloutCollector:
         config: RunConfig,
         inputs: Inputs,
         rewards: StepRewards,
-        pool: OwnVerifiers,
+        task: Task,
         journal: Journal,
         *,
         phase: Phase,
@@ -58,7 +52,7 @@ class RolloutCollector:
     ) -> None:
         self._collect_own = collect
         self._config, self._inputs = config, inputs
-        self._rewards, self._pool, self._journal = rewards, pool, journal
+        self._rewards, self._task, self._journal = rewards, task, journal
         self._phase, self._heartbeat = phase, heartbeat
         self._signals = stop_signals()
         rollout = config.rollout
@@ -83,7 +77,7 @@ class RolloutCollector:
         """
         self.drawn = self._collect(step, fleet)
         self.rollouts = self._rewards.leave_out(self.drawn)
-        self._figures |= version_figures(self.rollouts, step) | episode_figures(self.rollouts, self._pool)
+        self._figures |= version_figures(self.rollouts, step) | self._task.take_figures(self.rollouts)
         trained, figures = truncated.trained(self.rollouts, self._config, step)
         self._figures |= figures
         return trained
@@ -140,11 +134,11 @@ class RolloutCollector:
         problems, config = [group.problem for group in groups.begun_with], self._config.rollout
         name, samples, vocab_size = str(config.collect), config.samples_per_prompt, self._inputs.spec.vocab_size
         with self._phase("rollout"):
-            sampler = StepSampler(self._config, self._inputs, fleet, self._pool, step, self._heartbeat)
+            sampler = StepSampler(self._config, self._inputs, fleet, self._task, step, self._heartbeat)
             found = call_collect(name, self._collect_own, problems, sampler)
             rollouts = arranged(name, found, problems, step=step, samples=samples, vocab_size=vocab_size)
         with self._phase("reward"):
-            results = with_results(rollouts, problems, self._pool)
+            results = with_results(rollouts, problems, self._task)
         groups.open.clear()  # nothing of it is carried over
         return self._rewards.reward(rollouts, results, step)
 
@@ -152,11 +146,11 @@ class RolloutCollector:
         config = self._config.rollout
         sampling = config.sampling
         samples = fleet.sample_stream(sampling, sampling_mask=sampling.truncates, on_move=self._heartbeat.moved)
-        with stream_of(self._pool, samples, lambda number: groups.open[number].problem) as stream:
+        with self._task.stream(samples, lambda number: groups.open[number].problem) as stream:
             Gathering(
                 groups,
                 stream,
-                self._pool,
+                self._task,
                 self._store,
                 draw=lambda: self._draws.draw(groups, fleet.weights_version),
                 decode=self._inputs.tokenizer.decode,

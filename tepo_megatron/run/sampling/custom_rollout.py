@@ -27,7 +27,7 @@ from tepo_megatron.sampler.rollout_file_checks import rollout_fault
 from tepo_megatron.sampler.vllm.client.requests import prompt_seed
 from tepo_megatron.tasks.data.prompts import encode_prompt
 from tepo_megatron.tasks.evaluate.answers import Scorer
-from tepo_megatron.tasks.reward.pool import RewardResult
+from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.verifiers import GIVEN
 
 Collect = Callable[[Sequence[Problem], "StepSampler"], Sequence[Rollout]]

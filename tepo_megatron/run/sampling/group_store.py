@@ -17,7 +17,7 @@ from typing import Any
 from tepo_megatron.run.sampling.groups import UNFINISHED, Group
 from tepo_megatron.runtime.files import Failed, write_atomically
 from tepo_megatron.sampler.rollout_file import read_record, record_path, write_rollouts
-from tepo_megatron.tasks.reward.pool import RewardResult
+from tepo_megatron.tasks.protocol import RewardResult
 
 
 class GroupStore:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from tepo_megatron.config import RolloutConfig
 from tepo_megatron.core.types import Problem, Rollout, WeightsVersion
 from tepo_megatron.run.sampling.filters import NO_REWARD, GroupFilter, refused_by
-from tepo_megatron.tasks.reward.pool import RewardResult
+from tepo_megatron.tasks.protocol import RewardResult
 
 UNFINISHED = "abort"
 """The ``finish_reason`` of a part of a response, which can be gone on with."""

@@ -26,7 +26,7 @@ from tepo_megatron.tasks.data.tokenizer import Tokenizer, check_tokenizer, load_
 from tepo_megatron.tasks.environments.calls import resolve_environment
 from tepo_megatron.tasks.environments.episode_prompts import opening_of
 from tepo_megatron.tasks.evaluate.sets import EvaluationSet, load_sets
-from tepo_megatron.tasks.reward.by_source import reward_configs
+from tepo_megatron.tasks.reward.verifier_task import reward_configs
 from tepo_megatron.tasks.reward.verifiers import check_reachable, resolve_verifier
 from tepo_megatron.trainer.checkpoints.folder import checkpoints, step_of
 from tepo_megatron.trainer.registry import check_config, check_plugins

@@ -10,10 +10,9 @@ from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.types import Problem, Response, ResponseText, Rollout, WeightsVersion
-from tepo_megatron.run.metrics.episode_figures import episode_figures
 from tepo_megatron.run.output.resume import restore_data
 from tepo_megatron.run.sampling import length_handling as truncated
-from tepo_megatron.run.sampling.async_sampler import AheadSampler, Group, OpenStream, Verifiers
+from tepo_megatron.run.sampling.async_sampler import AheadSampler, Group, OpenStream
 from tepo_megatron.run.sampling.filters import load_filters, refused_by
 from tepo_megatron.run.sampling.groups import histogram
 from tepo_megatron.run.sampling.inputs import Inputs
@@ -26,7 +25,7 @@ from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.tasks.data.mixture import make_sampler
 from tepo_megatron.tasks.environments.episode_prompts import prompt_of
-from tepo_megatron.tasks.reward.pool import RewardResult
+from tepo_megatron.tasks.protocol import RewardResult, Task, turn_figures
 
 Phase = Callable[[str], contextlib.AbstractContextManager[None]]
 
@@ -52,7 +51,7 @@ class Overlap:
         phase: Phase,
         heartbeat: Heartbeat,
         open_stream: OpenStream,
-        open_verifiers: Callable[[], Verifiers],
+        open_verifiers: Callable[[], Task],
     ) -> None:
         self._config, self._inputs = config, inputs
         self._rewards, self._journal = rewards, journal
@@ -99,7 +98,8 @@ class Overlap:
         trained, figures = truncated.trained(self.rollouts, self._config, step)
         dropped, self._sampler.dropped = self._sampler.dropped, 0
         self._figures = {**version_figures(self.rollouts, step), "staleness/dropped": float(dropped), **figures}
-        self._figures |= episode_figures(self.rollouts, self._sampler.verifiers)
+        task = self._sampler.verifiers  # None until the thread samples
+        self._figures |= turn_figures(self.rollouts) if task is None else task.take_figures(self.rollouts)
         if self._filters:
             self._figures["groups/filtered"] = float(self._refused)
         self._refused = 0

@@ -22,8 +22,7 @@ from tepo_megatron.run.sampling.overlap import Overlap
 from tepo_megatron.run.sampling.step_rewards import StepRewards
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.sampler.fleet.fleet import Fleet
-from tepo_megatron.tasks.environments.pool import EpisodePool, stream_of
-from tepo_megatron.tasks.reward.by_source import Pool
+from tepo_megatron.tasks.protocol import Task
 
 
 class Schedule(Protocol):
@@ -89,7 +88,7 @@ def make_schedule(
     config: RunConfig,
     inputs: Inputs,
     rewards: StepRewards,
-    pool: Pool | EpisodePool,
+    task: Task,
     journal: Journal,
     fleet: Fleet | None,
     *,
@@ -97,19 +96,19 @@ def make_schedule(
     heartbeat: Heartbeat,
     collect: Collect | None = None,
 ) -> Schedule:
-    """The schedule that ``train.schedule`` names; ``pool`` is the run's, ``collect`` a generation step of the user's own."""
+    """The schedule that ``train.schedule`` names; ``task`` is the run's, ``collect`` a custom generation step."""
     if fleet is None or config.train.schedule == "sync":
-        return Sync(config, inputs, rewards, pool, journal, phase=phase, heartbeat=heartbeat, collect=collect)
+        return Sync(config, inputs, rewards, task, journal, phase=phase, heartbeat=heartbeat, collect=collect)
     sampling = config.rollout.sampling
 
-    # Evaluations use the run's pool meanwhile, and a pool is one thread's.
+    # Evaluations use the run's task meanwhile, and a task belongs to one thread.
     @cache
-    def another_pool() -> Pool | EpisodePool:
-        return pool.another()
+    def another_task() -> Task:
+        return task.another()
 
     def open_stream(on_move: Callable[[], None]) -> AbstractContextManager[Stream]:
         samples = fleet.sample_stream(sampling, sampling_mask=sampling.truncates, on_move=on_move)
-        return stream_of(another_pool(), samples, schedule.problem_of) if isinstance(pool, EpisodePool) else samples
+        return another_task().stream(samples, schedule.problem_of)
 
     schedule = Overlap(
         config,
@@ -119,7 +118,7 @@ def make_schedule(
         phase=phase,
         heartbeat=heartbeat,
         open_stream=open_stream,
-        open_verifiers=another_pool,
+        open_verifiers=another_task,
     )
     return schedule
 

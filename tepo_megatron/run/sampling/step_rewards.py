@@ -6,34 +6,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.types import Problem, ResponseText, Rollout
-from tepo_megatron.tasks.environments.pool import EpisodePool
 from tepo_megatron.tasks.evaluate.answers import Scorer
-from tepo_megatron.tasks.reward.by_source import Pool, open_verifiers
-from tepo_megatron.tasks.reward.pool import RewardResult
+from tepo_megatron.tasks.protocol import RewardResult, Task
 
 
-def ready_pool(
-    config: RunConfig,
-    problems: Sequence[Problem],
-    given: Any = None,
-    *,
-    open_pool: Callable[[], Pool | EpisodePool] | None = None,
-) -> Pool | EpisodePool:
-    """The run's verifiers, which have scored an answer, or what ``open_pool`` opens, which has been tried too: ValueError if
-    they cannot. A replayed run needs no reward. ``given``: the verifier itself, where it is no name.
-    """
-    pool = open_verifiers(config.reward, config.data, given) if open_pool is None else open_pool()
+def rehearsed(task: Task, config: RunConfig, problems: Sequence[Problem]) -> Task:
+    """The run's task after its rehearsal, which a replayed run does not need. Raises ValueError with the task closed."""
     try:
         if config.rollout.replay is None:
-            pool.rehearse(problems)
+            task.rehearse(problems)
     except BaseException:
-        pool.close()
+        task.close()
         raise
-    return pool
+    return task
 
 
 class StepRewards:

@@ -1,6 +1,6 @@
 """Samples and rewards of a step's groups, joined as they finish: each response goes to its verifier at once.
 
-The servers are a :class:`Stream`, the verifiers a :class:`Verifiers`; both hand out what is finished one by one.
+The servers are a :class:`Stream`, the verifiers a ``Task``; both hand out what is finished one by one.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tepo_megatron.core.types import Problem, Response, Rollout
+from tepo_megatron.core.types import Response, Rollout
 from tepo_megatron.run.sampling.groups import UNFINISHED, Group, StepGroups
 from tepo_megatron.run.sampling.step_rewards import answer_of
 from tepo_megatron.run.step.minibatches import derive_seed
 from tepo_megatron.sampler.vllm.client.requests import prompt_seed
-from tepo_megatron.tasks.reward.pool import RewardResult
+from tepo_megatron.tasks.protocol import Task
 
 LOOK_S = 1.0
 """How long one wait for a response or a reward lasts at most."""
@@ -47,19 +47,6 @@ class Stream(Protocol):
         """Ends what is unfinished: parts of it with a token, their ``finish_reason`` ``abort``, and what has just finished."""
 
 
-class Verifiers(Protocol):
-    """A ``RewardPool``: answers come as they finish."""
-
-    @property
-    def scores_groups(self) -> bool: ...
-    def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable, group_size: int) -> None: ...
-    def poll(self, timeout_s: float) -> Sequence[tuple[Hashable, RewardResult]]:
-        """What was answered since the last call, after at most so long; empty where nothing was."""
-
-    def reset(self) -> None:
-        """Forgets what was submitted and not returned."""
-
-
 class Places(Protocol):
     """Where groups lie between processes (``carry_over.GroupStore``)."""
 
@@ -76,7 +63,7 @@ class Gathering:
 
     groups: StepGroups
     stream: Stream
-    verifiers: Verifiers
+    verifiers: Task
     store: Places
     draw: Callable[[], list[Group]]
     decode: Callable[[Sequence[int]], str]

@@ -9,16 +9,7 @@ from typing import Any, Protocol
 
 from tepo_megatron.core.types import Problem, Response, ResponseText
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
-from tepo_megatron.tasks.reward.pool import RewardResult
-
-
-class Generate(Protocol):
-    """Samples ``n`` responses for each prompt, in the prompts' order; temperature 0 is greedy."""
-
-    def __call__(
-        self, prompts: list[tuple[int, ...]], *, n: int, temperature: float, max_new_tokens: int, seed: int
-    ) -> Sequence[Sequence[Response]]: ...
-
+from tepo_megatron.tasks.protocol import RewardResult
 
 Sampler = Callable[..., Sequence[Sequence[Response]]]
 """A sampler that tells of each prompt's responses as they are complete: ``Fleet.generate``. It also takes ``numbers``, which
@@ -26,7 +17,7 @@ name the prompts for their seeds, ``on_group``, called with a prompt's place and
 
 
 class Scorer(Protocol):
-    """Scores responses: a ``RewardPool``, or a stand-in for it in tests."""
+    """Scores responses: a ``Task`` or a ``RewardPool``."""
 
     def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable]) -> list[RewardResult]: ...
 

@@ -12,9 +12,10 @@ from tepo_megatron.config.sampling import SamplingConfig
 from tepo_megatron.core.types import Problem
 from tepo_megatron.tasks.data.prompts import encode_prompt
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
-from tepo_megatron.tasks.evaluate.answers import Generate, Scored, Scorer, answers_row, mean_reward, score_groups
+from tepo_megatron.tasks.evaluate.answers import Scored, Scorer, answers_row, mean_reward, score_groups
 from tepo_megatron.tasks.evaluate.estimators import avg_at_k, pass_at_k
 from tepo_megatron.tasks.evaluate.sets import SetResult
+from tepo_megatron.tasks.protocol import Generate
 
 
 @dataclass(frozen=True)

@@ -8,36 +8,34 @@ from dataclasses import replace
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.types import Problem
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
-from tepo_megatron.tasks.environments.pool import EpisodePool
-from tepo_megatron.tasks.evaluate.answers import Generate, Sampler, Scorer
+from tepo_megatron.tasks.evaluate.answers import Sampler, Scorer
 from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, evaluate
 from tepo_megatron.tasks.evaluate.sets import EvaluationSet, evaluate_set
-from tepo_megatron.tasks.reward.by_source import Pool
+from tepo_megatron.tasks.protocol import Generate, Task
 from tepo_megatron.tasks.reward.pool import RewardPool
 
 
 class VerifierPools:
-    """The pool of the run's own verifier, which it does not close, and one for each other verifier that a set names; these have
-    scored an answer. Sets are answered in one turn, also in a run whose own pool plays episodes. A context manager.
+    """The scorer of each evaluation set: the run's task if the set names its verifier, else a pool of workers, rehearsed and
+    closed here. Sets are answered in one turn, also if the task plays episodes. A context manager.
 
     Raises:
         ValueError: as ``RewardPool`` and its rehearsal, with the name of the set.
     """
 
-    def __init__(self, config: RunConfig, sets: Sequence[EvaluationSet], own: Pool | EpisodePool) -> None:
-        self.own = own
-        self._own_name = None if isinstance(own, EpisodePool) else config.reward.verifier
+    def __init__(self, config: RunConfig, sets: Sequence[EvaluationSet], task: Task) -> None:
+        self.task = task
         self._others: dict[str, RewardPool] = {}
         try:
             for each in sets:
-                if each.verifier != self._own_name and each.verifier not in self._others:
+                if each.verifier != task.verifier and each.verifier not in self._others:
                     self._open(config, each)
         except BaseException:
             self.close()
             raise
 
     def __getitem__(self, verifier: str) -> Scorer:
-        return self.own if verifier == self._own_name else self._others[verifier]
+        return self.task if verifier == self.task.verifier else self._others[verifier]
 
     def close(self) -> None:
         for pool in self._others.values():
@@ -73,22 +71,22 @@ def evaluate_all(
     sets: Sequence[EvaluationSet],
     *,
     generate: Sampler,
+    generate_heldout: Generate,
     tokenizer: Tokenizer,
     pools: VerifierPools,
     seed: Callable[[str], int],
-    generate_heldout: Generate | None = None,
 ) -> EvaluationResult:
-    """Evaluates the held-out problems, if there are any, and the sets, one after the other. ``seed`` gives a seed for each
-    purpose; ``generate_heldout`` answers the held-out problems where not ``generate`` does. Raises as ``evaluate`` and
+    """Evaluates the held-out problems, if there are any, and the sets, one after the other. ``seed`` maps a
+    purpose to a seed; ``generate_heldout`` answers the held-out problems, ``generate`` the sets. Raises as ``evaluate`` and
     ``evaluate_set``.
     """
     result = EvaluationResult({}, 0, 0, 0.0, 0, [])
     if heldout:
         result = evaluate(
             heldout,
-            generate=generate_heldout or generate,
+            generate=generate_heldout,
             tokenizer=tokenizer,
-            pool=pools.own,
+            pool=pools.task,
             config=config.evaluate,
             sampling=config.rollout.sampling,
             seed=seed("evaluate"),

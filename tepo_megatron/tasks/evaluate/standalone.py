@@ -21,7 +21,7 @@ from tepo_megatron.sampler.vllm.server.parallelism_check import check_server_spl
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.sources import read_sources
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
-from tepo_megatron.tasks.environments.pool import heldout_generate, open_pool
+from tepo_megatron.tasks.environments.environment_task import open_task
 from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult
 from tepo_megatron.tasks.evaluate.evaluations import VerifierPools, evaluate_all
 from tepo_megatron.tasks.evaluate.results import RESULTS, set_intervals, settings_of, write_results
@@ -69,20 +69,20 @@ def evaluate_model(
     stored = output / "responses.jsonl"
     if not resume:
         stored.unlink(missing_ok=True)
-    generate = StoredResponses(stored, fleet.generate, model_identity(folder))
     truncation = truncation_of(config.rollout.sampling)
-    with open_pool(config, tokenizer, spec) as pool, VerifierPools(config, chosen, pool) as pools:
+    generate = partial(StoredResponses(stored, fleet.generate, model_identity(folder)), **truncation)
+    with open_task(config, tokenizer, spec) as task, VerifierPools(config, chosen, task) as pools:
         of_its_own = (each.problems for each in chosen if each.verifier == config.reward.verifier)
         tried: Sequence[Problem] = heldout or next(of_its_own, ())
         if tried:  # else every set has a verifier of its own, which has scored an answer
-            pool.rehearse(tried)
+            task.rehearse(tried)
         with fleet:
             result = evaluate_all(
                 config,
                 heldout,
                 chosen,
-                generate=partial(generate, **truncation),
-                generate_heldout=heldout_generate(pool, fleet, heldout, truncation),
+                generate=generate,
+                generate_heldout=task.heldout_generate(generate, fleet, heldout, **truncation),
                 tokenizer=tokenizer,
                 pools=pools,
                 seed=lambda _purpose: config.seed,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 from types import TracebackType
 from typing import Any
@@ -13,26 +12,13 @@ from typing import Any
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.runtime.workers.failure import RememberedFailures
+from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.calls import Outcome, Value
 from tepo_megatron.tasks.reward.components import weigh
 from tepo_megatron.tasks.reward.jobs import Job, JobQueue
 from tepo_megatron.tasks.reward.workers import Workers
 
 _REHEARSED = 4
-
-
-@dataclass(frozen=True)
-class RewardResult:
-    """The reward of a response. ``error`` says why it could not be scored; the reward is then ``failed_reward``.
-
-    ``parts``: the components that the reward is the weighted sum of, where the verifier returns some. ``seconds``: how long the
-    verifier took, for its whole group where it scores groups.
-    """
-
-    reward: float | None
-    error: str | None = None
-    parts: Mapping[str, float] = field(default_factory=dict, repr=False)
-    seconds: float = field(default=0.0, repr=False, compare=False)
 
 
 class RewardPool:

@@ -22,9 +22,9 @@ from tepo_megatron.sampler.vllm.server.resources import reserve_port
 from tepo_megatron.tasks.environments import workers
 from tepo_megatron.tasks.environments.agents.agent_setup import agent_setup
 from tepo_megatron.tasks.environments.calls import Desk
-from tepo_megatron.tasks.environments.pool import EpisodePool
+from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
-from tepo_megatron.tasks.reward.pool import RewardResult
+from tepo_megatron.tasks.protocol import RewardResult
 from tests.support.episodes import END, VOCABULARY, FakeSamples
 from tests.support.programs import TIMEOUT_S
 from tests.unit.environments.test_workers import Letters
@@ -87,12 +87,12 @@ def config(solve: str = "solve", agent: dict[str, Any] | None = None, **more: An
 
 
 @contextmanager
-def opened(found: RunConfig) -> Iterator[EpisodePool]:
-    with EpisodePool(found, Begun(), VOCABULARY, 120) as pool:  # type: ignore[arg-type]
+def opened(found: RunConfig) -> Iterator[EnvironmentTask]:
+    with EnvironmentTask(found, Begun(), VOCABULARY, 120) as pool:  # type: ignore[arg-type]
         yield pool
 
 
-def play(pool: EpisodePool, does: list[str]) -> list[tuple[Response, RewardResult, FakeSamples]]:
+def play(pool: EnvironmentTask, does: list[str]) -> list[tuple[Response, RewardResult, FakeSamples]]:
     problems = [Problem(what, "", what) for what in does]
     samples: Any = FakeSamples(random.Random(0))
     found = {}
@@ -111,7 +111,7 @@ def test_a_failing_agent_is_one_failed_sample_and_the_others_go_on() -> None:
     with opened(config()) as pool:
         before = processes(pool)
         played = play(pool, does)
-        figures = pool.take_figures()
+        figures = pool.take_figures([])
         assert processes(pool) == before
     said = {what: (result.reward, str(result.error)) for what, (_, result, _) in zip(does, played, strict=True)}
     other = [what for what in FAILS if said[what][0] is not None or not re.search(FAILS[what], said[what][1])]
@@ -133,7 +133,7 @@ def test_a_failing_agent_is_one_failed_sample_and_the_others_go_on() -> None:
     assert figures["environment/new_histories"] == 0
 
 
-def processes(pool: EpisodePool) -> list[Any]:
+def processes(pool: EnvironmentTask) -> list[Any]:
     """Of its workers."""
     assert isinstance(pool.host, EnvironmentWorkers)
     return [worker.process for worker in pool.host._workers]
@@ -144,7 +144,7 @@ def test_an_agent_that_hangs_is_one_failed_sample(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(workers, "_SLACK_S", 600.0)  # the worker ends the call itself, however slow it is
     with opened(config(timeout_s=8.0)) as pool:
         (_, hung, _), (_, fine, _) = play(pool, ["hangs", "fine"])
-        assert pool.take_figures()["environment/restarts"] == 0
+        assert pool.take_figures([])["environment/restarts"] == 0
     assert "the environment took longer in step than environment.timeout_s = 8 s" in str(hung.error)
     assert (fine.error, fine.reward) == (None, 1.0)
 
@@ -165,7 +165,7 @@ def test_settings_say_what_is_ignored_what_is_dropped_and_who_rates() -> None:
             "posts and says",
         ]
         played = play(pool, does)
-        figures = pool.take_figures()
+        figures = pool.take_figures([])
     assert [result.error for _, result, _ in played] == [None] * 8
     assert [result.reward for _, result, _ in played] == [1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.25, 0.75]
     assert figures["environment/new_histories"] == 2 / 8

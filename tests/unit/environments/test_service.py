@@ -20,8 +20,8 @@ from tepo_megatron.cli.environment import serve
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.environment import EnvironmentConfig
 from tepo_megatron.core.problem import Problem
+from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 from tepo_megatron.tasks.environments.keys import make_key, read_key
-from tepo_megatron.tasks.environments.pool import EpisodePool
 from tepo_megatron.tasks.environments.remote import RemoteEnvironments
 from tepo_megatron.tasks.environments.service import EnvironmentService
 from tests.support.episodes import VOCABULARY, FakeSamples
@@ -53,7 +53,7 @@ def test_episodes_on_servers_are_those_beside_the_trainer(tmp_path: Path) -> Non
         found = {}
         for name, environment in (("here", OWN), ("there", remote)):
             config = RunConfig.model_validate({"environment": environment})
-            with EpisodePool(config, Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+            with EnvironmentTask(config, Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
                 pool.rehearse(problems)
                 found[name] = play(pool, problems)
         assert list(found["here"]) == list(found["there"])
@@ -63,7 +63,7 @@ def test_episodes_on_servers_are_those_beside_the_trainer(tmp_path: Path) -> Non
             assert str(rated.error)[:60] == str(result.error)[:60]
 
         config = RunConfig.model_validate({"environment": remote})
-        with EpisodePool(config, Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+        with EnvironmentTask(config, Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
             assert isinstance(pool.host, RemoteEnvironments)
             samples: Any = FakeSamples(random.Random(0))
             with pool.stream(samples, lambda at: problems[at]) as stream:
@@ -74,7 +74,7 @@ def test_episodes_on_servers_are_those_beside_the_trainer(tmp_path: Path) -> Non
                 while stream.unfinished:
                     ended += stream.next(1.0) is not None
             assert ended == len(problems)
-            assert pool.take_figures()["environment/restarts"] >= 1
+            assert pool.take_figures([])["environment/restarts"] >= 1
             second._sessions.clear()
             with pool.stream(samples, lambda at: problems[at]) as stream:
                 stream.submit(0, PROMPT, 0, 1)

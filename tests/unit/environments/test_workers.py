@@ -20,10 +20,10 @@ from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.types import Response, ResponseText, Rollout
 from tepo_megatron.run.sampling.step_rewards import StepRewards
 from tepo_megatron.tasks.environments import workers
+from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
 from tepo_megatron.tasks.environments.episodes import EpisodeEnd
-from tepo_megatron.tasks.environments.pool import EpisodePool, stream_of
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
-from tepo_megatron.tasks.reward.pool import RewardResult
+from tepo_megatron.tasks.protocol import RewardResult
 from tests.support.episodes import END, VOCABULARY, FakeSamples
 
 HOSTILE = f"{Path(__file__).parents[2] / 'support' / 'hostile_environment.py'}"
@@ -71,10 +71,10 @@ def config(name: str, **more: Any) -> RunConfig:
     return RunConfig.model_validate({"environment": environment})
 
 
-def play(pool: EpisodePool, problems: list[Problem], n: int = 1) -> dict[tuple[int, int], tuple[Response, RewardResult]]:
+def play(pool: EnvironmentTask, problems: list[Problem], n: int = 1) -> dict[tuple[int, int], tuple[Response, RewardResult]]:
     samples: Any = FakeSamples(random.Random(0))
     found = {}
-    with stream_of(pool, samples, lambda at: problems[at]) as stream:
+    with pool.stream(samples, lambda at: problems[at]) as stream:
         for at in range(len(problems)):
             stream.submit(at, PROMPT, 10 * at, n)
         while stream.unfinished:
@@ -92,7 +92,7 @@ def play(pool: EpisodePool, problems: list[Problem], n: int = 1) -> dict[tuple[i
 @pytest.mark.parametrize("name", ["Hostile", "Patient"])
 def test_a_failing_episode_is_one_failed_sample_and_the_others_go_on(name: str) -> None:
     problems = [Problem(what, "", what) for what in [*FAILS, *REWARDS, "fine"]]
-    with EpisodePool(config(name), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+    with EnvironmentTask(config(name), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
         played = play(pool, problems)
     assert len(played) == len(problems)
     other = {}
@@ -108,9 +108,9 @@ def test_a_failing_episode_is_one_failed_sample_and_the_others_go_on(name: str) 
         if not right:
             other[what] = (said, result.reward, response)
     assert other == {}
-    figures = pool.take_figures()
+    figures = pool.take_figures([])
     assert figures["environment/restarts"] >= 1
-    assert pool.take_figures() == {}
+    assert pool.take_figures([]) == {"environment/turns": 1.0, "environment/tokens": 0.0}
 
 
 @pytest.mark.parametrize(("bound", "stops"), [(0.5, False), (0.49, True)])
@@ -118,7 +118,7 @@ def test_failing_episodes_stop_the_step_only_beyond_the_bound(bound: float, stop
     """Half of them fail, each in its own way, the worker's death among them."""
     problems = [Problem(f"{what} {at}", "", what) for at, what in enumerate(["dies", "raises", "fine", "ends at once"])]
     run = config("Hostile").model_copy(update={"reward": RewardConfig(max_failed=bound)})
-    with EpisodePool(run, Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+    with EnvironmentTask(run, Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
         played = play(pool, problems, 2)
     rollouts = [
         Rollout.of(response, problem_id=problems[at].id, group=at, prompt_ids=PROMPT, text="")
@@ -140,11 +140,11 @@ def test_failing_episodes_stop_the_step_only_beyond_the_bound(bound: float, stop
 def test_an_async_environment_that_waits_too_long_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_SLACK_S", 600.0)  # the worker ends the call itself, however slow it is
     problems = [Problem(str(at), "", "waits" if at else "fine") for at in range(3)]
-    with EpisodePool(config("Patient", timeout_s=2.0), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+    with EnvironmentTask(config("Patient", timeout_s=2.0), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
         played = play(pool, problems)
     assert [result.reward for _, result in played.values()] == [1.0, None, None]
     assert "took longer in step than environment.timeout_s = 2 s" in str(played[1, 0][1].error)
-    assert pool.take_figures()["environment/restarts"] == 0
+    assert pool.take_figures([])["environment/restarts"] == 0
 
 
 @pytest.mark.parametrize("name", ["Waits", "Leaking"])
@@ -152,7 +152,7 @@ def test_what_an_episode_leaves_behind_costs_no_other(name: str) -> None:
     """A ``close`` that waits too long, and memory: 400 MB where a worker has 200 and is replaced between two episodes."""
     problems = [Problem(str(at), "", "fine") for at in range(20)]
     run = config(name, memory_mb=200, workers=1, concurrency=1)
-    with EpisodePool(run, Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+    with EnvironmentTask(run, Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
         assert [result.reward for _, result in play(pool, problems).values()] == [1.0] * 20
         if name == "Waits":
             time.sleep(3.2)  # the worker has given up to wait
@@ -163,8 +163,8 @@ def test_answers_to_episodes_that_were_given_up_are_nobody_elses() -> None:
     """A stream is left while its environments still work; the next one is that of a run that had no other before it."""
     problems = [Problem(str(at), "", str(at)) for at in range(4)]
     samples: Any = FakeSamples(random.Random(0))
-    with EpisodePool(config("Slow"), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
-        with stream_of(pool, samples, lambda at: problems[-1 - at]) as given_up:
+    with EnvironmentTask(config("Slow"), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+        with pool.stream(samples, lambda at: problems[-1 - at]) as given_up:
             for at in range(4):
                 given_up.submit(at, PROMPT, 10 * at, 1)
             while len(samples.asked) < 4:
@@ -178,7 +178,7 @@ def test_answers_to_episodes_that_were_given_up_are_nobody_elses() -> None:
 
 def test_more_episodes_than_there_is_room_for_wait() -> None:
     problems = [Problem(str(at), "", "fine") for at in range(5)]
-    with EpisodePool(config("Hostile", concurrency=1, workers=2), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+    with EnvironmentTask(config("Hostile", concurrency=1, workers=2), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
         played = play(pool, problems, 2)
     assert [result.reward for _, result in played.values()] == [1.0] * 10
 
@@ -202,7 +202,7 @@ def test_an_environment_that_cannot_be_made_is_refused_at_the_start(wrong: dict[
 
 
 def test_a_rehearsal_refuses_what_cannot_begin() -> None:
-    with EpisodePool(config("Hostile"), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+    with EnvironmentTask(config("Hostile"), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
         pool.rehearse([Problem("a", "", "fine"), Problem("b", "", "messages at reset")])
         with pytest.raises(ValueError, match="cannot begin an episode of the first 2 problems: the environment's reset ret"):
             pool.rehearse([Problem(each, "", "messages at reset") for each in "ab"])
@@ -231,7 +231,7 @@ def test_rewards_by_components_are_weighed_and_a_cut_episode_has_none_of_them() 
         {"environment": {"name": "guess_number"}, "reward": {"weights": {"right": 2.0, "brief": 0.5}, **reward}}
     )
     problem, response = Problem("p", "", "1"), Response([5], [-1.0], "stop", ())
-    with EpisodePool(make(failed_reward=-1.0), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
+    with EnvironmentTask(make(failed_reward=-1.0), Letters(), VOCABULARY, 60) as pool:  # type: ignore[arg-type]
         for reward, expected in (({"right": 1.0, "brief": 1.0}, 2.5), (0.0, 0.0), (1.0, -1.0)):
             pool.note(problem, response, EpisodeEnd(1, reward, 0, 0, 0.0))
             (result,) = pool.score([(problem, ResponseText("", [5]))])

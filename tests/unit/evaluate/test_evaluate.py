@@ -17,7 +17,7 @@ from tepo_megatron.tasks.data.tasks import addition
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, evaluate
 from tepo_megatron.tasks.evaluate.standalone import without_trainer
-from tepo_megatron.tasks.reward.pool import RewardResult
+from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.verifiers import last_word
 
 TOKENIZER = load_tokenizer(Path(str(files("tepo_megatron.tasks.data").joinpath("builtin", "tiny"))))

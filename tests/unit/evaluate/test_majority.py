@@ -10,7 +10,7 @@ import pytest
 from tepo_megatron.core.types import Problem
 from tepo_megatron.tasks.evaluate.answers import Scored
 from tepo_megatron.tasks.evaluate.majority import Notion, final_answer, notion_of, tally_answers
-from tepo_megatron.tasks.reward.pool import RewardResult
+from tepo_megatron.tasks.protocol import RewardResult
 
 PROBLEM = Problem("p", "what?", "1/2")
 

@@ -21,7 +21,7 @@ from tepo_megatron.core.types import Problem, Response, WeightsVersion
 from tepo_megatron.tasks.data.tasks import addition
 from tepo_megatron.tasks.evaluate.evaluations import VerifierPools, evaluate_all, what_failed, what_is_due
 from tepo_megatron.tasks.evaluate.sets import EvaluationSet, evaluate_set, load_sets
-from tepo_megatron.tasks.reward.pool import RewardPool
+from tepo_megatron.tasks.reward.verifier_task import VerifierTask
 from tests.unit.evaluate.test_evaluate import TOKENIZER, DirectScorer, response
 from tests.unit.test_extending import section
 
@@ -177,12 +177,13 @@ def test_each_set_has_its_turn_and_its_verifier(make_config: Callable[..., RunCo
         return [[response(f"so {by_prompt[prompt].answer}")] * asked["n"] for prompt in prompts]
 
     seen = {}
-    with RewardPool(config.reward) as own, VerifierPools(config, sets, own) as pools:
+    with VerifierTask({"": config.reward}) as task, VerifierPools(config, sets, task) as pools:
         for step in range(8):
             done = evaluate_all(
                 config,
                 *what_is_due(config, PROBLEMS, sets, step),
                 generate=generate,
+                generate_heldout=generate,
                 tokenizer=TOKENIZER,
                 pools=pools,
                 seed=lambda purpose: len(purpose),
@@ -204,8 +205,9 @@ def test_a_verifier_that_cannot_score_a_set_is_found_at_the_start(
     (tmp_path / "bad.py").write_text("def fails(problem, response):\n    raise RuntimeError('no judge')\n")
     wrong = {"path": str(tmp_path / "sums.jsonl"), "verifier": f"{tmp_path / 'bad.py'}:fails"}
     config = make_config(sets={"sums": wrong})
-    with RewardPool(config.reward) as own, pytest.raises(ValueError, match=r"evaluate\.sets\.sums: .*cannot score the first 4"):
-        VerifierPools(config, load_sets(config, TOKENIZER), own)
+    cause = r"evaluate\.sets\.sums: .*cannot score the first 4"
+    with VerifierTask({"": config.reward}) as task, pytest.raises(ValueError, match=cause):
+        VerifierPools(config, load_sets(config, TOKENIZER), task)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 from tepo_megatron.config.data import DataConfig
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.reward.by_source import PoolBySource, open_verifiers, reward_configs
-from tepo_megatron.tasks.reward.pool import RewardPool
+from tepo_megatron.tasks.reward.verifier_task import VerifierTask, reward_configs
 
 MINE = """
 def tell(problem, response):
@@ -34,8 +33,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
 
 
 @pytest.fixture(scope="module")
-def pool(data: DataConfig) -> Iterator[RewardPool | PoolBySource]:
-    with open_verifiers(RewardConfig(verifier="exact"), data) as opened:
+def pool(data: DataConfig) -> Iterator[VerifierTask]:
+    with VerifierTask(reward_configs(RewardConfig(verifier="exact"), data)) as opened:
         yield opened
 
 
@@ -43,7 +42,7 @@ def problem(name: str, source: str) -> Problem:
     return Problem(name, "q", "a", {}, (("user", "q"),), source)
 
 
-def test_each_verifier_scores_its_own(pool: PoolBySource) -> None:
+def test_each_verifier_scores_its_own(pool: VerifierTask) -> None:
     usual, own, groups, unknown = (problem(name, name) for name in ("usual", "own", "groups", ""))
     items = [(usual, "a"), (own, "x"), (groups, "x"), (usual, "b"), (groups, "y"), (unknown, "a")]
     results = pool.score(items, [0, 1, 2, 0, 2, 3])
@@ -53,7 +52,7 @@ def test_each_verifier_scores_its_own(pool: PoolBySource) -> None:
     assert (pool.scores_groups, pool.unfinished, pool.notice) == (True, 0, pool.notice)
 
 
-def test_answers_come_one_by_one_and_a_reset_forgets_the_rest(pool: PoolBySource) -> None:
+def test_answers_come_one_by_one_and_a_reset_forgets_the_rest(pool: VerifierTask) -> None:
     pool.reset()
     assert pool.poll(None) == []  # nothing is under way
     pool.submit("half", problem("groups", "groups"), "x", group=0, group_size=2)
@@ -65,16 +64,16 @@ def test_answers_come_one_by_one_and_a_reset_forgets_the_rest(pool: PoolBySource
     assert pool.unfinished == 0
 
 
-def test_one_verifier_needs_one_pool_and_held_out_problems_have_that_of_their_name(data: DataConfig) -> None:
+def test_held_out_problems_have_the_verifier_of_their_name(data: DataConfig) -> None:
     usual = RewardConfig(verifier="exact")
     configs = reward_configs(usual, data)
     assert list(configs) == ["", "own", "groups"]
     assert configs["own"].weights == {"source": 2.0, "messages": 0.5}
-    with open_verifiers(usual, DataConfig()) as opened:
-        assert isinstance(opened, RewardPool)
 
 
 def test_a_verifier_that_cannot_be_loaded_ends_the_others(data: DataConfig) -> None:
     sources = [{"path": "a.jsonl"}, {"path": "b.jsonl", "verifier": "no_such_module:score"}]
     with pytest.raises(ValueError, match="importing no_such_module raised ModuleNotFoundError"):
-        open_verifiers(RewardConfig(verifier="exact"), DataConfig.model_validate({"train": sources, "heldout": None}))
+        VerifierTask(
+            reward_configs(RewardConfig(verifier="exact"), DataConfig.model_validate({"train": sources, "heldout": None}))
+        )

@@ -11,9 +11,10 @@ from pydantic import ValidationError
 
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.types import Problem, ResponseText
+from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward import workers
 from tepo_megatron.tasks.reward.components import weigh
-from tepo_megatron.tasks.reward.pool import RewardPool, RewardResult
+from tepo_megatron.tasks.reward.pool import RewardPool
 
 FORMS = '''
 import asyncio, os, signal, time

@@ -18,7 +18,8 @@ import pytest
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.types import Problem, ResponseText
 from tepo_megatron.runtime.workers.limits import data_bytes
-from tepo_megatron.tasks.reward.pool import RewardPool, RewardResult
+from tepo_megatron.tasks.protocol import RewardResult
+from tepo_megatron.tasks.reward.pool import RewardPool
 from tests.support.programs import TIMEOUT_S
 
 OPTIONS = {"verifier": "(python):mine", "timeout_s": 60.0, "memory_mb": 100, "file_mb": 1}

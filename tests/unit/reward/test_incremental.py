@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.types import Problem, ResponseText
-from tepo_megatron.tasks.reward.pool import RewardPool, RewardResult
+from tepo_megatron.tasks.protocol import RewardResult
+from tepo_megatron.tasks.reward.pool import RewardPool
 
 VERIFIER = '''
 import json, os, signal, time

@@ -52,6 +52,7 @@ class Run:
         inputs: Any = SimpleNamespace(train=PROBLEMS, tokenizer=tokenizer)
         said: Any = print
         pool: Any = None
+        verifiers: Any = FakeVerifiers
         self.schedule = Overlap(
             self.config,
             inputs,
@@ -60,7 +61,7 @@ class Run:
             phase=lambda name: contextlib.nullcontext(),
             heartbeat=Heartbeat(),
             open_stream=self.servers.open,
-            open_verifiers=FakeVerifiers,
+            open_verifiers=verifiers,
         )
         self.version = 0
         if state is not None:

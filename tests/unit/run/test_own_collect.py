@@ -16,7 +16,7 @@ from tepo_megatron.core.types import Problem, Response, Rollout, WeightsVersion
 from tepo_megatron.errors import is_ours
 from tepo_megatron.run.sampling.custom_rollout import StepSampler, load_collect
 from tepo_megatron.sampler.vllm.client.faults import ServerDied
-from tepo_megatron.tasks.reward.pool import RewardResult
+from tepo_megatron.tasks.protocol import RewardResult
 from tests.support.fake_sampling import FakeFleet, FakeVerifiers, collector
 
 PROBLEMS = [Problem(f"p{number}", "q", "a") for number in range(6)]
@@ -74,7 +74,7 @@ def test_the_best_of_many_are_trained_on_and_a_killed_run_finds_them_again(tmp_p
         assert [rollout.group for rollout in rollouts] == [0, 0, 1, 1, 2, 2]
         assert len({rollout.problem_id for rollout in rollouts}) == 3
     assert sum(rollout.reward for rollout in steps[0]) > 0
-    assert first._pool.scored == 2 * 3 * 6  # nothing is scored twice
+    assert first._task.scored == 2 * 3 * 6  # nothing is scored twice
 
     def never(problems: Any, sampler: Any) -> list[Rollout]:
         raise AssertionError("the journal has the step")
@@ -101,7 +101,7 @@ def test_what_has_no_reward_gets_one_and_a_reward_of_ones_own_stays(tmp_path: Pa
     rewards = [rollout.reward for rollout in of.collect(0, Fleet(0).at(0))]
     assert rewards[::2] == [9.0] * 3
     assert max(rewards[1::2]) < 9.0
-    assert of._pool.scored == 3
+    assert of._task.scored == 3
 
 
 def spoiled(how: Any) -> Any:

@@ -17,9 +17,10 @@ from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.core.objective import build_objective
 from tepo_megatron.core.objective.advantage import gdpo_advantages
 from tepo_megatron.core.types import Problem, ResponseText, Rollout, WeightsVersion
-from tepo_megatron.run.sampling.step_rewards import StepRewards, ready_pool
+from tepo_megatron.run.sampling.step_rewards import StepRewards, rehearsed
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
-from tepo_megatron.tasks.reward.pool import RewardResult
+from tepo_megatron.tasks.protocol import RewardResult
+from tepo_megatron.tasks.reward.verifier_task import VerifierTask
 from tepo_megatron.trainer.megatron.batching.batch import pack
 
 
@@ -192,10 +193,13 @@ def test_a_step_without_enough_for_its_minibatches_stops_the_run() -> None:
 def test_verifiers_are_tried_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_judge.py").write_text("def judge(problem, response):\n    return problem.grade\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    problems = [Problem("p0", "q", "a")]
+
+    def rehearse(config: RunConfig) -> None:
+        rehearsed(VerifierTask({"": config.reward}), config, [Problem("p0", "q", "a")]).close()
+
     with pytest.raises(
         ValueError, match=r"raised AttributeError: 'Problem' object has no attribute 'grade', at .*broken_judge.py:2"
     ):
-        ready_pool(config("reward.verifier=broken_judge:judge"), problems)
-    ready_pool(config("reward.verifier=broken_judge:judge", f"rollout.replay={tmp_path}"), problems).close()
-    ready_pool(config(), problems).close()
+        rehearse(config("reward.verifier=broken_judge:judge"))
+    rehearse(config("reward.verifier=broken_judge:judge", f"rollout.replay={tmp_path}"))
+    rehearse(config())

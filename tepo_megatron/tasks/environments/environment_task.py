@@ -1,9 +1,9 @@
-"""The environments of a run, where a run without them has a pool of verifiers: episodes in, responses and their rewards out."""
+"""The task of a run with environments: each response is an episode, whose environment rewards it."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -13,7 +13,7 @@ from typing import Any
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.environment import OUTSIDE, EnvironmentConfig
 from tepo_megatron.config.sampling import SamplingConfig
-from tepo_megatron.core.types import Problem, Response, ResponseText
+from tepo_megatron.core.types import Problem, Response, ResponseText, Rollout
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.fleet.stream import SampleStream
 from tepo_megatron.sampler.vllm.client.requests import Sampling, prompt_seed
@@ -24,9 +24,9 @@ from tepo_megatron.tasks.environments.host import EnvironmentHost, reset_call
 from tepo_megatron.tasks.environments.observations import Observations
 from tepo_megatron.tasks.environments.remote import RemoteEnvironments
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
-from tepo_megatron.tasks.reward.by_source import Pool, open_verifiers
+from tepo_megatron.tasks.protocol import Generate, RewardResult, turn_figures
 from tepo_megatron.tasks.reward.components import weigh
-from tepo_megatron.tasks.reward.pool import RewardResult
+from tepo_megatron.tasks.reward.verifier_task import VerifierTask, reward_configs
 from tepo_megatron.weights.architecture import ModelSpec
 
 _KEPT = 1 << 16
@@ -48,12 +48,12 @@ class _Counts:
 
 
 @dataclass(eq=False)
-class EpisodePool:
-    """Plays the episodes of ``config.environment``. Used from one thread; close it.
+class EnvironmentTask:
+    """A :class:`Task` that runs episodes of ``config.environment``.
 
-    In the place of a ``RewardPool``: a response's reward was found in its episode, so that :meth:`submit` and :meth:`score`
-    give it at once. What could not be played to its end has ``reward.failed_reward``, and an error text with the problem's id.
-    ``max_length``: of prompt and all turns in tokens; ``vocab_size`` of the model. Raises as ``EnvironmentWorkers``.
+    A response's reward is known when its episode ends; :meth:`submit` and :meth:`score` look it up. An episode that fails has
+    ``reward.failed_reward`` and an error text with the problem's id. ``max_length``: tokens of the prompt and all turns;
+    ``vocab_size`` of the model. Raises as ``EnvironmentWorkers``.
     """
 
     config: RunConfig
@@ -92,6 +92,10 @@ class EpisodePool:
         return self.host.notice
 
     @property
+    def verifier(self) -> str | None:
+        return None
+
+    @property
     def scores_groups(self) -> bool:
         return False
 
@@ -101,7 +105,6 @@ class EpisodePool:
 
     @property
     def unfinished(self) -> int:
-        """Results that :meth:`poll` has not returned yet."""
         return len(self._finished)
 
     def stream(self, inner: SampleStream, problem_of: Callable[[Any], Problem]) -> EpisodeStream:
@@ -119,7 +122,10 @@ class EpisodePool:
             self._numbers,
         )
 
-    def generate(
+    def heldout_generate(self, generate: Generate, fleet: Fleet, problems: Sequence[Problem], **settings: Any) -> Generate:
+        return partial(self._generate, fleet, problems, **settings)
+
+    def _generate(
         self,
         fleet: Fleet,
         problems: Sequence[Problem],
@@ -150,8 +156,6 @@ class EpisodePool:
                         on_progress(sum(len(group) == n for group in groups), len(prompts))
         self._counts = counted
         return [[group[at] for at in range(n)] for group in groups]
-
-    # -- as a pool of verifiers --------------------------------------------------------------------------------------------
 
     def note(self, problem: Problem, response: Response, end: EpisodeEnd) -> None:
         """An episode has ended."""
@@ -210,27 +214,27 @@ class EpisodePool:
                 f"{errors[0]}; correct the environment, or the data"
             )
 
-    def take_figures(self) -> dict[str, float]:
-        """Of the episodes since the last call, for a row of metrics."""
+    def take_figures(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         counts, self._counts = self._counts, _Counts()
+        turns = turn_figures(rollouts) or {"environment/turns": 1.0, "environment/tokens": 0.0}
         if not counts.episodes:
-            return {}
-        return {
+            return turns
+        return turns | {
             "environment/tool_errors": counts.tool_errors / counts.episodes,
             "environment/restarts": float(counts.restarts),
             "environment/seconds": counts.seconds / counts.episodes,
             **({"environment/new_histories": counts.new_histories / counts.episodes} if self._plays_agents else {}),
         }
 
-    def another(self) -> EpisodePool:
+    def another(self) -> EnvironmentTask:
         """One like it, for another thread."""
-        return EpisodePool(self.config, self.tokenizer, self.vocab_size, self.max_length)
+        return EnvironmentTask(self.config, self.tokenizer, self.vocab_size, self.max_length)
 
     def close(self) -> None:
         """Ends the environments. It may be called more than once."""
         self.host.close()
 
-    def __enter__(self) -> EpisodePool:
+    def __enter__(self) -> EnvironmentTask:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
@@ -270,28 +274,14 @@ def open_host(config: EnvironmentConfig, sampling: SamplingConfig) -> Environmen
     return RemoteEnvironments(config, sampling) if config.servers else EnvironmentWorkers(config, sampling)
 
 
-def open_pool(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, given: Any = None) -> Pool | EpisodePool:
-    """What gives rewards to the responses of a run: its environment, or the pool of its verifier. Raises as either. ``given``:
-    the verifier itself, where it is no name.
+def open_task(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, given: Any = None) -> VerifierTask | EnvironmentTask:
+    """The task of a run. ``given``: a verifier that is an object of this process, for a name that cannot be imported.
+
+    Raises ValueError and RuntimeError as the task's class.
     """
     if config.environment is None or config.rollout.replay is not None:
-        return open_verifiers(config.reward, config.data, given)
-    length = config.rollout.server.max_model_len or spec.max_positions
-    return EpisodePool(config, tokenizer, spec.vocab_size, length)
-
-
-def stream_of(pool: object, inner: SampleStream, problem_of: Callable[[Any], Problem]) -> SampleStream | EpisodeStream:
-    """A stream of responses, to be entered: of episodes where ``pool`` plays them, else ``inner`` itself."""
-    return pool.stream(inner, problem_of) if isinstance(pool, EpisodePool) else inner
-
-
-def heldout_generate(
-    pool: object, fleet: Fleet, problems: Sequence[Problem], settings: Mapping[str, Any]
-) -> Callable[..., list[list[Response]]] | None:
-    """What answers ``problems``, whose prompts it is given in their order, where ``pool`` plays episodes; None where it does
-    not. ``settings``: more arguments of :meth:`EpisodePool.generate`.
-    """
-    return partial(pool.generate, fleet, problems, **settings) if isinstance(pool, EpisodePool) else None
+        return VerifierTask(reward_configs(config.reward, config.data), given=given)
+    return EnvironmentTask(config, tokenizer, spec.vocab_size, config.rollout.server.max_model_len or spec.max_positions)
 
 
 def _key(problem: Problem, ids: bytes) -> tuple[str, bytes]:

@@ -1,54 +1,50 @@
-"""One pool of verifiers for each verifier that the sources of a run's problems name."""
+"""The task of a run with verifiers: each response is one sample, scored by the verifier of its problem's source."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from tepo_megatron.config.data import DataConfig
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.reward.pool import RewardPool, RewardResult
+from tepo_megatron.core.types import Problem, Rollout
+from tepo_megatron.sampler.fleet.fleet import Fleet
+from tepo_megatron.sampler.fleet.stream import SampleStream
+from tepo_megatron.tasks.protocol import Generate, RewardResult, turn_figures
+from tepo_megatron.tasks.reward.pool import RewardPool
 
-_GLANCE_S = 0.02
-"""How long one pool is waited for while another may answer first."""
+_FAST_POLL_S = 0.02
+"""Timeout of one pool's poll while another may answer first."""
 
 
 def reward_configs(reward: RewardConfig, data: DataConfig) -> dict[str, RewardConfig]:
-    """How each source is scored, by its name: the empty one is ``reward`` itself, for every source that is not here.
+    """Source name → how it is scored; the empty name: every other source.
 
     A held-out source is scored as the training source of its name, unless it has a verifier of its own.
     """
-    found = {"": reward}
+    configs = {"": reward}
     for source in (*data.train_sources, *data.heldout_sources):
         if source.verifier is not None:
-            own = {"verifier": source.verifier, "kwargs": source.verifier_kwargs, "weights": source.verifier_weights}
-            found[source.called] = reward.model_copy(update=own)
-    return found
+            verifier = {"verifier": source.verifier, "kwargs": source.verifier_kwargs, "weights": source.verifier_weights}
+            configs[source.called] = reward.model_copy(update=verifier)
+    return configs
 
 
-def open_verifiers(reward: RewardConfig, data: DataConfig, given: Any = None) -> Pool:
-    """The verifiers of a run, ready when it returns: one pool, or one for each verifier that sources name. ``given``: the
-    verifier itself in the place of ``reward.verifier``, which then is no name.
+class VerifierTask:
+    """A :class:`Task` with ``reward.workers`` processes for each distinct verifier, ready when the constructor returns.
 
     Raises ValueError and RuntimeError as ``RewardPool``.
-    """
-    configs = reward_configs(reward, data)
-    return RewardPool(reward, given=given) if len(configs) == 1 else PoolBySource(configs, given=given)
-
-
-class PoolBySource:
-    """Has each response scored by the verifier of its problem's source. Its methods are ``RewardPool``'s, and do the same.
-
-    ``configs``: as :func:`reward_configs` gives them. ``reward.workers`` processes run for each verifier.
     """
 
     def __init__(
         self, configs: Mapping[str, RewardConfig], components: Sequence[Sequence[str] | None] = (), given: Any = None
     ) -> None:
+        """``configs``: as from :func:`reward_configs`. ``components``: as of ``RewardPool``, for each distinct verifier.
+        ``given``: as of ``RewardPool``, for the first one.
+        """
         distinct: list[RewardConfig] = []
         for config in configs.values():
             if config not in distinct:
@@ -61,40 +57,52 @@ class PoolBySource:
         except BaseException:
             self.close()
             raise
-        self._of = {source: self._pools[distinct.index(config)] for source, config in configs.items()}
+        self._pool_by_source = {source: self._pools[distinct.index(config)] for source, config in configs.items()}
 
     @property
     def notice(self) -> str | None:
         return next((pool.notice for pool in self._pools if pool.notice is not None), None)
 
     @property
+    def verifier(self) -> str | None:
+        return self._configs[""].verifier
+
+    @property
     def scores_groups(self) -> bool:
-        """Whether a verifier among them is one of groups: then all wait for whole groups."""
+        """If one of several verifiers scores groups, all wait for whole groups."""
         return any(pool.scores_groups for pool in self._pools)
 
     @property
     def unfinished(self) -> int:
         return sum(pool.unfinished for pool in self._pools)
 
-    def another(self) -> PoolBySource:
-        """A second one, with the components that this one has found."""
-        return PoolBySource(self._configs, [pool.components for pool in self._pools], self._given)
+    def another(self) -> VerifierTask:
+        """An equal task, with the components that this one has learnt."""
+        return VerifierTask(self._configs, [pool.components for pool in self._pools], self._given)
+
+    def stream(self, samples: SampleStream, problem_of: Callable[[Any], Problem]) -> SampleStream:
+        return samples
+
+    def heldout_generate(self, generate: Generate, fleet: Fleet, problems: Sequence[Problem], **settings: Any) -> Generate:
+        return generate
 
     def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:
         self._pool_of(problem).submit(key, problem, response, group=group, group_size=group_size)
 
     def poll(self, timeout_s: float | None = 0.0) -> list[tuple[Hashable, RewardResult]]:
+        if len(self._pools) == 1:
+            return self._pools[0].poll(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             busy = [pool for pool in self._pools if pool.under_way]
-            found = [each for pool in busy for each in pool.poll(0.0)]
+            results = [result for pool in busy for result in pool.poll(0.0)]
             left = None if deadline is None else deadline - time.monotonic()
-            if found or not busy or (left is not None and left <= 0):
-                return found
+            if results or not busy or (left is not None and left <= 0):
+                return results
             for pool in busy:
-                found += pool.poll((_GLANCE_S if left is None else min(_GLANCE_S, left)) if not found else 0.0)
-            if found:
-                return found
+                results += pool.poll((_FAST_POLL_S if left is None else min(_FAST_POLL_S, left)) if not results else 0.0)
+            if results:
+                return results
 
     def reset(self) -> None:
         for pool in self._pools:
@@ -102,9 +110,9 @@ class PoolBySource:
 
     def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable] | None = None) -> list[RewardResult]:
         self.reset()
-        named = list(range(len(items))) if groups is None else groups
-        sizes = Counter(named)
-        for index, ((problem, response), group) in enumerate(zip(items, named, strict=True)):
+        group_names = list(range(len(items))) if groups is None else groups
+        sizes = Counter(group_names)
+        for index, ((problem, response), group) in enumerate(zip(items, group_names, strict=True)):
             self.submit(index, problem, response, group=group, group_size=sizes[group])
         results: dict[Hashable, RewardResult] = {}
         while len(results) < len(items):
@@ -112,23 +120,21 @@ class PoolBySource:
         return [results[index] for index in range(len(items))]
 
     def rehearse(self, problems: Sequence[Problem]) -> None:
-        """Each verifier scores answers of its own problems. Raises ValueError as ``RewardPool.rehearse``."""
         for pool in self._pools:
             pool.rehearse([problem for problem in problems if self._pool_of(problem) is pool])
+
+    def take_figures(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        return turn_figures(rollouts)
 
     def close(self) -> None:
         for pool in self._pools:
             pool.close()
 
-    def __enter__(self) -> PoolBySource:
+    def __enter__(self) -> VerifierTask:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
     def _pool_of(self, problem: Problem) -> RewardPool:
-        return self._of.get(problem.source, self._of[""])
-
-
-Pool = RewardPool | PoolBySource
-"""The verifiers of a run."""
+        return self._pool_by_source.get(problem.source, self._pool_by_source[""])
