@@ -11,8 +11,8 @@ from tepo_megatron.core.types import Batch, Rollout
 from tepo_megatron.run.sampling.length_handling import trained_places
 from tepo_megatron.run.sampling.staleness import mismatch_by_age, most_stale, part_ages
 from tepo_megatron.run.step.agreement import check_agreement
-from tepo_megatron.sampler.fleet.canary import CACHED_TOKENS, Canary, cached_prompt, rollouts_tolerance, tolerance
-from tepo_megatron.sampler.fleet.fleet import Fleet
+from tepo_megatron.run.step.canary import CACHED_TOKENS, Canary, cached_prompt, rollouts_tolerance, tolerance
+from tepo_megatron.sampler.protocol import Sampler
 from tepo_megatron.weights.architecture import ModelSpec
 
 
@@ -26,7 +26,7 @@ class Canaries:
         self._figures: dict[str, float] = {}
 
     def check_servers(
-        self, fleet: Fleet, step: int, prompt: Sequence[int], logprobs: Sequence[float], *, is_logged: bool
+        self, fleet: Sampler, step: int, prompt: Sequence[int], logprobs: Sequence[float], *, is_logged: bool
     ) -> None:
         """Compares the servers' log-probs of a prompt with the trainer's, and those through their prefix caches with those
         without. ``is_logged``: the step has its row already.

@@ -11,13 +11,13 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.run.driver import Driver
 from tepo_megatron.run.metrics.summary import summarize
 from tepo_megatron.run.output.resume import newest_whole
+from tepo_megatron.run.step.canary import due_prompt
 from tepo_megatron.run.step.graceful_stop import Leaving
 from tepo_megatron.run.step.minibatches import mark_recorded, minibatches, trained_sequences
 from tepo_megatron.run.step.nonfinite_updates import SkippedUpdates, describe
 from tepo_megatron.run.step.placement import takes_turns
 from tepo_megatron.run.step.rollback import Rollback
 from tepo_megatron.runtime.preemption import StopRequested
-from tepo_megatron.sampler.fleet.canary import due_prompt
 
 if TYPE_CHECKING:
     from tepo_megatron.run.weights import WeightPublisher

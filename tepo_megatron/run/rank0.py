@@ -32,8 +32,9 @@ from tepo_megatron.run.step.nonfinite_updates import write_skipped
 from tepo_megatron.run.step.placement import first_server_gpu, this_machine
 from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
-from tepo_megatron.sampler.fleet.fleet import NO_SERVERS, Fleet, ServerDied
-from tepo_megatron.sampler.vllm.client.requests import truncation_of
+from tepo_megatron.sampler.protocol import NO_SERVERS, Sampler, ServerDied
+from tepo_megatron.sampler.registry import make_sampler
+from tepo_megatron.sampler.sampling import truncation_of
 from tepo_megatron.tasks.evaluate.evaluations import VerifierPools, evaluate_all, what_failed, what_is_due
 from tepo_megatron.tasks.protocol import Task
 
@@ -79,10 +80,10 @@ class RootDriver:
         self.task = task
         self._pools = pools or VerifierPools(config, (), task)
         self.rewards = StepRewards(config, self.task, output.message)
-        self.fleet: Fleet | None = None
+        self.fleet: Sampler | None = None
         self._starting: Future[None] | None = None
         if config.rollout.replay is None:
-            self.fleet = Fleet(
+            self.fleet = make_sampler(
                 config.rollout.server,
                 model_dir=inputs.model_dir,
                 dtype=config.model.dtype,
@@ -237,7 +238,7 @@ class RootDriver:
     def check_rollouts(self, step: int, parts: Sequence[Batch]) -> None:
         self._canaries.check_rollouts(step, parts, self.rollouts.rollouts)
 
-    def _fleet(self) -> Fleet:
+    def _fleet(self) -> Sampler:
         assert self.fleet is not None, "a replayed run has no servers"
         return self.fleet
 

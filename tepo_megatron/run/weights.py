@@ -14,7 +14,7 @@ from tepo_megatron.weights.layouts import VllmParallel
 from tepo_megatron.weights.transfer.sender import ShardSender
 
 if TYPE_CHECKING:
-    from tepo_megatron.sampler.fleet.fleet import Fleet
+    from tepo_megatron.sampler.protocol import WeightReceiver
     from tepo_megatron.trainer.protocol import WeightSource
 
 
@@ -28,7 +28,7 @@ class WeightPublisher:
     Raises ValueError where vLLM could not split the model over the workers of a server.
     """
 
-    def __init__(self, config: RunConfig, weights: WeightSource, fleet: Fleet | None) -> None:
+    def __init__(self, config: RunConfig, weights: WeightSource, fleet: WeightReceiver | None) -> None:
         self._weights, self._fleet = weights, fleet
         self._has_servers = config.rollout.replay is None
         self._sender: ShardSender | None = None
@@ -38,7 +38,7 @@ class WeightPublisher:
 
     def update_weights(self, version: WeightsVersion) -> None:
         """Puts the weights into every server, named ``version`` from then on. Every rank calls; rank 0's errors are
-        ``Fleet``'s: ServerDied where a server is gone, RuntimeError or ValueError otherwise.
+        ``WeightReceiver``'s: ServerDied where a server is gone, RuntimeError or ValueError otherwise.
         """
         if not self._has_servers:
             return

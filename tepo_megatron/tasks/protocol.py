@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from tepo_megatron.core.types import Problem, Response, Rollout
-from tepo_megatron.sampler.fleet.fleet import Fleet
-from tepo_megatron.sampler.fleet.stream import SampleStream
+from tepo_megatron.sampler.protocol import Sampler, SampleStream
 
 
 @dataclass(frozen=True)
@@ -84,9 +83,9 @@ class Task(Protocol):
     def stream(self, samples: SampleStream, problem_of: Callable[[Any], Problem]) -> ResponseStream:
         """Responses sampled through ``samples``; ``problem_of`` maps the key of a request to its problem."""
 
-    def heldout_generate(self, generate: Generate, fleet: Fleet, problems: Sequence[Problem], **settings: Any) -> Generate:
+    def heldout_generate(self, generate: Generate, fleet: Sampler, problems: Sequence[Problem], **settings: Any) -> Generate:
         """A function that answers ``problems``, called with their prompts in the same order. ``generate`` samples one turn;
-        ``settings`` are keywords of ``Fleet.generate``.
+        ``settings`` are keywords of ``Sampler.generate``.
         """
 
     def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:

@@ -24,9 +24,10 @@ from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.core.types import Response, WeightsVersion
 from tepo_megatron.runtime.leftovers import SHM, temporary_folder
 from tepo_megatron.runtime.proc import group_members
-from tepo_megatron.sampler.fleet.fleet import Fleet, ServerDied
+from tepo_megatron.sampler.fleet.fleet import Fleet
+from tepo_megatron.sampler.protocol import ServerDied
+from tepo_megatron.sampler.sampling import Sampling
 from tepo_megatron.sampler.vllm.client.client import GENERATE, PROGRESS, Client
-from tepo_megatron.sampler.vllm.client.requests import Sampling
 from tepo_megatron.sampler.vllm.server.resources import worker_cores
 from tepo_megatron.sampler.vllm.server.server import Server
 from tepo_megatron.sampler.vllm.server.server_program import MODEL_NAME

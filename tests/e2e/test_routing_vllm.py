@@ -21,7 +21,7 @@ from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.core.types import Response, Rollout
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.rollout_file import write_rollouts
-from tepo_megatron.sampler.vllm.client.requests import Sampling
+from tepo_megatron.sampler.sampling import Sampling
 from tests.support.launch import run_world
 from tests.support.random_models import EOS, random_model
 

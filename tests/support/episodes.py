@@ -11,7 +11,7 @@ from typing import Any
 
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.types import Response, WeightsVersion, token_ids
-from tepo_megatron.sampler.fleet.stream import Result
+from tepo_megatron.sampler.protocol import KeyedResponse
 from tepo_megatron.tasks.environments.agents.chat_requests import ChatRequest
 from tepo_megatron.tasks.environments.episodes import EpisodeEnd
 from tepo_megatron.tasks.environments.host import EpisodeAnswer, read_action, read_problem
@@ -39,17 +39,11 @@ class FakeSamples:
     order: random.Random
     asked: list[tuple[Hashable, tuple[int, ...], int, int]] = field(default_factory=list)
     left: list[Hashable] = field(default_factory=list)
-    _pending: list[Result] = field(default_factory=list)
+    _pending: list[KeyedResponse] = field(default_factory=list)
 
     @property
-    def host(self) -> FakeSamples:
-        return self
-
-    def published(self) -> int:
-        return 1
-
-    def versions(self, since: int) -> list[WeightsVersion]:
-        return [WeightsVersion(len(self.asked) // 5)]
+    def weights_version(self) -> WeightsVersion:
+        return WeightsVersion(len(self.asked) // 5)
 
     @property
     def unfinished(self) -> int:
@@ -65,12 +59,12 @@ class FakeSamples:
         assert key == home
         assert room >= 1
         self.asked.append((key, tuple(token_ids(prompt_ids).tolist()), seed, room))
-        self._pending.append((key, 0, turn_of(seed, room, self.versions(0)[0])))
+        self._pending.append((key, 0, turn_of(seed, room, self.weights_version)))
 
     def leave(self, home: Hashable) -> None:
         self.left.append(home)
 
-    def next(self, timeout_s: float | None) -> Result | None:
+    def next(self, timeout_s: float | None) -> KeyedResponse | None:
         return self._pending.pop(self.order.randrange(len(self._pending))) if self._pending else None
 
 

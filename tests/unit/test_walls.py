@@ -83,8 +83,10 @@ PLANTED = (
     Planted("tasks/evaluate/standalone.py", "from tepo_megatron.launch.job import Job", "launch"),
     Planted("cli/train.py", "from tepo_megatron.cli.plan import plan", "cli"),
     Planted("weights/transfer/move.py", "from tepo_megatron.weights.reshard import plan", "bridge"),
+    Planted("run/rank0.py", "from tepo_megatron.sampler.fleet.fleet import Fleet", "sampler"),
     Planted("sampler/vllm/plugin/engine.py", "from tepo_megatron.sampler.vllm.client import client", "plugin"),
     Planted("sampler/vllm/server/server.py", "from tepo_megatron.sampler.fleet import fleet", "rollout"),
+    Planted("sampler/protocol.py", "from tepo_megatron.sampler.vllm.client import client", "rollout"),
     Planted("core/objective/ratio.py", "from tepo_megatron.core.objective import compose", "circles"),
 )
 WAYS = {

@@ -14,9 +14,8 @@ import httpx
 from tepo_megatron.cli.doctor.check import Check
 from tepo_megatron.config import RunConfig, TrainConfig
 from tepo_megatron.run.loggers.installed import check_installed, sections
-from tepo_megatron.sampler.fleet.registry import registered
-from tepo_megatron.sampler.vllm.server.parallelism_check import check_server_split
-from tepo_megatron.sampler.vllm.server.quantization import check_quantization
+from tepo_megatron.sampler.fleet.server_registry import registered
+from tepo_megatron.sampler.vllm.server.checks import check_quantization, check_server_split
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.weights.architecture import read_model_spec
 

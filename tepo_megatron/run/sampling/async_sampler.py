@@ -15,7 +15,7 @@ from typing import Protocol
 
 from tepo_megatron.core.types import Problem, Response, ResponseText
 from tepo_megatron.run.sampling.utilization import BusyClock
-from tepo_megatron.sampler.fleet.fleet import ServerDied
+from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.tasks.protocol import RewardResult, Task
 
 LOOK_S = 0.2
@@ -26,7 +26,7 @@ VERDICT_S = 0.02
 
 
 class Stream(Protocol):
-    """Samples as they finish; ``Fleet.sample_stream`` gives one."""
+    """Samples as they finish; ``Sampler.sample_stream`` gives one."""
 
     def submit(self, key: int, prompt_ids: Sequence[int], seed: int, n: int) -> None: ...
     def next(self, timeout_s: float) -> tuple[int, int, Response] | None:

@@ -22,7 +22,7 @@ from tepo_megatron.run.sampling.step_rewards import StepRewards
 from tepo_megatron.run.sampling.sync_sampler import Gathering
 from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
-from tepo_megatron.sampler.fleet.fleet import Fleet
+from tepo_megatron.sampler.protocol import Sampler
 from tepo_megatron.tasks.data.mixture import make_sampler
 from tepo_megatron.tasks.environments.episode_prompts import prompt_of
 from tepo_megatron.tasks.protocol import Task
@@ -69,7 +69,7 @@ class RolloutCollector:
         self.rollouts: list[Rollout] = []
         self._figures: dict[str, float] = {}
 
-    def collect(self, step: int, fleet: Fleet | None) -> list[Rollout]:
+    def collect(self, step: int, fleet: Sampler | None) -> list[Rollout]:
         """The responses that a step trains on: ``prompts_per_step`` groups, without responses that have no reward; the same
         again if called again for the same step. ``fleet``: None in a replayed run.
 
@@ -87,7 +87,7 @@ class RolloutCollector:
         figures, self._figures = self._figures, {}
         return figures
 
-    def _collect(self, step: int, fleet: Fleet | None) -> list[Rollout]:
+    def _collect(self, step: int, fleet: Sampler | None) -> list[Rollout]:
         if self._config.rollout.replay is not None:
             with self._phase("rollout"):
                 return read_replay(self._config, self._inputs.spec.vocab_size, step)
@@ -126,7 +126,7 @@ class RolloutCollector:
         self._figures |= {} if after is None else after["figures"]
         return found.rollouts
 
-    def _sampled(self, groups: StepGroups, fleet: Fleet, step: int) -> list[Rollout]:
+    def _sampled(self, groups: StepGroups, fleet: Sampler, step: int) -> list[Rollout]:
         """Every response of the step, with its reward."""
         if self._collect_own is None:
             self._gather(groups, fleet)
@@ -142,7 +142,7 @@ class RolloutCollector:
         groups.open.clear()  # nothing of it is carried over
         return self._rewards.reward(rollouts, results, step)
 
-    def _gather(self, groups: StepGroups, fleet: Fleet) -> None:
+    def _gather(self, groups: StepGroups, fleet: Sampler) -> None:
         config = self._config.rollout
         sampling = config.sampling
         samples = fleet.sample_stream(sampling, sampling_mask=sampling.truncates, on_move=self._heartbeat.moved)

@@ -22,9 +22,9 @@ from tepo_megatron.run.sampling.sync_sampler import LOOK_S
 from tepo_megatron.run.step.minibatches import derive_seed
 from tepo_megatron.runtime.user_code import load_user_code, locate_user_code
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
-from tepo_megatron.sampler.fleet.fleet import Fleet, ServerDied
-from tepo_megatron.sampler.rollout_file_checks import rollout_fault
-from tepo_megatron.sampler.vllm.client.requests import prompt_seed
+from tepo_megatron.sampler.protocol import Sampler, ServerDied
+from tepo_megatron.sampler.rollout_file import rollout_fault
+from tepo_megatron.sampler.sampling import prompt_seed
 from tepo_megatron.tasks.data.prompts import encode_prompt
 from tepo_megatron.tasks.evaluate.answers import Scorer
 from tepo_megatron.tasks.protocol import RewardResult
@@ -42,7 +42,7 @@ class StepSampler:
     """
 
     def __init__(
-        self, config: RunConfig, inputs: Inputs, fleet: Fleet, scorer: Scorer, step: int, heartbeat: Heartbeat
+        self, config: RunConfig, inputs: Inputs, fleet: Sampler, scorer: Scorer, step: int, heartbeat: Heartbeat
     ) -> None:
         self.step, self.samples = step + 1, config.rollout.samples_per_prompt
         self._config, self._inputs, self._fleet, self._scorer, self._heartbeat = config, inputs, fleet, scorer, heartbeat

@@ -15,10 +15,8 @@ from tepo_megatron.run.sampling.filters import load_filters
 from tepo_megatron.run.sampling.staleness import most_stale
 from tepo_megatron.run.step.memory_check import check_fits
 from tepo_megatron.run.step.placement import check_placement, this_machine, trains_on_gpus
-from tepo_megatron.sampler.rollout_file import read_rollouts, record_path
-from tepo_megatron.sampler.rollout_file_checks import check_rollouts
-from tepo_megatron.sampler.vllm.server.parallelism_check import check_head_size, check_server_split
-from tepo_megatron.sampler.vllm.server.quantization import check_quantization
+from tepo_megatron.sampler.registry import sampler_spec
+from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.served_tokenizer import check_served_tokenizer
 from tepo_megatron.tasks.data.sources import TOO_LONG, Prompt, Source, read_sources
@@ -74,7 +72,7 @@ def check_model(config: RunConfig) -> Path:
             "out"
         )
     if config.rollout.replay is None:
-        check_server_split(config.rollout.server, spec)
+        sampler_spec().check_model(config.rollout.server, spec)
     if config.model.shards is not None:
         check_imported(config.model.shards, model_dir)
     if config.model.lora is not None:
@@ -138,11 +136,9 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
     replay = config.rollout.replay
     if replay is not None and not replay.is_dir():
         raise ValueError(f"rollout.replay = {replay} is not a folder; give one that a run with rollout.record=true has written")
-    if replay is None and config.rollout.server.placement != "external":
-        check_quantization(config.rollout.server.quantization)
     spec = read_model_spec(model_dir)
     if replay is None and config.rollout.server.placement != "external":
-        check_head_size(spec, on_gpu=this_machine().gpus > 0)
+        sampler_spec().check_machine(config.rollout.server, spec)
     if replay is not None:
         _check_replay(config, spec)
     train = read_sources(config.data, "train", tokenizer)

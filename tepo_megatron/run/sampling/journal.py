@@ -18,8 +18,7 @@ from tepo_megatron.core.types import Problem, Rollout, WeightsVersion
 from tepo_megatron.run.sampling.group_store import GroupStore
 from tepo_megatron.run.sampling.groups import Group
 from tepo_megatron.runtime.files import Failed
-from tepo_megatron.sampler.rollout_file import Record, link_record, read_record, record_path, write_rollouts
-from tepo_megatron.sampler.rollout_file_checks import check_rollouts
+from tepo_megatron.sampler.rollout_file import Record, check_rollouts, link_record, read_record, record_path, write_rollouts
 from tepo_megatron.trainer.checkpoints.folder import checkpoints, step_of
 from tepo_megatron.trainer.checkpoints.run_compatibility import own_verifiers
 

@@ -22,7 +22,7 @@ from tepo_megatron.run.sampling.step_rewards import StepRewards
 from tepo_megatron.run.step.minibatches import derive_seed
 from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
-from tepo_megatron.sampler.fleet.fleet import Fleet
+from tepo_megatron.sampler.protocol import Sampler
 from tepo_megatron.tasks.data.mixture import make_sampler
 from tepo_megatron.tasks.environments.episode_prompts import prompt_of
 from tepo_megatron.tasks.protocol import RewardResult, Task, turn_figures
@@ -88,7 +88,7 @@ class Overlap:
 
     # -- a step's rollouts -------------------------------------------------------------------------------------------------
 
-    def collect(self, step: int, fleet: Fleet | None) -> list[Rollout]:
+    def collect(self, step: int, fleet: Sampler | None) -> list[Rollout]:
         """The step's groups, without responses that have no reward; the same again if called again for the same step.
 
         Raises ServerDied where too few are there and the servers that should sample them are gone.

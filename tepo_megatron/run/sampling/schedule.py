@@ -21,7 +21,7 @@ from tepo_megatron.run.sampling.journal import Journal
 from tepo_megatron.run.sampling.overlap import Overlap
 from tepo_megatron.run.sampling.step_rewards import StepRewards
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
-from tepo_megatron.sampler.fleet.fleet import Fleet
+from tepo_megatron.sampler.protocol import Sampler
 from tepo_megatron.tasks.protocol import Task
 
 
@@ -33,7 +33,7 @@ class Schedule(Protocol):
     drawn: list[Rollout]
     rollouts: list[Rollout]
 
-    def collect(self, step: int, fleet: Fleet | None) -> list[Rollout]:
+    def collect(self, step: int, fleet: Sampler | None) -> list[Rollout]:
         """The rollouts to train on after ``step`` steps; the same again if called again for the same step."""
 
     def take_figures(self) -> dict[str, float]:
@@ -90,7 +90,7 @@ def make_schedule(
     rewards: StepRewards,
     task: Task,
     journal: Journal,
-    fleet: Fleet | None,
+    fleet: Sampler | None,
     *,
     phase: Phase,
     heartbeat: Heartbeat,

@@ -15,7 +15,7 @@ from tepo_megatron.core.types import Response, Rollout
 from tepo_megatron.run.sampling.groups import UNFINISHED, Group, StepGroups
 from tepo_megatron.run.sampling.step_rewards import answer_of
 from tepo_megatron.run.step.minibatches import derive_seed
-from tepo_megatron.sampler.vllm.client.requests import prompt_seed
+from tepo_megatron.sampler.sampling import prompt_seed
 from tepo_megatron.tasks.protocol import Task
 
 LOOK_S = 1.0
@@ -26,7 +26,7 @@ _GLANCE_S = 0.02
 
 
 class Stream(Protocol):
-    """Requests for samples, whose responses come as they finish; ``Fleet.sample_stream`` gives one."""
+    """Requests for samples, whose responses come as they finish; ``Sampler.sample_stream`` gives one."""
 
     def submit(
         self,

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.sampler.vllm.server.resources import available_cores, cores_of, worker_cores
+from tepo_megatron.runtime.cores import available_cores
+from tepo_megatron.sampler.registry import sampler_spec
 from tepo_megatron.weights.transfer.transport import TransportName
 from tepo_megatron.weights.transfer.transports import find_transport
 
@@ -49,7 +50,7 @@ def trainer_threads(config: RunConfig, machine: Machine, cores: Sequence[int]) -
     server = config.rollout.server
     # Phases that alternate have all cores each; phases that overlap share them.
     beside = config.train.schedule == "overlap" and server.placement == "local" and config.rollout.replay is None
-    taken = cores_of(worker_cores(server, server.count), cores) if beside else set()
+    taken = sampler_spec().cores(server, cores) if beside else set()
     return max(1, len(set(cores) - taken) // machine.local_ranks)
 
 

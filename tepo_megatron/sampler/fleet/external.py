@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.sampler.fleet.registry import Registration, claim, registered, retire, shared_key, with_own_address
+from tepo_megatron.sampler.fleet.server_registry import Registration, claim, registered, retire, shared_key, with_own_address
 from tepo_megatron.sampler.vllm.server.server import is_healthy
 
 POLL_S = 0.5

@@ -9,14 +9,15 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from tepo_megatron.core.types import Response, WeightsVersion
-from tepo_megatron.sampler.fleet.server_pool import NO_SERVERS as NO_SERVERS
 from tepo_megatron.sampler.fleet.server_pool import Roster
-from tepo_megatron.sampler.fleet.stream import SampleStream
+from tepo_megatron.sampler.fleet.stream import FleetStream
 from tepo_megatron.sampler.fleet.sync import AdapterSync, BroadcastSync, ShardSync, WeightSync
-from tepo_megatron.sampler.vllm.client.client import INITIAL_WEIGHTS, Client
-from tepo_megatron.sampler.vllm.client.faults import ServerDied as ServerDied
+from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, SamplerSpec, ServerDied
+from tepo_megatron.sampler.sampling import Sampling, SamplingSettings, prompt_seed
+from tepo_megatron.sampler.vllm.client.client import Client
 from tepo_megatron.sampler.vllm.client.faults import ServerFault, ServerGone, ServerSilent
-from tepo_megatron.sampler.vllm.client.requests import HasSampling, Sampling, prompt_seed
+from tepo_megatron.sampler.vllm.server.checks import check_machine_serves, check_server_split
+from tepo_megatron.sampler.vllm.server.resources import cores_of, worker_cores
 from tepo_megatron.sampler.vllm.server.server import for_all_at_once
 from tepo_megatron.weights.transfer.full_tensors import Manifest
 from tepo_megatron.weights.transfer.sender import ShardSender
@@ -123,8 +124,8 @@ class Fleet(Roster):
         return [[response for response in group if response is not None] for group in groups]
 
     def sample_stream(
-        self, sampling: HasSampling, *, sampling_mask: bool = False, on_move: Callable[[], None] = lambda: None
-    ) -> SampleStream:
+        self, sampling: SamplingSettings, *, sampling_mask: bool = False, on_move: Callable[[], None] = lambda: None
+    ) -> FleetStream:
         """A stream of samples (``rollout.stream``), to be entered: prompts in at any time, responses out one by one as they
         finish. ``sampling``: a ``SamplingConfig``, or what has its fields. ``sampling_mask``: responses come with the tokens
         that could have been drawn in place of theirs, which needs ``top_k``.
@@ -139,7 +140,7 @@ class Fleet(Roster):
             )
         config = self._config
         wanted = Sampling.of(sampling, self._stop_token_ids, sampling_mask=sampling_mask)
-        return SampleStream(self, wanted, config.request_timeout_s, config.max_retries, config.max_num_seqs, on_move)
+        return FleetStream(self, wanted, config.request_timeout_s, config.max_retries, config.max_num_seqs, on_move)
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> dict[str, list[float]]:
         """Address → log-probs of the tokens of a prompt but the first, under temperature 1. Raises as :meth:`generate`."""
@@ -298,3 +299,11 @@ class Fleet(Roster):
                 self._end()
                 raise
             return True
+
+
+SAMPLER = SamplerSpec(
+    make=Fleet,
+    check_model=check_server_split,
+    check_machine=check_machine_serves,
+    cores=lambda config, available: cores_of(worker_cores(config, config.count), available),
+)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.sampler.fleet.registry import Registration, is_retired, register, shared_key, with_own_address
-from tepo_megatron.sampler.vllm.client.requests import server_seed
+from tepo_megatron.sampler.fleet.server_registry import Registration, is_retired, register, shared_key, with_own_address
 from tepo_megatron.sampler.vllm.server.limits import check_machine, raise_open_files, weights_bytes
-from tepo_megatron.sampler.vllm.server.resources import worker_cores
+from tepo_megatron.sampler.vllm.server.resources import server_seed, worker_cores
 from tepo_megatron.sampler.vllm.server.server import Server, has_gpu
 
 POLL_S = 1.0

@@ -15,18 +15,13 @@ from tepo_megatron.sampler.fleet.restarts import Restarts
 from tepo_megatron.sampler.fleet.server_handle import Lane
 from tepo_megatron.sampler.fleet.servers import make_servers
 from tepo_megatron.sampler.fleet.sync import WeightSync
-from tepo_megatron.sampler.vllm.client.client import INITIAL_WEIGHTS, Client
-from tepo_megatron.sampler.vllm.client.faults import ServerDied, ServerFault, ServerGone, ServerSilent
+from tepo_megatron.sampler.protocol import FAULT_FIGURES, INITIAL_WEIGHTS, ServerDied
+from tepo_megatron.sampler.vllm.client.client import Client
+from tepo_megatron.sampler.vllm.client.faults import ServerFault, ServerGone, ServerSilent
 from tepo_megatron.sampler.vllm.server.limits import connections
 from tepo_megatron.sampler.vllm.server.server import Server, for_all_at_once
 from tepo_megatron.sampler.vllm.server.speculation import read_vocab_size
 from tepo_megatron.weights.architecture import read_model_spec
-
-FIGURES = ("servers/timeouts", "requests/retried")
-"""What a fleet counts beside its restarts."""
-
-NO_SERVERS = dict.fromkeys(("servers/restarts", *FIGURES), 0.0)
-"""The figures of a run without servers."""
 
 
 class Roster:
@@ -76,7 +71,7 @@ class Roster:
         self._version: WeightsVersion | None = None
         self._restarts = Restarts(config.max_restarts)
         self._restarts_told = 0
-        self._counts = dict.fromkeys(FIGURES, 0)
+        self._counts = dict.fromkeys(FAULT_FIGURES, 0)
         self._lost: dict[int, Future[None] | None] = {}
         """Servers that sample no more until the next update, by number; with the start of what replaces them, if that runs."""
         self._replaced: set[int] = set()
@@ -169,7 +164,7 @@ class Roster:
         """Since the last call: restarts of servers, servers that were given up because they hung, requests asked again."""
         done = self._restarts.done
         counts = {"servers/restarts": done - self._restarts_told, **self._counts}
-        self._restarts_told, self._counts = done, dict.fromkeys(FIGURES, 0)
+        self._restarts_told, self._counts = done, dict.fromkeys(FAULT_FIGURES, 0)
         return {name: float(count) for name, count in counts.items()}
 
     def _take_back(self) -> None:

@@ -11,17 +11,16 @@ from dataclasses import dataclass, field
 from itertools import count
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any
 
 from numpy.typing import ArrayLike
 
-from tepo_megatron.core.types import Response, TokenIds, token_ids
+from tepo_megatron.core.types import Response, TokenIds, WeightsVersion, token_ids
 from tepo_megatron.sampler.fleet.progress import ProgressWatch, interval_s
 from tepo_megatron.sampler.fleet.server_handle import Host, Lane
+from tepo_megatron.sampler.protocol import KeyedResponse, ServerDied
+from tepo_megatron.sampler.sampling import Sample, Sampling, join_parts, make_sample
 from tepo_megatron.sampler.vllm.client.client import Client
-from tepo_megatron.sampler.vllm.client.continuations import joined
-from tepo_megatron.sampler.vllm.client.faults import ServerDied, ServerFault, ServerGone, ServerSilent
-from tepo_megatron.sampler.vllm.client.requests import Sample, Sampling, make_sample
+from tepo_megatron.sampler.vllm.client.faults import ServerFault, ServerGone, ServerSilent
 
 FIRST_PAUSE_S = 0.1
 """Before a request is asked again for the first time; the pause doubles each time, up to LAST_PAUSE_S."""
@@ -36,9 +35,6 @@ AGAIN_S = 0.5
 
 ABORT_S = 30.0
 """What a server has to send what it has of responses that are ended."""
-
-Result = tuple[Any, int, Response]
-"""The key under which samples were asked for, the sample's number, the response."""
 
 
 @dataclass
@@ -77,7 +73,7 @@ class _Event:
 
 
 @dataclass
-class SampleStream:
+class FleetStream:
     """Requests for samples to the servers of ``host``, whose weights may be updated meanwhile. A context manager, used from one
     thread, which need not be that of the updates.
 
@@ -96,7 +92,7 @@ class SampleStream:
     _waiting: deque[_Request] = field(default_factory=deque)
     _asked: dict[str, _Request] = field(default_factory=dict)
     _events: SimpleQueue[_Event] = field(default_factory=SimpleQueue)
-    _ready: deque[Result] = field(default_factory=deque)
+    _ready: deque[KeyedResponse] = field(default_factory=deque)
     _lanes: dict[int, Lane] = field(default_factory=dict)
     _homes: dict[Hashable, int] = field(default_factory=dict)
     """The server that a home's last request went to."""
@@ -104,7 +100,7 @@ class SampleStream:
     _names: Iterator[int] = field(default_factory=count)
     _ended: bool = False
 
-    def __enter__(self) -> SampleStream:
+    def __enter__(self) -> FleetStream:
         self._refresh()
         return self
 
@@ -120,6 +116,11 @@ class SampleStream:
     def unfinished(self) -> int:
         """Samples that were asked for and not given out yet."""
         return len(self._ready) + sum(len(each.samples) for each in (*self._waiting, *self._asked.values()))
+
+    @property
+    def weights_version(self) -> WeightsVersion:
+        """The newest weights that may draw the next token."""
+        return self.host.versions(self.host.published())[-1]
 
     def submit(
         self,
@@ -160,14 +161,14 @@ class SampleStream:
         """Nothing more is asked under this home."""
         self._homes.pop(home, None)
 
-    def __iter__(self) -> Iterator[Result]:
+    def __iter__(self) -> Iterator[KeyedResponse]:
         """Responses as they finish, until none is owed."""
         while self.unfinished:
             found = self.next(None)
             if found is not None:
                 yield found
 
-    def next(self, timeout_s: float | None) -> Result | None:
+    def next(self, timeout_s: float | None) -> KeyedResponse | None:
         """The next response that finishes; None where there is none within ``timeout_s`` seconds (None: no limit), or none is
         owed.
 
@@ -189,7 +190,7 @@ class SampleStream:
             raise
         return self._ready.popleft() if self._ready else None
 
-    def abort(self) -> list[Result]:
+    def abort(self) -> list[KeyedResponse]:
         """End all that is unfinished; what there is of it, with the finish reason ``abort``, and what has finished meanwhile.
 
         Samples without a token are not in it, nor what a server did not send within ``ABORT_S``. A part can be gone on with
@@ -290,7 +291,7 @@ class SampleStream:
             if (sample := request.samples.pop(event.index, None)) is not None:
                 lane.samples -= 1
                 lane.tokens -= request.prompt.size + sample.prefix.size + sample.max_new_tokens
-                self._ready.append((request.key, event.index, joined(request.parts.get(event.index), event.response)))
+                self._ready.append((request.key, event.index, join_parts(request.parts.get(event.index), event.response)))
         else:
             self._forget(request)
             if event.error is None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tepo_megatron.core.types import WeightsVersion
 from tepo_megatron.sampler.vllm.client.client import Client
 from tepo_megatron.sampler.vllm.client.faults import ServerFault, ServerGone, ServerSilent
-from tepo_megatron.weights.transfer import full_tensors as broadcast
+from tepo_megatron.weights.transfer import full_tensors
 from tepo_megatron.weights.transfer.full_tensors import Manifest
 from tepo_megatron.weights.transfer.sender import ShardSender
 from tepo_megatron.weights.transfer.transport import announce_departure, listen
@@ -180,7 +180,7 @@ class BroadcastSync(WeightSync):
         self._start_update()
         self._transfer(
             lambda client: client.receive_tensors(manifest),
-            lambda cancelled: broadcast.send(group, manifest, tensors, cancelled=cancelled),
+            lambda cancelled: full_tensors.send(group, manifest, tensors, cancelled=cancelled),
         )
         self._finish_update(version)
 
@@ -219,7 +219,7 @@ class AdapterSync(BroadcastSync):
         self._start_update()
         self._transfer(
             lambda client: client.receive_adapters(manifest, settings),
-            lambda cancelled: broadcast.send(group, manifest, tensors, cancelled=cancelled),
+            lambda cancelled: full_tensors.send(group, manifest, tensors, cancelled=cancelled),
         )
         self._finish_update(version)
         self._everywhere(Client.use_adapter)

@@ -14,9 +14,8 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.environment import OUTSIDE, EnvironmentConfig
 from tepo_megatron.config.sampling import SamplingConfig
 from tepo_megatron.core.types import Problem, Response, ResponseText, Rollout
-from tepo_megatron.sampler.fleet.fleet import Fleet
-from tepo_megatron.sampler.fleet.stream import SampleStream
-from tepo_megatron.sampler.vllm.client.requests import Sampling, prompt_seed
+from tepo_megatron.sampler.protocol import Sampler, SampleStream
+from tepo_megatron.sampler.sampling import Sampling, prompt_seed
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.tasks.environments.episode_prompts import opening_of
 from tepo_megatron.tasks.environments.episodes import EpisodeEnd, EpisodeLimits, EpisodeStream
@@ -122,12 +121,12 @@ class EnvironmentTask:
             self._numbers,
         )
 
-    def heldout_generate(self, generate: Generate, fleet: Fleet, problems: Sequence[Problem], **settings: Any) -> Generate:
+    def heldout_generate(self, generate: Generate, fleet: Sampler, problems: Sequence[Problem], **settings: Any) -> Generate:
         return partial(self._generate, fleet, problems, **settings)
 
     def _generate(
         self,
-        fleet: Fleet,
+        fleet: Sampler,
         problems: Sequence[Problem],
         prompts: Sequence[Sequence[int]],
         *,
@@ -139,7 +138,7 @@ class EnvironmentTask:
         on_move: Callable[[], None] = lambda: None,
         **truncation: Any,
     ) -> list[list[Response]]:
-        """As ``Fleet.generate``, ``n`` episodes of each of the problems, whose ``prompts`` are in the same order;
+        """As ``Sampler.generate``, ``n`` episodes of each of the problems, whose ``prompts`` are in the same order;
         ``max_new_tokens`` of a turn. ``truncation``: what else ``Sampling`` has.
         """
         groups: list[dict[int, Response]] = [{} for _ in prompts]

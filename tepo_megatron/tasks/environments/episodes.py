@@ -15,10 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tepo_megatron.core.types import Problem, Response, ResponseText, TokenIds, WeightsVersion, token_ids
-from tepo_megatron.sampler.fleet.stream import Result, SampleStream
-from tepo_megatron.sampler.vllm.client.continuations import joined, observed
-from tepo_megatron.sampler.vllm.client.requests import prompt_seed
+from tepo_megatron.core.types import Problem, Response, ResponseText, TokenIds, token_ids
+from tepo_megatron.sampler.protocol import KeyedResponse, SampleStream
+from tepo_megatron.sampler.sampling import append_observation, join_parts, prompt_seed
 from tepo_megatron.tasks.environments.host import EnvironmentHost, EpisodeAnswer, reset_call, step_call
 from tepo_megatron.tasks.environments.observations import Observations
 
@@ -98,7 +97,7 @@ class _Episode:
 
 @dataclass
 class EpisodeStream:
-    """A stream of samples (``rollout.stream``) whose samples are episodes: the model writes a turn, the environment answers,
+    """A stream of samples whose samples are episodes: the model writes a turn, the environment answers,
     and its tokens go before the next request as they are. A context manager; entering enters ``inner``, leaving ends all
     episodes.
 
@@ -118,7 +117,7 @@ class EpisodeStream:
     sink: EpisodeSink
     numbers: Iterator[int] = field(default_factory=count)
     _open: dict[int, _Episode] = field(default_factory=dict)
-    _ready: deque[Result] = field(default_factory=deque)
+    _ready: deque[KeyedResponse] = field(default_factory=deque)
 
     def __enter__(self) -> EpisodeStream:
         self.inner.__enter__()
@@ -149,7 +148,7 @@ class EpisodeStream:
         for index in range(n) if only is None else only:
             self._begin(_Episode(key, index, self.problem_of(key), token_ids(prompt_ids), seed))
 
-    def next(self, timeout_s: float | None) -> Result | None:
+    def next(self, timeout_s: float | None) -> KeyedResponse | None:
         """The next episode that ends; None where none does within ``timeout_s`` seconds (None: no limit), or none is open.
 
         Raises as ``SampleStream.next``, and RuntimeError where environments cannot be run any longer.
@@ -168,7 +167,7 @@ class EpisodeStream:
                 break
         return self._ready.popleft() if self._ready else None
 
-    def abort(self) -> list[Result]:
+    def abort(self) -> list[KeyedResponse]:
         """Ends all open episodes; those that have just ended."""
         for number in list(self._open):
             self._leave(number)
@@ -198,7 +197,7 @@ class EpisodeStream:
         episode = self._open.get(number)
         if episode is None:
             return  # its worker was lost meanwhile, and it was begun again
-        episode.drawn = turn if episode.context is None else joined(episode.context, turn)
+        episode.drawn = turn if episode.context is None else join_parts(episode.context, turn)
         episode.turns += 1
         action = ResponseText(self.decode(turn.response_ids.tolist()), turn.response_ids, turn.finish_reason)
         action.prompt_tokens = episode.prompt.size + episode.drawn.response_ids.size - turn.response_ids.size
@@ -247,7 +246,7 @@ class EpisodeStream:
                 )
             self._finish(number, "length")
             return
-        episode.context = observed(drawn, ids) if ids.size else drawn
+        episode.context = append_observation(drawn, ids) if ids.size else drawn
         self._ask(number, episode)
 
     def _hear(self, episode: _Episode, request: Mapping[str, Any]) -> None:
@@ -286,9 +285,7 @@ class EpisodeStream:
 
     def _nothing(self) -> Response:
         """Of an episode that failed before the model wrote anything."""
-        host = self.inner.host
-        version: WeightsVersion = host.versions(host.published())[-1]
-        return Response((), (), "stop", version)
+        return Response((), (), "stop", self.inner.weights_version)
 
     def _leave(self, number: int) -> None:
         del self._open[number]

@@ -12,7 +12,7 @@ from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.tasks.protocol import RewardResult
 
 Sampler = Callable[..., Sequence[Sequence[Response]]]
-"""A sampler that tells of each prompt's responses as they are complete: ``Fleet.generate``. It also takes ``numbers``, which
+"""A sampler that tells of each prompt's responses as they are complete: ``Sampler.generate``. It also takes ``numbers``, which
 name the prompts for their seeds, ``on_group``, called with a prompt's place and its responses, ``top_p`` and others."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import SourceConfig
 from tepo_megatron.core.types import Problem
-from tepo_megatron.sampler.vllm.client.requests import truncation_of
+from tepo_megatron.sampler.sampling import truncation_of
 from tepo_megatron.tasks.data.digest import file_digest
 from tepo_megatron.tasks.data.prompts import encode_prompt
 from tepo_megatron.tasks.data.sources import read_source

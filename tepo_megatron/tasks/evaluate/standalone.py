@@ -15,9 +15,8 @@ from rich.table import Table
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.core.types import Problem
-from tepo_megatron.sampler.fleet.fleet import Fleet
-from tepo_megatron.sampler.vllm.client.requests import truncation_of
-from tepo_megatron.sampler.vllm.server.parallelism_check import check_server_split
+from tepo_megatron.sampler.registry import make_sampler, sampler_spec
+from tepo_megatron.sampler.sampling import truncation_of
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.sources import read_sources
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
@@ -50,14 +49,14 @@ def evaluate_model(
     """
     folder = resolve_model_path(str(model))
     spec = read_model_spec(folder)
-    check_server_split(config.rollout.server, spec)
+    sampler_spec().check_model(config.rollout.server, spec)
     _check_weights(config.rollout.server)
     tokenizer = load_tokenizer(folder)
     check_tokenizer(tokenizer, folder)
     heldout, left_out = _heldout(config, tokenizer, sets)
     chosen = load_sets(config, tokenizer, sets)
     output = config.output / "eval"
-    fleet = Fleet(
+    fleet = make_sampler(
         without_trainer(config.rollout.server),
         model_dir=folder,
         dtype=config.model.dtype,

@@ -11,8 +11,7 @@ from typing import Any
 from tepo_megatron.config.data import DataConfig
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.types import Problem, Rollout
-from tepo_megatron.sampler.fleet.fleet import Fleet
-from tepo_megatron.sampler.fleet.stream import SampleStream
+from tepo_megatron.sampler.protocol import Sampler, SampleStream
 from tepo_megatron.tasks.protocol import Generate, RewardResult, turn_figures
 from tepo_megatron.tasks.reward.pool import RewardPool
 
@@ -83,7 +82,7 @@ class VerifierTask:
     def stream(self, samples: SampleStream, problem_of: Callable[[Any], Problem]) -> SampleStream:
         return samples
 
-    def heldout_generate(self, generate: Generate, fleet: Fleet, problems: Sequence[Problem], **settings: Any) -> Generate:
+    def heldout_generate(self, generate: Generate, fleet: Sampler, problems: Sequence[Problem], **settings: Any) -> Generate:
         return generate
 
     def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:

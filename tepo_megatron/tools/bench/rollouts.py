@@ -73,7 +73,7 @@ def run(setting: RolloutSetting, say: Callable[[str], None]) -> tuple[list[DrawM
 def _measure_draws(setting: RolloutSetting, scratch: Path, say: Callable[[str], None]) -> list[DrawMeasurement]:
     from tepo_megatron.config.rollout_server import ServerConfig
     from tepo_megatron.sampler.fleet.fleet import Fleet
-    from tepo_megatron.sampler.vllm.client.requests import prompt_seed
+    from tepo_megatron.sampler.sampling import prompt_seed
     from tepo_megatron.sampler.vllm.server.resources import worker_cores
 
     model, prompts = _model_and_prompts(setting, scratch)

@@ -21,8 +21,7 @@ import torch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.types import Batch, Rollout
 from tepo_megatron.run.step.agreement import agreements, check_agreement
-from tepo_megatron.run.weights import make_shard_sender
-from tepo_megatron.sampler.fleet.canary import (
+from tepo_megatron.run.step.canary import (
     CACHED_TOKENS,
     Canary,
     cached_prompt,
@@ -30,6 +29,7 @@ from tepo_megatron.sampler.fleet.canary import (
     rollouts_tolerance,
     tolerance,
 )
+from tepo_megatron.run.weights import make_shard_sender
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems

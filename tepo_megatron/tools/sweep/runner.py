@@ -22,8 +22,8 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.loading.load import ConfigError, load_run
 from tepo_megatron.run.display.figures import duration
 from tepo_megatron.run.metrics.metrics import read_metrics
+from tepo_megatron.runtime.cores import available_cores
 from tepo_megatron.runtime.run_lock import check_free
-from tepo_megatron.sampler.vllm.server.resources import available_cores
 from tepo_megatron.tools.sweep.file import SweepFile, SweepRun
 
 Say = Callable[[str], None]

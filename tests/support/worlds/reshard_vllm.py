@@ -23,7 +23,8 @@ import torch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.types import Rollout, WeightsVersion
 from tepo_megatron.run.weights import make_shard_sender
-from tepo_megatron.sampler.fleet.fleet import Fleet, ServerDied
+from tepo_megatron.sampler.fleet.fleet import Fleet
+from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.sampler.vllm.server.server import Server
 from tepo_megatron.weights.transfer.sender import ShardSender
 from tests.support.random_models import EOS, LENGTH, PROMPTS

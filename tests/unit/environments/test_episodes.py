@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.types import WeightsVersion
-from tepo_megatron.sampler.vllm.client.requests import prompt_seed
+from tepo_megatron.sampler.sampling import prompt_seed
 from tepo_megatron.tasks.environments.episodes import EpisodeLimits, EpisodeStream, add_rewards
 from tepo_megatron.tasks.environments.observations import Observations
 from tepo_megatron.tasks.environments.protocol import StepResult

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.types import Problem, Rollout
-from tepo_megatron.sampler.vllm.client.faults import ServerDied
+from tepo_megatron.sampler.protocol import ServerDied
 from tests.support.fake_sampling import (
     MAX_NEW_TOKENS,
     FakeFleet,

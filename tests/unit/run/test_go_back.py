@@ -20,7 +20,7 @@ from tepo_megatron.run.output.resume import Resumed
 from tepo_megatron.run.rank0 import RootDriver
 from tepo_megatron.run.sampling import collect
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
-from tepo_megatron.sampler.fleet.fleet import ServerDied
+from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.weights.storage.manifest import DamagedCheckpoint
 from tests.support.fake_sampling import FakeFleet, FakeVerifiers
 
@@ -43,7 +43,7 @@ class MadeUpFleet(FakeFleet):
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RootDriver]:
-    monkeypatch.setattr(root_driver, "Fleet", MadeUpFleet)
+    monkeypatch.setattr(root_driver, "make_sampler", MadeUpFleet)
     pool: Any = FakeVerifiers(0, lambda problem, text: 0.5)
     tokenizer = SimpleNamespace(eos_ids=(2,), encode=lambda text, **_options: (3, 4), decode=lambda ids: "text")
     problems = [Problem(f"p{at}", "1+1=", "2") for at in range(100)]

@@ -8,7 +8,6 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.core.types import Rollout, SamplingMask, WeightsVersion, token_ids
 from tepo_megatron.run.sampling.inputs import check_model, check_replayed_masks, check_replayed_routes, read_inputs, read_replay
 from tepo_megatron.sampler.rollout_file import read_rollouts, record_path, write_rollouts
-from tepo_megatron.sampler.vllm.server.parallelism_check import CPU_HEAD_SIZES
+from tepo_megatron.sampler.vllm.server.checks import CPU_HEAD_SIZES
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.weights.architecture import model_spec
 from tests.support.small_llama import write_llama
@@ -219,7 +218,7 @@ def test_heads_that_vllm_has_no_attention_for_are_refused_before_a_server_fails_
     (model / "config.json").write_text(json.dumps(settings | {"num_attention_heads": 8, "head_dim": 16}))
     with pytest.raises(ValueError, match=r"attention heads have 16 dimensions .* on a CPU vLLM takes 32, 64, "):
         read_inputs(config, model)
-    monkeypatch.setattr("tepo_megatron.run.sampling.inputs.this_machine", lambda: SimpleNamespace(gpus=1))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     read_inputs(config, model)
 
 

@@ -15,7 +15,7 @@ from tepo_megatron.config.loading.load import ConfigError, load_run
 from tepo_megatron.core.types import Problem, Response, Rollout, WeightsVersion
 from tepo_megatron.errors import is_ours
 from tepo_megatron.run.sampling.custom_rollout import StepSampler, load_collect
-from tepo_megatron.sampler.vllm.client.faults import ServerDied
+from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.tasks.protocol import RewardResult
 from tests.support.fake_sampling import FakeFleet, FakeVerifiers, collector
 

@@ -18,7 +18,7 @@ from tepo_megatron.run.sampling.schedule import idle_shares
 from tepo_megatron.run.sampling.staleness import mismatch_by_age, part_ages, token_ages, version_figures
 from tepo_megatron.run.step.agreement import check_agreement
 from tepo_megatron.run.step.minibatches import minibatches
-from tepo_megatron.sampler.rollout_file_checks import check_rollouts
+from tepo_megatron.sampler.rollout_file import check_rollouts
 from tepo_megatron.trainer.megatron.batching.batch import pack
 
 

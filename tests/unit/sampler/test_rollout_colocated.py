@@ -13,8 +13,9 @@ import pytest
 
 from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.core.types import WeightsVersion
-from tepo_megatron.sampler.fleet.fleet import Fleet, ServerDied
+from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.fleet.sync import ShardSync
+from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.sampler.vllm.client.client import Client
 from tepo_megatron.sampler.vllm.server.resources import visible_gpus
 from tepo_megatron.sampler.vllm.server.server import Server

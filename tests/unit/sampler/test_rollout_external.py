@@ -16,7 +16,8 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.sampler.fleet import external
 from tepo_megatron.sampler.fleet.external import ExternalServer
-from tepo_megatron.sampler.fleet.registry import (
+from tepo_megatron.sampler.fleet.serve import Node
+from tepo_megatron.sampler.fleet.server_registry import (
     Registration,
     is_retired,
     register,
@@ -25,7 +26,6 @@ from tepo_megatron.sampler.fleet.registry import (
     shared_key,
     with_own_address,
 )
-from tepo_megatron.sampler.fleet.serve import Node
 from tests.support.programs import TIMEOUT_S
 
 
@@ -149,7 +149,7 @@ def test_the_interface_gives_the_address() -> None:
 def test_a_name_that_stands_for_loopback_is_no_address_for_others(
     address: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tepo_megatron.sampler.fleet.registry.socket.gethostbyname", lambda name: address)
+    monkeypatch.setattr("tepo_megatron.sampler.fleet.server_registry.socket.gethostbyname", lambda name: address)
     config = ServerConfig(placement="external", registry=Path("r"))
     if fits:
         assert with_own_address(config).host == address

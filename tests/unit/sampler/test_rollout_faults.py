@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.core.types import Response, WeightsVersion
-from tepo_megatron.sampler.fleet.fleet import Fleet, ServerDied
+from tepo_megatron.sampler.fleet.fleet import Fleet
+from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.sampler.vllm.client.answers import BadAnswer, FailedAnswer, OtherWeights, read_frames, read_response
 from tepo_megatron.sampler.vllm.client.client import GENERATE
 from tepo_megatron.sampler.vllm.wire.frames import SAMPLES, end_frame, error_frame, head_frame, response_frame

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.sampler.fleet.fleet import Fleet
-from tepo_megatron.sampler.vllm.client.requests import server_seed
 from tepo_megatron.sampler.vllm.server import limits
 from tepo_megatron.sampler.vllm.server.limits import (
     GIB,
@@ -29,6 +28,7 @@ from tepo_megatron.sampler.vllm.server.limits import (
     this_machine,
     weights_bytes,
 )
+from tepo_megatron.sampler.vllm.server.resources import server_seed
 
 CPU: dict[str, Any] = {"weights_bytes": 0, "on_gpu": False}
 

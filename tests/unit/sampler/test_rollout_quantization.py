@@ -13,7 +13,7 @@ from tepo_megatron.cli.doctor.command import diagnose
 from tepo_megatron.cli.doctor.run_checks import run_checks
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.sampler.vllm.server.quantization import check_quantization
+from tepo_megatron.sampler.vllm.server.checks import check_quantization
 from tepo_megatron.sampler.vllm.server.server import Server
 
 FP8 = ["fp8_per_tensor", "fp8_per_channel", "fp8_per_block"]

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from tepo_megatron.core.types import Rollout, WeightsVersion, token_ids, token_logprobs
-from tepo_megatron.sampler.rollout_file import read_rollouts, record_path, write_rollouts
-from tepo_megatron.sampler.rollout_file_checks import check_rollouts
+from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path, write_rollouts
 
 floats = st.floats(allow_nan=False)
 sizes = array_shapes(min_dims=3, max_dims=3, min_side=0, max_side=4)

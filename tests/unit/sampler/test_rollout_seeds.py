@@ -15,7 +15,7 @@ from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.core.types import Response, TokenIds, WeightsVersion
 from tepo_megatron.run.step.minibatches import derive_seed
 from tepo_megatron.sampler.fleet.fleet import Fleet
-from tepo_megatron.sampler.vllm.client.requests import Sample
+from tepo_megatron.sampler.sampling import Sample
 
 VERSION = WeightsVersion(0)
 

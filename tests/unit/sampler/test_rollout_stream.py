@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.core.types import Response, WeightsVersion
-from tepo_megatron.sampler.fleet.fleet import Fleet, ServerDied
+from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.fleet.server_handle import Lane
-from tepo_megatron.sampler.fleet.stream import SampleStream
-from tepo_megatron.sampler.vllm.client.continuations import joined
-from tepo_megatron.sampler.vllm.client.requests import Sampling
+from tepo_megatron.sampler.fleet.stream import FleetStream
+from tepo_megatron.sampler.protocol import ServerDied
+from tepo_megatron.sampler.sampling import Sampling, join_parts
 from tepo_megatron.sampler.vllm.wire.frames import SAMPLES
 from tests.support.faulty_server import FaultyServer, answer_well, fleet_of
 from tests.support.programs import TIMEOUT_S
@@ -39,7 +39,7 @@ def wait_for_calls(count: int, *servers: FaultyServer) -> None:
         time.sleep(0.01)
 
 
-def drawn(stream: SampleStream) -> dict[tuple[Any, int], Response]:
+def drawn(stream: FleetStream) -> dict[tuple[Any, int], Response]:
     return {(key, index): response for key, index, response in stream}
 
 
@@ -50,7 +50,7 @@ def test_samples_asked_for_while_others_come_are_those_of_one_call(servers: list
         servers[0].seeds.clear()
         found: dict[Any, Response] = {}
         with fleet.sample_stream(SAMPLING) as stream:
-            from tepo_megatron.sampler.vllm.client.requests import prompt_seed
+            from tepo_megatron.sampler.sampling import prompt_seed
 
             stream.submit(0, prompts[0], prompt_seed(3, 0), 2)
             for later in (1, 2, 3, None):
@@ -190,7 +190,7 @@ def test_a_response_that_was_gone_on_with_says_of_each_token_who_drew_it(parts: 
     parts.sort(key=lambda part: part[1])
     whole = None
     for tokens, version in parts:
-        whole = joined(whole, response(tokens, version))
+        whole = join_parts(whole, response(tokens, version))
     assert whole.response_ids.tolist() == [token for tokens, _ in parts for token in tokens]
     ends = [*(start for start, _ in whole.versions[1:]), len(whole.logprobs)]
     drawn_by = [version.step for (start, version), end in zip(whole.versions, ends, strict=True) for _ in range(start, end)]

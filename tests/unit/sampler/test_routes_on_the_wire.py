@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from tepo_megatron.core.types import Response, WeightsVersion
+from tepo_megatron.sampler.sampling import join_parts
 from tepo_megatron.sampler.vllm.client.answers import BadAnswer, Routed, read_response
-from tepo_megatron.sampler.vllm.client.continuations import joined
 from tepo_megatron.sampler.vllm.wire.frames import BadFrame, Frame, FrameReader, head_frame, response_frame
 from tepo_megatron.weights.architecture import model_spec
 
@@ -94,6 +94,6 @@ def test_a_record_that_does_not_fit_is_a_wrong_answer(sent: Any, message: str) -
 def test_behind_a_part_the_record_is_that_of_when_each_token_was_drawn() -> None:
     part = Response([7], [-1.0], "abort", VERSION, np.full((2, 2, 2), 1, np.uint8))
     rest = Response([8, 9], [-1.0, -1.0], "stop", VERSION, np.full((4, 2, 2), 2, np.uint8))
-    routes = joined(part, rest).routed_experts
+    routes = join_parts(part, rest).routed_experts
     assert routes is not None
     assert routes[:, 0, 0].tolist() == [1, 1, 2, 2]

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import SamplingConfig
 from tepo_megatron.core.types import Response, Rollout, SamplingMask, WeightsVersion, token_ids
-from tepo_megatron.sampler.rollout_file import read_rollouts, record_path, write_rollouts
-from tepo_megatron.sampler.rollout_file_checks import check_rollouts
+from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path, write_rollouts
+from tepo_megatron.sampler.sampling import Sampling, append_observation, join_parts
 from tepo_megatron.sampler.vllm.client.answers import BadAnswer, read_response
-from tepo_megatron.sampler.vllm.client.continuations import joined, observed
-from tepo_megatron.sampler.vllm.client.requests import Sampling
 from tepo_megatron.sampler.vllm.plugin.samples import split_logprobs
 from tepo_megatron.sampler.vllm.wire.frames import BadFrame, FrameReader, head_frame, response_frame
 
@@ -82,17 +80,17 @@ def test_a_size_that_is_none_is_no_frame(given: Any) -> None:
 def test_behind_a_part_the_mask_is_of_both() -> None:
     part = Response([7], [-1.0], "abort", VERSION, sampling_mask=SamplingMask([1], [3]))
     rest = Response([8, 9], [-1.0, -1.0], "stop", VERSION, sampling_mask=SamplingMask([0, 2], [1, 2]))
-    assert joined(part, rest).sampling_mask == SamplingMask([1, 0, 2], [3, 1, 2])
-    assert joined(part, replace(rest, sampling_mask=None)).sampling_mask is None
+    assert join_parts(part, rest).sampling_mask == SamplingMask([1, 0, 2], [3, 1, 2])
+    assert join_parts(part, replace(rest, sampling_mask=None)).sampling_mask is None
 
 
 def test_an_environments_tokens_were_drawn_from_nothing() -> None:
     first = Response([8], [-1.0], "stop", VERSION, sampling_mask=SamplingMask([1], [3]))
-    part = observed(joined(observed(None, token_ids([9])), first), token_ids([5, 6]))
+    part = append_observation(join_parts(append_observation(None, token_ids([9])), first), token_ids([5, 6]))
     assert part.sampling_mask == SamplingMask([0, 1, 0, 0], [3])
     second = Response([7], [-1.0], "stop", VERSION, sampling_mask=SamplingMask([2], [1, 2]))
-    assert joined(part, second).sampling_mask == SamplingMask([0, 1, 0, 0, 2], [3, 1, 2])
-    assert observed(replace(first, sampling_mask=None), token_ids([5])).sampling_mask is None
+    assert join_parts(part, second).sampling_mask == SamplingMask([0, 1, 0, 0, 2], [3, 1, 2])
+    assert append_observation(replace(first, sampling_mask=None), token_ids([5])).sampling_mask is None
 
 
 def test_a_record_keeps_it_and_names_the_line_of_one_that_does_not_fit(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.core.types import Response, WeightsVersion, token_ids
-from tepo_megatron.sampler.vllm.client.continuations import joined, observed
+from tepo_megatron.sampler.sampling import append_observation, join_parts
 
 turn = st.tuples(st.booleans(), st.integers(1, 5), st.integers(0, 2))
 """Whether the model writes it, its number of tokens, and by how many versions the weights are newer than before."""
@@ -30,14 +30,14 @@ def test_a_response_of_turns_is_what_each_side_wrote(turns: list[tuple[bool, int
         mask += [own] * size
         logprobs += [-0.5 if own else 0.0] * size
         if not own:
-            response = observed(response, token_ids(new))
+            response = append_observation(response, token_ids(new))
             continue
         weights += newer
         if not spans or spans[-1][1] != weights:
             spans.append((len(ids) - size if spans else 0, weights))
         routes = np.full((len(ids), 1, 1), weights, np.uint8) if routed else None  # of all tokens but the last
         drawn = Response(new, [-0.5] * size, "stop", WeightsVersion(weights), routes)
-        response = joined(response, drawn)
+        response = join_parts(response, drawn)
     assert response is not None
     assert response.response_ids.tolist() == ids
     assert response.logprobs.tolist() == logprobs
@@ -69,4 +69,4 @@ def _routed(turns: list[tuple[bool, int, int]]) -> list[tuple[int, int]]:
 
 def test_joined_is_associative_over_turns() -> None:
     turns = [Response([at], [-1.0], "abort", WeightsVersion(at // 2)) for at in range(5)]
-    assert reduce(joined, turns).versions == tuple((at, WeightsVersion(at // 2)) for at in (0, 2, 4))
+    assert reduce(join_parts, turns).versions == tuple((at, WeightsVersion(at // 2)) for at in (0, 2, 4))

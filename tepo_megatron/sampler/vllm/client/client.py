@@ -11,6 +11,8 @@ import httpx
 import numpy as np
 
 from tepo_megatron.core.types import Response, TokenIds, WeightsVersion
+from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS
+from tepo_megatron.sampler.sampling import Sample, Sampling
 from tepo_megatron.sampler.vllm.client.answers import (
     BadAnswer,
     FailedAnswer,
@@ -22,7 +24,6 @@ from tepo_megatron.sampler.vllm.client.answers import (
 )
 from tepo_megatron.sampler.vllm.client.connection import Connection
 from tepo_megatron.sampler.vllm.client.faults import ServerFault, ServerGone, ServerSilent
-from tepo_megatron.sampler.vllm.client.requests import Sample, Sampling
 from tepo_megatron.sampler.vllm.plugin.adapter_route import ADAPTER_NAME, USE
 from tepo_megatron.sampler.vllm.server.server import HEALTH_TIMEOUT_S
 from tepo_megatron.sampler.vllm.server.server_program import MODEL_NAME
@@ -39,9 +40,6 @@ GENERATE = "/inference/v1/generate"
 
 PROGRESS = "/progress"
 """Our plugin's route: how many requests and tokens the server holds. It changes as long as the server samples."""
-
-INITIAL_WEIGHTS = WeightsVersion(0)
-"""The weights of the model's folder, with which a server starts."""
 
 _FIRST = -1
 """vLLM's priority of a canary's requests, which wait for no sample that waits; that of samples is 0."""

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 
-class ServerDied(RuntimeError):  # noqa: N818
-    """A rollout server is gone. ``Fleet.revive`` starts it again, with stale weights."""
-
-
 class ServerFault(RuntimeError):  # noqa: N818
     """A server gave no answer, or one that cannot be right. Another server may answer well, or this one a second time.
 

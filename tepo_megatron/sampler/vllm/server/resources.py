@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.runtime.cores import available_cores
 from tepo_megatron.sampler.vllm.wire.cores import read_cores
 
 
@@ -91,14 +91,6 @@ def _resolve(host: str) -> tuple[int, int, int, str, tuple[str | int, ...]]:
         raise RuntimeError(f"rollout.server.host = {host!r} cannot be resolved: {error}") from error
 
 
-def available_cores() -> list[int]:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
-def load_hint() -> str:
-    """For a message about something that took too long: how much runs on this machine. Empty where its cores suffice."""
-    load, cores = os.getloadavg()[0], len(available_cores())
-    return "" if load <= 2 * cores else f" This machine's load is {load:.0f} on {cores} cores: end other work, or allow more."
+def server_seed(seed: int, index: int) -> int:
+    """The seed of server number ``index``: vLLM takes 32 bits. Requests for samples bring seeds of their own."""
+    return (seed + index) % 2**32

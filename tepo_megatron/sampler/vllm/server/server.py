@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.runtime.cores import load_hint
 from tepo_megatron.runtime.leftovers import sweep
 from tepo_megatron.runtime.proc import group_members
-from tepo_megatron.sampler.vllm.server.quantization import check_quantization
-from tepo_megatron.sampler.vllm.server.resources import load_hint, reserve_port
+from tepo_megatron.sampler.vllm.server.checks import check_quantization
+from tepo_megatron.sampler.vllm.server.resources import reserve_port
 from tepo_megatron.sampler.vllm.server.server_log import first_error
 from tepo_megatron.sampler.vllm.server.server_program import ServerProgram
 from tepo_megatron.sampler.vllm.server.speculation import check_draft

@@ -1,0 +1,249 @@
+"""The contract of a sampler: all that a run, an evaluation and the environments know about it.
+
+``tests/contracts/sampler_contract.py`` checks an implementation against it. ``sampler.registry`` makes one by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NotRequired, Protocol, Self, TypedDict, Unpack
+
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.core.types import Response, WeightsVersion
+from tepo_megatron.sampler.sampling import SamplingSettings
+from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.transfer.full_tensors import Manifest
+from tepo_megatron.weights.transfer.sender import ShardSender
+
+INITIAL_WEIGHTS = WeightsVersion(0)
+"""The weights of the model's folder."""
+
+FAULT_FIGURES = ("servers/timeouts", "requests/retried")
+
+NO_SERVERS = dict.fromkeys(("servers/restarts", *FAULT_FIGURES), 0.0)
+"""The figures of a run without a sampler."""
+
+KeyedResponse = tuple[Any, int, Response]
+"""The key of the request, the number of the sample in its group, and the response."""
+
+
+class ServerDied(RuntimeError):  # noqa: N818
+    """The sampler lost a part that it cannot do without. ``Sampler.revive`` restores it, with stale weights."""
+
+
+class SampleStream(Protocol):
+    """Requests for samples go in at any time; responses come out one by one, in the order in which they finish.
+
+    A context manager: leaving it drops what is unfinished. One thread uses it, while another may update the weights: a response
+    in progress then continues with the new weights, and its ``versions`` are the (first token, version) of each part. The
+    versions of one response never get older.
+
+    Sample ``j`` of a request is drawn with the seed ``seed + j``. The same prompt, seed and weights give the same response, up
+    to the numerics of batching, whatever else is requested and in whatever order.
+    """
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+    def __iter__(self) -> Iterator[KeyedResponse]:
+        """Yields responses as they finish, until none is unfinished. Raises as :meth:`next`."""
+
+    @property
+    def unfinished(self) -> int:
+        """The number of samples that were requested and not returned yet."""
+
+    @property
+    def weights_version(self) -> WeightsVersion:
+        """The newest weights that may draw the next token."""
+
+    def submit(
+        self,
+        key: Hashable,
+        prompt_ids: ArrayLike,
+        seed: int,
+        n: int = 1,
+        *,
+        continued: Mapping[int, Response] | None = None,
+        only: Sequence[int] | None = None,
+        room: int | None = None,
+        home: Hashable = None,
+    ) -> None:
+        """Requests samples 0 to n − 1 of a prompt (token ids, at least one), or only the numbers in ``only``.
+
+        A sample in ``continued`` continues the part that :meth:`abort` returned; its response begins with that part, and its
+        new tokens have a seed of their own. ``room`` limits the new tokens below ``max_new_tokens``. Requests with the same
+        ``home`` share a prefix cache if possible, until :meth:`leave`.
+
+        Raises ValueError for an empty prompt, for n > 1 with temperature 0, and for a part that leaves no room.
+        """
+
+    def next(self, timeout_s: float | None) -> KeyedResponse | None:
+        """The next response that finishes. None if none does within ``timeout_s`` (None: no limit), or none is unfinished.
+
+        A response ends with finish reason ``stop`` (its last token is a stop token, or completes a stop string) or ``length``.
+        Raises ServerDied if the sampler lost servers and cannot go on, RuntimeError for anything else that goes wrong.
+        """
+
+    def abort(self) -> list[KeyedResponse]:
+        """Ends everything unfinished. Returns the parts that have at least one token, with finish reason ``abort``, and the
+        responses that finished meanwhile. The stream stays usable.
+        """
+
+    def leave(self, home: Hashable) -> None:
+        """Forgets this ``home``."""
+
+
+class WeightReceiver(Protocol):
+    """Receives the trainer's weights. One of the three methods is used throughout a run.
+
+    A method returns when every server uses the new weights for its next token; every later response carries ``version``. On an
+    error the weights are undefined: it raises ServerDied if a server's death was the cause (then :meth:`Sampler.revive` and
+    repeat), otherwise RuntimeError or ValueError with the tensor at fault.
+    """
+
+    def update_weights_from_tensors(self, version: WeightsVersion, manifest: Manifest, tensors: Iterable[Tensor]) -> None:
+        """Takes full tensors from this process. ``manifest`` has the Hugging Face name, shape and dtype name of each of
+        ``tensors``, in order. Consumes all of ``tensors`` on an error, too, since the trainer's ranks gather them together.
+        """
+
+    def update_weights_from_shards(self, version: WeightsVersion, sender: ShardSender) -> None:
+        """Takes shards straight from the ranks that hold them. All other ranks call ``sender.update_as_non_root``."""
+
+    def update_adapters(
+        self, version: WeightsVersion, manifest: Manifest, tensors: Iterable[Tensor], settings: Mapping[str, Any]
+    ) -> None:
+        """Takes LoRA adapters for the weights of the model's folder. ``settings`` are those of a PEFT folder."""
+
+
+class Sampler(WeightReceiver, Protocol):
+    """Draws responses with the policy's weights. Used by rank 0 only; a context manager that starts and stops it.
+
+    Only :meth:`start` and streams may run in another thread than the rest. Methods that need servers raise ServerDied if one is
+    gone; after :meth:`revive` the weights must be updated before the next sample.
+    """
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
+
+    @property
+    def weights_version(self) -> WeightsVersion | None:
+        """The version that all servers have. None before the start, and after a restart or failed update until the next."""
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses of the servers, for status reports. Empty without servers."""
+
+    def start(self) -> None:
+        """Returns when the sampler is ready. A :meth:`stop` from another thread ends it. Raises RuntimeError if a server does
+        not come up.
+        """
+
+    def stop(self) -> None:
+        """Ends everything for good, within seconds. May be called again."""
+
+    def revive(self) -> bool:
+        """Restarts dead servers. True if there were any: the weights must then be updated before the next sample.
+
+        Raises RuntimeError after too many restarts in this run.
+        """
+
+    def sleep(self) -> None:
+        """Releases the GPU memory that it shares with the trainer, including the weights. Does nothing if it shares none."""
+
+    def wake_up(self) -> None:
+        """After a weight update: takes back the rest of the memory that :meth:`sleep` released, and samples again."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int,
+        temperature: float,
+        max_new_tokens: int,
+        seed: int,
+        top_p: float = 1.0,
+        top_k: int | None = None,
+        min_p: float = 0.0,
+        stop: tuple[str, ...] = (),
+        bad_words: tuple[str, ...] = (),
+        numbers: Sequence[int] | None = None,
+        on_group: Callable[[int, list[Response]], None] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+        on_move: Callable[[], None] = lambda: None,
+    ) -> list[list[Response]]:
+        """Draws ``n`` responses to each prompt. The groups are in the order of the prompts, responses in that of the samples.
+
+        Prompt ``i`` has the group seed ``prompt_seed(seed, i)``, or ``prompt_seed(seed, numbers[i])``. Temperature 0 is greedy
+        and needs n = 1. In this thread, ``on_group`` gets (index of the prompt, responses) when a group is complete,
+        ``on_progress`` (prompts done, all prompts), and ``on_move`` is called when a server made tokens. Raises ValueError for
+        an empty prompt, otherwise as :meth:`SampleStream.next`.
+        """
+
+    def sample_stream(
+        self, sampling: SamplingSettings, *, sampling_mask: bool = False, on_move: Callable[[], None] = lambda: None
+    ) -> SampleStream:
+        """A stream, not entered yet. ``sampling_mask``: each response has the token ids that could have been drawn at every
+        position, which needs ``top_k``. Raises RuntimeError if the sampler does not have the current weights.
+        """
+
+    def prompt_logprobs(self, prompt: Sequence[int]) -> dict[str, list[float]]:
+        """Each server's natural log-probs of all tokens of the prompt but the first, at temperature 1. Keyed by address."""
+
+    def cached_logprobs(self, prompt: Sequence[int], n: int) -> dict[str, tuple[list[float], list[float]]]:
+        """Each server's log-probs of up to ``n`` tokens drawn after the prompt, with its prefix cache and without."""
+
+    def figures(self) -> dict[str, float]:
+        """The metrics of ``NO_SERVERS`` since the last call: restarts, servers that hung, requests that were repeated."""
+
+
+class SamplerOptions(TypedDict):
+    """What a sampler is made with, besides ``rollout.server``.
+
+    ``dtype`` is that of the weights; ``stop_token_ids`` end a response; ``first_gpu`` is the first GPU that it may use;
+    ``report`` gets a sentence for every fault that it repairs by itself. ``keep_cache``: responses that an update interrupts
+    keep their keys and values. ``trained``: a weight update comes before the first sample. ``adapter_rank``: updates bring LoRA
+    adapters of this rank. ``tokenizer``: load the model's, for stop strings and bad words.
+    """
+
+    model_dir: Path
+    dtype: str
+    stop_token_ids: Sequence[int]
+    log_dir: Path
+    seed: NotRequired[int]
+    first_gpu: NotRequired[int]
+    report: NotRequired[Callable[[str], None]]
+    keep_cache: NotRequired[bool]
+    trained: NotRequired[bool]
+    adapter_rank: NotRequired[int | None]
+    tokenizer: NotRequired[bool]
+
+
+class SamplerFactory(Protocol):
+    """Makes a sampler without starting it."""
+
+    def __call__(self, config: ServerConfig, /, **options: Unpack[SamplerOptions]) -> Sampler: ...
+
+
+@dataclass(frozen=True)
+class SamplerSpec:
+    """What ``sampler.registry`` needs of an implementation. The checks raise ValueError with what the user can change."""
+
+    make: SamplerFactory
+    check_model: Callable[[ServerConfig, ModelSpec], None]
+    """Whether it can split this model as the config asks."""
+    check_machine: Callable[[ServerConfig, ModelSpec], None]
+    """Whether this machine can compute what the config asks, for this model."""
+    cores: Callable[[ServerConfig, Sequence[int]], set[int]]
+    """Which of the available CPU cores it will use."""
