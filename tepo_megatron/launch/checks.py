@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.launch.job import BUILTIN, JOB_END_S, data_files, own_code, uses_gpus, warning_lead_s
+from tepo_megatron.runtime.named_check import NamedCheck, verify_all
 
 if TYPE_CHECKING:
     from nemo_run.core.tunnel.client import Tunnel
@@ -26,61 +28,80 @@ def check_time_limit(config: RunConfig) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _ClusterRun:
+    """A run and the machine that sees the cluster's disks."""
+
+    config: RunConfig
+    tunnel: Tunnel
+
+    @property
+    def where(self) -> str:
+        return self.config.cluster.ssh or "this machine"
+
+    def has(self, path: str) -> bool:
+        return self.succeeds(f"ls -d {shlex.quote(path)} >/dev/null 2>&1")
+
+    def succeeds(self, command: str) -> bool:
+        return bool(self.tunnel.run(command, hide=True, warn=True).ok)
+
+    def has_checkpoint(self, folder: str) -> bool:
+        return self.succeeds(f"ls -d {shlex.quote(folder)}/checkpoints/step_*[0-9]/state.json >/dev/null 2>&1")
+
+
 def check_cluster(config: RunConfig, tunnel: Tunnel) -> None:
     """Looks for the run's files on the cluster's disks.
 
     Raises ValueError for a folder, image or checkpoint that is missing, and for an output folder that already holds a run.
     """
-    model, output = config.model.path, config.output
-    if not model.startswith(BUILTIN) and not _has(tunnel, f"{model}/config.json"):
+    verify_all(CLUSTER_CHECKS, _ClusterRun(config, tunnel))
+
+
+def _check_model(run: _ClusterRun) -> None:
+    model = run.config.model.path
+    if not model.startswith(BUILTIN) and not run.has(f"{model}/config.json"):
         raise ValueError(
-            f"model.path = {model} has no config.json on {_where(config)}; give a Hugging Face folder that every node can read "
+            f"model.path = {model} has no config.json on {run.where}; give a Hugging Face folder that every node can read "
             "('hf download NAME --local-dir FOLDER' makes one)"
         )
-    for field, source in data_files(config).items():
-        if not source.startswith(BUILTIN) and not _has(tunnel, source):
-            raise ValueError(f"{field} = {source} does not exist on {_where(config)}; give a file or folder there")
-    for plugin in config.objective.plugins:
-        if plugin.startswith("/") and not _has(tunnel, plugin):
+
+
+def _check_data(run: _ClusterRun) -> None:
+    for field, source in data_files(run.config).items():
+        if not source.startswith(BUILTIN) and not run.has(source):
+            raise ValueError(f"{field} = {source} does not exist on {run.where}; give a file or folder there")
+    for name, source in run.config.evaluate.paths.items():
+        if not source.startswith(BUILTIN) and not run.has(source):
+            raise ValueError(f"evaluate.sets.{name}.path = {source} does not exist on {run.where}; give a file there")
+
+
+def _check_code(run: _ClusterRun) -> None:
+    for plugin in run.config.objective.plugins:
+        if plugin.startswith("/") and not run.has(plugin):
             raise ValueError(
-                f"objective.plugins: {plugin} does not exist on {_where(config)}; put the same file at the same path there, or "
+                f"objective.plugins: {plugin} does not exist on {run.where}; put the same file at the same path there, or "
                 "install the module on both sides and name it"
             )
-    for field, file in own_code(config).items():
-        if not _has(tunnel, file):
-            raise ValueError(f"{field}: {file} does not exist on {_where(config)}; put the file there")
-    for name, source in config.evaluate.paths.items():
-        if not source.startswith(BUILTIN) and not _has(tunnel, source):
-            raise ValueError(f"evaluate.sets.{name}.path = {source} does not exist on {_where(config)}; give a file there")
-    for image in {config.cluster.container, config.cluster.rollout_container}:
-        if image is not None and image.startswith(("/", ".")) and not _has(tunnel, image):
+    for field, file in own_code(run.config).items():
+        if not run.has(file):
+            raise ValueError(f"{field}: {file} does not exist on {run.where}; put the file there")
+
+
+def _check_images(run: _ClusterRun) -> None:
+    for image in {run.config.cluster.container, run.config.cluster.rollout_container}:
+        if image is not None and image.startswith(("/", ".")) and not run.has(image):
             raise ValueError(
-                f"the container image {image} does not exist on {_where(config)}; docs/guides/cluster.md says how to make it"
+                f"the container image {image} does not exist on {run.where}; docs/guides/cluster.md says how to make it"
             )
-    _check_transformer_engine(config, tunnel)
-    _check_checkpoint(config, tunnel)
-    if not config.train.resume and _holds_run(tunnel, str(output)):
-        raise ValueError(f"output {output} already holds a run; give another folder (output=…), or continue it (--resume)")
 
 
-def _check_checkpoint(config: RunConfig, tunnel: Tunnel) -> None:
-    parent, chosen = f"{config.output}/checkpoints", config.train.resume_from
-    if chosen is not None:
-        folder = chosen if "/" in chosen else f"{parent}/{chosen}"
-        if not _has(tunnel, f"{folder}/state.json"):
-            raise ValueError(f"train.resume_from = {chosen}: {folder} is no checkpoint on {_where(config)}; give another")
-    elif config.train.resume is True and not _has(tunnel, f"{parent}/step_*[0-9]/state.json", pattern=True):
-        raise ValueError(
-            f"train.resume = true, but {config.output} has no finished checkpoint on {_where(config)}; launch without --resume"
-        )
-
-
-def _check_transformer_engine(config: RunConfig, tunnel: Tunnel) -> None:
-    """Looks into a ``.sqsh`` image where ``unsquashfs`` is installed. Any other image is checked when the job starts."""
-    image = config.cluster.container
-    if not uses_gpus(config) or image is None or not image.endswith(".sqsh"):
+def _check_transformer_engine(run: _ClusterRun) -> None:
+    """Looks into a ``.sqsh`` image if ``unsquashfs`` is installed. Any other image is checked when the job starts."""
+    image = run.config.cluster.container
+    if not uses_gpus(run.config) or image is None or not image.endswith(".sqsh"):
         return
-    listing = tunnel.run(f"command -v unsquashfs >/dev/null && unsquashfs -l {shlex.quote(image)}", hide=True, warn=True)
+    command = f"command -v unsquashfs >/dev/null && unsquashfs -l {shlex.quote(image)}"
+    listing = run.tunnel.run(command, hide=True, warn=True)
     if listing.ok and "transformer_engine" not in listing.stdout:
         raise ValueError(
             f"the container image {image} has no Transformer Engine, which training on GPUs needs; build it from "
@@ -88,18 +109,32 @@ def _check_transformer_engine(config: RunConfig, tunnel: Tunnel) -> None:
         )
 
 
-def _has(tunnel: Tunnel, path: str, *, pattern: bool = False) -> bool:
-    command = f"ls -d {path}" if pattern else f"ls -d {shlex.quote(path)}"
-    return bool(tunnel.run(f"{command} >/dev/null 2>&1", hide=True, warn=True).ok)
+def _check_checkpoint(run: _ClusterRun) -> None:
+    config, chosen = run.config, run.config.train.resume_from
+    if chosen is not None:
+        folder = chosen if "/" in chosen else f"{config.output}/checkpoints/{chosen}"
+        if not run.has(f"{folder}/state.json"):
+            raise ValueError(f"train.resume_from = {chosen}: {folder} is no checkpoint on {run.where}; give another")
+    elif config.train.resume is True and not run.has_checkpoint(str(config.output)):
+        raise ValueError(
+            f"train.resume = true, but {config.output} has no finished checkpoint on {run.where}; launch without --resume"
+        )
 
 
-def _holds_run(tunnel: Tunnel, output: str) -> bool:
-    """As ``train.run_folder.holds_run`` says: a checkpoint, or the row of a step that was trained."""
-    if _has(tunnel, f"{shlex.quote(output)}/checkpoints/step_*[0-9]/state.json", pattern=True):
-        return True
+def _check_output(run: _ClusterRun) -> None:
+    """A folder holds a run (``run/output/run_folder.py``) if it has a checkpoint, or the row of a step that was trained."""
+    output = str(run.config.output)
     trained = f"grep -qsv '^{{\"step\": 0[,}}]' {shlex.quote(f'{output}/metrics.jsonl')}"
-    return bool(tunnel.run(trained, hide=True, warn=True).ok)
+    if run.has_checkpoint(output) or run.succeeds(trained):
+        raise ValueError(f"output {output} already holds a run; give another folder (output=…), or continue it (--resume)")
 
 
-def _where(config: RunConfig) -> str:
-    return config.cluster.ssh or "this machine"
+CLUSTER_CHECKS: tuple[NamedCheck[_ClusterRun], ...] = (
+    NamedCheck("model", _check_model),
+    NamedCheck("data", _check_data),
+    NamedCheck("code", _check_code),
+    NamedCheck("container images", _check_images),
+    NamedCheck("Transformer Engine", _check_transformer_engine),
+    NamedCheck("checkpoint", _check_checkpoint),
+    NamedCheck("output", _check_output, applies=lambda run: not run.config.train.resume),
+)

@@ -12,6 +12,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.run.callbacks.callbacks import Callbacks, make_callbacks
 from tepo_megatron.run.callbacks.extensions import NO_EXTENSIONS, Extensions
 from tepo_megatron.run.callbacks.stop import RunInfo
+from tepo_megatron.run.checks import check_model
 from tepo_megatron.run.display.progress import make_progress
 from tepo_megatron.run.driver import Driver, NonRootDriver
 from tepo_megatron.run.loop import Loop
@@ -20,7 +21,7 @@ from tepo_megatron.run.output.output import Output
 from tepo_megatron.run.output.resume import accept, messages, resume
 from tepo_megatron.run.rank0 import RootDriver
 from tepo_megatron.run.sampling.custom_rollout import load_collect
-from tepo_megatron.run.sampling.inputs import check_model, read_inputs
+from tepo_megatron.run.sampling.inputs import read_inputs
 from tepo_megatron.run.sampling.step_rewards import rehearsed
 from tepo_megatron.run.step.heartbeat_limits import make_heartbeat, told_at_the_end
 from tepo_megatron.run.step.placement import set_threads, takes_turns

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,8 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from tepo_megatron.cli.console import show
-from tepo_megatron.cli.doctor.check import Check, has_gpu
-from tepo_megatron.cli.doctor.environment_checks import CHECKS, LAUNCH_CHECKS
+from tepo_megatron.cli.doctor.diagnosis import Diagnosis, diagnose, has_gpu, is_fit
+from tepo_megatron.cli.doctor.machine_checks import CHECKS, LAUNCH_CHECKS
 from tepo_megatron.cli.doctor.node_checks import node_checks, node_names
 from tepo_megatron.cli.errors import user_errors
 from tepo_megatron.cli.options import AsJson, Overrides, load_config
@@ -23,36 +23,18 @@ from tepo_megatron.cli.options import AsJson, Overrides, load_config
 _COLOURS = {"ok": "green", "warn": "yellow", "missing": "dim", "fail": "red"}
 
 
-def diagnose(checks: Sequence[Callable[[], Check]] = CHECKS) -> list[Check]:
-    """Runs every check. A check that raises is reported as failed itself, and the others still run."""
-    found = []
-    for check in checks:
-        try:
-            found.append(check())
-        except Exception as error:
-            name, detail = check.__name__.lstrip("_"), f"{type(error).__name__}: {error}"
-            found.append(Check(name, "warn", detail, "this check itself failed"))
-    return found
-
-
-def is_fit(checks: Sequence[Check]) -> bool:
-    """Whether nothing that a run on CPU needs is missing or broken."""
-    return not any(check.needed and check.status in ("missing", "fail") for check in checks)
-
-
-def doctor_json(checks: Sequence[Check]) -> str:
+def _as_json(checks: Sequence[Diagnosis]) -> str:
     return json.dumps(
         {"fit_for_cpu": is_fit(checks), "checks": [asdict(check) for check in checks]}, indent=2, ensure_ascii=False
     )
 
 
-def doctor_table(checks: Sequence[Check], purpose: str = "A run on CPU") -> Table:
-    """A table with one row for each check; its caption says whether ``purpose`` has all that it needs."""
-    verdict = f"[green]{purpose} has all that it needs.[/]"
+def _table(checks: Sequence[Diagnosis], purpose: str = "A run on CPU") -> Table:
+    caption = f"[green]{purpose} has all that it needs.[/]"
     if not is_fit(checks):
         broken = [check.name for check in checks if check.needed and check.status in ("missing", "fail")]
-        verdict = f"[red]{purpose} still needs: {escape(', '.join(broken))}.[/]"
-    table = Table(title=f"tepo doctor, {platform.node()}", title_justify="left", caption=verdict, caption_justify="left")
+        caption = f"[red]{purpose} still needs: {escape(', '.join(broken))}.[/]"
+    table = Table(title=f"tepo doctor, {platform.node()}", title_justify="left", caption=caption, caption_justify="left")
     for heading in ("", "status", "found", "what it enables, or how to correct it"):
         table.add_column(heading, overflow="fold")
     for check in checks:
@@ -80,19 +62,17 @@ def doctor(
 
     [dim]tepo doctor model.path=models/mine data.train=train.csv reward.verifier=exact[/]
     """
-    wanted = list(LAUNCH_CHECKS if launch else CHECKS)
+    selected = list(LAUNCH_CHECKS if launch else CHECKS)
     with user_errors():
         names = node_names(nodes) if nodes is not None else []
         if run is not None or overrides:
-            from tepo_megatron.cli.doctor.input_checks import input_checks
             from tepo_megatron.cli.doctor.run_checks import run_checks
 
-            config = load_config(run, overrides or ())
-            wanted += [*run_checks(config), *input_checks(config)]
-    checks = diagnose(wanted) + (node_checks(names) if names else [])
+            selected += run_checks(load_config(run, overrides or ()))
+    checks = diagnose(selected) + (node_checks(names) if names else [])
     if as_json:
-        typer.echo(doctor_json(checks))
+        typer.echo(_as_json(checks))
     else:
         purpose = "Launching" if launch else "A run on GPU" if has_gpu() else "A run on CPU"
-        show(doctor_table(checks, purpose))
+        show(_table(checks, purpose))
     raise typer.Exit(0 if is_fit(checks) else 1)

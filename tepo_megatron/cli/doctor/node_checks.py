@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from tepo_megatron.cli.doctor.check import Check
+from tepo_megatron.cli.doctor.diagnosis import Diagnosis
 
-_ASKS = 3
+_ATTEMPTS = 3
 _SKEW_S = 1.0
 _NAME = re.compile(r"\w[\w.@-]*")
 _TIME = re.compile(r"\d+\.\d+")
 
 
 @dataclass(frozen=True)
-class Offset:
-    """A node's clock minus this machine's, in seconds; the true value lies within ``uncertainty`` of ``seconds``."""
+class _ClockOffset:
+    """A node's clock minus this machine's, in seconds, ± ``uncertainty``."""
 
     seconds: float
     uncertainty: float
@@ -37,7 +37,7 @@ def node_names(text: str) -> list[str]:
     return names
 
 
-def node_checks(nodes: Sequence[str], timeout_s: float = 5.0) -> list[Check]:
+def node_checks(nodes: Sequence[str], timeout_s: float = 5.0) -> list[Diagnosis]:
     """Checks all nodes in parallel, and returns one check for each.
 
     A node is asked for its time through ``srun`` inside an allocation of Slurm (``SLURM_JOB_ID`` is set), else through ``ssh``.
@@ -47,12 +47,12 @@ def node_checks(nodes: Sequence[str], timeout_s: float = 5.0) -> list[Check]:
         return list(pool.map(lambda node: _check(node, timeout_s), nodes))
 
 
-def _check(node: str, timeout_s: float) -> Check:
+def _check(node: str, timeout_s: float) -> Diagnosis:
     command = _command(node, timeout_s)
     try:
-        offset = min((_offset(command, timeout_s) for _ in range(_ASKS)), key=lambda each: each.uncertainty)
+        offset = min((_offset(command, timeout_s) for _ in range(_ATTEMPTS)), key=lambda offset: offset.uncertainty)
     except (OSError, RuntimeError) as error:
-        return Check(f"node {node}", "fail", f"unreachable: {error}", _advice(node), needed=True)
+        return Diagnosis(f"node {node}", "fail", f"unreachable: {error}", _advice(node), needed=True)
     side = "ahead of" if offset.seconds > 0 else "behind"
     detail = f"reachable; clock {abs(offset.seconds):.3f} s {side} this machine's, ± {offset.uncertainty:.3f} s"
     if abs(offset.seconds) - offset.uncertainty > _SKEW_S:
@@ -60,8 +60,8 @@ def _check(node: str, timeout_s: float) -> Check:
             "log lines and times of files fall out of order, Slurm's munge and torchrun's elastic rendezvous turn nodes away "
             "as late: keep clocks by NTP ('chronyc tracking' on the node says whether chrony does)"
         )
-        return Check(f"node {node}", "warn", detail, advice, needed=True)
-    return Check(f"node {node}", "ok", detail, needed=True)
+        return Diagnosis(f"node {node}", "warn", detail, advice, needed=True)
+    return Diagnosis(f"node {node}", "ok", detail, needed=True)
 
 
 def _command(node: str, timeout_s: float) -> list[str]:
@@ -85,7 +85,7 @@ def _in_allocation() -> bool:
     return "SLURM_JOB_ID" in os.environ
 
 
-def _offset(command: Sequence[str], timeout_s: float) -> Offset:
+def _offset(command: Sequence[str], timeout_s: float) -> _ClockOffset:
     """Asks for the node's time once. It was read between start and end of the command: assume the middle, as NTP does."""
     start = time.time()
     answer = _output(command, timeout_s)
@@ -94,7 +94,7 @@ def _offset(command: Sequence[str], timeout_s: float) -> Offset:
     last = (answer.splitlines() or [""])[-1].strip()
     if not _TIME.fullmatch(last):
         raise RuntimeError(f"it answers {last!r} instead of its time")
-    return Offset(float(last) - (start + end) / 2, (end - start) / 2)
+    return _ClockOffset(float(last) - (start + end) / 2, (end - start) / 2)
 
 
 def _output(command: Sequence[str], timeout_s: float) -> str:
@@ -119,6 +119,6 @@ def _output(command: Sequence[str], timeout_s: float) -> str:
             os.killpg(process.pid, signal.SIGKILL)
             raise RuntimeError(f"no answer to {command[0]} within {timeout_s:g} s") from error
     if process.returncode:
-        said = errors.strip().splitlines()
-        raise RuntimeError(said[-1].strip() if said else f"{command[0]} ended with exit code {process.returncode}")
+        lines = errors.strip().splitlines()
+        raise RuntimeError(lines[-1].strip() if lines else f"{command[0]} ended with exit code {process.returncode}")
     return output

@@ -1,4 +1,4 @@
-"""The further checks of ``tepo doctor --run RUN.yaml``: the disk, the ports and the servers of that run."""
+"""The checks of ``tepo doctor --run RUN.yaml``: the run's own list (``run/checks.py``), data and verifier, disk and servers."""
 
 from __future__ import annotations
 
@@ -6,51 +6,77 @@ import math
 import shutil
 import socket
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import httpx
 
-from tepo_megatron.cli.doctor.check import Check
+from tepo_megatron.cli.doctor.diagnosis import Diagnosis, Status
 from tepo_megatron.config import RunConfig, TrainConfig
-from tepo_megatron.run.loggers.installed import check_installed, sections
+from tepo_megatron.config.data import BUILTIN
+from tepo_megatron.config.environment import EnvironmentConfig
+from tepo_megatron.config.sampling import SamplingConfig
+from tepo_megatron.run.checks import MODEL, RUN_CHECKS, TRAINER_MACHINE, RunSubject
+from tepo_megatron.run.sampling.inputs import read_inputs
+from tepo_megatron.run.sampling.step_rewards import rehearsed
+from tepo_megatron.run.step.placement import this_machine
+from tepo_megatron.runtime.named_check import NamedCheck
 from tepo_megatron.sampler.fleet.server_registry import registered
-from tepo_megatron.sampler.vllm.server.checks import check_quantization, check_server_split
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.weights.architecture import read_model_spec
+from tepo_megatron.tasks.data.problems import load_problems
+from tepo_megatron.tasks.environments.environment_task import open_host
+from tepo_megatron.tasks.reward.verifier_task import VerifierTask, reward_configs
 
 _GIB = 2**30
 _BYTES_PER_CHECKPOINT_BYTE = 8
-"""Room for a checkpoint, over the size of the model's files: fp32 weights and two fp32 moments are 6 times bf16 files; the
+"""Disk space of a checkpoint over the size of the model's files: fp32 weights and two fp32 moments are 6 times bf16 files; the
 exported model is 1; rounded up.
 """
 
 
-def run_checks(config: RunConfig) -> list[Callable[[], Check]]:
-    """Returns the checks of one run, to be called later."""
-    checks: list[Callable[[], Check]] = [partial(_output_disk, config)]
+def run_checks(config: RunConfig) -> list[Callable[[], Diagnosis]]:
+    """Returns the checks of one run, to be called later. A replayed run samples and scores nothing: its data are not read."""
+    checks: dict[str, Callable[[], Diagnosis]] = {"output": partial(_output_disk, config)}
     server = config.rollout.server
     if server.placement == "external":
-        anyone = server.registry is not None and any(server.registry.glob("server-*.json"))
-        checks += (
-            [partial(_external_server, config, index) for index in range(server.count)]
-            if anyone
-            else [partial(_no_server, config)]
-        )
+        if server.registry is not None and any(server.registry.glob("server-*.json")):
+            checks |= {f"server {index}": partial(_external_server, config, index) for index in range(server.count)}
+        else:
+            checks["servers"] = partial(_no_server, config)
     elif server.port:
-        checks.append(partial(_server_port, config))
-    if server.placement != "external" and server.quantization != "none":
-        checks.append(partial(_quantization, config))
-    if server.tp > 1:
-        checks.append(partial(_server_split, config))
-    if sections(config.log):
-        checks.append(partial(_loggers, config))
-    for number, check in enumerate(checks):
-        setattr(check, "__name__", f"_run_{number}")  # noqa: B010  # what diagnose() calls a check that fails by itself
-    return checks
+        checks["server port"] = partial(_server_port, config)
+    ranks, here = config.engine.parallel.world_size, this_machine()
+    run = RunSubject(config, replace(here, local_ranks=min(ranks, here.gpus or ranks), ranks=ranks))
+    has_model = _has_model(run)
+    for check in RUN_CHECKS:
+        if (has_model or MODEL not in check.needs) and check.applies(run):
+            checks[check.name] = partial(_diagnosis_of, check, run)
+    if config.rollout.replay is None:
+        checks |= {"model and data": partial(_model_and_data, config), "verifier": partial(_verifier, config)}
+    for name, function in checks.items():
+        setattr(function, "__name__", name)  # noqa: B010  # diagnose() names a check that raises by it
+    return list(checks.values())
 
 
-def _output_disk(config: RunConfig) -> Check:
+def _has_model(run: RunSubject) -> bool:
+    try:
+        return bool(run.spec)
+    except ValueError:
+        return False  # "model and data" reports it
+
+
+def _diagnosis_of(check: NamedCheck[RunSubject], run: RunSubject) -> Diagnosis:
+    problem = check.problem(run)
+    if problem is None:
+        return Diagnosis(check.name, "ok", "fits this run", needed=True)
+    # The doctor runs without the run's ranks, and perhaps on another machine than theirs.
+    status: Status = "warn" if TRAINER_MACHINE in check.needs else "fail"
+    return Diagnosis(check.name, status, "refused", problem, needed=True)
+
+
+def _output_disk(config: RunConfig) -> Diagnosis:
     """Whether the output's disk takes the checkpoints that the run keeps."""
     folder = config.output.absolute()
     while not folder.exists():
@@ -63,8 +89,8 @@ def _output_disk(config: RunConfig) -> Check:
     if free < needed:
         takes = f"the {kept} checkpoints that it keeps may take {needed / _GIB:.1f} GiB"
         advice = f"{takes}: free as much, or set output to another disk"
-        return Check("output", "fail", detail, advice, needed=True)
-    return Check("output", "ok", detail, needed=True)
+        return Diagnosis("output", "fail", detail, advice, needed=True)
+    return Diagnosis("output", "ok", detail, needed=True)
 
 
 def _kept_checkpoints(train: TrainConfig) -> int:
@@ -74,37 +100,7 @@ def _kept_checkpoints(train: TrainConfig) -> int:
     return min(train.steps, train.keep_checkpoints + for_good + (train.keep_best is not None))
 
 
-def _quantization(config: RunConfig) -> Check:
-    """Whether the servers can hold their weights as the run asks."""
-    quantization = config.rollout.server.quantization
-    try:
-        check_quantization(quantization)
-    except ValueError as error:
-        return Check("quantization", "fail", quantization, str(error), needed=True)
-    return Check("quantization", "ok", quantization, needed=True)
-
-
-def _loggers(config: RunConfig) -> Check:
-    """Whether the packages of the loggers that are switched on are here; not whether their servers answer."""
-    detail = ", ".join(f"log.{kind}" for kind in sections(config.log))
-    try:
-        check_installed(config.log)
-    except ValueError as error:
-        return Check("loggers", "fail", detail, str(error), needed=True)
-    return Check("loggers", "ok", detail, needed=True)
-
-
-def _server_split(config: RunConfig) -> Check:
-    """Whether vLLM can split the run's model over the workers of a server."""
-    detail = f"rollout.server.tp = {config.rollout.server.tp}"
-    try:
-        check_server_split(config.rollout.server, read_model_spec(resolve_model_path(config.model.path)))
-    except ValueError as error:
-        return Check("server split", "fail", detail, str(error), needed=True)
-    return Check("server split", "ok", detail, needed=True)
-
-
-def _server_port(config: RunConfig) -> Check:
+def _server_port(config: RunConfig) -> Diagnosis:
     """Whether the first port that the servers try is free."""
     host, port = config.rollout.server.host, config.rollout.server.port
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -113,28 +109,75 @@ def _server_port(config: RunConfig) -> Check:
             probe.bind((host, port))
         except OSError as error:
             advice = "servers take the next free one; set rollout.server.port to another, or end what listens there"
-            return Check("server port", "warn", f"{host}:{port} is taken ({error.strerror})", advice)
-    return Check("server port", "ok", f"{host}:{port} is free")
+            return Diagnosis("server port", "warn", f"{host}:{port} is taken ({error.strerror})", advice)
+    return Diagnosis("server port", "ok", f"{host}:{port} is free")
 
 
-def _no_server(config: RunConfig) -> Check:
+def _no_server(config: RunConfig) -> Diagnosis:
     """One check instead of many where no external server has registered at all."""
     detail = f"no server is registered in {config.rollout.server.registry}"
-    return Check("servers", "missing", detail, "start 'tepo serve' on their nodes, with this registry", needed=True)
+    return Diagnosis("servers", "missing", detail, "start 'tepo serve' on their nodes, with this registry", needed=True)
 
 
-def _external_server(config: RunConfig, index: int) -> Check:
+def _external_server(config: RunConfig, index: int) -> Diagnosis:
     """Whether a server that ``tepo serve`` has registered can be reached from here, and how fast it answers."""
     name, registry = f"server {index}", config.rollout.server.registry
     found = registered(registry, index) if registry is not None else None
     if found is None:
-        return Check(name, "missing", f"not registered in {registry}", "start 'tepo serve' on its node", needed=True)
+        return Diagnosis(name, "missing", f"not registered in {registry}", "start 'tepo serve' on its node", needed=True)
     try:
         # No proxy of the environment: servers are on the inner network.
         response = httpx.get(f"{found.url}/health", timeout=5, trust_env=False)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return Check(name, "fail", f"{found.url}: {error}", "is its node up, and no firewall between?", needed=True)
+        return Diagnosis(name, "fail", f"{found.url}: {error}", "is its node up, and no firewall between?", needed=True)
     if response.status_code != 200:
         detail = f"{found.url} answers with status {response.status_code}"
-        return Check(name, "fail", detail, "see its log in OUT/logs", needed=True)
-    return Check(name, "ok", f"{found.url} answers in {1000 * response.elapsed.total_seconds():.0f} ms", needed=True)
+        return Diagnosis(name, "fail", detail, "see its log in OUT/logs", needed=True)
+    return Diagnosis(name, "ok", f"{found.url} answers in {1000 * response.elapsed.total_seconds():.0f} ms", needed=True)
+
+
+def _model_and_data(config: RunConfig) -> Diagnosis:
+    """Whether model folder, tokenizer and problems can be read, and prompts leave room for a response."""
+    try:
+        inputs = read_inputs(config, resolve_model_path(config.model.path))
+    except ValueError as error:
+        return Diagnosis("model and data", "fail", config.model.path, str(error), needed=True)
+    counts = f"{len(inputs.train)} problems to train on, {len(inputs.heldout)} held out"
+    counts += "".join(f", {len(each.problems)} in {each.name}" for each in inputs.sets)
+    left_out = "".join(f"; {notice}" for notice in inputs.left_out)
+    advice = ""
+    trained = {(problem.prompt, problem.messages) for problem in inputs.train}
+    both = sum((problem.prompt, problem.messages) in trained for problem in inputs.heldout)
+    if not inputs.heldout and not inputs.sets:
+        advice = "nothing is evaluated: give data.heldout to see whether the model gets better"
+    elif both:
+        advice = f"{both} of the held-out prompts are trained on, too: take them out of one of the two"
+    status: Status = "warn" if advice else "ok"
+    shown = config.model.path if config.model.path.startswith(BUILTIN) else str(inputs.model_dir)
+    return Diagnosis("model and data", status, f"{shown}; {counts}{left_out}", advice, needed=True)
+
+
+def _environment(config: EnvironmentConfig, sampling: SamplingConfig) -> Diagnosis:
+    """Whether the environment can be made, in a process with the run's limits or on its servers."""
+    try:
+        with closing(open_host(config, sampling)) as host:
+            notice = host.notice or ""
+    except (ValueError, RuntimeError) as error:
+        return Diagnosis("environment", "fail", config.name, str(error), needed=True)
+    return Diagnosis("environment", "ok", f"{config.name} can be made", notice, needed=True)
+
+
+def _verifier(config: RunConfig) -> Diagnosis:
+    """Whether the verifier scores answers of the data, in a process with the run's limits."""
+    if config.environment is not None:
+        return _environment(config.environment, config.rollout.sampling)
+    try:
+        problems = [
+            replace(problem, source=source.called) for source in config.data.train_sources for problem in load_problems(source)
+        ]
+        rehearsed(VerifierTask(reward_configs(config.reward, config.data)), config, problems).close()
+    except (ValueError, RuntimeError) as error:
+        return Diagnosis("verifier", "fail", config.reward.verifier, str(error), needed=True)
+    names = dict.fromkeys(source.verifier or config.reward.verifier for source in config.data.train_sources)
+    paths = ", ".join(source.path for source in config.data.train_sources)
+    return Diagnosis("verifier", "ok", f"{', '.join(names)} scores answers of {paths}", needed=True)

@@ -42,8 +42,12 @@ class Answers:
 
 
 def run_text(answers: Answers) -> str:
-    """The run's file. Raises ValueError where a prompt does not fit into the model, or no simple layout onto the GPUs."""
+    """Returns the run's file. Raises ValueError for a prompt that does not fit into the model, GPUs without a simple layout,
+    and a run that its model does not allow.
+    """
+    from tepo_megatron.config import RunConfig
     from tepo_megatron.plan.shapes import model_parameters
+    from tepo_megatron.run.checks import verify_model
     from tepo_megatron.tasks.data.builtin import resolve_model_path
     from tepo_megatron.tasks.data.prompts import encode_prompt
     from tepo_megatron.tasks.data.tokenizer import check_tokenizer, load_tokenizer
@@ -78,7 +82,9 @@ def run_text(answers: Answers) -> str:
         "train": {"steps": 100, "minibatches": 4, "save_every": 20},
         "evaluate": {"every": 10 if answers.data["heldout"] else 0},
     }
-    return _as_yaml(_first_that_fits(run, answers) if on_gpus else run)
+    run = _first_that_fits(run, answers) if on_gpus else run
+    verify_model(RunConfig.model_validate(run))
+    return _as_yaml(run)
 
 
 def _first_that_fits(run: dict[str, Any], answers: Answers) -> dict[str, Any]:

@@ -1,23 +1,17 @@
-"""What a run reads, checked before anything is started or written."""
+"""What a run reads: tokenizer, problems and replayed rollouts, checked before anything is started or written."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tepo_megatron.config import LoraConfig, RewardConfig, RunConfig
+from tepo_megatron.config import RewardConfig, RunConfig
 from tepo_megatron.core.types import Problem, Rollout
 from tepo_megatron.run.callbacks.callbacks import check_callbacks
-from tepo_megatron.run.output.resume import find_checkpoint, resumes
 from tepo_megatron.run.sampling.filters import load_filters
 from tepo_megatron.run.sampling.staleness import most_stale
-from tepo_megatron.run.step.memory_check import check_fits
-from tepo_megatron.run.step.placement import check_placement, this_machine, trains_on_gpus
-from tepo_megatron.sampler.registry import sampler_spec
 from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path
-from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.served_tokenizer import check_served_tokenizer
 from tepo_megatron.tasks.data.sources import TOO_LONG, Prompt, Source, read_sources
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
@@ -27,14 +21,9 @@ from tepo_megatron.tasks.evaluate.sets import EvaluationSet, load_sets
 from tepo_megatron.tasks.reward.verifier_task import reward_configs
 from tepo_megatron.tasks.reward.verifiers import check_reachable, resolve_verifier
 from tepo_megatron.trainer.checkpoints.folder import checkpoints, step_of
-from tepo_megatron.trainer.registry import check_config, check_plugins
+from tepo_megatron.trainer.registry import check_plugins
 from tepo_megatron.weights.architecture import ModelSpec, read_model_spec
 from tepo_megatron.weights.expert_routes import rollout_fault
-from tepo_megatron.weights.layouts import tensor_shapes
-from tepo_megatron.weights.layouts.adapters import adapted_tensors, adapter_shapes
-from tepo_megatron.weights.storage.convert import check_imported
-from tepo_megatron.weights.storage.hf_folder import check_peft_folder
-from tepo_megatron.weights.storage.stored import open_weights
 
 
 @dataclass(frozen=True)
@@ -52,72 +41,12 @@ class Inputs:
     sets: Sequence[EvaluationSet] = ()
 
 
-def check_model(config: RunConfig) -> Path:
-    """The model folder, after checking that it is whole and fits the parallel layouts of trainer and servers and the memory
-    of the GPUs, that ``model.shards`` was made of it, and that there is a checkpoint of this run if one is to be resumed from.
-    Every rank calls.
-    """
-    model_dir = resolve_model_path(config.model.path)
-    machine = this_machine()
-    check_placement(config, machine)
-    if resumes(config) and int(os.environ.get("RANK", 0)) == 0:  # the ranks agree on it when they have their groups
-        find_checkpoint(config, model_dir)
-    spec = read_model_spec(model_dir)
-    check_config(config, spec, on_gpu=trains_on_gpus(config, machine))
-    if config.rollout.server.max_model_len is not None:
-        spec.check_length(config.rollout.server.max_model_len, "rollout.server.max_model_len")
-    if config.rollout.server.routing_replay and spec.experts is None:
-        raise ValueError(
-            f"rollout.server.routing_replay = true replays the choice of experts, and {spec.architecture} has none; leave it "
-            "out"
-        )
-    if config.rollout.replay is None:
-        sampler_spec().check_model(config.rollout.server, spec)
-    if config.model.shards is not None:
-        check_imported(config.model.shards, model_dir)
-    if config.model.lora is not None:
-        check_adapters(config.model.lora, spec)
-    if config.engine.head == "fused" and not spec.tied_embeddings:
-        _check_head(config.model.shards or model_dir)
-    check_fits(config, spec, machine)
-    return model_dir
-
-
-def _check_head(folder: Path) -> None:
-    """Refuses a folder without the one matrix that a fused head multiplies with."""
-    held = open_weights(folder).boxes
-    if "lm_head.weight" not in held:
-        raise ValueError(
-            f"engine.head = fused, but {folder} has no lm_head.weight to fuse, and config.json does not tie the head to the "
-            "embedding; give a model with a head (a reward or embedding model has none)"
-        )
-    if "lm_head.bias" in held:
-        raise ValueError(
-            f"engine.head = fused has no place for a bias, and {folder} has lm_head.bias; give a model whose head has none"
-        )
-
-
-def check_adapters(lora: LoraConfig, spec: ModelSpec) -> None:
-    """Raises ValueError for target modules that the model does not have, for a folder of other adapters, and for experts'
-    adapters that servers would have to compute.
-    """
-    shapes = tensor_shapes(spec)
-    wanted = adapter_shapes(shapes, adapted_tensors(shapes, lora.target_modules), lora.rank)
-    if lora.serve == "adapter" and spec.experts is not None:
-        raise ValueError(
-            "model.lora.serve = adapter is for dense models, and this one has experts; set model.lora.serve = merged"
-        )
-    if lora.path is not None:
-        check_peft_folder(lora.path, wanted, rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora)
-
-
 def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False) -> Inputs:
     """Tokenizer and problems, each checked against the model; no process is started and nothing is written. ``has_reward``: the
     verifier is an object that the run was given, and no name.
 
     Raises ValueError for whatever the user can correct: an unknown verifier, a tokenizer of another model, a damaged file, a
-    prompt that leaves no room for a response, replayed rollouts that are not there, a quantization that this machine's servers
-    cannot do.
+    prompt that leaves no room for a response, replayed rollouts that are not there.
     """
     config.require_data()
     check_plugins(config)
@@ -137,8 +66,6 @@ def read_inputs(config: RunConfig, model_dir: Path, *, has_reward: bool = False)
     if replay is not None and not replay.is_dir():
         raise ValueError(f"rollout.replay = {replay} is not a folder; give one that a run with rollout.record=true has written")
     spec = read_model_spec(model_dir)
-    if replay is None and config.rollout.server.placement != "external":
-        sampler_spec().check_machine(config.rollout.server, spec)
     if replay is not None:
         _check_replay(config, spec)
     train = read_sources(config.data, "train", tokenizer)

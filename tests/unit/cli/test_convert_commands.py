@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
-from tepo_megatron.run.sampling.inputs import check_model
+from tepo_megatron.run.checks import check_model
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 
 runner = CliRunner()

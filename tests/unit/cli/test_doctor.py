@@ -10,10 +10,9 @@ from typing import Literal
 import pytest
 from typer.testing import CliRunner
 
-from tepo_megatron.cli.doctor import command, gpu_checks
-from tepo_megatron.cli.doctor.check import Check
-from tepo_megatron.cli.doctor.command import diagnose, doctor_json, is_fit
-from tepo_megatron.cli.doctor.environment_checks import CHECKS
+from tepo_megatron.cli.doctor import command, machine_checks
+from tepo_megatron.cli.doctor.diagnosis import Diagnosis, diagnose, is_fit
+from tepo_megatron.cli.doctor.machine_checks import CHECKS
 from tepo_megatron.cli.main import app
 from tepo_megatron.trainer.megatron.platform import packages
 from tepo_megatron.versions import requirements_of
@@ -81,7 +80,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Environment:
 WITHOUT_TORCH_ITSELF = [check for check in CHECKS if check.__name__ != "_torch"]
 
 
-def found(name: str) -> Check:
+def found(name: str) -> Diagnosis:
     (check,) = [each for each in diagnose(WITHOUT_TORCH_ITSELF) if each.name == name]
     return check
 
@@ -94,7 +93,7 @@ def test_a_healthy_environment_is_fit(installed: Environment) -> None:
 
 def test_every_needed_distribution_is_missed(installed: Environment) -> None:
     installed.versions = {"tepo-megatron": "0.1.0"}
-    missing = {check.name for check in diagnose() if check.status in ("missing", "fail") and check.needed}
+    missing = {check.name for check in diagnose(CHECKS) if check.status in ("missing", "fail") and check.needed}
     assert {"torch", "megatron-core", "vLLM", "transformers", "sentencepiece", "tepo-megatron"} <= missing
 
 
@@ -151,7 +150,7 @@ def test_whose_kernels_a_run_would_have_is_told(
     installed.versions |= {"transformer-engine": te} if te else {}
     if not nvidia:
         (apex / "multi_tensor_apply").rmdir()
-    monkeypatch.setattr(gpu_checks, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(machine_checks, "has_gpu", lambda: gpu)
     check = found("kernels")
     assert check.status == status
     assert check.detail.startswith(detail)
@@ -164,31 +163,30 @@ def test_a_plugin_that_is_not_registered_is_told(installed: Environment) -> None
 
 
 def test_a_check_that_breaks_is_reported_and_the_others_go_on() -> None:
-    def broken() -> Check:
+    def broken() -> Diagnosis:
         raise OSError("no such device")
 
-    checks = diagnose([broken, lambda: Check("next", "ok", "1")])
+    checks = diagnose([broken, lambda: Diagnosis("next", "ok", "1")])
     assert [(check.name, check.status) for check in checks] == [("broken", "warn"), ("next", "ok")]
     assert "no such device" in checks[0].detail
 
 
-def test_only_what_is_needed_decides_and_json_says_it() -> None:
-    optional, needed = Check("a", "missing", ""), Check("b", "fail", "", needed=True)
+def test_only_what_is_needed_decides() -> None:
+    optional, needed = Diagnosis("a", "missing", ""), Diagnosis("b", "fail", "", needed=True)
     assert is_fit([optional])
     assert not is_fit([optional, needed])
-    assert json.loads(doctor_json([needed])) == {
-        "fit_for_cpu": False,
-        "checks": [{"name": "b", "status": "fail", "detail": "", "advice": "", "needed": True}],
-    }
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("missing", 1)])
 def test_the_command_exits_by_the_verdict(monkeypatch: pytest.MonkeyPatch, status: Literal["ok", "missing"], code: int) -> None:
-    monkeypatch.setattr(command, "diagnose", lambda _checks: [Check("vLLM", status, "[1]", needed=True)])
+    monkeypatch.setattr(command, "diagnose", lambda _checks: [Diagnosis("vLLM", status, "[1]", needed=True)])
     result = CliRunner().invoke(app, ["doctor"])
     assert (result.exit_code, "[1]" in result.stdout) == (code, True)
     assert ("still needs: vLLM" in result.stdout) == bool(code)
-    assert json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["fit_for_cpu"] == (not code)
+    assert json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout) == {
+        "fit_for_cpu": not code,
+        "checks": [{"name": "vLLM", "status": status, "detail": "[1]", "advice": "", "needed": True}],
+    }
 
 
 def test_requirements_of_extras_do_not_count(installed: Environment) -> None:

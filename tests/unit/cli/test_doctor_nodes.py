@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.doctor import command
-from tepo_megatron.cli.doctor.check import Check
+from tepo_megatron.cli.doctor.diagnosis import Diagnosis
 from tepo_megatron.cli.doctor.node_checks import node_checks, node_names
 from tepo_megatron.cli.main import app
 from tests.support.programs import TIMEOUT_S
@@ -62,7 +62,7 @@ def reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def checked(*nodes: str, timeout_s: float = TIMEOUT_S) -> dict[str, Check]:
+def checked(*nodes: str, timeout_s: float = TIMEOUT_S) -> dict[str, Diagnosis]:
     checks = node_checks(nodes, timeout_s)
     assert [check.name for check in checks] == [f"node {node}" for node in nodes]
     assert all(check.needed for check in checks)

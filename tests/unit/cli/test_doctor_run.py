@@ -7,7 +7,6 @@ import re
 import shutil
 import socket
 import threading
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -16,12 +15,12 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from tepo_megatron.cli.doctor import gpu_checks
-from tepo_megatron.cli.doctor.check import Check
-from tepo_megatron.cli.doctor.command import diagnose, is_fit
-from tepo_megatron.cli.doctor.environment_checks import CHECKS, LAUNCH_CHECKS
+from tepo_megatron.cli.doctor import machine_checks
+from tepo_megatron.cli.doctor.diagnosis import Diagnosis, diagnose, is_fit
+from tepo_megatron.cli.doctor.machine_checks import CHECKS, LAUNCH_CHECKS
 from tepo_megatron.cli.doctor.run_checks import run_checks
 from tepo_megatron.cli.main import app
+from tepo_megatron.config import RunConfig
 from tepo_megatron.config.loading.load import load_run
 from tepo_megatron.sampler.fleet.server_registry import Registration, register
 from tepo_megatron.sampler.vllm.server.resources import reserve_port
@@ -42,8 +41,13 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return known
 
 
-def found(name: str, checks: tuple[Callable[[], Check], ...] = CHECKS) -> Check:
-    (check,) = [each for each in diagnose([check for check in checks if check.__name__ != "_torch"]) if each.name == name]
+def found(name: str) -> Diagnosis:
+    (check,) = [each for each in diagnose([check for check in CHECKS if check.__name__ != "_torch"]) if each.name == name]
+    return check
+
+
+def of_run(config: RunConfig, name: str) -> Diagnosis:
+    (check,) = diagnose([check for check in run_checks(config) if check.__name__ == name])
     return check
 
 
@@ -60,7 +64,7 @@ def test_vllm_of_another_line_is_named(versions: dict[str, str], version: str, s
 def test_missing_transformer_engine_is_a_fault_only_beside_a_gpu(
     versions: dict[str, str], monkeypatch: pytest.MonkeyPatch, gpu: bool
 ) -> None:
-    monkeypatch.setattr(gpu_checks, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(machine_checks, "has_gpu", lambda: gpu)
     check = found("transformer-engine")
     assert (check.status, check.needed) == (("fail", True) if gpu else ("missing", False))
     assert not gpu or ("docker/trainer.Dockerfile" in check.advice and "engine.layers=local" in check.advice)
@@ -72,11 +76,11 @@ def test_a_full_disk_is_named_with_what_the_checkpoints_take(tmp_path: Path, mon
         file.truncate(2**30)  # sparse: 1 GiB of weights that take no disk
     config = load_run(None, [f"model.path={tmp_path}/model", f"output={tmp_path}/not/yet", "train.keep_checkpoints=3"])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=23 * 2**30))
-    (check,) = diagnose(run_checks(config))
+    check = of_run(config, "output")
     assert (check.name, check.status, check.needed) == ("output", "fail", True)
     assert "24.0 GiB" in check.advice
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=24 * 2**30))
-    assert is_fit(diagnose(run_checks(config)))
+    assert of_run(config, "output").status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,7 @@ def test_checkpoints_that_are_kept_for_good_take_their_room(
     given = [f"model.path={tmp_path}/model", f"output={tmp_path}/not/yet", "train.steps=1000"]
     config = load_run(None, [*given, *(f"train.{each}" for each in train)])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**30))
-    (check,) = diagnose(run_checks(config))
+    check = of_run(config, "output")
     assert f"the {kept} checkpoints that it keeps may take {8 * kept:.1f} GiB" in check.advice
 
 
@@ -107,11 +111,11 @@ def test_a_taken_port_is_named() -> None:
     with reserve_port("127.0.0.1") as held:  # so that no other process is given it
         port = held.getsockname()[1]
         with socket.create_server(("127.0.0.1", port)):
-            check = diagnose(run_checks(load_run(None, [f"rollout.server.port={port}"])))[-1]
+            check = of_run(load_run(None, [f"rollout.server.port={port}"]), "server port")
             assert check.status == "warn"
             assert f"127.0.0.1:{port} is taken" in check.detail
             assert "rollout.server.port" in check.advice
-        assert diagnose(run_checks(load_run(None, [f"rollout.server.port={port}"])))[-1].status == "ok"
+        assert of_run(load_run(None, [f"rollout.server.port={port}"]), "server port").status == "ok"
 
 
 def test_external_servers_are_looked_for(tmp_path: Path) -> None:
@@ -119,7 +123,7 @@ def test_external_servers_are_looked_for(tmp_path: Path) -> None:
         None, ["rollout.server.placement=external", f"rollout.server.registry={tmp_path}", "rollout.server.count=2"]
     )
     register(tmp_path, 1, Registration("http://127.0.0.1:9", "life"))
-    checks = {check.name: check for check in diagnose(run_checks(config))}
+    checks = {name: of_run(config, name) for name in ("server 0", "server 1")}
     assert (checks["server 0"].status, checks["server 1"].status) == ("missing", "fail")
     assert "http://127.0.0.1:9" in checks["server 1"].detail
 
@@ -128,7 +132,7 @@ def test_external_servers_are_looked_for(tmp_path: Path) -> None:
 def test_a_registry_without_servers_is_one_sentence(tmp_path: Path, folder: str) -> None:
     place = f"rollout.server.registry={tmp_path / folder}"
     config = load_run(None, ["rollout.server.placement=external", place, "rollout.server.count=3"])
-    _, check = diagnose(run_checks(config))
+    check = of_run(config, "servers")
     assert (check.status, check.needed) == ("missing", True)
     assert check.detail == f"no server is registered in {tmp_path / folder}"
 
@@ -148,10 +152,36 @@ def test_a_server_that_answers_is_told_with_its_latency(tmp_path: Path, status: 
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         register(tmp_path, 0, Registration(url, "life"))
-        check = diagnose(run_checks(config))[-1]
+        check = of_run(config, "server 0")
         server.shutdown()
     assert check.status == found
     assert re.fullmatch(rf"{url} answers (in \d+ ms|with status 503)", check.detail)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name", "said"),
+    [
+        (["rollout.server.max_model_len=1000"], "model length", "rollout.server.max_model_len"),
+        (["rollout.server.routing_replay=true"], "routing replay", "LlamaForCausalLM has none"),
+        (["rollout.server.tp=3"], "server split", "rollout.server.tp = 3 does not fit this model"),
+        (
+            ["rollout.server.quantization=fp8_per_tensor", "rollout.server.dtype=bfloat16", "rollout.uncorrected=true"],
+            "server machine",
+            "no such quantiser for a CPU",
+        ),
+        (["engine.parallel.tp=3"], "trainer", "engine.parallel.tp"),
+    ],
+)
+def test_what_training_would_refuse_is_reported_by_the_name_of_its_check(overrides: list[str], name: str, said: str) -> None:
+    check = of_run(load_run(None, overrides), name)
+    assert (check.status, check.needed, said in check.advice) == ("fail", True, True), check
+
+
+def test_checks_of_features_that_a_run_does_not_use_are_not_listed() -> None:
+    names = {check.__name__ for check in run_checks(load_run(None, ["rollout.server.tp=2"]))}
+    assert {"trainer", "server split", "memory", "model and data", "verifier"} <= names
+    assert not {"loggers", "shards", "adapters", "fused head", "routing replay"} & names
+    assert of_run(load_run(None, ["rollout.server.tp=2"]), "server split").status == "ok"
 
 
 @pytest.mark.parametrize(("installed", "fit"), [({}, False), ({"nemo-run": "0.11.1"}, True)])

@@ -15,7 +15,7 @@ from tepo_megatron.plan import make_plan
 from tepo_megatron.plan import memory as of_the_plan
 from tepo_megatron.plan.activations import token_multiple
 from tepo_megatron.plan.run_plan import Plan
-from tepo_megatron.run.sampling import inputs
+from tepo_megatron.run import checks
 from tepo_megatron.run.step.memory_check import check_fits
 from tepo_megatron.run.step.placement import Machine
 from tepo_megatron.trainer.megatron.model.fp8 import token_multiple as of_the_engine
@@ -150,7 +150,7 @@ def test_a_run_on_cpus_is_not_asked_about(monkeypatch: pytest.MonkeyPatch, gpu_o
     check_fits(given, spec, Machine(gpus=0, has_nccl=False, local_ranks=8, ranks=64))
     on_cpu = load_run(Path(LLAMA), ["engine.platform=cpu"])
     check_fits(on_cpu, spec, Machine(gpus=8, has_nccl=True, local_ranks=8, ranks=64))
-    monkeypatch.setattr(inputs, "this_machine", lambda: Machine(gpus=8, has_nccl=True, local_ranks=1, ranks=1))
+    monkeypatch.setattr(checks, "this_machine", lambda: Machine(gpus=8, has_nccl=True, local_ranks=1, ranks=1))
     gpu_of(0.5)
     with pytest.raises(ValueError, match="the run does not fit: a training rank needs"):
-        inputs.check_model(load_run(None, []))  # as tepo train does, before anything is started
+        checks.check_model(load_run(None, []))  # as tepo train does, before anything is started

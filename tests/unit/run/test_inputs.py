@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.types import Rollout, SamplingMask, WeightsVersion, token_ids
-from tepo_megatron.run.sampling.inputs import check_model, check_replayed_masks, check_replayed_routes, read_inputs, read_replay
+from tepo_megatron.run.checks import RUN_CHECKS, RunSubject, check_model
+from tepo_megatron.run.sampling.inputs import check_replayed_masks, check_replayed_routes, read_inputs, read_replay
+from tepo_megatron.run.step.placement import this_machine
 from tepo_megatron.sampler.rollout_file import read_rollouts, record_path, write_rollouts
 from tepo_megatron.sampler.vllm.server.checks import CPU_HEAD_SIZES
 from tepo_megatron.tasks.data.builtin import resolve_model_path
@@ -150,7 +152,8 @@ def test_a_head_that_cannot_be_fused_is_refused_before_servers_start(
         else:
             tensors[name] = torch.zeros(shape)
     save_file(tensors, tmp_path / "model.safetensors")
-    document = {"model": {"path": str(tmp_path)}, "output": str(tmp_path / "out")}
+    servers = {"server": {"placement": "external", "registry": str(tmp_path)}}  # heads too small for a server here
+    document = {"model": {"path": str(tmp_path)}, "output": str(tmp_path / "out"), "rollout": servers}
     check_model(RunConfig.model_validate({**document, "engine": {"head": "logits"}}))
     config = RunConfig.model_validate({**document, "engine": {"head": "fused"}})
     if message is None:
@@ -216,10 +219,12 @@ def test_heads_that_vllm_has_no_attention_for_are_refused_before_a_server_fails_
     shutil.copytree(resolve_model_path("builtin:tiny"), model)
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(settings | {"num_attention_heads": 8, "head_dim": 16}))
-    with pytest.raises(ValueError, match=r"attention heads have 16 dimensions .* on a CPU vLLM takes 32, 64, "):
-        read_inputs(config, model)
+    (check,) = [check for check in RUN_CHECKS if check.name == "server machine"]
+    here = config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
+    run = RunSubject(here, this_machine())
+    assert re.search(r"attention heads have 16 dimensions .* on a CPU vLLM takes 32, 64, ", check.problem(run))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    read_inputs(config, model)
+    assert check.problem(run) is None
 
 
 def test_the_sizes_of_heads_are_those_that_vllm_says() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tepo_megatron.config.loading.load import load_run
-from tepo_megatron.run.sampling.inputs import check_model
+from tepo_megatron.run.checks import check_model
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tepo_megatron.cli.doctor.command import diagnose
-from tepo_megatron.cli.doctor.run_checks import run_checks
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.sampler.vllm.server.checks import check_quantization
@@ -76,19 +74,6 @@ def test_a_gpu_without_fp8_is_refused_and_one_with_it_is_not(machine: Any, quant
     for capability in [(8, 9), (9, 0), (10, 0)]:
         machine(gpu=capability)
         check_quantization(quantization)
-
-
-def test_the_doctor_says_so_too(machine: Any) -> None:
-    machine()
-    found = {name: _quantization(run(name)) for name in ("none", "fp8_per_channel", "fp8_per_tensor")}
-    assert found["none"] == []
-    assert [check.status for check in found["fp8_per_channel"]] == ["ok"]
-    assert [check.status for check in found["fp8_per_tensor"]] == ["fail"]
-    assert "set fp8_per_channel" in found["fp8_per_tensor"][0].advice
-
-
-def _quantization(config: RunConfig) -> list[Any]:
-    return [check for check in diagnose(run_checks(config)) if check.name == "quantization"]
 
 
 @pytest.mark.parametrize("quantization", ["none", "fp8_per_channel"])

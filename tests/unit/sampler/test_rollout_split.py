@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tepo_megatron.cli.doctor.command import diagnose
-from tepo_megatron.cli.doctor.run_checks import run_checks
 from tepo_megatron.cli.main import app
 from tepo_megatron.config.loading.load import load_run
-from tepo_megatron.run.sampling.inputs import check_model
+from tepo_megatron.run.checks import check_model
 from tepo_megatron.tasks.evaluate.standalone import evaluate_model
 
 SAID = "rollout.server.tp = 3 does not fit this model"
@@ -50,13 +48,6 @@ def test_serve_refuses_it(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert SAID in " ".join(result.output.split())
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("tp", "status"), [(2, "ok"), (3, "fail"), (4, "ok")])
-def test_the_doctor_says_so(tp: int, status: str) -> None:
-    check = diagnose(run_checks(load_run(None, [f"rollout.server.tp={tp}"])))[-1]
-    assert (check.name, check.status, check.needed) == ("server split", status, True)
-    assert (HEADS.replace("3", str(tp)) in check.advice) == (status == "fail")
 
 
 def test_a_replayed_run_starts_no_server_and_needs_no_split(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from tepo_megatron.config import LoraConfig
 from tepo_megatron.config.loading.load import ConfigError, load_run
-from tepo_megatron.run.sampling.inputs import check_adapters
+from tepo_megatron.run.checks import check_adapters
 from tepo_megatron.sampler.vllm.plugin.adapter_route import ADAPTER_NAME, ADAPTER_PATH, ADAPTER_VARIABLE, USE, UseAdapter
 from tepo_megatron.sampler.vllm.plugin.gate import AWAITS_VARIABLE
 from tepo_megatron.sampler.vllm.server.server import Server

@@ -1,0 +1,44 @@
+"""What a check of ``tepo doctor`` reports."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["ok", "warn", "missing", "fail"]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The result of one check: ``detail`` is a version or a measure, ``advice`` what it enables or how to correct it."""
+
+    name: str
+    status: Status
+    detail: str
+    advice: str = ""
+    needed: bool = False
+    """A run on a CPU needs it."""
+
+
+def diagnose(checks: Sequence[Callable[[], Diagnosis]]) -> list[Diagnosis]:
+    """Runs every check. A check that raises is reported with its error, and the others still run."""
+    results = []
+    for check in checks:
+        try:
+            results.append(check())
+        except Exception as error:
+            name, detail = check.__name__.lstrip("_"), f"{type(error).__name__}: {error}"
+            results.append(Diagnosis(name, "warn", detail, "this check itself failed"))
+    return results
+
+
+def is_fit(checks: Sequence[Diagnosis]) -> bool:
+    """Whether nothing that a run on CPU needs is missing or broken."""
+    return not any(check.needed and check.status in ("missing", "fail") for check in checks)
+
+
+def has_gpu() -> bool:
+    """Whether NVIDIA's driver is loaded."""
+    return os.path.exists("/dev/nvidiactl")

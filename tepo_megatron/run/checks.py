@@ -1,0 +1,161 @@
+"""The checks of a run before anything is started, by name: ``tepo train`` stops at the first, ``tepo doctor`` reports all.
+
+To add a check, write a function that raises ValueError with a sentence, and give it a name in ``RUN_CHECKS``.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from tepo_megatron.config import LoraConfig, RunConfig
+from tepo_megatron.run.loggers.installed import check_installed
+from tepo_megatron.run.output.resume import find_checkpoint, resumes
+from tepo_megatron.run.step.memory_check import check_fits
+from tepo_megatron.run.step.placement import Machine, check_placement, this_machine, trains_on_gpus
+from tepo_megatron.runtime.named_check import NamedCheck, verify_all
+from tepo_megatron.sampler.registry import sampler_spec
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.trainer.registry import check_config
+from tepo_megatron.weights.architecture import ModelSpec, read_model_spec
+from tepo_megatron.weights.layouts import tensor_shapes
+from tepo_megatron.weights.layouts.adapters import adapted_tensors, adapter_shapes
+from tepo_megatron.weights.storage.convert import check_imported
+from tepo_megatron.weights.storage.hf_folder import check_peft_folder
+from tepo_megatron.weights.storage.stored import open_weights
+
+
+@dataclass(frozen=True)
+class RunSubject:
+    """A run as the checks see it. ``model_dir`` raises ValueError if the model's folder is incomplete."""
+
+    config: RunConfig
+    machine: Machine
+
+    @cached_property
+    def model_dir(self) -> Path:
+        return resolve_model_path(self.config.model.path)
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        return read_model_spec(self.model_dir)
+
+    @property
+    def on_gpu(self) -> bool:
+        return trains_on_gpus(self.config, self.machine)
+
+    @property
+    def samples(self) -> bool:
+        return self.config.rollout.replay is None
+
+
+def check_model(config: RunConfig) -> Path:
+    """Returns the model folder. Raises ValueError for the first check of the run that fails. Every rank calls."""
+    run = RunSubject(config, this_machine())
+    model_dir = run.model_dir
+    verify_all(RUN_CHECKS, run)
+    return model_dir
+
+
+def verify_model(config: RunConfig) -> None:
+    """Raises ValueError for the first check that the run's model fails, whatever machine the run is for."""
+    verify_all((check for check in RUN_CHECKS if check.needs <= {MODEL}), RunSubject(config, this_machine()))
+
+
+def check_adapters(lora: LoraConfig, spec: ModelSpec) -> None:
+    """Raises ValueError for target modules that the model does not have, a folder of other adapters, and adapters of experts
+    that servers would have to compute.
+    """
+    shapes = tensor_shapes(spec)
+    expected = adapter_shapes(shapes, adapted_tensors(shapes, lora.target_modules), lora.rank)
+    if lora.serve == "adapter" and spec.experts is not None:
+        raise ValueError(
+            "model.lora.serve = adapter is for dense models, and this one has experts; set model.lora.serve = merged"
+        )
+    if lora.path is not None:
+        check_peft_folder(lora.path, expected, rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora)
+
+
+def _check_lora(run: RunSubject) -> None:
+    if run.config.model.lora is not None:
+        check_adapters(run.config.model.lora, run.spec)
+
+
+def _check_length(run: RunSubject) -> None:
+    length = run.config.rollout.server.max_model_len
+    if length is not None:
+        run.spec.check_length(length, "rollout.server.max_model_len")
+
+
+def _check_routing_replay(run: RunSubject) -> None:
+    if run.config.rollout.server.routing_replay and run.spec.experts is None:
+        raise ValueError(
+            f"rollout.server.routing_replay = true replays the choice of experts, and {run.spec.architecture} has none; leave "
+            "it out"
+        )
+
+
+def _check_shards(run: RunSubject) -> None:
+    if run.config.model.shards is not None:
+        check_imported(run.config.model.shards, run.model_dir)
+
+
+def _check_head(run: RunSubject) -> None:
+    """A fused head multiplies with one matrix, lm_head.weight."""
+    folder = run.config.model.shards or run.model_dir
+    tensors = open_weights(folder).boxes
+    if "lm_head.weight" not in tensors:
+        raise ValueError(
+            f"engine.head = fused, but {folder} has no lm_head.weight to fuse, and config.json does not tie the head to the "
+            "embedding; give a model with a head (a reward or embedding model has none)"
+        )
+    if "lm_head.bias" in tensors:
+        raise ValueError(
+            f"engine.head = fused has no place for a bias, and {folder} has lm_head.bias; give a model whose head has none"
+        )
+
+
+def _resumes_here(run: RunSubject) -> bool:
+    """Rank 0 looks for the checkpoint; the ranks agree on it when they have their groups."""
+    return int(os.environ.get("RANK", 0)) == 0 and resumes(run.config)
+
+
+MODEL, TRAINER_MACHINE, SERVER_MACHINE = "model", "trainer machine", "server machine"
+_MODEL, _TRAINER = frozenset({MODEL}), frozenset({TRAINER_MACHINE})
+
+RUN_CHECKS: tuple[NamedCheck[RunSubject], ...] = (
+    NamedCheck("placement", lambda run: check_placement(run.config, run.machine), _TRAINER),
+    NamedCheck("checkpoint", lambda run: find_checkpoint(run.config, run.model_dir), _MODEL, _resumes_here),
+    NamedCheck("trainer", lambda run: check_config(run.config, run.spec, on_gpu=run.on_gpu), _MODEL),
+    NamedCheck("model length", _check_length, _MODEL, lambda run: run.config.rollout.server.max_model_len is not None),
+    NamedCheck("routing replay", _check_routing_replay, _MODEL, lambda run: run.config.rollout.server.routing_replay),
+    NamedCheck(
+        "server split",
+        lambda run: sampler_spec().check_model(run.config.rollout.server, run.spec),
+        _MODEL,
+        lambda run: run.samples,
+    ),
+    NamedCheck("shards", _check_shards, _MODEL, lambda run: run.config.model.shards is not None),
+    NamedCheck("adapters", _check_lora, _MODEL, lambda run: run.config.model.lora is not None),
+    NamedCheck(
+        "fused head",
+        _check_head,
+        _MODEL,
+        lambda run: run.config.engine.head == "fused" and not run.spec.tied_embeddings,
+    ),
+    NamedCheck("memory", lambda run: check_fits(run.config, run.spec, run.machine), _MODEL | _TRAINER),
+    NamedCheck(
+        "server machine",
+        lambda run: sampler_spec().check_machine(run.config.rollout.server, run.spec),
+        _MODEL | {SERVER_MACHINE},
+        lambda run: run.samples and run.config.rollout.server.placement != "external",
+    ),
+    NamedCheck(
+        "loggers",
+        lambda run: check_installed(run.config.log),
+        applies=lambda run: run.config.log.wandb is not None or run.config.log.mlflow is not None,
+    ),
+)
+"""In the order in which a run is refused."""

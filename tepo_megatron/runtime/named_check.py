@@ -1,0 +1,39 @@
+"""Lists of checks by name, which several commands use: one to refuse at the first problem, another to report them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Subject = TypeVar("Subject")
+
+
+def _always(_subject: object) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class NamedCheck(Generic[Subject]):
+    """One check of a subject, such as a run. ``needs`` names what must be there to ask, such as "model" or "machine"."""
+
+    name: str
+    verify: Callable[[Subject], object]
+    """Raises ValueError with a sentence for the user."""
+    needs: frozenset[str] = frozenset()
+    applies: Callable[[Subject], bool] = _always
+
+    def problem(self, subject: Subject) -> str | None:
+        """Returns the sentence of ``verify``, or None."""
+        try:
+            self.verify(subject)
+        except ValueError as error:
+            return str(error)
+        return None
+
+
+def verify_all(checks: Iterable[NamedCheck[Subject]], subject: Subject) -> None:
+    """Raises ValueError with the sentence of the first check that fails."""
+    for check in checks:
+        if check.applies(subject):
+            check.verify(subject)
