@@ -110,7 +110,8 @@ class WeightSource(Protocol):
         """This rank's end of weight updates from shard to shard. Every rank calls, but there is no communication.
 
         ``local`` maps a server's worker (numbered over all servers) to the trainer rank on the same GPU; ``dtype`` is the
-        servers'; ``timeout_s`` bounds every wait. Raises ValueError if vLLM cannot split the model over ``servers``.
+        servers'; ``timeout_s`` bounds every wait. Raises ValueError if vLLM cannot split the model over ``servers``, or if the
+        trainer only has full tensors (``rollout.server.transfer = gather``).
         """
 
     def export(self, out: Path) -> None:
@@ -139,9 +140,10 @@ class Checkpoints(Protocol):
     def begin(self, folder: Path, *, step: int, state: dict[str, Any], background: bool = False) -> None:
         """Starts to write ``folder/step_XXXXXX``, after finishing a save that is still under way.
 
-        ``state``, rank 0's, is stored as JSON in the checkpoint. With ``background`` training may continue at once: the
-        checkpoint has today's values all the same. Until :meth:`finish` the folder has the suffix ``.partial``. Raises
-        RuntimeError on every rank if any rank cannot write; older checkpoints are then as before.
+        ``state``, rank 0's, is stored in ``state.json``, with ``step``, ``updates``, ``weights_digest``, ``model`` (path),
+        ``reference_digest`` and ``identity`` (``describe_run``). With ``background`` training may continue at once, and the
+        checkpoint has the values of this call. Until :meth:`finish` the folder has the suffix ``.partial``. Raises RuntimeError
+        on every rank if any rank cannot write; older checkpoints are then as before.
         """
 
     def finish(self, *, wait: bool = True) -> SavedCheckpoint | None:
@@ -196,9 +198,10 @@ class Trainer(Protocol):
         """
 
     def update(self, batch: Batch, *, last: bool = True) -> UpdateResult:
-        """One optimizer step on a mini-batch that :meth:`score` returned. The gradient is that of the objective over the whole
-        mini-batch, however it is divided into micro-batches and ranks. Skipped on every rank if a loss or gradient of any rank
-        is not finite. ``last`` must be true if anything but another update reads the weights next.
+        """One AdamW step, as ``config.optimizer`` sets it, on a mini-batch that :meth:`score` returned. The gradient is that of
+        the objective over the whole mini-batch, however it is divided into micro-batches and ranks. Norms and biases have no
+        weight decay. Skipped on every rank if a loss or gradient of any rank is not finite. ``last`` must be true if anything
+        but another update reads the weights next.
         """
 
     def measure_noise(self, batch: Batch) -> dict[str, float]:

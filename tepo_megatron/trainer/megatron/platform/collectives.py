@@ -18,7 +18,7 @@ def broadcast_json(value: Any, *, source: int, device: torch.device, group: dist
     by default it is torch's own. Every rank calls.
     """
     if dist.get_world_size() == 1:
-        return value
+        return json.loads(json.dumps(value))
     data = json.dumps(value).encode() if dist.get_rank() == source else b""
     size = torch.tensor([len(data)], device=device)
     dist.broadcast(size, src=source, group=group)

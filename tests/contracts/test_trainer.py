@@ -1,0 +1,187 @@
+"""Both trainers keep the contract of ``tepo_megatron.trainer.protocol``, and the suite names what a broken one does wrong."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.core.types import Batch, WeightsVersion
+from tepo_megatron.trainer.checkpoints.folder import read_state
+from tepo_megatron.trainer.protocol import Trainer
+from tests.contracts.trainer_contract import CHECKS, BrokenContract, digest, start, train
+from tests.support import reference_trainer
+from tests.support.launch import run_dist
+
+
+def make_megatron(config: RunConfig, model_dir: Path, *, shares_gpus: bool = False) -> Trainer:
+    """Every trainer of a process splits the same world again."""
+    from megatron.core import parallel_state
+
+    from tepo_megatron.runtime.watch.heartbeat import Heartbeat
+    from tepo_megatron.trainer.registry import make_trainer
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    trainer = make_trainer(config, model_dir, shares_gpus=shares_gpus, heartbeat=Heartbeat())
+    trainer.close = lambda: None  # type: ignore[method-assign] # the world is run_dist's
+    return trainer
+
+
+def check_megatron(_rank: int, _world: int, name: str, folder: Path) -> None:
+    warnings.filterwarnings("ignore")
+    CHECKS[name](make_megatron, folder)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_megatron(name: str, tmp_path: Path) -> None:
+    run_dist(1, check_megatron, name, tmp_path)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_reference(name: str, tmp_path: Path) -> None:
+    CHECKS[name](reference_trainer.make_trainer, tmp_path)
+
+
+def resume_megatron(_rank: int, _world: int, folder: Path, checkpoint: Path) -> tuple[str, str]:
+    """The digest of the first weights, and of those after another step from the checkpoint."""
+    warnings.filterwarnings("ignore")
+    trainer = start(make_megatron, folder)
+    first = digest(trainer)
+    trainer.checkpoints.load(checkpoint)
+    loaded = digest(trainer)
+    train(trainer, 1)
+    return first, loaded
+
+
+def test_megatron_continues_from_a_checkpoint_of_the_reference(tmp_path: Path) -> None:
+    """Digests and checkpoints are formats, not an implementation's."""
+    trainer = start(reference_trainer.make_trainer, tmp_path)
+    first = digest(trainer)
+    train(trainer, 0)
+    trainer.checkpoints.begin(tmp_path / "checkpoints", step=1, state={})
+    [found] = run_dist(1, resume_megatron, tmp_path, trainer.checkpoints.finish().path)
+    assert found == (first, digest(trainer))
+
+
+# -- faults, planted in the reference
+
+Plant = Callable[[Any], None]
+
+
+def _wrap(owner: str, member: str, change: Callable[..., Any]) -> Plant:
+    """``change(original, trainer, *args)`` replaces a member."""
+
+    def plant(trainer: Any) -> None:
+        part = getattr(trainer, owner) if owner else trainer
+        original = getattr(part, member)
+        setattr(part, member, lambda *args, **options: change(original, trainer, *args, **options))
+
+    return plant
+
+
+def _forget_moments(original: Callable[..., Any], trainer: Any, *args: Any, **options: Any) -> Any:
+    state = original(*args, **options)
+    for moments in trainer.adam.state.values():
+        moments["exp_avg"].zero_()
+    return state
+
+
+def _step_anyway(original: Callable[..., Any], trainer: Any, cause: str, norm: float) -> Any:
+    with torch.no_grad():
+        trainer.params["lm_head.weight"] += 1e-3
+    return original(cause, norm)
+
+
+def _mean_of_means(trainer: Any) -> None:
+    """Each micro-batch is prepared by itself."""
+    objective, original = trainer.objective, type(trainer.objective).__call__
+
+    class Prepared:
+        needs_reference, needs_entropy_slope, advantages = False, False, objective.advantages
+
+        def prepare(self, batch: Batch, *, entropy_noise: float = 0.0) -> Any:
+            return objective.prepare(batch, entropy_noise=entropy_noise)
+
+        def __call__(self, scores: Any, micro: Batch, context: Any) -> Any:
+            output = original(objective, scores, micro, objective.prepare(micro))
+            return replace(output, denominator=output.denominator * 2)
+
+    trainer.objective = Prepared()
+
+
+FAULTS: dict[str, tuple[Plant, str, str]] = {
+    "no measure_noise": (lambda t: setattr(t, "measure_noise", None), "has_every_member", "Trainer.measure_noise"),
+    "no keyword background": (
+        lambda t: setattr(t.checkpoints, "begin", lambda folder, *, step, state: None),
+        "has_every_member",
+        "Checkpoints.begin",
+    ),
+    "scores without the temperature": (
+        _wrap("", "token_scores", lambda f, t, *a, **o: f(*a, **{**o, "temperature": 1.0})),
+        "scores_as_a_dense_computation",
+        "Trainer.score: old_logprobs_T",
+    ),
+    "prompts scored at the sampling temperature": (
+        _wrap("", "token_scores", lambda f, t, *a, **o: f(*a, **{**o, "temperature": None})),
+        "scores_prompts_at_temperature_one",
+        "Trainer.prompt_logprobs",
+    ),
+    "scores rounded to bfloat16": (
+        _wrap("", "score", lambda f, t, b: (s := f(b)).with_(old_logprobs_T=s.old_logprobs_T.bfloat16().float())),
+        "updates_by_the_gradient",
+        "Trainer.score: update of the same weights",
+    ),
+    "decayed norms": (
+        lambda t: t.adam.param_groups[1].update(weight_decay=0.5),
+        "updates_by_the_gradient",
+        "Trainer.update",
+    ),
+    "the last micro-batch is lost": (
+        _wrap("", "micro_batches", lambda f, t, b: f(b)[: max(1, len(f(b)) - 1)]),
+        "does_not_depend_on_micro_batches",
+        "Trainer.update",
+    ),
+    "a mean of micro-batches' means": (_mean_of_means, "does_not_depend_on_micro_batches", "Trainer.update"),
+    "a skipped step changes weights": (
+        _wrap("", "skip", _step_anyway),
+        "skips_what_is_not_finite",
+        "Trainer.update changed weights",
+    ),
+    "moments are not restored": (_wrap("checkpoints", "load", _forget_moments), "resumes_bit_for_bit", "Checkpoints.load"),
+    "a checkpoint's bytes are not read": (
+        _wrap("checkpoints", "check", lambda f, t, folder: read_state(folder)),
+        "refuses_a_damaged_checkpoint",
+        "Checkpoints.check",
+    ),
+    "one digest for all weights": (
+        _wrap("weights", "version", lambda f, t, step: WeightsVersion(step, "0" * 16)),
+        "hands_out_weights",
+        "WeightSource.version",
+    ),
+    "values are broadcast as they are": (
+        _wrap("", "broadcast_from_root", lambda f, t, value: value),
+        "broadcasts_json",
+        "Trainer.broadcast_from_root",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_suite_names_the_member_of_a_fault(fault: str, tmp_path: Path) -> None:
+    plant, check, member = FAULTS[fault]
+
+    def make(config: RunConfig, model_dir: Path, *, shares_gpus: bool = False) -> Any:
+        trainer = reference_trainer.make_trainer(config, model_dir)
+        plant(trainer)
+        return trainer
+
+    with pytest.raises(BrokenContract) as raised:
+        CHECKS[check](make, tmp_path)
+    assert str(raised.value).startswith(member)
