@@ -25,7 +25,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.loading.load import load_run
 from tepo_megatron.config.objective.terms import KLMask
 from tepo_megatron.core.objective import Objective, StepContext
-from tepo_megatron.core.objective.mechanisms.kl_mask import LEAST_TOLERANCE, NOISE_MULTIPLE, KLMaskPenalty
+from tepo_megatron.core.objective.mechanisms.kl import LEAST_TOLERANCE, NOISE_MULTIPLE, KLMaskPenalty
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.sampler.rollout_file import read_rollouts

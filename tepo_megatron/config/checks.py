@@ -90,8 +90,7 @@ def _there_are_weights_to_gather(run: RunSections) -> None:
 
 
 def _noise_is_measured_where_it_is_used(run: RunSections) -> None:
-    mask = run.objective.kl_mask
-    if mask is not None and mask.falling == "measured" and mask.tolerance == "auto" and not run.engine.noise_every:
+    if "entropy_noise" in run.objective.needs and not run.engine.noise_every:
         raise ValueError(
             "objective.kl_mask.tolerance = auto takes the rounding noise that the run measures, but engine.noise_every = 0 "
             "measures none; set engine.noise_every = 50, or a tolerance in nats"

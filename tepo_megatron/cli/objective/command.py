@@ -21,7 +21,7 @@ from tepo_megatron.config.objective.section import ObjectiveConfig
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tepo_megatron.config.objective.plugins import Plugin
+    from tepo_megatron.config.objective.custom import Plugin
 
 app = typer.Typer(no_args_is_help=True, help="Objectives: what there is to choose from.")
 

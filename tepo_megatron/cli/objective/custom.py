@@ -11,8 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tepo_megatron.config.objective.custom import OwnKind
-from tepo_megatron.config.objective.plugins import Plugin, load_plugin, name_of
+from tepo_megatron.config.objective.custom import CustomKind, Plugin, kind_name, load_plugin
 from tepo_megatron.config.objective.presets import PRESETS, Preset, is_preset_file, read_preset
 from tepo_megatron.config.objective.section import ObjectiveConfig
 
@@ -37,7 +36,7 @@ def find_plugin(name: str) -> Plugin:
 def kind_rows(plugin: Plugin) -> Iterator[tuple[str, str, str]]:
     """(field, default, meaning) of every kind of a plugin and of its fields."""
     for kind in plugin.kinds:
-        yield f"objective.{kind.slot}.kind = {name_of(kind)}", "", kind.__doc__ or ""
+        yield f"objective.{kind.slot}.kind = {kind_name(kind)}", "", kind.__doc__ or ""
         for name, field in kind.model_fields.items():
             if name != "kind":
                 default = "required" if field.is_required() else str(field.get_default(call_default_factory=True))
@@ -59,13 +58,13 @@ def objectives_of(target: str, preset: str) -> Iterator[tuple[str, ObjectiveConf
             return
         plugin = find_plugin(target)
         for kind in plugin.kinds:
-            yield f"{target}: {kind.slot} {name_of(kind)}, over {preset}", _alone(kind, plugin, preset)
+            yield f"{target}: {kind.slot} {kind_name(kind)}, over {preset}", _alone(kind, plugin, preset)
 
 
 def notes_on(plugins: Iterable[str]) -> list[str]:
     """A sentence for each plugin that cannot be read where there is no torch."""
     script = "import sys; sys.modules['torch'] = None\n" + (
-        "from tepo_megatron.config.objective.plugins import load_plugin; load_plugin(sys.argv[1])"
+        "from tepo_megatron.config.objective.custom import load_plugin; load_plugin(sys.argv[1])"
     )
     found = []
     for plugin in plugins:
@@ -78,11 +77,11 @@ def notes_on(plugins: Iterable[str]) -> list[str]:
     return found
 
 
-def _alone(kind: type[OwnKind], plugin: Plugin, preset: str) -> ObjectiveConfig:
+def _alone(kind: type[CustomKind], plugin: Plugin, preset: str) -> ObjectiveConfig:
     required = [name for name, field in kind.model_fields.items() if field.is_required()]
     problems: Sequence[Any] = ()
     for value in _TRIED:
-        section = {"kind": name_of(kind), **dict.fromkeys(required, value)}
+        section = {"kind": kind_name(kind), **dict.fromkeys(required, value)}
         given = {"preset": preset, "plugins": (plugin.name,), kind.slot: section}
         try:
             return ObjectiveConfig.model_validate(given)
@@ -92,6 +91,6 @@ def _alone(kind: type[OwnKind], plugin: Plugin, preset: str) -> ObjectiveConfig:
                 break
     said = "; ".join(dict.fromkeys(f"{'.'.join(map(str, chain(each['loc'])))}: {each['msg']}" for each in problems))
     raise ValueError(
-        f"{plugin.name}: the kind {name_of(kind)!r} cannot be checked by itself over the preset {preset} ({said}); write a "
+        f"{plugin.name}: the kind {kind_name(kind)!r} cannot be checked by itself over the preset {preset} ({said}); write a "
         "preset's file that gives its fields values, and check that"
     )

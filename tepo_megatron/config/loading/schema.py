@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from tepo_megatron.config.objective.plugins import load_plugin, schema_with
+from tepo_megatron.config.objective.custom import load_plugin, plugin_schemas
 from tepo_megatron.config.objective.section import usual_sections
 from tepo_megatron.config.run import RunConfig
 
@@ -72,7 +72,7 @@ def json_schema() -> Node:
 def _schema(plugins: tuple[tuple[str, str], ...]) -> Node:
     """With the kinds of plugins, each by name and digest."""
     schema = RunConfig.model_json_schema()
-    added = schema_with([name for name, _ in plugins], usual_sections())
+    added = plugin_schemas([name for name, _ in plugins], usual_sections())
     schema["$defs"] |= added.pop("$defs")
     fields = schema["$defs"]["ObjectiveConfig"]["properties"]
     for slot, node in added.items():

@@ -5,16 +5,27 @@ A field whose docstring says *our interpretation* fills a gap that the TEPO pape
 π_θ is the policy that is trained, π_old the policy before the update, δ = log π_θ − log π_old at a token of a response.
 """
 
-from typing import Annotated, Literal, Self
+import math
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.objective.custom import OwnAdvantage, OwnAggregation, OwnRatio, OwnTrustRegion
-from tepo_megatron.config.objective.plugins import OwnSlot
+from tepo_megatron.config.objective.base import NoiseBound, ObjectiveSection
+from tepo_megatron.config.objective.custom import CustomSlot, OwnAdvantage, OwnAggregation, OwnRatio, OwnTrustRegion
 
 
-class _Range(Section):
+class _LowHigh(ObjectiveSection):
+    """A trust region whose bounds are the fields ``low`` and ``high``."""
+
+    @property
+    def noise_bounds(self) -> tuple[NoiseBound, ...]:
+        advice = "some are clipped by chance; set it higher, or train in a finer dtype"
+        bounds = ((name, getattr(self, name)) for name in ("low", "high"))
+        return tuple(NoiseBound(name, value, "ratio", advice) for name, value in bounds if value is not None)
+
+
+class _Range(_LowHigh):
     """The interval [1 − low, 1 + high] for a ratio: about 0.2 for token ratios, 3e-4 for length-normalised sequence ratios."""
 
     low: NonNegativeFloat
@@ -22,6 +33,10 @@ class _Range(Section):
 
     high: NonNegativeFloat
     """The clip begins above a ratio of 1 + high: about 0.2 for token ratios, 4e-4 for length-normalised sequence ratios."""
+
+    @property
+    def turning_points(self) -> tuple[float, ...]:
+        return self.low, self.high
 
     @field_validator("low")
     @classmethod
@@ -41,6 +56,10 @@ class Clip(_Range):
     dual: Annotated[float, Field(gt=1)] | None = None
     """Dual clip: where A < 0 the surrogate is no lower than ``dual`` · A, however large the ratio; null: no such bound."""
 
+    @property
+    def turning_points(self) -> tuple[float, ...]:
+        return self.low, self.high, math.log(self.dual) / 2 if self.dual else 0.0
+
 
 class ClipCov(_Range):
     """Clip, and no gradient for a few tokens drawn from those of high covariance (Clip-Cov)."""
@@ -55,6 +74,10 @@ class ClipCov(_Range):
     cov_high: float = 5.0
     """Candidates have a covariance statistic of at most this."""
 
+    @property
+    def selects_tokens(self) -> bool:
+        return True
+
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.cov_low > self.cov_high:
@@ -62,7 +85,7 @@ class ClipCov(_Range):
         return self
 
 
-class ClipWeight(Section):
+class ClipWeight(_LowHigh):
     """The ratio as a detached weight of the log-probability, bounded above (CISPO)."""
 
     kind: Literal["clip_weight"] = "clip_weight"
@@ -72,14 +95,18 @@ class ClipWeight(Section):
     high: NonNegativeFloat = 4.0
     """The weight is at most 1 + high. The value is ours, to be tuned."""
 
+    @property
+    def turning_points(self) -> tuple[float, ...]:
+        return (math.log1p(self.high) / 2,)
 
-class NoTrustRegion(Section):
+
+class NoTrustRegion(ObjectiveSection):
     """ratio · A, without a bound."""
 
     kind: Literal["none"] = "none"
 
 
-class LogClip(Section):
+class LogClip(_LowHigh):
     """δ of a token is bounded before the ratio is formed, on the side that its advantage favours: min(δ, high) where A > 0,
     max(δ, −low) where A < 0. With a sequence ratio that is GMPO's clip."""
 
@@ -90,16 +117,24 @@ class LogClip(Section):
     high: NonNegativeFloat = 0.4
     """Where A > 0, δ counts as no more than high."""
 
+    @property
+    def turning_points(self) -> tuple[float, ...]:
+        return self.low, self.high
 
-class LengthClip(Section):
+
+class LengthClip(ObjectiveSection):
     """The logarithm of an un-normalised sequence ratio is kept within ±width · √T_i, T_i response tokens (FSPO)."""
 
     kind: Literal["length_clip"] = "length_clip"
     width: PositiveFloat = 0.03
     """The largest logarithm, either way, of a response of one token. The value is ours, to be tuned."""
 
+    @property
+    def turning_points(self) -> tuple[float, ...]:
+        return (self.width,)
 
-class SoftGate(Section):
+
+class SoftGate(ObjectiveSection):
     """4/τ · σ(τ (ratio − 1)) · A: no bound; the gradient is the ratio's at 1 and fades on either side of it (SAPO)."""
 
     kind: Literal["soft_gate"] = "soft_gate"
@@ -110,7 +145,7 @@ class SoftGate(Section):
     """τ where A ≤ 0."""
 
 
-class Divergence(Section):
+class Divergence(ObjectiveSection):
     """sg[min(ratio, cap)] · A · log π_θ, and nothing of a token whose probability has gone too far the way that its advantage
     favours (DPPO). Far is a divergence of two distributions, this token or any other: p of π_θ and p of π_old."""
 
@@ -127,7 +162,7 @@ class Divergence(Section):
 
 TrustRegion = Annotated[
     Clip | ClipCov | ClipWeight | LogClip | LengthClip | SoftGate | Divergence | NoTrustRegion | OwnTrustRegion,
-    OwnSlot("trust_region"),
+    CustomSlot("trust_region"),
 ]
 
 
@@ -152,7 +187,7 @@ class OverlongPenaltyConfig(Section):
         return self
 
 
-class _Advantage(Section):
+class _Advantage(ObjectiveSection):
     overlong: OverlongPenaltyConfig | None = None
     """Lowers the reward of long responses before the advantage is formed (DAPO); null: off."""
 
@@ -180,7 +215,7 @@ class LeaveOneOutAdvantage(_Advantage):
     kind: Literal["leave_one_out"] = "leave_one_out"
 
 
-class DivideByMeanAdvantage(Section):
+class DivideByMeanAdvantage(ObjectiveSection):
     """Reward minus the group's mean, divided by that mean (MaxRL). Rewards must not be negative; so no overlong penalty."""
 
     kind: Literal["divide_by_mean"] = "divide_by_mean"
@@ -198,7 +233,7 @@ class WhitenedAdvantage(_Advantage):
     """Added to the batch's standard deviation before the division."""
 
 
-class GDPOAdvantage(Section):
+class GDPOAdvantage(ObjectiveSection):
     """Several rewards for each response, the components that ``reward.verifier`` returns: each is normalised in its group as
     kind ``group`` does, then their weighted sum is divided by its standard deviation over the whole rollout batch (GDPO). A
     length penalty is one of the rewards."""
@@ -214,49 +249,53 @@ class GDPOAdvantage(Section):
     """Added to each standard deviation before a division."""
 
 
-class TokenRatio(Section):
+class TokenRatio(ObjectiveSection):
     """π_θ / π_old of each token by itself: exp(δ)."""
 
+    noise: ClassVar[str] = "ratio"
     kind: Literal["token"] = "token"
 
 
-class SequenceRatio(Section):
+class SequenceRatio(ObjectiveSection):
     """One ratio s_i for all tokens of response i, through which they also share one gradient (GSPO)."""
 
+    noise: ClassVar[str] = "sequence_ratio"
     kind: Literal["sequence"] = "sequence"
     length_normalized: bool = True
     """true: s_i is the geometric mean of the token ratios; false: their product."""
 
 
-class SequenceTokenRatio(Section):
+class SequenceTokenRatio(ObjectiveSection):
     """The value of the sequence ratio, with each token's own gradient: sg[s_i] · exp(δ − sg[δ]); sg stops the gradient."""
 
+    noise: ClassVar[str] = "sequence_ratio"
     kind: Literal["sequence_token"] = "sequence_token"
     length_normalized: bool = True
     """true: s_i is the geometric mean of the token ratios; false: their product. Our interpretation: the mean, as in GSPO."""
 
 
-class PowerMeanRatio(Section):
+class PowerMeanRatio(ObjectiveSection):
     """One ratio for all tokens of a response: the power mean of its token ratios, (Σ_t exp(p δ) / T_i)^(1/p) (HölderPO)."""
 
+    noise: ClassVar[str] = "ratio"
     kind: Literal["power_mean"] = "power_mean"
     p: Annotated[float, Field(ge=-10, le=10)]
     """1: the arithmetic mean; 0: the geometric mean, as in GSPO. The larger, the more the largest ratios count."""
 
 
-class TokenMean(Section):
+class TokenMean(ObjectiveSection):
     """Sum over response tokens, divided by their number in the whole optimizer step."""
 
     kind: Literal["token_mean"] = "token_mean"
 
 
-class SequenceMean(Section):
+class SequenceMean(ObjectiveSection):
     """Mean over the sequences of the optimizer step of each sequence's mean over its response tokens."""
 
     kind: Literal["sequence_mean"] = "sequence_mean"
 
 
-class ConstantSum(Section):
+class ConstantSum(ObjectiveSection):
     """Sum over response tokens, divided by a constant that does not depend on how long the responses turned out."""
 
     kind: Literal["constant"] = "constant"
@@ -275,8 +314,8 @@ Advantage = Annotated[
     | WhitenedAdvantage
     | GDPOAdvantage
     | OwnAdvantage,
-    OwnSlot("advantage"),
+    CustomSlot("advantage"),
 ]
-UsualRatio = TokenRatio | SequenceRatio | SequenceTokenRatio | PowerMeanRatio
-Ratio = Annotated[UsualRatio | OwnRatio, OwnSlot("ratio")]
-Aggregation = Annotated[TokenMean | SequenceMean | ConstantSum | OwnAggregation, OwnSlot("aggregation")]
+BuiltinRatio = TokenRatio | SequenceRatio | SequenceTokenRatio | PowerMeanRatio
+Ratio = Annotated[BuiltinRatio | OwnRatio, CustomSlot("ratio")]
+Aggregation = Annotated[TokenMean | SequenceMean | ConstantSum | OwnAggregation, CustomSlot("aggregation")]

@@ -1,35 +1,44 @@
-"""Kinds of the user's own for the choices of an objective: the classes that theirs are made of. docs/guides/own-objective.md.
+"""Custom kinds for the choices of an objective (docs/guides/own-objective.md): base classes, and the plugins that define them.
 
-A kind is one class: its fields are its section of the configuration, its methods compute. They take and give tensors; nothing
-here names their types, since this package is read where there is no torch. Axes in names: S sequences, T tokens.
+A kind is one class: its fields are its section of the configuration, its methods compute on tensors. This package is read
+without torch, so no type of a tensor is named. Axes in names: S sequences, T tokens.
 """
 
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, ClassVar, Union, get_args
 
-from tepo_megatron.config.base import Section
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
+from pydantic_core import CoreSchema, core_schema
+
+from tepo_megatron.config.objective.base import Need, ObjectiveSection
+from tepo_megatron.runtime.user_code import load_user_module, locate_user_module
 
 
-class OwnKind(Section):
-    """What all kinds of one's own have in common. A kind is a subclass of one of the classes below, with its name as a field:
-    ``kind: Literal["my_kind"] = "my_kind"``.
-    """
+class CustomKind(ObjectiveSection):
+    """Base of all custom kinds; a kind is a subclass of one of the classes below with ``kind: Literal["name"] = "name"``."""
 
     slot: ClassVar[str]
-    """The field below ``objective`` that takes the kind."""
+    """The field below ``objective`` that accepts the kind."""
 
     defines: ClassVar[str]
-    """The method that a kind has to define."""
+    """The method that a kind must define."""
 
     kind: str
     """The kind's name."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it reads ``values.reference_delta_T``: then a frozen copy of the run's first weights is kept, and scored."""
+        """Whether it reads ``values.reference_delta_T``; a frozen copy of the run's first weights is then kept and scored."""
         return False
 
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"reference"} if self.needs_reference else ())
 
-class OwnAdvantage(OwnKind):
+
+class OwnAdvantage(CustomKind):
     """A way to turn rewards into advantages."""
 
     slot: ClassVar[str] = "advantage"
@@ -40,30 +49,31 @@ class OwnAdvantage(OwnKind):
 
         Args:
             batch: `Batch` with ``rewards_S`` fp32, ``groups_S`` int64 (equal numbers make a group), ``loss_mask_T``, and
-                ``reward_parts_SK`` where the verifier returns components.
+                ``reward_parts_SK`` if the verifier returns components.
 
         Returns:
-            float [S], finite; no gradient is kept. It must not depend on the order of the responses.
+            float [S], finite, independent of the order of the responses; its gradient is dropped.
         """
         raise NotImplementedError
 
 
-class OwnRatio(OwnKind):
+class OwnRatio(CustomKind):
     """A level at which π_θ is compared with π_old."""
 
     slot: ClassVar[str] = "ratio"
     defines: ClassVar[str] = "log_ratio"
+    noise: ClassVar[str] = "ratio"
 
     def log_ratio(self, values: Any) -> Any:
         """The logarithm of the ratio at every token of a micro-batch, [T], differentiable.
 
-        ``values``: `TokenValues`; its ``delta_T`` is log π_θ − log π_old, 0 outside the loss mask (and bounded already, under
+        ``values``: `TokenValues`; its ``delta_T`` is log π_θ − log π_old, 0 outside the loss mask (and already bounded under
         the trust region ``log_clip``).
         """
         raise NotImplementedError
 
 
-class OwnTrustRegion(OwnKind):
+class OwnTrustRegion(CustomKind):
     """A bound on how far a ratio carries the surrogate."""
 
     slot: ClassVar[str] = "trust_region"
@@ -72,94 +82,103 @@ class OwnTrustRegion(OwnKind):
     def surrogate(self, ratio_T: Any, values: Any) -> Any:
         """What is maximised at each token of a micro-batch, differentiable.
 
-        ``ratio_T``: what ``objective.ratio`` gives, [T]. ``values``: `TokenValues`, of which ``advantage_T`` is the response's
-        advantage at each of its tokens.
+        Args:
+            ratio_T: the value of ``objective.ratio``, [T].
+            values: `TokenValues`; ``advantage_T`` is the response's advantage at each of its tokens.
 
         Returns:
-            [T]; or a `Surrogate`, which also says where a bound held, for the metrics ``clip/low`` and ``clip/high``.
+            [T]; or a `Surrogate`, which also tells where a bound was active, for the metrics ``clip/low`` and ``clip/high``.
         """
         raise NotImplementedError
 
 
-class OwnAggregation(OwnKind):
-    """A way to make one number of the values of the tokens: what each counts, and what their sum is divided by."""
+class OwnAggregation(CustomKind):
+    """A way to reduce the values of the tokens to one number: a weight per token and a divisor."""
 
     slot: ClassVar[str] = "aggregation"
     defines: ClassVar[str] = "denominator"
 
     def sequence_weights(self, lengths_S: Any) -> Any:
-        """What each response token of a sequence counts in the sum, [S]; 1 unless defined otherwise.
+        """The weight of each response token of a sequence, [S]; 1 by default.
 
-        ``lengths_S``: the response tokens of the sequences of a micro-batch, floating point; a sequence may have none.
+        ``lengths_S``: the response tokens of the sequences of a micro-batch, floating point, possibly 0.
         """
         return lengths_S * 0 + 1
 
     def denominator(self, lengths_S: Any) -> Any:
-        """What the sum over all micro-batches and ranks is divided by, once: a positive scalar.
+        """The divisor of the sum over all micro-batches and ranks: a positive scalar.
 
-        ``lengths_S``: the response tokens of every sequence of the optimizer step, of all ranks, floating point. Those without
-        one are padding, and must change nothing.
+        ``lengths_S``: the response tokens of every sequence of the optimizer step, of all ranks, floating point. Sequences of
+        length 0 are padding and must change nothing.
         """
         raise NotImplementedError
 
 
-class OwnMismatch(OwnKind):
+class OwnMismatch(CustomKind):
     """Weights for a sampler whose probabilities differ from the trainer's."""
 
     slot: ClassVar[str] = "mismatch"
     defines: ClassVar[str] = "importance_weights"
 
     def importance_weights(self, values: Any) -> Any:
-        """What multiplies the surrogate at every token of a micro-batch, [T]; no gradient flows through it.
+        """What multiplies the surrogate at every token of a micro-batch, [T]; its gradient is dropped.
 
         ``values``: `TokenValues`; its ``mismatch_T`` is log π_old − log π_sampler, 0 outside the loss mask.
         """
         raise NotImplementedError
 
 
-class _OwnTerm(OwnKind):
+class _CustomTerm(CustomKind):
     def prepare(self, step: Any) -> Any:
-        """What has to be known of the whole optimizer step, such as a threshold: ``found`` of ``choose`` and ``penalty``.
+        """Statistics of the whole optimizer step, such as a threshold, passed to ``choose`` and ``penalty`` as ``found``.
 
-        ``step``: `StepValues`, all response tokens of the step on every rank. Nothing unless defined otherwise.
+        ``step``: `StepValues`, all response tokens of the step on every rank. None by default.
         """
         del step
 
 
-class OwnMask(_OwnTerm):
-    """Takes the gradient of the surrogate at tokens that it chooses. The value there stays."""
+class OwnMask(_CustomTerm):
+    """Removes the gradient of the surrogate at the tokens that it chooses. The value there stays."""
 
     slot: ClassVar[str] = "mask"
     defines: ClassVar[str] = "choose"
 
-    def choose(self, values: Any, found: Any) -> Any:
-        """The tokens of a micro-batch that get no gradient, bool [T]; those outside the loss mask do not count.
+    @property
+    def selects_tokens(self) -> bool:
+        return True
 
-        ``values``: `TokenValues`; ``found``: what ``prepare`` gave.
+    def choose(self, values: Any, found: Any) -> Any:
+        """The tokens of a micro-batch that get no gradient, bool [T]; tokens outside the loss mask are ignored.
+
+        ``values``: `TokenValues`; ``found``: the result of ``prepare``.
         """
         raise NotImplementedError
 
 
-class OwnPenalty(_OwnTerm):
+class OwnPenalty(_CustomTerm):
     """A term that is subtracted from the surrogate."""
 
     slot: ClassVar[str] = "penalty"
     defines: ClassVar[str] = "penalty"
 
+    @property
+    def selects_tokens(self) -> bool:
+        return type(self).choose is not OwnPenalty.choose
+
     def choose(self, values: Any, found: Any) -> Any:
-        """The tokens of a micro-batch that are penalised, bool [T]; every response token unless defined otherwise."""
+        """The tokens of a micro-batch that are penalised, bool [T]; every response token by default."""
         del values, found
 
     def penalty(self, values: Any, found: Any) -> Any:
         """What is subtracted at each token of a micro-batch, [T], coefficient included, differentiable.
 
-        ``values``: `TokenValues`; ``found``: what ``prepare`` gave. It counts at the tokens that ``choose`` gave only, but
-        must be finite at all, in value and gradient.
+        ``values``: `TokenValues`; ``found``: the result of ``prepare``. Only the tokens of ``choose`` count, but value and
+        gradient must be finite everywhere.
         """
         raise NotImplementedError
 
 
-OWN_KINDS: tuple[type[OwnKind], ...] = (
+CUSTOM_BASES: tuple[type[CustomKind], ...] = (
     OwnAdvantage,
     OwnRatio,
     OwnTrustRegion,
@@ -168,4 +187,145 @@ OWN_KINDS: tuple[type[OwnKind], ...] = (
     OwnMask,
     OwnPenalty,
 )
-"""What a kind of one's own can be a subclass of."""
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """An imported module with custom kinds."""
+
+    name: str
+    """The absolute path of its file, or the module's name."""
+
+    digest: str
+    """Of the bytes that were imported."""
+
+    kinds: tuple[type[CustomKind], ...]
+    """In the order of definition."""
+
+
+def load_plugin(name: str) -> Plugin:
+    """Imports a plugin, unless the same bytes were imported before; ``name``: ``path/file.py`` or a module's name.
+
+    Raises:
+        ValueError: it cannot be imported, defines no kind, or one of its kinds is incomplete.
+    """
+    where = f"objective.plugins: {name}"
+    place = locate_user_module(name, "objective.plugins")
+    loaded = load_user_module(place, "objective.plugins")
+    classes = [value for value in vars(loaded.module).values() if isinstance(value, type) and issubclass(value, CustomKind)]
+    kinds = tuple(
+        kind
+        for kind in dict.fromkeys(classes)
+        if not kind.__module__.startswith("tepo_megatron.") and not kind.__name__.startswith("_")  # _: the user's own base
+    )
+    if not kinds:
+        bases = ", ".join(base.__name__ for base in CUSTOM_BASES)
+        raise ValueError(f"{where} defines no kind; a kind is a subclass of one of {bases} (docs/guides/own-objective.md)")
+    for kind in kinds:
+        _check_kind(kind, where)
+    return Plugin(place, loaded.digest, kinds)
+
+
+def kind_name(kind: type[CustomKind]) -> str:
+    return str(kind.model_fields["kind"].default)
+
+
+def _check_kind(kind: type[CustomKind], where: str) -> None:
+    base = next((base for base in CUSTOM_BASES if issubclass(kind, base)), None)
+    if base is None:
+        raise ValueError(f"{where}: {kind.__name__} has to be a subclass of OwnRatio, OwnTrustRegion or another of their like")
+    allowed = get_args(kind.model_fields["kind"].annotation)
+    if len(allowed) != 1 or allowed[0] != kind.model_fields["kind"].default or not str(allowed[0]).isidentifier():
+        raise ValueError(
+            f"{where}: {kind.__name__} does not say what it is called; give it a field such as "
+            f'kind: Literal["{kind.__name__.lower()}"] = "{kind.__name__.lower()}"'
+        )
+    if getattr(kind, base.defines) is getattr(base, base.defines):
+        raise ValueError(f"{where}: {kind.__name__} has no method {base.defines}, which a subclass of {base.__name__} defines")
+
+
+def _kinds_of(plugins: Sequence[str], slot: str) -> tuple[type[CustomKind], ...]:
+    """Raises ValueError as :func:`load_plugin`, and if two kinds have the same name."""
+    kinds: dict[str, tuple[str, type[CustomKind]]] = {}
+    for plugin in map(load_plugin, plugins):
+        for kind in plugin.kinds:
+            name = kind_name(kind)
+            if kind.slot == slot and name in kinds:
+                raise ValueError(
+                    f"objective.plugins: {kinds[name][0]} and {plugin.name} both have a kind {name!r} of objective.{slot}; "
+                    "rename one"
+                )
+            if kind.slot == slot:
+                kinds[name] = plugin.name, kind
+    return tuple(kind for _, kind in kinds.values())
+
+
+@dataclass(frozen=True)
+class CustomSlot:
+    """Annotates a field below ``objective`` that also accepts the kinds of ``objective.plugins`` and instances of a kind."""
+
+    slot: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        members = [member for member in (get_args(source) or (source,)) if not issubclass(member, CustomKind)]
+        builtin = handler.generate_schema(_union(members)) if members else core_schema.any_schema()
+
+        def validate(value: Any, validate_builtin: Any, info: Any) -> Any:
+            if isinstance(value, CustomKind):
+                if value.slot != self.slot:
+                    raise ValueError(
+                        f"{type(value).__name__} is a kind of objective.{value.slot}, not of objective.{self.slot}"
+                    )
+                return value
+            custom = _kinds_of(info.data.get("plugins", ()), self.slot)
+            if custom:
+                return _adapter((*members, *custom), self.slot).validate_python(value)
+            if not members:
+                raise ValueError(
+                    "there are no kinds of it but those of plugins; name one in objective.plugins that defines a subclass of "
+                    f"{source.__name__}"
+                )
+            return validate_builtin(value)
+
+        def serialize(value: Any, serialize_builtin: Any, info: Any) -> Any:
+            if isinstance(value, CustomKind):
+                return value.model_dump(mode=info.mode, exclude_none=info.exclude_none)
+            return serialize_builtin(value)
+
+        return core_schema.with_info_wrap_validator_function(
+            validate,
+            builtin,
+            serialization=core_schema.wrap_serializer_function_ser_schema(serialize, info_arg=True, schema=builtin),
+        )
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Without plugins; `plugin_schemas` adds their kinds."""
+        return dict(handler(schema["schema"])) or {"type": "object", "additionalProperties": False}
+
+
+def plugin_schemas(plugins: Sequence[str], slots: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
+    """JSON schemas of the fields below ``objective`` that these plugins have kinds for, with their ``$defs``.
+
+    ``slots``: the package's own sections of each field.
+    """
+    schemas: dict[str, Any] = {"$defs": {}}
+    for slot, members in slots.items():
+        custom = _kinds_of(plugins, slot)
+        if custom:
+            node = _adapter((*members, *custom), slot).json_schema(ref_template=f"#/$defs/{slot}.{{model}}")
+            schemas["$defs"] |= {f"{slot}.{name}": definition for name, definition in node.pop("$defs", {}).items()}
+            schemas[slot] = node
+    return schemas
+
+
+@cache
+def _adapter(members: tuple[type, ...], slot: str) -> TypeAdapter[Any]:
+    names = [str(member.model_fields["kind"].default) for member in members]  # type: ignore[attr-defined]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"objective.plugins: {name!r} is a kind of objective.{slot} already; rename yours")
+    return TypeAdapter(_union(list(members)))
+
+
+def _union(members: list[type]) -> Any:
+    return Annotated[Union[tuple(members)], Field(discriminator="kind")] if len(members) > 1 else members[0]  # noqa: UP007

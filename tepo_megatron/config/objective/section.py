@@ -9,6 +9,7 @@ from typing import Any, Self, get_args
 from pydantic import model_validator
 
 from tepo_megatron.config.base import Section
+from tepo_megatron.config.objective.base import Need, ObjectiveSection
 from tepo_megatron.config.objective.choices import (
     Advantage,
     Aggregation,
@@ -23,15 +24,13 @@ from tepo_megatron.config.objective.choices import (
     TokenRatio,
     TrustRegion,
 )
-from tepo_megatron.config.objective.custom import OwnKind, OwnPenalty
-from tepo_megatron.config.objective.plugins import load_plugin, name_of
+from tepo_megatron.config.objective.custom import CustomKind, kind_name, load_plugin
 from tepo_megatron.config.objective.presets import PRESETS, is_preset_file, read_preset
 from tepo_megatron.config.objective.terms import (
     KL,
     EntropyBonus,
     KLCov,
     KLMask,
-    KLTerm,
     Mask,
     Mismatch,
     OffPolicySequenceMask,
@@ -100,18 +99,25 @@ class ObjectiveConfig(Section):
     """A penalty of your own, from ``plugins``, subtracted from the surrogate; null: off."""
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether some term is against the frozen reference model: then a copy of the first weights is kept, and scored."""
-        sections = [getattr(self, name) for name in type(self).model_fields]
-        against = any(isinstance(section, KLTerm) and section.against == "reference" for section in sections)
-        return against or any(section.needs_reference for section in sections if isinstance(section, OwnKind))
+    def sections(self) -> dict[str, ObjectiveSection]:
+        """The sections that are on, by field."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in values.items() if isinstance(value, ObjectiveSection)}
 
     @property
-    def chooses_tokens(self) -> bool:
-        """Whether some term acts on tokens that it singles out: a mask, a rejection, or a covariance."""
-        terms = (self.kl_mask, self.kl_cov, self.rejection, self.opsm, self.m2po, self.mask)
-        own = self.penalty is not None and type(self.penalty).choose is not OwnPenalty.choose
-        return own or isinstance(self.trust_region, ClipCov) or any(term is not None for term in terms)
+    def needs(self) -> frozenset[Need]:
+        """What the sections need of a step, beside log-probs and entropies."""
+        return frozenset().union(*(section.needs for section in self.sections.values()))
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen copy of the first weights is kept, and scored."""
+        return "reference" in self.needs
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether some section acts on some response tokens only."""
+        return any(section.selects_tokens for section in self.sections.values())
 
     @model_validator(mode="before")
     @classmethod
@@ -146,7 +152,7 @@ class ObjectiveConfig(Section):
     def _plugins_are_used(self) -> Self:
         for plugin in map(load_plugin, self.plugins):
             if not _uses(plugin.kinds, self.model_dump()):
-                kinds = ", ".join(f"objective.{kind.slot}.kind = {name_of(kind)}" for kind in plugin.kinds)
+                kinds = ", ".join(f"objective.{kind.slot}.kind = {kind_name(kind)}" for kind in plugin.kinds)
                 raise ValueError(
                     f"objective.plugins names {plugin.name}, and nothing of it is used; set {kinds}, or leave it out"
                 )
@@ -189,16 +195,16 @@ def _check_empty_sections(given: Mapping[str, Any], preset: Mapping[str, Any]) -
 
 def _is_normalized(ratio: Ratio) -> bool:
     """Whether a ratio is a mean over the tokens of a response, and so stays near to 1."""
-    if isinstance(ratio, OwnKind):
+    if isinstance(ratio, CustomKind):
         return False
     return isinstance(ratio, PowerMeanRatio) or (not isinstance(ratio, TokenRatio) and ratio.length_normalized)
 
 
-def _uses(kinds: Sequence[type[OwnKind]], sections: Mapping[str, Any]) -> bool:
+def _uses(kinds: Sequence[type[CustomKind]], sections: Mapping[str, Any]) -> bool:
     """Whether some section is of one of these kinds."""
     used = {(key, section["kind"]) for key, section in sections.items() if isinstance(section, Mapping) and "kind" in section}
-    used |= {(key, section.kind) for key, section in sections.items() if isinstance(section, OwnKind)}
-    return any((kind.slot, name_of(kind)) in used for kind in kinds)
+    used |= {(key, section.kind) for key, section in sections.items() if isinstance(section, CustomKind)}
+    return any((kind.slot, kind_name(kind)) in used for kind in kinds)
 
 
 def named_plugins(values: Any) -> tuple[str, ...]:
@@ -228,9 +234,9 @@ def usual_sections() -> Mapping[str, tuple[type[Section], ...]]:
 
     found = {name: members(field.annotation) for name, field in ObjectiveConfig.model_fields.items()}
     return {
-        name: tuple(each for each in sections if issubclass(each, Section) and not issubclass(each, OwnKind))
+        name: tuple(each for each in sections if issubclass(each, Section) and not issubclass(each, CustomKind))
         for name, sections in ((key, [each for each in parts if isinstance(each, type)]) for key, parts in found.items())
-        if any(issubclass(each, OwnKind) for each in sections)
+        if any(issubclass(each, CustomKind) for each in sections)
     }
 
 

@@ -9,9 +9,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from tepo_megatron.config.base import Section
-from tepo_megatron.config.objective.custom import OwnMask, OwnMismatch, OwnPenalty
-from tepo_megatron.config.objective.plugins import OwnSlot
+from tepo_megatron.config.objective.base import Need, NoiseBound, ObjectiveSection
+from tepo_megatron.config.objective.custom import CustomSlot, OwnMask, OwnMismatch, OwnPenalty
 
 
 def _acts(coefficient: Any) -> Any:
@@ -24,7 +23,7 @@ Coefficient = Annotated[PositiveFloat, BeforeValidator(_acts)]
 """What a term is multiplied by."""
 
 
-class KLTerm(Section):
+class KLTerm(ObjectiveSection):
     """The fields of every KL term."""
 
     coefficient: Coefficient
@@ -38,6 +37,10 @@ class KLTerm(Section):
 
     weight: Literal["importance", "none"] = "none"
     """``importance`` multiplies by π_θ/π_old, with gradient, so that the mean over samples of π_old estimates KL(π_θ‖q)."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"reference"} if self.against == "reference" else ())
 
 
 class KLMask(KLTerm):
@@ -70,6 +73,28 @@ class KLMask(KLTerm):
     run measures, twice the 99th percentile of ``entropy/noise`` (``engine.noise_every``), and by 1e-5 at least, which is above
     the rounding of fp32. Our interpretation: ``auto``."""
 
+    @property
+    def selects_tokens(self) -> bool:
+        return True
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        needs = super().needs
+        if self.falling == "first_order":
+            needs |= {"entropy_slope"}
+        return needs | {"entropy_noise"} if self.falling == "measured" and self.tolerance == "auto" else needs
+
+    @property
+    def noise_bounds(self) -> tuple[NoiseBound, ...]:
+        if self.falling != "measured" or self.tolerance == "auto":
+            return ()
+        advice = "some tokens count as falling by chance; set it to auto, or higher"
+        return (NoiseBound("tolerance", self.tolerance, "entropy", advice),)
+
+    @property
+    def turning_points(self) -> tuple[float, ...]:
+        return (0.2,)  # the pull grows with the ratio, and is 0 at a ratio of 1
+
     @model_validator(mode="after")
     def _tolerance_acts(self) -> Self:
         if self.falling != "measured" and self.tolerance != type(self).model_fields["tolerance"].default:
@@ -89,6 +114,10 @@ class KL(KLTerm):
     against: Literal["old", "reference"] = "reference"
     """q: ``old`` is π_old, the policy before the update; ``reference`` a frozen copy of the run's first weights."""
 
+    @property
+    def turning_points(self) -> tuple[float, ...]:
+        return (0.2,)  # the pull grows with the ratio, and is 0 at a ratio of 1
+
 
 class KLCov(KLTerm):
     """A KL penalty on the response tokens of highest covariance (KL-Cov)."""
@@ -102,8 +131,18 @@ class KLCov(KLTerm):
     fraction: Annotated[float, Field(gt=0, le=1)] = 2e-4
     """Penalised tokens, as a share of all response tokens of the step; at least one if any covariance is positive."""
 
+    @property
+    def selects_tokens(self) -> bool:
+        return True
 
-class FixedEntropyBonus(Section):
+
+class _EntropyBonus(ObjectiveSection):
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"entropy_gradient"})
+
+
+class FixedEntropyBonus(_EntropyBonus):
     """coefficient · H(π_θ) at every response token, added to the surrogate."""
 
     kind: Literal["fixed"] = "fixed"
@@ -111,7 +150,7 @@ class FixedEntropyBonus(Section):
     """What the entropy of a token, in nats, is multiplied by."""
 
 
-class AdaptiveEntropyBonus(Section):
+class AdaptiveEntropyBonus(_EntropyBonus):
     """A bonus that fades as the entropy of the pre-update policy rises to the target.
 
     The factor is coefficient · clip((target − H_old) / target, 0, 1), H_old the mean over the response tokens of the optimizer
@@ -130,7 +169,7 @@ Level = Literal["token", "sequence", "geometric"]
 """Of what the ratio of two policies is taken."""
 
 
-class Truncate(Section):
+class Truncate(ObjectiveSection):
     """Importance weights π_old / π_sampler, bounded above, detached."""
 
     kind: Literal["truncate"] = "truncate"
@@ -142,7 +181,7 @@ class Truncate(Section):
     """The largest weight; larger ones are set to it."""
 
 
-class MaskOutside(Section):
+class MaskOutside(ObjectiveSection):
     """Importance weights π_old / π_sampler, 0 where they lie outside [low, high], detached (IcePop)."""
 
     kind: Literal["mask"] = "mask"
@@ -163,7 +202,7 @@ class MaskOutside(Section):
         return self
 
 
-class Rejection(Section):
+class Rejection(ObjectiveSection):
     """No gradient for what the sampler drew with a probability too far from the trainer's: where π_old / π_sampler lies outside
     [low, high]. What is kept has its weight unchanged, so that a ``mismatch`` may stand beside it."""
 
@@ -177,6 +216,10 @@ class Rejection(Section):
     high: PositiveFloat
     """The largest ratio that is kept: about 1.001 for ``geometric``, 2 for the others."""
 
+    @property
+    def selects_tokens(self) -> bool:
+        return True
+
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.low >= self.high:
@@ -184,22 +227,30 @@ class Rejection(Section):
         return self
 
 
-class OffPolicySequenceMask(Section):
+class OffPolicySequenceMask(ObjectiveSection):
     """No gradient for a response of negative advantage from which the policy has already moved away (OPSM)."""
 
     delta: PositiveFloat = 1e-4
     """The mean over its tokens of log π_old − log π_θ, in nats, above which a response is left out."""
 
+    @property
+    def selects_tokens(self) -> bool:
+        return True
 
-class SecondMomentMask(Section):
+
+class SecondMomentMask(ObjectiveSection):
     """No gradient for the tokens with the largest (log π_old − log π_sampler)², as few as bring the mean of the others to the
     threshold (M2PO)."""
 
     threshold: PositiveFloat = 0.04
     """The largest mean of (log π_old − log π_sampler)² over the tokens that are kept."""
 
+    @property
+    def selects_tokens(self) -> bool:
+        return True
+
 
 EntropyBonus = Annotated[FixedEntropyBonus | AdaptiveEntropyBonus, Field(discriminator="kind")]
-Mismatch = Annotated[Truncate | MaskOutside | OwnMismatch, OwnSlot("mismatch")]
-Mask = Annotated[OwnMask, OwnSlot("mask")]
-Penalty = Annotated[OwnPenalty, OwnSlot("penalty")]
+Mismatch = Annotated[Truncate | MaskOutside | OwnMismatch, CustomSlot("mismatch")]
+Mask = Annotated[OwnMask, CustomSlot("mask")]
+Penalty = Annotated[OwnPenalty, CustomSlot("penalty")]

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tepo_megatron.core.objective.advantage import group_advantages, overlong_penalty
     from tepo_megatron.core.objective.checking.check import check_objective
-    from tepo_megatron.core.objective.compose import Objective, build_objective
-    from tepo_megatron.core.objective.context import StepContext
+    from tepo_megatron.core.objective.compose import Objective, StepContext, build_objective
     from tepo_megatron.core.objective.ratio import sequence_sum
     from tepo_megatron.core.objective.trust_region import Surrogate
     from tepo_megatron.core.objective.values import StepValues, TokenValues
@@ -27,7 +26,7 @@ __all__ = [
 
 _HOMES = {
     "Objective": "compose",
-    "StepContext": "context",
+    "StepContext": "compose",
     "StepValues": "values",
     "Surrogate": "trust_region",
     "TokenValues": "values",

@@ -1,4 +1,8 @@
-"""The objective of one optimizer step, composed of its four choices and what stands beside them."""
+"""The objective of one optimizer step, composed of its four choices and further terms.
+
+Every term (surrogate, KL, entropy bonus) is summed with the same weights and divided by the same denominator, so a coefficient
+means the same under every aggregation (docs/reference/tepo.md, "Surrogate and aggregation").
+"""
 
 from __future__ import annotations
 
@@ -8,23 +12,126 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tepo_megatron.config.objective.custom import OwnAdvantage
+from tepo_megatron.config.objective.custom import OwnAdvantage, OwnAggregation
 from tepo_megatron.core.objective.advantage import gdpo_advantages, group_advantages, overlong_penalty, whitened_advantages
-from tepo_megatron.core.objective.aggregate import token_weights
-from tepo_megatron.core.objective.checks import check_scores
-from tepo_megatron.core.objective.context import StepContext, prepare_step
-from tepo_megatron.core.objective.covariance import covariance_statistic
-from tepo_megatron.core.objective.mechanisms import choose_tokens
+from tepo_megatron.core.objective.custom import custom_advantages, custom_denominator, custom_token_weights
+from tepo_megatron.core.objective.mechanisms import Mechanism, choose_tokens, prepare_mechanisms
 from tepo_megatron.core.objective.metrics import measure, token_values
-from tepo_megatron.core.objective.mismatch import sampler_weights
-from tepo_megatron.core.objective.own import own_advantages
-from tepo_megatron.core.objective.ratio import sequence_sum
+from tepo_megatron.core.objective.ratio import effective_sample_share, sampler_weights, sequence_sum
 from tepo_megatron.core.objective.trust_region import bounded_ratio, surrogate
-from tepo_megatron.core.objective.values import TokenValues
+from tepo_megatron.core.objective.values import (
+    StepValues,
+    TokenValues,
+    check_scores,
+    check_step,
+    covariance_statistic,
+    exact_mean,
+)
 from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 
 if TYPE_CHECKING:
+    from tepo_megatron.config.objective.choices import Aggregation
     from tepo_megatron.config.objective.section import ObjectiveConfig
+    from tepo_megatron.config.objective.terms import EntropyBonus
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """Statistics of the whole mini-batch of one optimizer step, the same for all its micro-batches and ranks. Detached."""
+
+    denominator: Tensor
+    """Scalar by which the sum of all numerators is divided, once."""
+    logprob_mean: Tensor
+    """Mean of log π_old over response tokens; scalar, like the next."""
+    advantage_mean: Tensor
+    effective_samples: Tensor
+    """Effective sample size of π_old/π_sampler, as a share of the response tokens."""
+    entropy_coefficient: float
+    """The coefficient of the entropy bonus in this step; 0 without a bonus."""
+    mechanisms: tuple[Mechanism, ...]
+    """The KL terms and token-level mechanisms of the objective, each with what it had to know of the whole mini-batch."""
+
+
+def prepare_step(config: ObjectiveConfig, batch: Batch, *, entropy_noise: float = 0.0) -> StepContext:
+    """The context of one optimizer step. Pure; every rank that holds the whole mini-batch gets the same without a collective.
+
+    Args:
+        batch: all sequences of the optimizer step, of all data-parallel ranks, with ``advantages_S`` and ``old_logprobs_T``;
+            ``old_entropy_T`` and ``reference_logprobs_T`` where the objective needs them.
+        entropy_noise: how far two entropies of one token and the same weights may differ by rounding, in nats.
+
+    Raises:
+        ValueError: a field is missing or has another shape, a log-probability at a response token is not finite, or there is no
+            response token.
+    """
+    check_step(batch, reference=config.needs_reference)
+    assert batch.advantages_S is not None
+    assert batch.old_logprobs_T is not None
+    mask_T, index_T = batch.loss_mask_T, batch.sequence_index_T
+    lengths_S = sequence_sum(mask_T.long(), index_T, batch.num_sequences).to(batch.old_logprobs_T.dtype)
+    denominator = step_denominator(config.aggregation, lengths_S)
+    logprob_R = batch.old_logprobs_T[mask_T]  # R: response tokens
+    advantage_R = batch.advantages_S[index_T][mask_T]
+    logprob_mean, advantage_mean = exact_mean(logprob_R), exact_mean(advantage_R)
+    step = StepValues(
+        old_logprob_R=logprob_R,
+        advantage_R=advantage_R,
+        labels_R=batch.labels_T[mask_T],
+        mismatch_R=logprob_R - batch.sampler_logprobs_T[mask_T],
+        covariance_R=covariance_statistic(logprob_R, advantage_R, logprob_mean, advantage_mean),
+        old_entropy_R=None if batch.old_entropy_T is None else batch.old_entropy_T[mask_T],
+        entropy_noise=entropy_noise,
+    )
+    old_entropy = None if step.old_entropy_R is None else exact_mean(step.old_entropy_R)
+    return StepContext(
+        denominator=denominator,
+        logprob_mean=logprob_mean,
+        advantage_mean=advantage_mean,
+        effective_samples=effective_sample_share(step.mismatch_R),
+        entropy_coefficient=_entropy_coefficient(config.entropy, old_entropy),
+        mechanisms=prepare_mechanisms(config, step),
+    )
+
+
+def token_weights(aggregation: Aggregation, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
+    """The weight of each token in the numerator, [T]: 0 outside the mask, else 1, or 1/T_i for a mean of sequence means."""
+    if isinstance(aggregation, OwnAggregation):
+        return custom_token_weights(aggregation, lengths_S, index_T, mask_T)
+    if aggregation.kind != "sequence_mean":
+        return mask_T.to(lengths_S.dtype)
+    return mask_T / lengths_S.clamp(min=1)[index_T]
+
+
+def step_denominator(aggregation: Aggregation, lengths_S: Tensor) -> Tensor:
+    """What the numerators of all micro-batches and ranks are divided by, once; a scalar.
+
+    ``lengths_S`` counts the response tokens of every sequence of the optimizer step, all data-parallel ranks'. Sequences
+    without one (padding) do not count.
+
+    Raises:
+        ValueError: the step has no response token.
+    """
+    sequences = (lengths_S > 0).sum().to(lengths_S.dtype)
+    if not sequences:
+        raise ValueError("no sequence of this optimizer step has a response token; leave the step out, or look at loss_mask_T")
+    if isinstance(aggregation, OwnAggregation):
+        return custom_denominator(aggregation, lengths_S)
+    if aggregation.kind == "token_mean":
+        return lengths_S.sum()
+    if aggregation.kind == "sequence_mean":
+        return sequences
+    return aggregation.constant * (sequences if aggregation.per == "sequence" else torch.ones_like(sequences))
+
+
+def _entropy_coefficient(bonus: EntropyBonus | None, old_entropy_mean: Tensor | None) -> float:
+    """The coefficient for one optimizer step; ``adaptive`` falls as the mean entropy of π_old rises (equation 13)."""
+    if bonus is None:
+        return 0.0
+    if bonus.kind == "fixed":
+        return bonus.coefficient
+    if old_entropy_mean is None:
+        raise ValueError("objective.entropy.kind = 'adaptive' needs old_entropy_T; score the batch before the step")
+    return bonus.coefficient * min(max(1 - old_entropy_mean.item() / bonus.target, 0.0), 1.0)
 
 
 def build_objective(config: ObjectiveConfig) -> Objective:
@@ -46,12 +153,12 @@ class Objective:
     @property
     def needs_entropy_gradient(self) -> bool:
         """Whether the gradient flows through ``TokenScores.entropy``; without, the scores' backward is cheaper."""
-        return self.config.entropy is not None
+        return "entropy_gradient" in self.config.needs
 
     @property
     def needs_entropy_slope(self) -> bool:
         """Whether scores of a micro-batch need ``TokenScores.entropy_slope``."""
-        return self.config.kl_mask is not None and self.config.kl_mask.falling == "first_order"
+        return "entropy_slope" in self.config.needs
 
     @property
     def needs_reference(self) -> bool:
@@ -63,7 +170,7 @@ class Objective:
         ``gdpo`` from ``reward_parts_SK``, where there is one."""
         choice, groups_S = self.config.advantage, batch.groups_S
         if isinstance(choice, OwnAdvantage):
-            return own_advantages(choice, batch)
+            return custom_advantages(choice, batch)
         if choice.kind == "gdpo":
             parts_SK = batch.rewards_S.unsqueeze(1) if batch.reward_parts_SK is None else batch.reward_parts_SK
             return gdpo_advantages(parts_SK, groups_S, weights=choice.weights, std=choice.std, eps=choice.eps)
@@ -116,7 +223,7 @@ class Objective:
             token_weights(self.config.aggregation, values.mask_T, values.lengths_S, values.index_T) * objective_T
         ).sum()
         masked_T = choices.chosen_T
-        metrics, extrema = measure(values, context, ratio_T, gain, weight_T, masked_T)
+        metrics, extrema = measure(values, context.effective_samples, ratio_T, gain, weight_T, masked_T)
         return ObjectiveOutput(numerator, context.denominator, metrics, extrema, token_values(values, ratio_T, masked_T))
 
     def token_values(self, scores: TokenScores, batch: Batch, context: StepContext) -> TokenValues:

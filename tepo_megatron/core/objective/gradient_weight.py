@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tepo_megatron.config.objective.custom import OwnTrustRegion
 from tepo_megatron.core.objective.compose import build_objective
 from tepo_megatron.core.types import Batch, TokenScores
 
@@ -45,23 +45,13 @@ def gradient_weights(config: ObjectiveConfig, log_ratios_N: Tensor) -> GradientW
     return GradientWeights(log_ratios_N.double().exp(), push[1.0, 0.0], push[-1.0, 0.0], push[1.0, _FALL])
 
 
-def telling_log_ratios(config: ObjectiveConfig, points: int = 201) -> Tensor:
-    """Log-ratios around 0, fp64 [points], wide enough for the bounds of the trust region, or for a KL term, to be seen."""
-    region = config.trust_region
-    if isinstance(region, OwnTrustRegion):
-        bounds = [0.6]
-    elif region.kind == "clip" or region.kind == "clip_cov":
-        bounds = [region.low, region.high, math.log(region.dual) / 2 if region.kind == "clip" and region.dual else 0.0]
-    elif region.kind == "log_clip":
-        bounds = [region.low, region.high]
-    elif region.kind == "clip_weight":
-        bounds = [math.log1p(region.high) / 2]
-    else:
-        bounds = [region.width if region.kind == "length_clip" else 0.6]
-    if config.kl_mask is not None or config.kl is not None:  # whose pull grows with the ratio, and is nothing near 1
-        bounds.append(0.2)
-    widest = min(2.5 * max(bounds), -math.log(_OLD_PROBABILITY))
-    return torch.linspace(-widest, widest, points, dtype=torch.float64)
+def telling_log_ratios(config: ObjectiveConfig, count: int = 201) -> Tensor:
+    """Log-ratios around 0, fp64 [count], wide enough for the bounds of the trust region, or for a KL term, to be seen."""
+    points = config.trust_region.turning_points or (0.6,)
+    others = (section.turning_points for name, section in config.sections.items() if name != "trust_region")
+    widest_point = max(*points, *chain.from_iterable(others), 0.0)
+    widest = min(2.5 * widest_point, -math.log(_OLD_PROBABILITY))
+    return torch.linspace(-widest, widest, count, dtype=torch.float64)
 
 
 def _push(config: ObjectiveConfig, log_ratios_N: Tensor, sign: float, fall: float) -> Tensor:

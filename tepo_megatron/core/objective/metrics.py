@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tepo_megatron.core.objective.regularize import kl_estimate
+from tepo_megatron.core.objective.mechanisms.kl import kl_estimate
 
 if TYPE_CHECKING:
-    from tepo_megatron.core.objective.context import StepContext
     from tepo_megatron.core.objective.trust_region import Surrogate
     from tepo_megatron.core.objective.values import TokenValues
 
@@ -20,7 +19,7 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 @torch.no_grad()
 def measure(
     values: TokenValues,
-    context: StepContext,
+    effective_samples: Tensor,
     ratio_T: Tensor,
     gain: Surrogate,
     weight_T: Tensor | None,
@@ -47,7 +46,7 @@ def measure(
         "mask/fraction": over(mask_T, masked_T.to(ratio_T.dtype)),
         "entropy/mean": over(mask_T, values.entropy_T),
         "mismatch/kl": over(mask_T, kl_estimate(-values.mismatch_T, "k3")),
-        "ess": over(mask_T, context.effective_samples.expand_as(ratio_T)),
+        "ess": over(mask_T, effective_samples.expand_as(ratio_T)),
     }
     if values.entropy_change_T is not None:
         metrics["entropy/delta"] = over(mask_T, values.entropy_change_T)

@@ -1,4 +1,4 @@
-"""Ratios of the policy to the policy before the update, of tokens and of sequences. S sequences, T packed tokens.
+"""Ratios of two policies, of tokens and of sequences: π_θ / π_old, and π_old / π_sampler. S sequences, T packed tokens.
 
 Formulas: docs/reference/tepo.md, "Sequence likelihood". δ = log π_θ − log π_old at the sampled token, 0 outside the loss mask.
 """
@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from tepo_megatron.config.objective.custom import OwnMismatch
+from tepo_megatron.core.objective.custom import custom_weights
+
 if TYPE_CHECKING:
-    from tepo_megatron.config.objective.choices import UsualRatio
+    from tepo_megatron.config.objective.choices import BuiltinRatio
+    from tepo_megatron.config.objective.terms import Level, MaskOutside, Mismatch, Truncate
+    from tepo_megatron.core.objective.values import TokenValues
 
 
 def sequence_sum(values_T: Tensor, sequence_index_T: Tensor, num_sequences: int) -> Tensor:
@@ -31,7 +36,7 @@ def over_sequence(
     return (sums_S if level == "sequence" else sums_S / lengths_S.clamp(min=1))[index_T]
 
 
-def policy_log_ratio(ratio: UsualRatio, delta_T: Tensor, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
+def policy_log_ratio(ratio: BuiltinRatio, delta_T: Tensor, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
     """The logarithm of the ratio at every token, [T], differentiable in ``delta_T``.
 
     - ``token``: δ_it.
@@ -41,7 +46,6 @@ def policy_log_ratio(ratio: UsualRatio, delta_T: Tensor, mask_T: Tensor, lengths
     - ``power_mean``: log (Σ_t exp(p δ_it) / T_i)^(1/p), see `log_power_mean`; for p = 0 that of ``sequence``.
 
     ``lengths_S`` counts the model's response tokens of the whole sequences, T_i; ``mask_T`` (bool) marks those in ``delta_T``.
-    A kind of the user's own is asked in `bounded_ratio`.
     """
     if ratio.kind == "token":
         return delta_T
@@ -69,3 +73,39 @@ def log_power_mean(p: float, delta_T: Tensor, mask_T: Tensor, lengths_S: Tensor,
     apart_T = torch.where(mask_T, (delta_T - mean_T).double(), 0.0)
     excess_T = over_sequence(torch.expm1(p * apart_T), "geometric", index_T, lengths_S.double())
     return mean_T + (torch.log1p(excess_T) / p).to(delta_T.dtype)
+
+
+def sampler_weights(correction: Mismatch, values: TokenValues) -> Tensor:
+    """The factor of the surrogate of a micro-batch, [T], detached."""
+    if isinstance(correction, OwnMismatch):
+        return custom_weights(correction, values)
+    return mismatch_weights(correction, values.mismatch_T, values.index_T, values.lengths_S)
+
+
+def mismatch_weights(correction: Truncate | MaskOutside, difference_T: Tensor, index_T: Tensor, lengths_S: Tensor) -> Tensor:
+    """π_old / π_sampler of each token, or of each sequence as the product or the geometric mean over its tokens: bounded above
+    by ``cap`` (truncated importance sampling), or 0 outside [low, high] (masked importance sampling, IcePop).
+
+    ``difference_T`` is log π_old − log π_sampler, 0 outside the loss mask; ``lengths_S`` counts response tokens. The weights
+    multiply the surrogate, nothing else.
+    """
+    weight_T = log_weights(correction.level, difference_T, index_T, lengths_S).exp()
+    if correction.kind == "truncate":
+        return weight_T.clamp(max=correction.cap)
+    # 0 and not the nearer bound: a token whose two probabilities differ that much is taken for wrong, and counts nothing
+    inside_T = (weight_T >= correction.low) & (weight_T <= correction.high)
+    return torch.where(inside_T, weight_T, 0.0)
+
+
+def log_weights(level: Level, difference_T: Tensor, index_T: Tensor, lengths_S: Tensor) -> Tensor:
+    """log π_old − log π_sampler at each token: its own, or the sum or the mean over its sequence; detached."""
+    difference_T = difference_T.detach()
+    return difference_T if level == "token" else over_sequence(difference_T, level, index_T, lengths_S)
+
+
+def effective_sample_share(difference_T: Tensor) -> Tensor:
+    """(Σw)² / (N Σw²) of w = π_old / π_sampler over N tokens: 1 where all weights are equal; a scalar, 1 for N = 0."""
+    if not difference_T.numel():
+        return difference_T.new_ones(())
+    weight_T = (difference_T.double() - difference_T.double().max()).exp()  # the share does not change with the scale
+    return (weight_T.sum() ** 2 / (weight_T.numel() * (weight_T**2).sum())).to(difference_T.dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config.objective.custom import OwnRatio, OwnTrustRegion
-from tepo_megatron.core.objective.own import own_log_ratio, own_token_values
+from tepo_megatron.core.objective.custom import check_token_values, custom_log_ratio
 from tepo_megatron.core.objective.ratio import policy_log_ratio
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def bounded_ratio(config: ObjectiveConfig, values: TokenValues) -> tuple[Tensor,
     if region is not None and region.kind == "log_clip":
         held = clip_logs(values.delta_T, values.advantage_T, region.low, region.high)
     if isinstance(config.ratio, OwnRatio):
-        log_ratio_T = own_log_ratio(config.ratio, values, held.log_T)
+        log_ratio_T = custom_log_ratio(config.ratio, values, held.log_T)
     else:
         log_ratio_T = policy_log_ratio(config.ratio, held.log_T, values.mask_T, values.lengths_S, values.index_T)
     held = held._replace(log_T=log_ratio_T)
@@ -130,7 +130,7 @@ def surrogate(region: TrustRegion, ratio_T: Tensor, values: TokenValues, detache
     ``detached_T`` (bool) marks the tokens that a mechanism deprives of their gradient; their value stays as it is.
     """
     if isinstance(region, OwnTrustRegion):
-        return _own_surrogate(region, ratio_T, values, detached_T)
+        return _custom_surrogate(region, ratio_T, values, detached_T)
     logprob_T, advantage_T = values.logprob_T, values.advantage_T
     if detached_T is not None:  # of both, since some regions send the gradient through the ratio, others through log π
         ratio_T = torch.where(detached_T, ratio_T.detach(), ratio_T)
@@ -146,12 +146,12 @@ def surrogate(region: TrustRegion, ratio_T: Tensor, values: TokenValues, detache
     return Surrogate(ratio_T * advantage_T, held.low_T, held.high_T)
 
 
-def _own_surrogate(region: OwnTrustRegion, ratio_T: Tensor, values: TokenValues, detached_T: Tensor | None) -> Surrogate:
+def _custom_surrogate(region: OwnTrustRegion, ratio_T: Tensor, values: TokenValues, detached_T: Tensor | None) -> Surrogate:
     """That of a kind of the user's own; what a mask detaches is its value, through whatever it was computed from."""
     given = region.surrogate(ratio_T, values)
     never_T = torch.zeros_like(values.mask_T)
     whole = given if isinstance(given, Surrogate) else Surrogate(given, never_T, never_T)
-    value_T = torch.where(values.mask_T, own_token_values(region, whole.value_T, "surrogate", values), 0.0)
+    value_T = torch.where(values.mask_T, check_token_values(region, whole.value_T, "surrogate", values), 0.0)
     if detached_T is not None:
         value_T = torch.where(detached_T, value_T.detach(), value_T)
     return Surrogate(value_T, whole.clipped_low_T & values.mask_T, whole.clipped_high_T & values.mask_T)

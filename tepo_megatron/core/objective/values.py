@@ -1,10 +1,21 @@
-"""What the terms of the objective are computed from."""
+"""The inputs of the objective's terms: checks, statistics of a step, values of a micro-batch.
+
+The covariance of log-probability and advantage (docs/reference/tepo.md, equation 10) is c_it = (log π_old(y_it) − mean)(A_i −
+mean), means over all response tokens of the optimizer step. Our interpretation takes π_old, from which the tokens were drawn: a
+choice made by c is then one for the whole step, however it is cut.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+from tepo_megatron.errors import NotFiniteError
+
+if TYPE_CHECKING:
+    from tepo_megatron.core.types import Batch, TokenScores
 
 
 @dataclass(frozen=True)
@@ -18,7 +29,7 @@ class StepValues:
     mismatch_R: Tensor
     """log π_old − log π_sampler."""
     covariance_R: Tensor
-    """The covariance statistic, see ``covariance.py``."""
+    """The covariance statistic."""
     old_entropy_R: Tensor | None
     """H(π_old) of the full distribution, in nats."""
     entropy_noise: float = 0.0
@@ -53,6 +64,82 @@ class TokenValues:
     mismatch_T: Tensor
     """log π_old − log π_sampler."""
     covariance_T: Tensor
-    """The covariance statistic, see ``covariance.py``; detached."""
+    """The covariance statistic; detached."""
     lengths_S: Tensor
     """The response tokens of each sequence, floating point."""
+
+
+def covariance_statistic(logprob_T: Tensor, advantage_T: Tensor, logprob_mean: Tensor, advantage_mean: Tensor) -> Tensor:
+    """c [T]; only element-wise operations, so a token's value is the same in every micro-batch, bit for bit."""
+    return (logprob_T - logprob_mean) * (advantage_T - advantage_mean)
+
+
+def exact_mean(values_T: Tensor) -> Tensor:
+    """The mean in fp64, rounded back, so that equal fp32 values have a mean equal to them; a scalar.
+
+    Otherwise c would be a rounding error instead of 0 where all advantages are equal, and its sign would choose tokens.
+    """
+    return values_T.double().mean().to(values_T.dtype)
+
+
+def token_count(fraction: float, tokens: int) -> int:
+    """How many tokens a ``fraction`` of them is: rounded down, at least one, at most all."""
+    return min(max(int(fraction * tokens), 1), tokens)
+
+
+def check_step(batch: Batch, *, reference: bool) -> None:
+    """Check a whole mini-batch before its optimizer step."""
+    if batch.advantages_S is None:
+        raise ValueError("the batch has no advantages_S; fill it with objective.advantages(batch)")
+    if batch.old_logprobs_T is None:
+        raise ValueError("the batch has no old_logprobs_T; score it with the policy before the update")
+    if reference and batch.reference_logprobs_T is None:
+        raise ValueError(
+            "a KL term is against the reference, but the batch has no reference_logprobs_T; score it with that model"
+        )
+    if batch.advantages_S.shape != (batch.num_sequences,):
+        raise ValueError(f"advantages_S has shape {tuple(batch.advantages_S.shape)} for {batch.num_sequences} sequences")
+    if not batch.advantages_S.isfinite().all():
+        raise NotFiniteError("advantages_S holds values that are not finite; look at the rewards")
+    given = {
+        "old_logprobs_T": batch.old_logprobs_T,
+        "sampler_logprobs_T": batch.sampler_logprobs_T,
+        "old_entropy_T": batch.old_entropy_T,
+        "reference_logprobs_T": batch.reference_logprobs_T,
+    }
+    _check_mask(batch)
+    for name, values_T in given.items():
+        if values_T is not None:
+            _check_token_values(name, values_T, batch)
+
+
+def check_scores(scores: TokenScores, batch: Batch) -> None:
+    """Check what the policy gave for a micro-batch."""
+    _check_mask(batch)
+    _check_token_values("scores.logprob", scores.logprob, batch)
+    _check_token_values("scores.entropy", scores.entropy, batch)
+    if scores.entropy_slope is not None:
+        _check_token_values("scores.entropy_slope", scores.entropy_slope, batch)
+
+
+def _check_mask(batch: Batch) -> None:
+    if batch.loss_mask_T.shape != batch.tokens_T.shape:
+        raise ValueError(
+            f"loss_mask_T has shape {tuple(batch.loss_mask_T.shape)} but tokens_T {tuple(batch.tokens_T.shape)}; "
+            "the mask needs one entry per token"
+        )
+
+
+def _check_token_values(name: str, values_T: Tensor, batch: Batch) -> None:
+    if values_T.shape != batch.tokens_T.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(values_T.shape)} but tokens_T {tuple(batch.tokens_T.shape)}; give one value per token"
+        )
+    wrong_T = batch.loss_mask_T & ~values_T.isfinite()
+    if wrong_T.any():
+        token = int(wrong_T.nonzero()[0])
+        raise NotFiniteError(
+            f"{name} is {values_T[token].item()} at token {token} (sequence {int(batch.sequence_index_T[token])}, label "
+            f"{int(batch.labels_T[token])}), which is in the loss mask, so no ratio exists; score under the sampler's "
+            "temperature and without a top-k or top-p mask, or take the token out of loss_mask_T"
+        )

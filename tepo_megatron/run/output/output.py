@@ -116,7 +116,7 @@ class Output:
         self._make_again_if_removed()
         self._loggers.take_reports()
         failures, self._failures = self._failures, 0
-        if not self._config.objective.chooses_tokens:
+        if not self._config.objective.selects_tokens:
             row = {name: value for name, value in row.items() if name not in OF_CHOSEN_TOKENS}
         written = {"step": step, **row, "log/failed": float(failures)}
         self._metrics.write(step, written)

@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.config.objective.plugins import load_plugin
+from tepo_megatron.config.objective.custom import load_plugin
 from tepo_megatron.versions import installed_version
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.storage.manifest import sampled_digest

@@ -4,7 +4,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tepo_megatron.core.objective.covariance import covariance_statistic
+from tepo_megatron.core.objective.values import covariance_statistic
 
 VECTOR = st.lists(st.floats(-2, 2), min_size=6, max_size=6).map(lambda row: torch.tensor(row, dtype=torch.float64))
 

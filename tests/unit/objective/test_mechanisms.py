@@ -18,7 +18,7 @@ from tests.support.objective_batches import assert_same, make_batch, masks, pick
 
 
 @dataclass(frozen=True)
-class HoldSurprises:
+class HoldSurprises(mechanisms.Mechanism):
     """No surrogate for the tokens that were less likely than the step's median; instead, 3 · δ²."""
 
     takes_gradient: ClassVar[bool] = True

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.config.objective.terms import KL
 from tepo_megatron.core.objective import build_objective
-from tepo_megatron.core.objective.regularize import kl_penalty
+from tepo_megatron.core.objective.mechanisms.kl import kl_penalty
 from tepo_megatron.core.scores import logprob_and_entropy
 from tests.support.objective_batches import make_batch, masks, whole
 
@@ -19,7 +19,7 @@ LOGITS = st.lists(st.floats(-2, 2), min_size=5, max_size=5).map(lambda row: torc
 
 def _penalties(policy, old, reference, **term):
     """The penalty at every token of a vocabulary."""
-    return kl_penalty(KL(**term), policy - old, policy - reference)
+    return kl_penalty(KL(coefficient=1.0, **term), policy - old, policy - reference)
 
 
 @given(LOGITS, LOGITS, LOGITS, st.sampled_from(["k1", "k3"]), st.sampled_from(["old", "reference"]))

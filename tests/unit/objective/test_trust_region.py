@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.objective.terms import MaskOutside, Truncate
-from tepo_megatron.core.objective.covariance import exact_mean
-from tepo_megatron.core.objective.mechanisms.clip_cov import lottery_threshold, tickets
-from tepo_megatron.core.objective.mismatch import effective_sample_share, mismatch_weights
+from tepo_megatron.core.objective.mechanisms.masks import lottery_threshold, tickets
+from tepo_megatron.core.objective.ratio import effective_sample_share, mismatch_weights
 from tepo_megatron.core.objective.trust_region import clipped, weighted_logprob
+from tepo_megatron.core.objective.values import exact_mean
 
 RATIOS = torch.tensor([0.5, 0.9, 1.1, 1.5, 4.0, 0.5, 0.9, 1.1, 1.5, 4.0], dtype=torch.float64)
 SIGNS = torch.tensor([1.0] * 5 + [-1.0] * 5, dtype=torch.float64)

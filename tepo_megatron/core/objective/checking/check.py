@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tepo_megatron.config.objective.custom import OwnKind
+from tepo_megatron.config.objective.custom import CustomKind
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.checking import invariance
 from tepo_megatron.core.objective.checking.fields import SWITCHED, check_acts, check_documented, check_fields
@@ -58,7 +58,7 @@ def run_checks(config: ObjectiveConfig, *, steps: int = STEPS, reward_parts: int
         return found
     telling = telling_steps(parts=reward_parts)
     for kind in (getattr(config, name) for name in type(config).model_fields):
-        if isinstance(kind, OwnKind):
+        if isinstance(kind, CustomKind):
             if kind.slot in SWITCHED:
                 found.append(Finding(f"{kind.kind} acts", _problem(partial(check_acts, config, kind, telling))))
             found += [

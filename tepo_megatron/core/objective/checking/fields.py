@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.objective.custom import OwnKind
+from tepo_megatron.config.objective.custom import CustomKind
 from tepo_megatron.core.objective.checking.invariance import ObjectiveError
 from tepo_megatron.core.objective.checking.steps import whole
 from tepo_megatron.core.objective.compose import build_objective
@@ -66,14 +66,14 @@ def is_choice(value: Any) -> bool:
     return isinstance(value, bool) or not isinstance(value, float | int)
 
 
-def check_acts(config: ObjectiveConfig, kind: OwnKind, steps: Steps) -> None:
+def check_acts(config: ObjectiveConfig, kind: CustomKind, steps: Steps) -> None:
     """A mask, penalty or correction, of ``SWITCHED``, changes the outcome of some step."""
     without = config.model_copy(update={kind.slot: None})
     if not differ(outcome(config, steps), outcome(without, steps)):
         raise ObjectiveError(f"objective.{kind.slot}.kind = {kind.kind!r} changes nothing in any of {len(steps)} steps")
 
 
-def check_fields(config: ObjectiveConfig, kind: OwnKind, steps: Steps) -> None:
+def check_fields(config: ObjectiveConfig, kind: CustomKind, steps: Steps) -> None:
     """Another value of each field of the kind changes the outcome of some step, or is refused."""
     expected = outcome(config, steps)
     for path, node, value in _leaves(kind, type(kind).model_json_schema()):
@@ -96,7 +96,7 @@ def check_fields(config: ObjectiveConfig, kind: OwnKind, steps: Steps) -> None:
             )
 
 
-def check_documented(kind: OwnKind) -> None:
+def check_documented(kind: CustomKind) -> None:
     """The class and each of its fields say what they mean: ``tepo objective show`` and ``tepo config schema`` print it."""
     if not (type(kind).__doc__ or "").strip() or type(kind).__doc__ == type(kind).__mro__[1].__doc__:
         raise ObjectiveError(f"{type(kind).__name__} has no docstring; say what it computes, as tepo objective show prints it")

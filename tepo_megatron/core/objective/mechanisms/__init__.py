@@ -1,6 +1,6 @@
-"""Terms that act on chosen tokens beside the surrogate: a KL penalty on them, or no gradient for them. One file each.
+"""Terms that act on chosen tokens: a penalty on them, or no gradient for them.
 
-A new one is a class that keeps to `Mechanism`, its section in ``config/objective/terms.py``, and a place in `MECHANISMS`.
+A new one is a subclass of `Mechanism`, its section in ``config/objective/terms.py``, and an entry in `MECHANISMS`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tepo_megatron.core.objective.mechanisms.clip_cov import ClipCovDetach
-from tepo_megatron.core.objective.mechanisms.kl import KLPenalty
-from tepo_megatron.core.objective.mechanisms.kl_cov import KLCovPenalty
-from tepo_megatron.core.objective.mechanisms.kl_mask import KLMaskPenalty
-from tepo_megatron.core.objective.mechanisms.m2po import LargestSecondMoments
+from tepo_megatron.core.objective.mechanisms.kl import KLCovPenalty, KLMaskPenalty, KLPenalty
+from tepo_megatron.core.objective.mechanisms.masks import (
+    ClipCovDetach,
+    CustomMask,
+    CustomPenalty,
+    LargestSecondMoments,
+    OffPolicySequences,
+    RejectionMask,
+)
 from tepo_megatron.core.objective.mechanisms.mechanism import Mechanism
-from tepo_megatron.core.objective.mechanisms.opsm import OffPolicySequences
-from tepo_megatron.core.objective.mechanisms.own import OwnMasking, OwnPenalising
-from tepo_megatron.core.objective.mechanisms.rejection import RejectionMask
 
 if TYPE_CHECKING:
     from tepo_megatron.config.objective.section import ObjectiveConfig
@@ -36,20 +37,19 @@ MECHANISMS: tuple[type[Mechanism], ...] = (
     RejectionMask,
     OffPolicySequences,
     LargestSecondMoments,
-    OwnMasking,
-    OwnPenalising,
+    CustomMask,
+    CustomPenalty,
 )
-"""Every mechanism there is. Penalties are added up in this order, so a new one goes last: sums then keep their last bit."""
+"""Penalties are added up in this order, so a new one goes last: sums then keep their last bit."""
 
 
 def prepare_mechanisms(config: ObjectiveConfig, step: StepValues) -> tuple[Mechanism, ...]:
-    """The mechanisms that a configuration asks for, ready for the micro-batches of one optimizer step."""
+    """The mechanisms that are on, prepared for one optimizer step."""
     prepared = (kind.prepare(config, step) for kind in MECHANISMS)
     return tuple(mechanism for mechanism in prepared if mechanism is not None)
 
 
 def choose_tokens(mechanisms: Sequence[Mechanism], values: TokenValues) -> Choices:
-    """Ask every mechanism for its tokens of a micro-batch."""
     return Choices(values, tuple((mechanism, mechanism.choose(values)) for mechanism in mechanisms))
 
 
@@ -62,31 +62,31 @@ class Choices:
 
     @property
     def chosen_T(self) -> Tensor:
-        """bool [T]: the tokens that some mechanism singled out. One that acts on every response token singles out none."""
-        chosen_T = torch.zeros_like(self.values.mask_T)
-        for _, own_T in self.pairs:
-            if own_T is not None:
-                chosen_T = chosen_T | own_T
-        return chosen_T
+        """bool [T]: the tokens that some mechanism chose; not those of one that acts on all response tokens."""
+        union_T = torch.zeros_like(self.values.mask_T)
+        for _, chosen_T in self.pairs:
+            if chosen_T is not None:
+                union_T = union_T | chosen_T
+        return union_T
 
     @property
     def detached_T(self) -> Tensor | None:
-        """bool [T]: the tokens at which the surrogate has no gradient; ``None`` where no mechanism takes any."""
+        """bool [T]: the tokens at which the surrogate has no gradient; ``None`` if no mechanism takes any."""
         detached_T = None
-        for mechanism, own_T in self.pairs:
+        for mechanism, chosen_T in self.pairs:
             if mechanism.takes_gradient:
-                where_T = self._where(own_T)
+                where_T = self._where(chosen_T)
                 detached_T = where_T if detached_T is None else detached_T | where_T
         return detached_T
 
     def penalty_T(self) -> Tensor:
         """The sum of all penalties [T], each at its own tokens and 0 elsewhere; differentiable."""
         total_T = torch.zeros_like(self.values.delta_T)
-        for mechanism, own_T in self.pairs:
+        for mechanism, chosen_T in self.pairs:
             penalty_T = mechanism.penalty(self.values)
             if penalty_T is not None:
-                total_T = total_T + torch.where(self._where(own_T), penalty_T, 0.0)
+                total_T = total_T + torch.where(self._where(chosen_T), penalty_T, 0.0)
         return total_T
 
-    def _where(self, own_T: Tensor | None) -> Tensor:
-        return self.values.mask_T if own_T is None else own_T
+    def _where(self, chosen_T: Tensor | None) -> Tensor:
+        return self.values.mask_T if chosen_T is None else chosen_T

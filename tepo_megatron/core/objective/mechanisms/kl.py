@@ -1,37 +1,150 @@
-"""A KL penalty on every response token, as GRPO has it."""
+"""KL penalties: on every response token, on those of highest covariance (KL-Cov), and TEPO's token-level KL mask."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import Tensor
 
-from tepo_megatron.core.objective.regularize import kl_penalty
+from tepo_megatron.core.objective.mechanisms.mechanism import Mechanism
+from tepo_megatron.core.objective.values import token_count
 
 if TYPE_CHECKING:
     from tepo_megatron.config.objective.section import ObjectiveConfig
-    from tepo_megatron.config.objective.terms import KL
+    from tepo_megatron.config.objective.terms import KL, KLCov, KLMask, KLTerm
     from tepo_megatron.core.objective.values import StepValues, TokenValues
+
+NOISE_MULTIPLE = 2.0
+"""``tolerance: auto`` in units of the measured noise of a difference of entropies."""
+
+LEAST_TOLERANCE = 1e-5
+"""Nats; above the rounding of fp32."""
+
+
+def kl_estimate(difference_T: Tensor, estimator: Literal["k1", "k2", "k3", "abs"]) -> Tensor:
+    """Per-token estimate of KL(π_θ‖q) for tokens drawn from π_θ; ``difference_T`` is d = log π_θ − log q at the drawn token.
+
+    k1 = d (unbiased), k2 = d²/2, k3 = exp(−d) − 1 + d (unbiased, never negative), abs = |d|.
+    """
+    if estimator == "k1":
+        return difference_T
+    if estimator == "k2":
+        return difference_T**2 / 2
+    if estimator == "k3":  # expm1: at a small d, exp(−d) − 1 in fp32 would lose most of its digits
+        return torch.expm1(-difference_T) + difference_T
+    return difference_T.abs()
+
+
+def kl_penalty(term: KLTerm, delta_T: Tensor, reference_delta_T: Tensor | None) -> Tensor:
+    """The KL values of one term times its coefficient, not yet masked.
+
+    ``delta_T`` is log π_θ − log π_old, ``reference_delta_T`` log π_θ − log π_ref. With ``weight = importance`` the estimate is
+    multiplied by exp(δ), gradient included: its mean over tokens of π_old is then that of the estimator over tokens of π_θ.
+    For k3 against π_old that is r δ − r + 1, unbiased for KL(π_θ‖π_old) (docs/reference/tepo.md, equation 8).
+    """
+    difference_T = delta_T if term.against == "old" else reference_delta_T
+    assert difference_T is not None
+    value_T = kl_estimate(difference_T, term.estimator)
+    return term.coefficient * (value_T * delta_T.exp() if term.weight == "importance" else value_T)
 
 
 @dataclass(frozen=True)
-class KLPenalty:
+class KLPenalty(Mechanism):
     """coefficient · KL at every response token."""
 
-    takes_gradient: ClassVar[bool] = False
     term: KL
 
     @classmethod
     def prepare(cls, config: ObjectiveConfig, step: StepValues) -> KLPenalty | None:
-        """Nothing of the step is needed."""
         del step
         return None if config.kl is None else cls(config.kl)
 
-    def choose(self, values: TokenValues) -> None:
-        """Every response token."""
-        del values
+    def penalty(self, values: TokenValues) -> Tensor:
+        return kl_penalty(self.term, values.delta_T, values.reference_delta_T)
+
+
+@dataclass(frozen=True)
+class KLCovPenalty(Mechanism):
+    """coefficient · KL at the ``fraction`` of the step's response tokens with the highest covariance, if that is positive."""
+
+    term: KLCov
+    threshold: Tensor
+    """Scalar: the smallest covariance statistic of a penalised token."""
+
+    @classmethod
+    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> KLCovPenalty | None:
+        term = config.kl_cov
+        if term is None:
+            return None
+        highest_R = step.covariance_R.topk(token_count(term.fraction, step.covariance_R.numel())).values
+        return cls(term, highest_R[-1])
+
+    def choose(self, values: TokenValues) -> Tensor:
+        return values.mask_T & (values.covariance_T >= self.threshold) & (values.covariance_T > 0)
 
     def penalty(self, values: TokenValues) -> Tensor:
-        """coefficient · KL, [T]."""
-        return self.term.coefficient * kl_penalty(self.term, values.delta_T, values.reference_delta_T)
+        return kl_penalty(self.term, values.delta_T, values.reference_delta_T)
+
+
+@dataclass(frozen=True)
+class KLMaskPenalty(Mechanism):
+    """β · KL at response tokens with a positive advantage and falling entropy (docs/reference/tepo.md, equations 6 and 7)."""
+
+    term: KLMask
+    tolerance: float
+    """Nats by which a measured entropy has to fall."""
+
+    @classmethod
+    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> KLMaskPenalty | None:
+        if config.kl_mask is None:
+            return None
+        measured = max(LEAST_TOLERANCE, NOISE_MULTIPLE * step.entropy_noise)
+        return cls(config.kl_mask, measured if config.kl_mask.tolerance == "auto" else config.kl_mask.tolerance)
+
+    def choose(self, values: TokenValues) -> Tensor:
+        """M_it = 1[A_i > 0] · 1[ΔH_it < 0].
+
+        Raises:
+            ValueError: ΔH is measured without H(π_old), or predicted without the slope of the entropy.
+        """
+        return values.mask_T & (values.advantage_T > 0) & _FALLING[self.term.falling](values, self.tolerance)
+
+    def penalty(self, values: TokenValues) -> Tensor:
+        return kl_penalty(self.term, values.delta_T, values.reference_delta_T)
+
+
+def _measured(values: TokenValues, tolerance: float) -> Tensor:
+    """1[ΔH < −tolerance], ΔH = H(π_θ) − H(π_old) of the full distributions (our interpretation ``measured``)."""
+    if values.entropy_change_T is None:
+        raise ValueError(
+            "objective.kl_mask.falling = 'measured' needs old_entropy_T; score the batch before the step, or "
+            "choose 'covariance'"
+        )
+    # Two forward passes of the same weights can differ by rounding, in either direction. Without the tolerance, tokens of a
+    # first update, where nothing has changed yet, would then count as falling.
+    return values.entropy_change_T < -tolerance
+
+
+def _covariance(values: TokenValues, tolerance: float) -> Tensor:
+    """1[c > 0] of the covariance statistic, which predicts ΔH < 0 (our interpretation ``covariance``)."""
+    del tolerance
+    return values.covariance_T > 0
+
+
+def _first_order(values: TokenValues, tolerance: float) -> Tensor:
+    """1[A · slope < 0]: a step on the token, of size A · ratio with a positive ratio, lowers H(π_θ) to first order
+    (our interpretation ``first_order``).
+    """
+    del tolerance
+    if values.entropy_slope_T is None:
+        raise ValueError(
+            "objective.kl_mask.falling = 'first_order' needs scores.entropy_slope; score with logprob_and_entropy(..., "
+            "entropy_slope=True), as objective.needs_entropy_slope says"
+        )
+    return values.advantage_T * values.entropy_slope_T < 0
+
+
+_FALLING = {"measured": _measured, "covariance": _covariance, "first_order": _first_order}
+"""The decisions that ΔH < 0, bool [T], by ``objective.kl_mask.falling``."""

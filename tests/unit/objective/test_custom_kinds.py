@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tepo_megatron import OwnRatio, OwnTrustRegion
 from tepo_megatron.config.loading.load import ConfigError, dump_resolved, load_run
 from tepo_megatron.config.loading.schema import json_schema, schema_rows, with_plugins
-from tepo_megatron.config.objective.plugins import load_plugin
+from tepo_megatron.config.objective.custom import load_plugin
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective import build_objective
 from tests.support.objective_batches import assert_same, make_batch, masks, whole
@@ -49,7 +49,7 @@ def test_a_kind_of_ones_own_computes_what_the_packages_does(slot, rows, seed):
         build_objective(ObjectiveConfig.model_validate(each)) for each in ({**OWN, **own}, {"preset": "grpo", **usual})
     )
     assert mine.needs_reference == ours.needs_reference
-    assert mine.config.chooses_tokens == ours.config.chooses_tokens
+    assert mine.config.selects_tokens == ours.config.selects_tokens
     assert_same(whole(mine, batch, scores), whole(ours, batch, scores), rtol=1e-6 if slot == "advantage" else 1e-12)
 
 

@@ -1,0 +1,168 @@
+"""Mechanisms that take the gradient of tokens: Clip-Cov, rejection, OPSM, M2PO; and custom masks and penalties."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from tepo_megatron.config.objective.choices import ClipCov
+from tepo_megatron.core.objective.custom import check_token_mask, check_token_values
+from tepo_megatron.core.objective.mechanisms.mechanism import Mechanism
+from tepo_megatron.core.objective.ratio import log_weights, over_sequence
+from tepo_megatron.core.objective.values import token_count
+
+if TYPE_CHECKING:
+    from tepo_megatron.config.objective.custom import OwnMask, OwnPenalty
+    from tepo_megatron.config.objective.section import ObjectiveConfig
+    from tepo_megatron.config.objective.terms import OffPolicySequenceMask, Rejection
+    from tepo_megatron.core.objective.values import StepValues, TokenValues
+
+
+@dataclass(frozen=True)
+class ClipCovDetach(Mechanism):
+    """Takes the gradient of a ``fraction`` of the step's response tokens, drawn from those with a covariance in a range."""
+
+    takes_gradient: ClassVar[bool] = True
+    region: ClipCov
+    highest_ticket: int
+    """Candidates with a ticket of at most this are drawn; −1 without candidates."""
+
+    @classmethod
+    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> ClipCovDetach | None:
+        region = config.trust_region
+        if not isinstance(region, ClipCov):
+            return None
+        tickets_R = tickets(step.old_logprob_R, step.advantage_R, step.labels_R)
+        return cls(region, lottery_threshold(_candidates(region, step.covariance_R), tickets_R, region.fraction))
+
+    def choose(self, values: TokenValues) -> Tensor:
+        drawn_T = tickets(values.old_logprob_T, values.advantage_T, values.labels_T) <= self.highest_ticket
+        return values.mask_T & _candidates(self.region, values.covariance_T) & drawn_T
+
+
+def _candidates(region: ClipCov, covariance_T: Tensor) -> Tensor:
+    return (covariance_T >= region.cov_low) & (covariance_T <= region.cov_high)
+
+
+def lottery_threshold(candidates_R: Tensor, tickets_R: Tensor, fraction: float) -> int:
+    """The highest ticket that wins when a ``fraction`` of all tokens is drawn from the candidates; −1 without any."""
+    drawn = tickets_R[candidates_R].sort().values[: token_count(fraction, candidates_R.numel())]
+    return int(drawn[-1]) if drawn.numel() else -1
+
+
+def tickets(logprob_T: Tensor, advantage_T: Tensor, labels_T: Tensor) -> Tensor:
+    """A pseudo-random number in [0, 2³²) for each token, int64, from its values and not from its position.
+
+    The lottery so draws the same tokens for any order of sequences, micro-batches and ranks, and again after a resume. A
+    generator's state would depend on all of them.
+    """
+    hashed_T = torch.zeros_like(labels_T)
+    for part_T in (labels_T, logprob_T.float().view(torch.int32).long(), advantage_T.float().view(torch.int32).long()):
+        hashed_T = (hashed_T ^ part_T) & 0xFFFFFFFF
+        # Shift, exclusive-or and multiply, twice: each bit of the input comes to change about half of the bits of the hash.
+        for shift, factor in ((16, 0x45D9F3B), (15, 0x119DE1F3)):  # below 2³¹, so that products stay within int64
+            hashed_T = ((hashed_T ^ (hashed_T >> shift)) * factor) & 0xFFFFFFFF
+        hashed_T = hashed_T ^ (hashed_T >> 16)
+    return hashed_T
+
+
+@dataclass(frozen=True)
+class RejectionMask(Mechanism):
+    """Takes the gradient of tokens, or whole responses, whose π_old / π_sampler is outside a range."""
+
+    takes_gradient: ClassVar[bool] = True
+    term: Rejection
+
+    @classmethod
+    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> RejectionMask | None:
+        del step
+        return None if config.rejection is None else cls(config.rejection)
+
+    def choose(self, values: TokenValues) -> Tensor:
+        # compared as logarithms, since a product over many tokens overflows
+        log_T = log_weights(self.term.level, values.mismatch_T, values.index_T, values.lengths_S)
+        lowest = math.log(self.term.low) if self.term.low > 0 else -math.inf
+        return values.mask_T & ((log_T < lowest) | (log_T > math.log(self.term.high)))
+
+
+@dataclass(frozen=True)
+class OffPolicySequences(Mechanism):
+    """Takes the gradient of responses with A < 0 whose mean of log π_old − log π_θ is above ``delta``."""
+
+    takes_gradient: ClassVar[bool] = True
+    term: OffPolicySequenceMask
+
+    @classmethod
+    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> OffPolicySequences | None:
+        del step
+        return None if config.opsm is None else cls(config.opsm)
+
+    def choose(self, values: TokenValues) -> Tensor:
+        fall_T = -over_sequence(values.delta_T.detach(), "geometric", values.index_T, values.lengths_S)
+        return values.mask_T & (values.advantage_T < 0) & (fall_T > self.term.delta)
+
+
+@dataclass(frozen=True)
+class LargestSecondMoments(Mechanism):
+    """Takes the gradient of the tokens with the largest (log π_old − log π_sampler)² of the step."""
+
+    takes_gradient: ClassVar[bool] = True
+    bound: Tensor
+    """Scalar: the smallest square that is left out; inf if none is."""
+
+    @classmethod
+    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> LargestSecondMoments | None:
+        return None if config.m2po is None else cls(smallest_excluded(step.mismatch_R**2, config.m2po.threshold))
+
+    def choose(self, values: TokenValues) -> Tensor:
+        return values.mask_T & (values.mismatch_T**2 >= self.bound)
+
+
+def smallest_excluded(squares_R: Tensor, threshold: float) -> Tensor:
+    """The smallest value that has to go, with its equals, for the mean of the others to be at most ``threshold``; a scalar, inf
+    if none has to go. By value and not by place, so that the order of the tokens does not matter."""
+    ordered_R = squares_R.sort().values
+    means_R = ordered_R.double().cumsum(0) / torch.arange(1, ordered_R.numel() + 1, device=ordered_R.device)
+    over_R = means_R > threshold  # means of ever larger values only grow, so this is a tail
+    return ordered_R[over_R][0] if over_R.any() else ordered_R.new_tensor(torch.inf)
+
+
+@dataclass(frozen=True)
+class CustomMask(Mechanism):
+    """Takes the gradient of the tokens that ``objective.mask`` chooses."""
+
+    takes_gradient: ClassVar[bool] = True
+    term: OwnMask
+    statistics: Any
+    """The result of the term's ``prepare``."""
+
+    @classmethod
+    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> CustomMask | None:
+        return None if config.mask is None else cls(config.mask, config.mask.prepare(step))
+
+    def choose(self, values: TokenValues) -> Tensor:
+        return check_token_mask(self.term, self.term.choose(values, self.statistics), values)
+
+
+@dataclass(frozen=True)
+class CustomPenalty(Mechanism):
+    """Subtracts ``objective.penalty`` at the tokens that it chooses."""
+
+    term: OwnPenalty
+    statistics: Any
+    """The result of the term's ``prepare``."""
+
+    @classmethod
+    def prepare(cls, config: ObjectiveConfig, step: StepValues) -> CustomPenalty | None:
+        return None if config.penalty is None else cls(config.penalty, config.penalty.prepare(step))
+
+    def choose(self, values: TokenValues) -> Tensor | None:
+        chosen = self.term.choose(values, self.statistics)
+        return None if chosen is None else check_token_mask(self.term, chosen, values)
+
+    def penalty(self, values: TokenValues) -> Tensor:
+        return check_token_values(self.term, self.term.penalty(values, self.statistics), "penalty", values)
