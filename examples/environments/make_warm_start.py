@@ -27,8 +27,7 @@ from tepo_megatron.runtime.user_code import load_user_code
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
-from tepo_megatron.tasks.environments.calculator import Calculator
-from tepo_megatron.tasks.environments.games import GuessNumber
+from tepo_megatron.tasks.environments.builtin_environments import Calculator, GuessNumber
 from tepo_megatron.trainer.megatron.engine import Engine
 
 Turns = Sequence[tuple[str, str]]

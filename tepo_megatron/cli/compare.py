@@ -17,8 +17,8 @@ from tepo_megatron.cli.options import AsJson
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tepo_megatron.tasks.evaluate.compare import SetComparison
-    from tepo_megatron.tasks.evaluate.intervals import Interval
+    from tepo_megatron.tasks.evaluate.estimators import Interval
+    from tepo_megatron.tasks.evaluate.results import SetComparison
 
 
 def compare(
@@ -37,7 +37,7 @@ def compare(
     [dim]tepo compare out/base out/mine[/]
     """
     with user_errors():
-        from tepo_megatron.tasks.evaluate.compare import compare_results
+        from tepo_megatron.tasks.evaluate.results import compare_results
 
         found = compare_results(first, second)
     if as_json:

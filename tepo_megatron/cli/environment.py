@@ -38,7 +38,7 @@ def serve(
         config = loaded.environment
         if config is None:
             raise ValueError(f"{run} has no section environment; there is nothing to serve")
-        from tepo_megatron.tasks.environments.keys import make_key
+        from tepo_megatron.tasks.environments.host import make_key
         from tepo_megatron.tasks.environments.service import EnvironmentService
 
         try:

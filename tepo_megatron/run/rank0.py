@@ -35,7 +35,7 @@ from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.sampler.protocol import NO_SERVERS, Sampler, ServerDied
 from tepo_megatron.sampler.registry import make_sampler
 from tepo_megatron.sampler.sampling import truncation_of
-from tepo_megatron.tasks.evaluate.evaluations import VerifierPools, evaluate_all, what_failed, what_is_due
+from tepo_megatron.tasks.evaluate.evaluation import VerifierPools, evaluate_all, what_failed, what_is_due
 from tepo_megatron.tasks.protocol import Task
 
 if TYPE_CHECKING:

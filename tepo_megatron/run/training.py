@@ -29,7 +29,7 @@ from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.runtime.preemption import STOP_SIGNALS, stop_signals
 from tepo_megatron.runtime.rank import report_before_leaving
 from tepo_megatron.tasks.environments.environment_task import open_task
-from tepo_megatron.tasks.evaluate.evaluations import VerifierPools
+from tepo_megatron.tasks.evaluate.evaluation import VerifierPools
 from tepo_megatron.trainer.checkpoints.folder import checkpoint_name
 from tepo_megatron.trainer.registry import make_trainer, prepare_process
 

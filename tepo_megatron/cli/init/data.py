@@ -68,7 +68,7 @@ def ask_data(options: DataOptions, tokenizer: Tokenizer) -> FoundData:
 def _path(answer: str) -> str:
     """A path at which something is that can be read; what its rows hold is looked at when their columns are known."""
     from tepo_megatron.tasks.data.problems import load_problems
-    from tepo_megatron.tasks.data.splits import splits_of
+    from tepo_megatron.tasks.data.rows import splits_of
 
     if answer.startswith("builtin:") or not Path(answer).expanduser().exists():
         load_problems(answer)  # says what is wrong
@@ -78,7 +78,7 @@ def _path(answer: str) -> str:
 
 
 def _ask_split(path: str, given: str | None, option: str, *, default: str | None) -> str | None:
-    from tepo_megatron.tasks.data.splits import splits_of
+    from tepo_megatron.tasks.data.rows import splits_of
 
     splits = [] if path.startswith("builtin:") else splits_of(Path(path).expanduser())
     if len(splits) < 2 and given is None:
@@ -104,7 +104,7 @@ def _ask_columns(path: str, split: str | None, options: DataOptions) -> dict[str
 
 def _ask_heldout(options: DataOptions, train: str, split: str | None) -> str | list[dict[str, str]] | None:
     """The held-out problems as in the run's file. Where the training problems are a split, another one is proposed."""
-    from tepo_megatron.tasks.data.splits import splits_of
+    from tepo_megatron.tasks.data.rows import splits_of
 
     others = [] if split is None else [each for each in splits_of(Path(train).expanduser()) if each != split]
     proposed = next((name for name in _EVALUATED if name in others), others[0] if others else None)

@@ -12,11 +12,10 @@ from tepo_megatron.run.callbacks.callbacks import check_callbacks
 from tepo_megatron.run.sampling.filters import load_filters
 from tepo_megatron.run.sampling.staleness import most_stale
 from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path
-from tepo_megatron.tasks.data.served_tokenizer import check_served_tokenizer
 from tepo_megatron.tasks.data.sources import TOO_LONG, Prompt, Source, read_sources
-from tepo_megatron.tasks.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
-from tepo_megatron.tasks.environments.calls import resolve_environment
-from tepo_megatron.tasks.environments.episode_prompts import opening_of
+from tepo_megatron.tasks.data.tokenizer import Tokenizer, check_served_tokenizer, check_tokenizer, load_tokenizer
+from tepo_megatron.tasks.environments.episode_tokens import opening_of
+from tepo_megatron.tasks.environments.worker import resolve_environment
 from tepo_megatron.tasks.evaluate.sets import EvaluationSet, load_sets
 from tepo_megatron.tasks.reward.verifier_task import reward_configs
 from tepo_megatron.tasks.reward.verifiers import check_reachable, resolve_verifier

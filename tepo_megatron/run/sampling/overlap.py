@@ -24,7 +24,7 @@ from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.sampler.protocol import Sampler
 from tepo_megatron.tasks.data.mixture import make_sampler
-from tepo_megatron.tasks.environments.episode_prompts import prompt_of
+from tepo_megatron.tasks.environments.episode_tokens import prompt_of
 from tepo_megatron.tasks.protocol import RewardResult, Task, turn_figures
 
 Phase = Callable[[str], contextlib.AbstractContextManager[None]]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
 from tepo_megatron.core.types import Problem
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 
@@ -36,3 +41,64 @@ def unknown_characters(tokenizer: Tokenizer, text: str) -> str:
     if tokenizer.unk_id is None:
         return ""
     return "".join(character for character in dict.fromkeys(text) if tokenizer.unk_id in tokenizer.encode(character))
+
+
+_PLACE = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*(?:\.\w+)*)\}")
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def fill_template(template: str, columns: Mapping[str, Any], named: Mapping[str, Any]) -> str:
+    """Puts columns in the places of a template, such as ``{prompt}``; ``{{`` and ``}}`` are braces, other braces stay.
+
+    ``named``: what a name means before it is looked for among the columns. ``{a.b}`` is the key b of the column a.
+
+    Raises:
+        ValueError: a column that the row lacks, or that has no text in it.
+    """
+
+    def fill(found: re.Match[str]) -> str:
+        name = found[1]
+        if name is None:
+            return found[0][0]
+        value: Any = {**columns, **named}
+        for part in [name] if name in value else name.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                raise ValueError(f"the template has {{{name}}}, and the keys are: {', '.join(columns) or 'none'}")
+            value = value[part]
+        if value is None or (isinstance(value, str) and not value.strip()):
+            raise ValueError(f"{name!r} is empty, and the template has it")
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+    return _PLACE.sub(fill, template)
+
+
+def read_messages(given: Any, column: str) -> tuple[tuple[str, str], ...]:
+    """A list of messages as (role, content) pairs, of which the last is to be answered.
+
+    Raises:
+        ValueError: it is no such list, or a message has anything else than a role and text; ``column`` names it.
+    """
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"{column!r} must be a list of messages, each with role and content, not {json.dumps(given)[:40]}")
+    messages = tuple(_message(each, f"{column}[{at}]") for at, each in enumerate(given))
+    if messages[-1][0] not in ("user", "tool"):
+        raise ValueError(
+            f"the last message of {column!r} is the {messages[-1][0]}'s, and the model is to answer a user's; leave it out, or "
+            "give it as the answer"
+        )
+    return messages
+
+
+def _message(given: Any, place: str) -> tuple[str, str]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{place} is no message with role and content, but {json.dumps(given)[:40]}")
+    role, content = given.get("role"), given.get("content")
+    if role not in ROLES:
+        raise ValueError(f"{place} has the role {json.dumps(role)[:40]}; a role is one of {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise ValueError(f"the content of {place} must be text, not {json.dumps(content)[:40]}")
+    more = [key for key, value in given.items() if key not in ("role", "content") and value is not None]
+    if more:
+        raise ValueError(f"{place} has {', '.join(more)} beside role and content, which prompts here do not take; leave it out")
+    return str(role), content

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from tepo_megatron.tasks.data.chat import AnyMessage, chat_ids
-from tepo_megatron.tasks.data.pieces import piece_text
-from tepo_megatron.tasks.data.turns import turn_ids
+from tepo_megatron.tasks.data.chat import AnyMessage, chat_ids, turn_ids
 
 UNKNOWN_TEXT = "\ufffd"
 """The text of an id that has none: the unknown token, or a row that pads the model's vocabulary. It must be visible: if it
@@ -298,3 +299,66 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is damaged, copy it again: {error}") from error
     return value if isinstance(value, dict) else {}
+
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""The name of a token that is one byte, in vocabularies of characters that fall back to bytes."""
+
+
+def piece_text(token: int, anchor: Sequence[int], decode: Callable[[Sequence[int]], str], name: Callable[[int], Any]) -> str:
+    """The text of a token that the tokenizer knows; bytes that are no whole character stand as ``⟨xx⟩``.
+
+    ``anchor``: ids of an ordinary character; decoded behind it a token keeps the space that it begins with. ``name``: what
+    the vocabulary calls the token.
+    """
+    before, text = decode(anchor), decode([*anchor, token])
+    text = text[len(before) :] if text.startswith(before) else decode([token])
+    data = _bytes_of(str(name(token))) if "\ufffd" in text else None
+    return text if data is None else _show_bytes(data)
+
+
+def _bytes_of(name: str) -> bytes | None:
+    """The bytes that a token stands for; None where its name does not say so."""
+    if found := _BYTE.fullmatch(name):
+        return bytes.fromhex(found[1])
+    table = _byte_level()
+    return bytes(table[character] for character in name) if all(character in table for character in name) else None
+
+
+@cache
+def _byte_level() -> dict[str, int]:
+    """Character → byte in byte-level vocabularies: bytes that print as Latin-1 are themselves, others follow from U+0100."""
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printed]
+    return {**{chr(byte): byte for byte in printed}, **{chr(0x100 + at): byte for at, byte in enumerate(others)}}
+
+
+def _show_bytes(data: bytes) -> str:
+    text = data.decode("utf-8", errors="surrogateescape")  # what is no character becomes U+DC80 to U+DCFF
+    return "".join(f"⟨{ord(each) - 0xDC00:02X}⟩" if "\udc80" <= each <= "\udcff" else each for each in text)
+
+
+_TEXTS = 200
+
+
+def check_served_tokenizer(tokenizer: Tokenizer, folder: Path, texts: Iterable[str]) -> None:
+    """vLLM loads tokenizers with ``AutoTokenizer``, which for some types of model has rules in place of those in
+    ``tokenizer.json``. The first texts are encoded and decoded both ways.
+
+    Raises:
+        ValueError: they differ, so that a string would be looked for in another text than the response's.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        return
+    from transformers import AutoTokenizer
+
+    served: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    for text in islice(texts, _TEXTS):
+        ids = tokenizer.encode(text)
+        if served.encode(text, add_special_tokens=False) == ids and served.decode(ids) == tokenizer.decode(ids):
+            continue
+        raise ValueError(
+            "rollout.sampling.stop and bad_words are looked for by vLLM, which reads tokenizers with transformers' "
+            f"AutoTokenizer, and that divides or joins text otherwise than {folder / 'tokenizer.json'} says, such as "
+            f"{text[:60]!r}; leave stop and bad_words out, and end responses with the end token"
+        )

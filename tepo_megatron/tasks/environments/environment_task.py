@@ -17,14 +17,13 @@ from tepo_megatron.core.types import Problem, Response, ResponseText, Rollout
 from tepo_megatron.sampler.protocol import Sampler, SampleStream
 from tepo_megatron.sampler.sampling import Sampling, prompt_seed
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
-from tepo_megatron.tasks.environments.episode_prompts import opening_of
+from tepo_megatron.tasks.environments.episode_tokens import Observations, opening_of
 from tepo_megatron.tasks.environments.episodes import EpisodeEnd, EpisodeLimits, EpisodeStream
 from tepo_megatron.tasks.environments.host import EnvironmentHost, reset_call
-from tepo_megatron.tasks.environments.observations import Observations
 from tepo_megatron.tasks.environments.remote import RemoteEnvironments
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
 from tepo_megatron.tasks.protocol import Generate, RewardResult, turn_figures
-from tepo_megatron.tasks.reward.components import weigh
+from tepo_megatron.tasks.reward.pool import weigh
 from tepo_megatron.tasks.reward.verifier_task import VerifierTask, reward_configs
 from tepo_megatron.weights.architecture import ModelSpec
 

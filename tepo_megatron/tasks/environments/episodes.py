@@ -18,8 +18,8 @@ from numpy.typing import ArrayLike
 from tepo_megatron.core.types import Problem, Response, ResponseText, TokenIds, token_ids
 from tepo_megatron.sampler.protocol import KeyedResponse, SampleStream
 from tepo_megatron.sampler.sampling import append_observation, join_parts, prompt_seed
+from tepo_megatron.tasks.environments.episode_tokens import Observations
 from tepo_megatron.tasks.environments.host import EnvironmentHost, EpisodeAnswer, reset_call, step_call
-from tepo_megatron.tasks.environments.observations import Observations
 
 _LOOK_S = 1.0
 """How long one wait for servers or environments lasts at most."""

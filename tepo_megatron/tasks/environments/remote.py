@@ -13,8 +13,7 @@ import httpx
 
 from tepo_megatron.config.environment import EnvironmentConfig
 from tepo_megatron.config.sampling import SamplingConfig
-from tepo_megatron.tasks.environments.host import END, EpisodeAnswer
-from tepo_megatron.tasks.environments.keys import read_key
+from tepo_megatron.tasks.environments.host import END, EpisodeAnswer, read_key
 from tepo_megatron.tasks.environments.service import SESSION, described
 
 _WAIT_S = 10.0

@@ -22,9 +22,8 @@ from typing import Any
 
 from tepo_megatron.config.environment import EnvironmentConfig
 from tepo_megatron.config.sampling import SamplingConfig
-from tepo_megatron.tasks.environments.agents.agent_setup import shared_setup
 from tepo_megatron.tasks.environments.host import EpisodeAnswer
-from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
+from tepo_megatron.tasks.environments.workers import EnvironmentWorkers, shared_setup
 
 SESSION = "/sessions"
 """The route under which all others are."""

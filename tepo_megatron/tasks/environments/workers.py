@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from tepo_megatron.config.environment import EnvironmentConfig
+from tepo_megatron.config.environment import OUTSIDE, AgentConfig, EnvironmentConfig
 from tepo_megatron.config.sampling import SamplingConfig
 from tepo_megatron.runtime.workers.failure import why_it_ended
 from tepo_megatron.runtime.workers.process import WorkerProcess
 from tepo_megatron.runtime.workers.worker_set import START_TIMEOUT_S, Worker, WorkerSet
-from tepo_megatron.tasks.environments.agents.agent_setup import agent_setup
-from tepo_megatron.tasks.environments.calls import resolve_environment, took_too_long
-from tepo_megatron.tasks.environments.host import END, EpisodeAnswer
-from tepo_megatron.tasks.environments.worker import SETUP
+from tepo_megatron.tasks.environments.host import END, EpisodeAnswer, make_key
+from tepo_megatron.tasks.environments.worker import SETUP, resolve_environment, took_too_long
+from tepo_megatron.tasks.reward.verifiers import resolve_verifier
 
 _SLACK_S = 2.0
 """An ``async`` environment's worker ends a call that is late itself; one that cannot is given so long."""
@@ -233,3 +232,41 @@ class EnvironmentWorkers:
             del self._home[episode]
             self._found.append(EpisodeAnswer(episode, lost=why, suspect=episode in suspects))
         self._give_room()
+
+
+def shared_setup(settings: AgentConfig, sampling: SamplingConfig | None) -> dict[str, Any]:
+    """What decides how an agent's episode goes, as JSON values. ``sampling``: how the run draws; None: as by default."""
+    drawn = sampling or SamplingConfig()
+    return {
+        "history": settings.history,
+        "ignore": list(settings.ignore),
+        "verifier": settings.verifier,
+        "tool_calls": settings.tool_calls,
+        "max_request_mb": settings.max_request_mb,
+        "sampling": {
+            "temperature": drawn.temperature,
+            "top_p": drawn.top_p,
+            "top_k": drawn.top_k,
+            "min_p": drawn.min_p,
+            "stop": list(drawn.stop),
+        },
+    }
+
+
+def agent_setup(config: EnvironmentConfig, sampling: SamplingConfig | None) -> dict[str, Any] | None:
+    """The same with what belongs to one machine; None where the environment is no agent. Writes the key of agents outside if
+    there is none.
+
+    Raises ValueError: an unknown verifier, or a key that others can read.
+    """
+    if config.adapter != "agent":
+        return None
+    settings = config.agent_settings
+    outside = settings.key_file if config.name == OUTSIDE else None
+    return {
+        **shared_setup(settings, sampling),
+        # A file by its whole path: the process may look for it from another folder.
+        "verifier": None if settings.verifier is None else resolve_verifier(settings.verifier),
+        "port": settings.port,
+        "key": None if outside is None else make_key(outside, "environment.agent.key_file"),
+    }

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from math import comb, prod
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -94,3 +99,103 @@ def _take_from(count: int, ways: dict[int, list[int]], votes: int, room: int) ->
 def _check(num_samples: int, num_correct: int) -> None:
     if not 0 <= num_correct <= num_samples:
         raise ValueError(f"{num_correct} correct of {num_samples} samples is not possible")
+
+
+_NORMAL = NormalDist()
+_CHUNK = 4_000_000
+"""Draws at a time, so that memory stays small however many problems there are."""
+
+T_975 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+"""Student's t at 97.5 %, by degrees of freedom from 1; the normal's 1.96 beyond 30 is 4 % too small at most."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with the interval that holds the true one with the confidence asked for."""
+
+    mean: float
+    low: float
+    high: float
+    problems: int
+
+    @property
+    def excludes_zero(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+
+def bootstrap(
+    values: Sequence[float] | npt.NDArray[np.float64],
+    *,
+    confidence: float = 0.95,
+    resamples: int = 4000,
+    seed: int = 0,
+    share: bool = False,
+) -> Interval:
+    """The mean of one figure of each problem, with an interval by bootstrap over the problems.
+
+    The problems are taken for a sample of all that could have been asked, so that the interval says what other problems of the
+    kind would change; with the samples' own noise, as that is in the figures. It is the percentile interval, its tails widened
+    to those of Student's t with n - 1 degrees of freedom and the factor sqrt(n / (n - 1)): the plain one is too narrow for few
+    problems (Hesterberg 2015, "What Teachers Should Know About the Bootstrap").
+
+    Where all values are the same the bootstrap would have no width. For a ``share`` (figures from 0 to 1) of 0 or 1 the
+    interval is then that of a binomial share, ``(1 - confidence) / 2`` on its one side; else it is the mean alone.
+
+    The same ``seed`` gives the same interval.
+
+    Raises:
+        ValueError: there is no value, or one is not finite.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if not array.size or not np.isfinite(array).all():
+        raise ValueError("an interval needs at least one figure, and all of them finite")
+    count, mean = array.size, float(array.mean())
+    tail = (1 - confidence) / 2
+    if np.all(array == array[0]):
+        return _without_width(mean, count, tail, share)
+    means = np.sort(_resampled_means(array, resamples, seed))
+    # With few problems the t quantile passes what any share of the resamples is: then the ends are the outermost of them.
+    wide = _NORMAL.cdf(-student_quantile(1 - tail, count - 1) * (count / (count - 1)) ** 0.5)
+    low, high = np.quantile(means, [wide, 1 - wide])
+    return Interval(mean, float(low), float(high), count)
+
+
+def student_quantile(probability: float, freedom: int) -> float:
+    """A quantile of Student's t: exact for 1 and 2 degrees of freedom, else by the Cornish-Fisher expansion (error below 1e-2
+    at 3 degrees, 1e-3 from 6 on, at 0.975).
+    """
+    if freedom == 1:
+        return float(np.tan(np.pi * (probability - 0.5)))
+    if freedom == 2:
+        spread = 2 * probability - 1
+        return float(spread * (2 / (1 - spread**2)) ** 0.5)
+    z = _NORMAL.inv_cdf(probability)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
+
+
+def _without_width(mean: float, count: int, tail: float, share: bool) -> Interval:
+    if share and mean in (0.0, 1.0):
+        open_side = 1 - tail ** (1 / count)
+        low, high = (0.0, open_side) if mean == 0 else (1 - open_side, 1.0)
+        return Interval(mean, low, high, count)
+    return Interval(mean, mean, mean, count)
+
+
+def _resampled_means(values: npt.NDArray[np.float64], resamples: int, seed: int) -> npt.NDArray[np.float64]:
+    random = np.random.default_rng(seed)
+    rows = max(1, _CHUNK // values.size)
+    parts = [
+        values[random.integers(0, values.size, (min(rows, resamples - done), values.size))].mean(axis=1)
+        for done in range(0, resamples, rows)
+    ]
+    return np.concatenate(parts)

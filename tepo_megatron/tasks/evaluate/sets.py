@@ -12,8 +12,8 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import SourceConfig
 from tepo_megatron.core.types import Problem
 from tepo_megatron.sampler.sampling import truncation_of
-from tepo_megatron.tasks.data.digest import file_digest
 from tepo_megatron.tasks.data.prompts import encode_prompt
+from tepo_megatron.tasks.data.rows import file_digest
 from tepo_megatron.tasks.data.sources import read_source
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.tasks.evaluate.answers import Sampler, Scored, Scorer, answers_row, mean_reward, score_groups

@@ -6,7 +6,9 @@ import json
 import sys
 from collections.abc import Sequence
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -14,18 +16,17 @@ from rich.table import Table
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.types import Problem, Response, WeightsVersion
 from tepo_megatron.sampler.registry import make_sampler, sampler_spec
 from tepo_megatron.sampler.sampling import truncation_of
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.sources import read_sources
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from tepo_megatron.tasks.environments.environment_task import open_task
-from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult
-from tepo_megatron.tasks.evaluate.evaluations import VerifierPools, evaluate_all
+from tepo_megatron.tasks.evaluate.answers import Sampler
+from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, VerifierPools, evaluate_all
 from tepo_megatron.tasks.evaluate.results import RESULTS, set_intervals, settings_of, write_results
 from tepo_megatron.tasks.evaluate.sets import EvaluationSet, SetResult, load_sets
-from tepo_megatron.tasks.evaluate.stored import StoredResponses, model_identity
 from tepo_megatron.weights.architecture import read_model_spec
 
 
@@ -168,3 +169,82 @@ def _sets_table(model: Path | str, sets: Sequence[EvaluationSet], results: Seque
             table.add_row("", "could not be scored", f"{result.failures}; the first: {escape(str(result.first_failure))}")
         table.add_section()
     return table
+
+
+_NO_WEIGHTS = WeightsVersion(0)
+
+
+class StoredResponses:
+    """A sampler that writes every prompt's responses to a file as soon as they are complete, and draws only those that the file
+    lacks. What is drawn is the same in any case: a prompt's seed is made of its place.
+
+    ``of`` is what the responses depend on beside what each call says, such as the model: others in the file are not taken.
+    Log-probs are not kept.
+    """
+
+    def __init__(self, path: Path, generate: Sampler, of: str) -> None:
+        """Raises ValueError with the line of a file that is damaged in its middle; a last line that was cut off is dropped."""
+        self._path, self._generate, self._of = path, generate, of
+        self._known = _read(path)
+        self.taken = 0
+        """Prompts of which responses were taken from the file."""
+
+    def __call__(
+        self, prompts: list[tuple[int, ...]], *, n: int, temperature: float, max_new_tokens: int, seed: int, **truncation: Any
+    ) -> list[list[Response]]:
+        settings = [self._of, n, temperature, max_new_tokens, seed, sorted(truncation.items())]
+        keys = [_key(settings, place, prompt) for place, prompt in enumerate(prompts)]
+        missing = [place for place, key in enumerate(keys) if key not in self._known]
+        self.taken += len(prompts) - len(missing)
+        if missing:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+
+                def keep(at: int, responses: list[Response]) -> None:
+                    key = keys[missing[at]]
+                    kept = [[each.response_ids.tolist(), each.finish_reason] for each in responses]
+                    file.write(json.dumps({"key": key, "responses": kept}) + "\n")
+                    file.flush()
+                    self._known[key] = kept
+
+                self._generate(
+                    [prompts[place] for place in missing],
+                    n=n,
+                    temperature=temperature,
+                    max_new_tokens=max_new_tokens,
+                    seed=seed,
+                    numbers=missing,
+                    on_group=keep,
+                    **truncation,
+                )
+        return [[_response(*each) for each in self._known[key]] for key in keys]
+
+
+def model_identity(folder: Path) -> str:
+    """Of the weights in a folder, without reading them: names, sizes and times of its files."""
+    parts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir()) if path.is_file()]
+    return sha256(repr(parts).encode()).hexdigest()
+
+
+def _key(settings: Sequence[Any], place: int, prompt: tuple[int, ...]) -> str:
+    return sha256(repr((settings, place, prompt)).encode()).hexdigest()[:32]
+
+
+def _response(ids: list[int], finish_reason: str) -> Response:
+    return Response(ids, [0.0] * len(ids), "length" if finish_reason == "length" else "stop", _NO_WEIGHTS)
+
+
+def _read(path: Path) -> dict[str, list[list[Any]]]:
+    if not path.is_file():
+        return {}
+    found: dict[str, list[list[Any]]] = {}
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            row = json.loads(line)
+            found[row["key"]] = [[list(ids), str(reason)] for ids, reason in row["responses"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}:{number}: no responses: {error!r}; remove the file, or leave --resume out") from error
+    if lines[-1]:
+        path.write_bytes(b"".join(line + b"\n" for line in lines[:-1]))
+    return found

@@ -12,8 +12,8 @@ from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.types import Problem
 from tepo_megatron.runtime.proc import command_line
 from tepo_megatron.tasks.protocol import RewardResult
-from tepo_megatron.tasks.reward.calls import took_too_long
 from tepo_megatron.tasks.reward.pool import RewardPool
+from tepo_megatron.tasks.reward.worker import took_too_long
 from tepo_megatron.tools.faults.hostile_answers import hostile_answers
 from tepo_megatron.tools.faults.outcome import FaultClass, Outcome
 from tepo_megatron.tools.faults.processes import descendants

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.runtime.files import write_atomically
-from tepo_megatron.tasks.evaluate.intervals import T_975
+from tepo_megatron.tasks.evaluate.estimators import T_975
 from tepo_megatron.tools.report.choose import SampleGroup, evenly
 from tepo_megatron.tools.report.runs import Run, find_runs, groups_of, read_run
 from tepo_megatron.tools.report.samples import FILES, read_samples

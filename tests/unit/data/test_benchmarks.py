@@ -14,10 +14,9 @@ from typer.testing import CliRunner
 from tepo_megatron.cli.main import app
 from tepo_megatron.config.loading.load import load_run
 from tepo_megatron.tasks.data.benchmarks import prepare as preparing
-from tepo_megatron.tasks.data.benchmarks.convert import convert
 from tepo_megatron.tasks.data.benchmarks.prepare import LOCK, SETS, prepare, templates
-from tepo_megatron.tasks.data.benchmarks.registry import BENCHMARKS, Benchmark
-from tepo_megatron.tasks.data.digest import file_digest
+from tepo_megatron.tasks.data.benchmarks.registry import BENCHMARKS, Benchmark, convert
+from tepo_megatron.tasks.data.rows import file_digest
 from tests.support import code_rows
 
 FILES: Mapping[str, list[dict[str, Any]]] = {

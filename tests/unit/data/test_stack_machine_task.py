@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.tasks import stack_machine
-from tepo_megatron.tasks.data.tasks.formulas import LEAVES, text_of
+from tepo_megatron.tasks.data.tasks.stack_machine import LEAVES, text_of
 from tepo_megatron.tasks.data.train_tokenizer import ALPHABET
 from tepo_megatron.tasks.reward.stack_machine import StackMachine
 

@@ -10,9 +10,14 @@ from hypothesis import strategies as st
 
 from tepo_megatron.core.types import Problem
 from tepo_megatron.tasks.data.prompts import encode_prompt
-from tepo_megatron.tasks.data.served_tokenizer import check_served_tokenizer
 from tepo_megatron.tasks.data.tasks import addition
-from tepo_megatron.tasks.data.tokenizer import HuggingFaceTokenizer, Tokenizer, check_tokenizer, load_tokenizer
+from tepo_megatron.tasks.data.tokenizer import (
+    HuggingFaceTokenizer,
+    Tokenizer,
+    check_served_tokenizer,
+    check_tokenizer,
+    load_tokenizer,
+)
 from tepo_megatron.tasks.data.train_tokenizer import ALPHABET, train_char_tokenizer
 
 TINY = Path(str(files("tepo_megatron.tasks.data").joinpath("builtin", "tiny")))

@@ -15,19 +15,21 @@ from tepo_megatron.config.environment import AgentConfig
 from tepo_megatron.config.sampling import SamplingConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
-from tepo_megatron.tasks.environments.agents.agent_setup import shared_setup
-from tepo_megatron.tasks.environments.agents.chat_messages import Conversation, Message, read_messages
 from tepo_megatron.tasks.environments.agents.chat_requests import (
     ChatRequest,
+    Conversation,
+    Message,
     RefusedError,
     chunks,
     completion,
     read_answer,
+    read_messages,
     read_request,
 )
+from tepo_megatron.tasks.environments.episode_tokens import Observations
 from tepo_megatron.tasks.environments.episodes import EpisodeLimits, EpisodeStream
-from tepo_megatron.tasks.environments.observations import Observations
 from tepo_megatron.tasks.environments.protocol import StepResult
+from tepo_megatron.tasks.environments.workers import shared_setup
 from tests.support.chat_tokenizer import write_chat_tokenizer
 from tests.support.episodes import END, VOCABULARY, Ends, FakeHost, FakeSamples
 

@@ -20,10 +20,9 @@ from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.types import Response, ResponseText
 from tepo_megatron.sampler.vllm.server.resources import reserve_port
 from tepo_megatron.tasks.environments import workers
-from tepo_megatron.tasks.environments.agents.agent_setup import agent_setup
-from tepo_megatron.tasks.environments.calls import Desk
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
-from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
+from tepo_megatron.tasks.environments.worker import Desk
+from tepo_megatron.tasks.environments.workers import EnvironmentWorkers, agent_setup
 from tepo_megatron.tasks.protocol import RewardResult
 from tests.support.episodes import END, VOCABULARY, FakeSamples
 from tests.support.programs import TIMEOUT_S
@@ -273,7 +272,7 @@ def test_an_agent_that_cannot_be_called_is_refused_at_the_start(change: dict[str
 
 def test_a_tokenizer_without_a_beginning_is_refused() -> None:
     """END is in no prompt: all prompts of agents are the token that chats begin with."""
-    from tepo_megatron.tasks.environments.episode_prompts import opening_of, prompt_of
+    from tepo_megatron.tasks.environments.episode_tokens import opening_of, prompt_of
 
     environment = config().environment
     assert prompt_of(environment, Begun(), Problem("p", "0", "")) == (1,)  # type: ignore[arg-type]

@@ -16,8 +16,8 @@ from tepo_megatron.config.environment import AgentConfig
 from tepo_megatron.config.sampling import SamplingConfig
 from tepo_megatron.core.problem import ResponseText
 from tepo_megatron.tasks.environments.agents.agent_session import Ended, EpisodeError, Talk
-from tepo_megatron.tasks.environments.agents.agent_setup import shared_setup
 from tepo_megatron.tasks.environments.agents.chat_requests import ChatRequest, RefusedError, read_request
+from tepo_megatron.tasks.environments.workers import shared_setup
 from tests.support.programs import TIMEOUT_S
 
 pytest.importorskip("aiohttp")

@@ -21,7 +21,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.environment import EnvironmentConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
-from tepo_megatron.tasks.environments.keys import make_key, read_key
+from tepo_megatron.tasks.environments.host import make_key, read_key
 from tepo_megatron.tasks.environments.remote import RemoteEnvironments
 from tepo_megatron.tasks.environments.service import EnvironmentService
 from tests.support.episodes import VOCABULARY, FakeSamples

@@ -14,8 +14,7 @@ from tepo_megatron.config.environment import EnvironmentConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.environments.adapters import Gymnasium, OpenEnv, SkyrlGym
-from tepo_megatron.tasks.environments.calculator import Calculator, compute
-from tepo_megatron.tasks.environments.games import GuessNumber
+from tepo_megatron.tasks.environments.builtin_environments import Calculator, GuessNumber, compute
 from tepo_megatron.tasks.environments.host import reset_call, step_call
 from tepo_megatron.tasks.environments.protocol import StepResult
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers
@@ -109,9 +108,13 @@ def test_programs_are_off_unless_switched_on_whatever_their_environment_is_calle
     with pytest.raises(ValueError, match=r"set environment\.run_code = true if you mean it"):
         EnvironmentConfig(name="python")
     with pytest.raises(ValueError, match=r"set environment\.run_code = true if you mean it"):
-        EnvironmentWorkers(EnvironmentConfig(name="tepo_megatron.tasks.environments.python_tool:PythonTool", network=False))
+        EnvironmentWorkers(
+            EnvironmentConfig(name="tepo_megatron.tasks.environments.builtin_environments:PythonTool", network=False)
+        )
     with pytest.raises(ValueError, match="the kernel does not take the network away from it"):
-        EnvironmentWorkers(EnvironmentConfig(name="tepo_megatron.tasks.environments.python_tool:PythonTool", run_code=True))
+        EnvironmentWorkers(
+            EnvironmentConfig(name="tepo_megatron.tasks.environments.builtin_environments:PythonTool", run_code=True)
+        )
 
 
 # -- adapters

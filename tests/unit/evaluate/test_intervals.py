@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tepo_megatron.tasks.evaluate.intervals import bootstrap, student_quantile
+from tepo_megatron.tasks.evaluate.estimators import bootstrap, student_quantile
 
 RUNS = 1500
 """Simulated evaluations; the share of them that an interval holds the true mean in has a standard error of 0.6 %."""

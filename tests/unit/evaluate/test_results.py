@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from tepo_megatron.cli.main import app
 from tepo_megatron.core.types import Problem
 from tepo_megatron.tasks.data.tasks import addition
-from tepo_megatron.tasks.evaluate.compare import compare_results
-from tepo_megatron.tasks.evaluate.results import read_results, settings_of, write_results
+from tepo_megatron.tasks.evaluate.results import compare_results, read_results, settings_of, write_results
 from tepo_megatron.tasks.evaluate.sets import EvaluationSet, evaluate_set
 from tests.unit.evaluate.test_evaluate import TOKENIZER, DirectScorer
 from tests.unit.evaluate.test_sets import Answers

@@ -19,7 +19,7 @@ from tepo_megatron.config.evaluate import SetSamplingConfig
 from tepo_megatron.config.loading.load import ConfigError, dump_resolved, load_run
 from tepo_megatron.core.types import Problem, Response, WeightsVersion
 from tepo_megatron.tasks.data.tasks import addition
-from tepo_megatron.tasks.evaluate.evaluations import VerifierPools, evaluate_all, what_failed, what_is_due
+from tepo_megatron.tasks.evaluate.evaluation import VerifierPools, evaluate_all, what_failed, what_is_due
 from tepo_megatron.tasks.evaluate.sets import EvaluationSet, evaluate_set, load_sets
 from tepo_megatron.tasks.reward.verifier_task import VerifierTask
 from tests.unit.evaluate.test_evaluate import TOKENIZER, DirectScorer, response

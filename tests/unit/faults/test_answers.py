@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 
 from tepo_megatron.tasks.protocol import RewardResult
-from tepo_megatron.tasks.reward.calls import took_too_long
 from tepo_megatron.tasks.reward.pool import RewardPool
+from tepo_megatron.tasks.reward.worker import took_too_long
 from tepo_megatron.tools.faults import answers
 from tepo_megatron.tools.faults.answers import ATTEMPTS, TIMEOUT_S, HostileAnswers
 from tepo_megatron.tools.faults.workshop import Workshop

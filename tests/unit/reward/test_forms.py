@@ -13,8 +13,7 @@ from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.types import Problem, ResponseText
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward import workers
-from tepo_megatron.tasks.reward.components import weigh
-from tepo_megatron.tasks.reward.pool import RewardPool
+from tepo_megatron.tasks.reward.pool import RewardPool, weigh
 
 FORMS = '''
 import asyncio, os, signal, time

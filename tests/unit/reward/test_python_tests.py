@@ -9,8 +9,7 @@ import pytest
 from tepo_megatron.config.loading.load import load_run
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.tasks.data.benchmarks.convert import convert
-from tepo_megatron.tasks.data.benchmarks.registry import BENCHMARKS
+from tepo_megatron.tasks.data.benchmarks.registry import BENCHMARKS, convert
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tepo_megatron.tasks.reward.python_tests import program_in

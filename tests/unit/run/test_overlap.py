@@ -23,7 +23,7 @@ from tepo_megatron.run.sampling.staleness import token_ages
 from tepo_megatron.run.sampling.step_rewards import StepRewards
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.sampler.protocol import ServerDied
-from tepo_megatron.tasks.data.sampler import ProblemSampler
+from tepo_megatron.tasks.data.mixture import ProblemSampler
 from tests.support.fake_stream import FakeServers, FakeVerifiers
 from tests.support.programs import TIMEOUT_S
 

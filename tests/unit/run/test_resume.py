@@ -19,7 +19,7 @@ from tepo_megatron.config.loading.load import ConfigError, dump_resolved, load_r
 from tepo_megatron.core.types import Problem
 from tepo_megatron.run.output.resume import accept, find_checkpoint, messages, restore_data
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.tasks.data.sampler import ProblemSampler
+from tepo_megatron.tasks.data.mixture import ProblemSampler
 from tepo_megatron.trainer.checkpoints.run_compatibility import describe_run
 from tests.support.checkpoints import DAMAGES, ONLY_BY_READING, make_whole
 

@@ -14,10 +14,8 @@ from typing import Any
 import yaml
 
 from tepo_megatron.runtime.files import write_atomically
-from tepo_megatron.tasks.data.benchmarks.convert import as_lines, convert
-from tepo_megatron.tasks.data.benchmarks.registry import BENCHMARKS, Benchmark, find_benchmark
-from tepo_megatron.tasks.data.digest import file_digest
-from tepo_megatron.tasks.data.rows import read_rows
+from tepo_megatron.tasks.data.benchmarks.registry import BENCHMARKS, Benchmark, as_lines, convert, find_benchmark
+from tepo_megatron.tasks.data.rows import file_digest, read_rows
 
 LOCK = "digests.json"
 """In the folder of prepared benchmarks: which file each was made from, with its digest. To be kept with one's runs."""

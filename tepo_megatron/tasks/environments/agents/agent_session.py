@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tepo_megatron.core.problem import ResponseText
-from tepo_megatron.tasks.environments.agents.chat_messages import Conversation, same_messages
 from tepo_megatron.tasks.environments.agents.chat_requests import (
     Answer,
     AskedFor,
     ChatRequest,
+    Conversation,
     RefusedError,
     completion,
     read_answer,
+    same_messages,
 )
 
 OVER = "the episode is over"

@@ -1,0 +1,178 @@
+"""A calculator as a tool, and the expressions that it takes. Nothing that the model writes is run as a program."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import operator
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.runtime.workers.sandbox import Sandbox, require_no_network
+from tepo_megatron.tasks.environments.protocol import StepResult
+from tepo_megatron.tasks.reward.verifiers import load_verifier
+
+_LONGEST = 200
+_LARGEST = Decimal(10) ** 25
+_OPERATORS: Mapping[type[ast.operator], Callable[[Decimal, Decimal], Decimal]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+class Calculator:
+    """What the model writes between ``begin`` and ``end`` is computed, and it reads the result between ``open`` and ``close``;
+    a turn without an expression is its answer, which a verifier rates.
+
+    Numbers, ``+ - * / // %`` and brackets. An expression that cannot be computed is answered with ``error`` and the reason, and
+    counts as a tool error. ``verifier``: a built-in one, or ``package.module:function``, of one response; it gets what the
+    model wrote in its last turn. ``penalty`` is taken off for each tool error.
+    """
+
+    def __init__(
+        self,
+        begin: str = "<calc>",
+        end: str = "</calc>",
+        open: str = "<result>",
+        close: str = "</result>",
+        verifier: str = "last_word",
+        penalty: float = 0.0,
+    ) -> None:
+        self._call = re.compile(re.escape(begin) + r"(.*?)" + (re.escape(end) if end else "$"), re.S)
+        self._open, self._close, self._penalty = open, close, penalty
+        self._verify = load_verifier(verifier)
+        self._problem: Problem | None = None
+
+    def reset(self, problem: Problem, seed: int) -> None:
+        self._problem = problem
+
+    def step(self, action: ResponseText) -> StepResult:
+        asked = self._call.findall(action)
+        if not asked:
+            return StepResult(reward=self._verify(self._problem, action), done=True)
+        try:
+            result, wrong = compute(asked[-1]), False
+        except ValueError as error:
+            result, wrong = f"error: {error}", True
+        return StepResult(f"{self._open}{result}{self._close}", reward=-self._penalty * wrong, tool_error=wrong)
+
+
+def compute(expression: str) -> str:
+    """The value of an arithmetic expression, as it is written by hand: ``3/4`` gives ``0.75``.
+
+    Raises ValueError: not arithmetic, a division by zero, or too long or too large.
+    """
+    if len(expression) > _LONGEST:
+        raise ValueError(f"longer than {_LONGEST} characters")
+    try:
+        tree = ast.parse(expression.strip().lstrip("="), mode="eval")
+        value = _value(tree.body) + 0  # no -0
+    except (SyntaxError, RecursionError, MemoryError, ArithmeticError) as error:
+        raise ValueError("not computable") from error
+    text = f"{value:f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _value(node: ast.expr) -> Decimal:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Decimal(str(node.value))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        found = _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+        if abs(found) > _LARGEST:
+            raise ValueError("too large")
+        return found
+    raise ValueError("not arithmetic")
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+class GuessNumber:
+    """The problem's answer is a number that the model guesses: it is told ``<`` where the number is smaller than its guess,
+    ``>`` where it is larger.
+
+    The guess is the first number that the model writes in a turn. The reward is 1 when it is found, and nothing otherwise: who
+    halves what is left finds one of 2^k − 1 numbers in k turns. A turn without a number is answered ``?``, and counts as a tool
+    error. ``turns``: after so many the game is over.
+    """
+
+    def __init__(self, turns: int = 3) -> None:
+        self._left = turns
+        self._number = 0
+
+    def reset(self, problem: Problem, seed: int) -> None:
+        self._number = int(problem.answer)
+
+    def step(self, action: ResponseText) -> StepResult:
+        self._left -= 1
+        found = _NUMBER.search(action)
+        guess = None if found is None else int(found[0])
+        if guess == self._number:
+            return StepResult(reward=1.0, done=True)
+        hint = "?" if guess is None else ("<" if self._number < guess else ">")
+        return StepResult(hint, done=self._left <= 0, tool_error=guess is None)
+
+
+class PythonTool:
+    """What the model writes between ``begin`` and ``end`` is run as a program, and it reads the output between ``open`` and
+    ``close``; a turn without a program is its answer, which ``verifier`` rates.
+
+    Each program starts anew, in an empty folder: nothing is kept between two of them. It has ``seconds`` of the clock and of
+    processor time, ``memory_mb`` of memory, ``output`` characters of output, 64 open files of 10 MB each, and starts no process
+    (unless this user is root); it imports the standard library, and not what is installed beside it. A program that raises,
+    prints nothing or passes a limit is answered with the last line that it wrote or why it was ended, and counts as a tool
+    error. Of a worker's episodes 16 run a program at a time. Needs ``environment.run_code``, and a kernel that takes the
+    network away from the worker; made elsewhere it raises RuntimeError.
+    """
+
+    runs_code = True
+    _at_once = asyncio.Semaphore(16)
+
+    def __init__(
+        self,
+        begin: str = "<python>",
+        end: str = "</python>",
+        open: str = "<output>",
+        close: str = "</output>",
+        verifier: str = "last_word",
+        seconds: float = 5.0,
+        memory_mb: int = 256,
+        output: int = 2000,
+    ) -> None:
+        require_no_network()
+        self._program = re.compile(re.escape(begin) + r"(.*?)" + (re.escape(end) if end else "$"), re.S)
+        self._open, self._close = open, close
+        self._verify = load_verifier(verifier)
+        self._sandbox, self._output = Sandbox(seconds, memory_mb), output
+        self._problem: Problem | None = None
+
+    def reset(self, problem: Problem, seed: int) -> None:
+        self._problem = problem
+
+    async def step(self, action: ResponseText) -> StepResult:
+        programs = self._program.findall(action)
+        if not programs:
+            return StepResult(reward=self._verify(self._problem, action), done=True)
+        async with self._at_once:
+            said, failed = await self._run(programs[-1])
+        return StepResult(f"{self._open}{said}{self._close}", tool_error=failed)
+
+    async def _run(self, program: str) -> tuple[str, bool]:
+        """What a program printed, and whether it failed."""
+        ran = await self._sandbox.run(("-c", program), kept=4 * self._output)
+        if ran.limit is not None:
+            return f"error: {ran.limit}", True
+        if ran.status != 0:
+            lines = ran.tail.decode("utf-8", "replace").strip().splitlines()
+            return f"error: {lines[-1][: self._output] if lines else f'it ended with {ran.status}'}", True
+        text = ran.head.decode("utf-8", "replace").strip()
+        shown = text if len(text) <= self._output else f"{text[: self._output]} ..."
+        return shown or "(it printed nothing)", not shown
