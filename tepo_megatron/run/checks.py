@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tepo_megatron.config import LoraConfig, RunConfig
-from tepo_megatron.run.loggers.installed import check_installed
+from tepo_megatron.run.loggers.loggers import check_installed
 from tepo_megatron.run.output.resume import find_checkpoint, resumes
 from tepo_megatron.run.step.memory_check import check_fits
 from tepo_megatron.run.step.placement import Machine, check_placement, this_machine, trains_on_gpus

@@ -1,158 +1,190 @@
-"""Rank 0's side of the loggers: it starts their processes, says when there is a row, and waits for them at the end alone."""
+"""Rank 0's side of W&B and MLflow: it passes rows to a child process for each, and waits for it at the end of the run only."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-import signal
-import subprocess
-import sys
+import re
+import select
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
-from typing import IO, Any
+from importlib.util import find_spec
+from typing import Any, Literal
 
-from tepo_megatron.config import RunConfig
-from tepo_megatron.run.loggers.client import Ending
-from tepo_megatron.run.loggers.installed import TITLES, sections
-from tepo_megatron.run.loggers.redact import without_secrets
+from tepo_megatron.config import LogConfig, RunConfig
+from tepo_megatron.runtime.workers.process import WorkerProcess
 
-_LOOK_S = 0.05
+Ending = Literal["finished", "stopped", "failed"]
+"""How a run ended: complete, by a signal that asked it to stop, or with an error."""
+
+TITLES = {"wandb": "W&B", "mlflow": "MLflow"}
+HIDDEN = "***"
+
+_PROCESS = "tepo_megatron.run.loggers.process"
+_POLL_INTERVAL_S = 0.05
+_MAX_UNSENT_BYTES = 2**20
+
+_SECRET_NAME = re.compile(r"(^|[_-])(api[_-]?key|key|token|secret|password|passwd|credentials?|authorization)$", re.IGNORECASE)
+_USER_AND_PASSWORD = re.compile(r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
+_MIN_SECRET_LENGTH = 8
+"""A shorter value of the environment is a word that may occur anywhere."""
+
+
+def sections(config: LogConfig) -> dict[str, Any]:
+    """The sections of the loggers that are switched on, as JSON."""
+    all_sections = {"wandb": config.wandb, "mlflow": config.mlflow}
+    return {kind: section.model_dump(mode="json") for kind, section in all_sections.items() if section is not None}
+
+
+def check_installed(config: LogConfig) -> None:
+    """Raises ValueError if a logger is switched on whose package is not installed. Imports no package."""
+    for kind in sections(config):
+        packages: tuple[str, ...] = (kind,)
+        if config.mlflow is not None and kind == "mlflow" and (config.mlflow.tracking_uri or "sqlite").startswith("sqlite"):
+            packages = ("mlflow", "sqlalchemy")
+        missing = [name for name in packages if not _is_installed(name)]
+        if missing:
+            raise ValueError(
+                f"log.{kind} is given, but the package {' and '.join(missing)} is not installed here: "
+                f"pip install 'tepo-megatron[{kind}]', or leave log.{kind} out"
+            )
+
+
+def without_secrets(value: Any) -> Any:
+    """A copy of a JSON value with ``***`` in place of secrets.
+
+    Secrets are fields whose name ends in key, token, secret or password, the user and password of a URL, and every value that
+    the environment has under such a name.
+    """
+    values = {value for name, value in os.environ.items() if _SECRET_NAME.search(name) and len(value) >= _MIN_SECRET_LENGTH}
+    return _hide(value, sorted(values, key=len, reverse=True))
 
 
 class Loggers:
-    """All loggers that a run switches on; none, and nothing happens. Rank 0 only.
+    """The loggers of a run; a run without any has an empty one. Rank 0 only. No method raises for what a logger does.
 
-    No method raises for what happens over there. ``say`` tells the user a sentence, ``count`` adds to ``log/failed``.
+    ``notify`` shows the user a message, ``count_failures`` adds to ``log/failed``.
     """
 
-    def __init__(self, config: RunConfig, say: Callable[[str], None], count: Callable[[int], None]) -> None:
-        """Starts the processes; the packages are there (:func:`installed.check_installed`)."""
-        self._say, self._count = say, count
+    def __init__(self, config: RunConfig, notify: Callable[[str], None], count_failures: Callable[[int], None]) -> None:
+        """Starts the processes. Raises OSError if the folder of logs cannot be written."""
+        self._notify, self._count_failures = notify, count_failures
         self._timeout_s = config.log.finish_timeout_s
         resolved = without_secrets(config.model_dump(mode="json"))
-        self._processes = [_LoggerProcess(kind, settings, config, resolved) for kind, settings in sections(config.log).items()]
-        self._said: set[str] = set()
+        self._processes = [_LoggerProcess(kind, section, config, resolved) for kind, section in sections(config.log).items()]
+        self._reported: set[str] = set()
 
-    def row_written(self) -> None:
-        """After each row of ``metrics.jsonl``."""
+    def write_row(self, row: Mapping[str, float]) -> None:
+        """``row`` contains its step. Values that are not finite are left out."""
         for process in self._processes:
-            process.send({"row": True})
+            process.post({"row": {key: value for key, value in row.items() if math.isfinite(value)}})
 
     def take_reports(self) -> None:
-        """Says and counts what the processes have told since the last call."""
-        for process in self._processes:
-            self._take(process)
-            if not process.lives():
-                self._failed(process, "the process that logs has ended")
+        """Shows and counts what the processes have reported since the last call."""
+        for process in list(self._processes):
+            self._take_reports(process)
+            if process.has_ended:
+                self._processes.remove(process)
+                process.close()
 
-    def close(self, ending: Ending, at_most_s: float) -> None:
-        """Gives the processes at most so many seconds, and ``log.finish_timeout_s``, to pass on the rest; then ends them."""
+    def close(self, ending: Ending, timeout_s: float) -> None:
+        """Waits ``timeout_s``, and at most ``log.finish_timeout_s``, for the processes to log the rest, and ends them."""
         processes, self._processes = self._processes, []
+        deadline = time.monotonic() + min(self._timeout_s, timeout_s)
         for process in processes:
-            process.send({"finish": ending})
-            process.close_input()
-        deadline = time.monotonic() + min(self._timeout_s, at_most_s)
+            process.post({"finish": ending})
         for process in processes:
-            in_time = process.wait_until(deadline)
-            self._take(process)
-            if in_time and process.failed():
-                self._failed(process, "the process that logs has ended")
-            if not in_time:
-                process.kill()
-                self._say(
+            while not process.has_ended and time.monotonic() < deadline:
+                process.flush()
+                self._take_reports(process, timeout_s=_POLL_INTERVAL_S)
+            if not process.has_ended:
+                self._notify(
                     f"{process.title} has not taken everything by the end of the run (log.finish_timeout_s = "
-                    f"{self._timeout_s:g}); {process.folder / 'metrics.jsonl'} has every row, and {process.log} what it said"
+                    f"{self._timeout_s:g}); {process.metrics} has every row, and {process.log} what it said"
+                )
+                process.kill()
+            else:
+                process.close()
+
+    def _take_reports(self, process: _LoggerProcess, timeout_s: float = 0.0) -> None:
+        for report in process.take_reports(timeout_s):
+            if "note" in report:
+                self._notify(f"{process.title}: {report['note']}")
+                continue
+            self._count_failures(1)
+            if process.kind not in self._reported:
+                self._reported.add(process.kind)
+                self._notify(
+                    f"{process.title} cannot be logged to: {report['failed']} ({process.log}). The run goes on; metrics.jsonl "
+                    "has every row (log/failed counts the attempts)"
                 )
 
-    def _take(self, process: _LoggerProcess) -> None:
-        for report in process.reports():
-            if "failed" in report:
-                self._failed(process, report["failed"])
-            else:
-                self._say(f"{process.title}: {report['note']}")
 
-    def _failed(self, process: _LoggerProcess, why: str) -> None:
-        self._count(1)
-        if process.kind not in self._said:
-            self._said.add(process.kind)
-            self._say(
-                f"{process.title} cannot be logged to: {why} ({process.log}). The run goes on; metrics.jsonl has every row, "
-                "and what is missing is sent as soon as it can be (log/failed counts the attempts)"
-            )
+class _LoggerProcess(WorkerProcess):
+    """Rows wait in this process while the pipe is full, and are dropped beyond a megabyte: no step waits for a logger."""
 
-
-class _LoggerProcess:
-    """The process of one logger, and the pipes to it. Neither blocks: a process that stands still holds up no step."""
-
-    def __init__(self, kind: str, settings: Mapping[str, Any], config: RunConfig, resolved: Any) -> None:
-        """Raises OSError where the folder of logs cannot be written, or no process started."""
+    def __init__(self, kind: str, section: Mapping[str, Any], config: RunConfig, resolved: Any) -> None:
         self.kind, self.title = kind, TITLES[kind]
-        self.folder: Path = config.output
-        self.log = self.folder / "logs" / f"{kind}.log"
+        self.metrics = config.output / "metrics.jsonl"
+        self.log = config.output / "logs" / f"{kind}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
-            # A session of its own: Ctrl-C in the terminal is for the run, which ends this process when it has saved.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tepo_megatron.run.loggers.process"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-            )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._to: IO[bytes] = self._process.stdin
-        self._from: IO[bytes] = self._process.stdout
-        self._read = b""
-        first = {
-            "kind": kind,
-            "folder": str(self.folder.absolute()),
-            "name": config.name,
-            "settings": settings,
-            "config": resolved,
-            "finish_timeout_s": config.log.finish_timeout_s,
-        }
-        with suppress(BrokenPipeError):  # it is seen to have ended
-            self._to.write(json.dumps(first).encode() + b"\n")
-            self._to.flush()
-        os.set_blocking(self._to.fileno(), False)
-        os.set_blocking(self._from.fileno(), False)
+            super().__init__(_PROCESS, stderr=log)
+        self.has_ended = False
+        self._unsent = bytearray()
+        self.post(
+            {
+                "kind": kind,
+                "folder": str(config.output.absolute()),
+                "name": config.name,
+                "settings": section,
+                "config": resolved,
+                "finish_timeout_s": config.log.finish_timeout_s,
+            }
+        )
 
-    def lives(self) -> bool:
-        return self._process.poll() is None
+    def post(self, message: Mapping[str, Any]) -> None:
+        if len(self._unsent) < _MAX_UNSENT_BYTES or "row" not in message:
+            self._unsent += json.dumps(message).encode() + b"\n"
+        self.flush()
 
-    def failed(self) -> bool:
-        """Whether the process has ended otherwise than it should."""
-        return self._process.poll() not in (None, 0)
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        """A line that finds the pipe full is left out: the process looks at the file anyway, and has thousands to read."""
-        with suppress(BrokenPipeError, BlockingIOError):
-            os.write(self._to.fileno(), json.dumps(message).encode() + b"\n")
-
-    def close_input(self) -> None:
+    def flush(self) -> None:
         with suppress(BrokenPipeError):
-            self._to.close()
+            while self._unsent and (written := self._stdin.write(self._unsent)):
+                del self._unsent[:written]
 
-    def reports(self) -> list[dict[str, Any]]:
-        """What the process has written since the last call."""
-        with suppress(BlockingIOError):
-            while piece := os.read(self._from.fileno(), 1 << 16):
-                self._read += piece
-        *lines, self._read = self._read.split(b"\n")
-        return [json.loads(line) for line in lines]
+    def take_reports(self, timeout_s: float = 0.0) -> list[dict[str, Any]]:
+        """What the process has reported, at last its failure if it has ended with one."""
+        reports: list[dict[str, Any]] = []
+        while not self.has_ended and select.select([self], [], [], timeout_s)[0]:
+            try:
+                reports += self.receive()
+            except EOFError:
+                self.has_ended = True
+                if (status := self.exit_status()) != "exit status 0":
+                    reports.append({"failed": f"the process that logs has ended ({status})"})
+            timeout_s = 0.0
+        return reports
 
-    def wait_until(self, deadline: float) -> bool:
-        """Whether the process has ended by then."""
-        while self.lives():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_LOOK_S)
-        return True
 
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+def _is_installed(name: str) -> bool:
+    """A folder of that name, such as the ``wandb`` that W&B creates in the current folder, is no package."""
+    spec = find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
+def _hide(value: Any, secrets: list[str]) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            key: HIDDEN if isinstance(item, str) and _SECRET_NAME.search(str(key)) else _hide(item, secrets)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_hide(item, secrets) for item in value]
+    if isinstance(value, str):
+        for secret in secrets:
+            value = value.replace(secret, HIDDEN)
+        return _USER_AND_PASSWORD.sub(HIDDEN, value)
+    return value

@@ -15,9 +15,7 @@ from tepo_megatron.run.display.figures import final_table
 from tepo_megatron.run.display.lost_time import fault_lines
 from tepo_megatron.run.display.plots import plot_curves
 from tepo_megatron.run.display.progress import Progress
-from tepo_megatron.run.loggers.client import Ending
-from tepo_megatron.run.loggers.installed import check_installed
-from tepo_megatron.run.loggers.loggers import Loggers
+from tepo_megatron.run.loggers.loggers import Ending, Loggers, check_installed
 from tepo_megatron.run.metrics.metrics import MetricsWriter, read_metrics
 from tepo_megatron.run.metrics.token_file import FOLDER, TokenSamples
 from tepo_megatron.run.metrics.token_log import TokenLog
@@ -120,7 +118,7 @@ class Output:
             row = {name: value for name, value in row.items() if name not in OF_CHOSEN_TOKENS}
         written = {"step": step, **row, "log/failed": float(failures)}
         self._metrics.write(step, written)
-        self._loggers.row_written()
+        self._loggers.write_row(written)
         self.progress.step(step, row)
         return written
 

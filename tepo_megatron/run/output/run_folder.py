@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.run.loggers.installed import check_installed
+from tepo_megatron.run.loggers.loggers import check_installed
 from tepo_megatron.runtime.run_lock import RunLock, check_free
 from tepo_megatron.trainer.checkpoints.folder import checkpoints
 
@@ -86,7 +86,7 @@ def forget_start(folder: Path) -> None:
     and MLflow.
     """
     logged = ("metrics.jsonl", "samples.jsonl", "train_samples.jsonl", "tokens/step_*", "tensorboard/events.out.tfevents.*")
-    for pattern in (*logged, "wandb/sent.jsonl", "mlflow/sent.jsonl"):
+    for pattern in (*logged, "wandb/run.json", "mlflow/run.json"):
         for path in folder.glob(pattern):
             path.unlink()
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
 from tepo_megatron.runtime.proc import STOPPED, process_state
 from tepo_megatron.runtime.workers.forked import ForkedProcess
@@ -27,13 +27,18 @@ class WorkerProcess:
     :class:`ForkedProcess`. A selector can wait for it.
     """
 
-    def __init__(self, module: str, forked: Callable[[], None] | None = None) -> None:
+    def __init__(self, module: str, forked: Callable[[], None] | None = None, stderr: IO[bytes] | None = None) -> None:
         self._process: subprocess.Popen[bytes] | ForkedProcess
         if forked is not None:
             self._process = ForkedProcess(forked)
         else:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+                [sys.executable, "-m", module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                bufsize=0,
+                start_new_session=True,
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -67,9 +67,8 @@ def no_secret_in(folder: Path) -> None:
 def end_wandbs_own_process(output: Output) -> None:
     """Once the run is known to the server."""
     (logger,) = output._loggers._processes
-    while not (reports := logger.reports()):
-        assert logger.lives()
-        time.sleep(0.05)
+    while not (reports := logger.take_reports(1.0)):
+        assert not logger.has_ended
     assert [sorted(report) for report in reports] == [["note"]]
     (core,) = [child for child in psutil.Process(logger._process.pid).children() if "wandb-core" in child.name()]
     core.terminate()
