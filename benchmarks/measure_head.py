@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Batch, Rollout, TokenScores, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.core.types import Batch, TokenScores
 from tepo_megatron.tools.bench.results import markdown, write_report
 from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.layouts.table import tensor_shapes

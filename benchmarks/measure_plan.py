@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.plan.memory import BATCH_BYTES_PER_TOKEN, host_state_bytes, owned_weights, rank_memory, state_bytes
 from tepo_megatron.plan.shapes import resolve_spec
 from tepo_megatron.plan.time import (

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
         check_objective,
     )
     from tepo_megatron.core.problem import Problem, ResponseText
+    from tepo_megatron.core.rollout import Rollout
     from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
-    from tepo_megatron.core.types import Batch, ObjectiveOutput, Rollout, TokenScores
+    from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
     from tepo_megatron.plan import Plan, check_plan, make_plan
     from tepo_megatron.run.api import train
     from tepo_megatron.run.callbacks.callbacks import Callback
@@ -129,7 +130,7 @@ _HOMES = {
     "Problem": "core.problem",
     "ReshardPlan": "weights.geometry",
     "ResponseText": "core.problem",
-    "Rollout": "core.types",
+    "Rollout": "core.rollout",
     "RunConfig": "config",
     "RunInfo": "run.callbacks.stop",
     "StepContext": "core.objective",

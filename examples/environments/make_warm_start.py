@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from tepo_megatron.config import EngineConfig, ObjectiveConfig, OptimizerConfig, RunConfig, TrainConfig
-from tepo_megatron.core.types import Problem, ResponseText, Rollout, WeightsVersion
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.runtime.user_code import load_user_code
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems

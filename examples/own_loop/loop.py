@@ -10,7 +10,8 @@ import warnings
 from collections.abc import Sequence
 
 import tepo_megatron
-from tepo_megatron.core.types import ResponseText, Rollout
+from tepo_megatron.core.problem import ResponseText
+from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.step.minibatches import derive_seed, minibatches
 from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.sampler.fleet.fleet import Fleet

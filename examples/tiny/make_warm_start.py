@@ -21,7 +21,8 @@ import torch
 from rich.progress import track
 
 from tepo_megatron.config import EngineConfig, ObjectiveConfig, OptimizerConfig, RunConfig, TrainConfig
-from tepo_megatron.core.types import Batch, ObjectiveOutput, Rollout, TokenScores, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 from tepo_megatron.tasks.data.tasks import addition, stack_machine
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tepo_megatron.tasks.data.train_tokenizer import train_char_tokenizer

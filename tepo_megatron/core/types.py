@@ -1,9 +1,7 @@
-"""Values that pass between rooms neither of which imports the other, and between processes.
+"""Tensors that pass between folders: a batch of sequences, its scores, the output of an objective.
 
-What a room makes for those that stand on it stays in that room (``bridge.geometry``, ``bridge.architecture``).
-
-Axes in names: S sequences, T tokens of all sequences packed one behind the other, V vocabulary, p tensor-parallel size.
-A value at position t of a ``_T`` tensor speaks of the *label* at t, the token that follows t in its sequence.
+Axes in names: S sequences, T tokens of all sequences packed one after the other. A value at position t of a ``_T`` tensor
+belongs to the *label* at t, the next token of its sequence.
 """
 
 from __future__ import annotations
@@ -12,20 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from tepo_megatron.core.problem import Problem as Problem
-from tepo_megatron.core.problem import ResponseText as ResponseText
-from tepo_megatron.core.rollout import Logprobs as Logprobs
-from tepo_megatron.core.rollout import LossMask as LossMask
-from tepo_megatron.core.rollout import Response as Response
-from tepo_megatron.core.rollout import Rollout as Rollout
-from tepo_megatron.core.rollout import Routes as Routes
-from tepo_megatron.core.rollout import Spans as Spans
-from tepo_megatron.core.rollout import TokenIds as TokenIds
-from tepo_megatron.core.rollout import WeightsVersion as WeightsVersion
-from tepo_megatron.core.rollout import not_recorded as not_recorded
-from tepo_megatron.core.rollout import token_ids as token_ids
-from tepo_megatron.core.rollout import token_logprobs as token_logprobs
-from tepo_megatron.core.sampling_mask import SamplingMask as SamplingMask
+from tepo_megatron.core.sampling_mask import SamplingMask
 
 if TYPE_CHECKING:
     import torch

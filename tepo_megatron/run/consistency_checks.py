@@ -7,7 +7,8 @@ import time
 from collections.abc import Sequence
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Batch, Rollout
+from tepo_megatron.core.rollout import Rollout
+from tepo_megatron.core.types import Batch
 from tepo_megatron.run.sampling.length_handling import trained_places
 from tepo_megatron.run.sampling.staleness import mismatch_by_age, most_stale, part_ages
 from tepo_megatron.run.step.agreement import check_agreement

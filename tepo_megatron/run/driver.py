@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from tepo_megatron.core.types import Batch, Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.core.types import Batch
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Batch, Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.core.types import Batch
 from tepo_megatron.run.callbacks.callbacks import Callbacks
 from tepo_megatron.run.consistency_checks import Canaries
 from tepo_megatron.run.display.lost_time import LostTime

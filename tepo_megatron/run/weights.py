@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import WeightsVersion
+from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.run.step.placement import choose_transport, shared_gpus, this_machine
 from tepo_megatron.weights.layouts import VllmParallel
 from tepo_megatron.weights.transfer.sender import ShardSender

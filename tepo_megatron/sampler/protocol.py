@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.core.types import Response, WeightsVersion
+from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.sampling import SamplingSettings
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.transfer.full_tensors import Manifest

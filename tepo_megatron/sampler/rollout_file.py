@@ -26,7 +26,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from tepo_megatron.core.types import LossMask, Rollout, SamplingMask, TokenIds, WeightsVersion
+from tepo_megatron.core.rollout import LossMask, Rollout, TokenIds, WeightsVersion
+from tepo_megatron.core.sampling_mask import SamplingMask
 from tepo_megatron.runtime.files import partial_path, write_atomically
 
 FORMAT = 3

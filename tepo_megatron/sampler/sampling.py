@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from tepo_megatron.core.types import LossMask, Response, Routes, SamplingMask, TokenIds, token_ids
+from tepo_megatron.core.rollout import LossMask, Response, Routes, TokenIds, token_ids
+from tepo_megatron.core.sampling_mask import SamplingMask
 
 _NO_TOKENS = token_ids(())
 

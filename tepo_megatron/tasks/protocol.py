@@ -10,7 +10,8 @@ from typing import Any, Protocol, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tepo_megatron.core.types import Problem, Response, Rollout
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Response, Rollout
 from tepo_megatron.sampler.protocol import Sampler, SampleStream
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Batch, WeightsVersion
+from tepo_megatron.core.rollout import WeightsVersion
+from tepo_megatron.core.types import Batch
 from tepo_megatron.trainer.checkpoints.folder import read_state
 from tepo_megatron.trainer.protocol import Trainer
 from tests.contracts.trainer_contract import CHECKS, BrokenContract, digest, start, train

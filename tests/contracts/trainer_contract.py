@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.objective import build_objective
-from tepo_megatron.core.types import Batch, Rollout, TokenScores, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.core.types import Batch, TokenScores
 from tepo_megatron.trainer import protocol
 from tepo_megatron.trainer.checkpoints.folder import checkpoint_name, checkpoints, leftovers, read_state
 from tepo_megatron.trainer.protocol import Trainer, UpdateResult

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tepo_megatron.core.types import Batch, Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.core.types import Batch
 from tepo_megatron.trainer.megatron.batching.batch import broadcast, pack
 from tests.support.launch import run_dist
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.weights.storage.manifest import check_whole

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tests.support.fused_adam import instead_of_transformer_engine
 from tests.support.launch import run_dist

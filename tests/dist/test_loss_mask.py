@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.storage.stored import open_boxes
 from tests.support.launch import run_dist

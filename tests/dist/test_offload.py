@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tests.support.launch import run_dist
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tepo_megatron.core.types import Batch, Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.core.types import Batch
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.trainer.megatron.batching.batch import pack
 from tepo_megatron.weights.geometry import Box

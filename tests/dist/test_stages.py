@@ -24,7 +24,8 @@ import torch
 from safetensors.torch import load_file
 
 from tepo_megatron.config import ParallelConfig, RunConfig
-from tepo_megatron.core.types import Batch, Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.core.types import Batch
 from tepo_megatron.trainer.megatron.batching.batch import pack
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks, pipeline_stages_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Rollout
+from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.sampling.collect import RolloutCollector
 from tepo_megatron.run.sampling.journal import Journal
 from tepo_megatron.run.sampling.step_rewards import StepRewards

@@ -13,7 +13,7 @@ import torch
 
 from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.config.sampling import SamplingConfig
-from tepo_megatron.core.types import Response, WeightsVersion
+from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.fleet.fleet import Fleet
 
 VOCABULARY, TOKENS = 64, 800

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.core.types import Response, WeightsVersion
+from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.runtime.leftovers import SHM, temporary_folder
 from tepo_megatron.runtime.proc import group_members
 from tepo_megatron.sampler.fleet.fleet import Fleet

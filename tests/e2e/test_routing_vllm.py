@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.core.types import Response, Rollout
+from tepo_megatron.core.rollout import Response, Rollout
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.sampler.sampling import Sampling

@@ -15,7 +15,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
-from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.runtime.watch.heartbeat import read_records
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tests.support.kills import last_step

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tepo_megatron.config import RunConfig, SamplingConfig
-from tepo_megatron.core.types import Response, Rollout
+from tepo_megatron.core.rollout import Response, Rollout
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tepo_megatron.core.problem import Problem
-from tepo_megatron.core.types import Response, WeightsVersion, token_ids
+from tepo_megatron.core.rollout import Response, WeightsVersion, token_ids
 from tepo_megatron.sampler.protocol import KeyedResponse
 from tepo_megatron.tasks.environments.agents.chat_requests import ChatRequest
 from tepo_megatron.tasks.environments.episodes import EpisodeEnd

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Problem, Response, Rollout, WeightsVersion
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Response, Rollout, WeightsVersion
 from tepo_megatron.run.sampling.collect import RolloutCollector
 from tepo_megatron.run.sampling.journal import Journal
 from tepo_megatron.run.sampling.step_rewards import StepRewards

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from tepo_megatron.core.types import Problem, Response, Rollout, WeightsVersion
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Response, Rollout, WeightsVersion
 from tepo_megatron.tasks.protocol import RewardResult
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tepo_megatron.core.types import Batch, not_recorded
+from tepo_megatron.core.rollout import not_recorded
+from tepo_megatron.core.types import Batch
 from tepo_megatron.weights.architecture import EXPERT_BIAS
 from tepo_megatron.weights.layouts.table import EXPERT_NAMES
 

@@ -16,7 +16,8 @@ from tepo_megatron.config import EngineConfig, EvaluateConfig, ObjectiveConfig, 
 from tepo_megatron.config.rollout import CanaryConfig
 from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.config.train import RollbackConfig
-from tepo_megatron.core.types import Batch, Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.core.types import Batch
 from tepo_megatron.run.loop import Loop
 from tepo_megatron.run.output.resume import Resumed
 from tepo_megatron.runtime.preemption import StopRequested, StopSignals

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.scores import logprob_and_entropy
-from tepo_megatron.core.types import Batch, ObjectiveOutput, Rollout, TokenScores, WeightsVersion
+from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.trainer.checkpoints.folder import checkpoint_folder, read_state
 from tepo_megatron.trainer.checkpoints.run_compatibility import describe_run

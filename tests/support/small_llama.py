@@ -41,7 +41,7 @@ def write_llama(folder: Path, *, scale: float = 0.2, spike: float = 500.0, **cha
 
 def draw_rollouts(lengths: Sequence[int]) -> list[Any]:
     """One group; prompts of two tokens, none of them token 0, and rewards 0 and 1 in turn."""
-    from tepo_megatron.core.types import Rollout, WeightsVersion
+    from tepo_megatron.core.rollout import Rollout, WeightsVersion
 
     generator = torch.Generator().manual_seed(1)
     rollouts = []

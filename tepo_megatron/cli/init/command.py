@@ -15,7 +15,7 @@ from tepo_megatron.cli.init.data import DataOptions, ask_data
 from tepo_megatron.cli.init.file import Answers, run_text
 
 if TYPE_CHECKING:
-    from tepo_megatron.core.types import Problem
+    from tepo_megatron.core.problem import Problem
     from tepo_megatron.tasks.data.tokenizer import Tokenizer
 
 _VERIFIERS = "exact (the whole response), last_word, last_number, math, judge, or your own as file.py:function"

@@ -12,7 +12,7 @@ import typer
 from tepo_megatron.cli.init.ask import ask
 
 if TYPE_CHECKING:
-    from tepo_megatron.core.types import Problem
+    from tepo_megatron.core.problem import Problem
     from tepo_megatron.tasks.data.tokenizer import Tokenizer
 
 NONE = "-"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tepo_megatron.core.types import Problem
+    from tepo_megatron.core.problem import Problem
 
 _LONGEST_RESPONSE = 1024
 """What a response may take where the model takes more; the first thing to change for a task of one's own."""

@@ -21,7 +21,7 @@ from tepo_megatron.runtime.user_code import load_user_code, locate_user_code
 from tepo_megatron.trainer.checkpoints.folder import checkpoint_name
 
 if TYPE_CHECKING:
-    from tepo_megatron.core.types import Rollout
+    from tepo_megatron.core.rollout import Rollout
     from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult
 
 BUILT_IN: Mapping[str, type] = {"early_stopping": EarlyStopping}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from tepo_megatron.core.types import Problem, Rollout
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Rollout
 
 
 def source_figures(rollouts: Sequence[Rollout], problems: Mapping[str, Problem]) -> dict[str, float]:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from tepo_megatron.core.types import LossMask, Problem, Rollout, TokenIds
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import LossMask, Rollout, TokenIds
 
 Decode = Callable[[Sequence[int]], str]
 

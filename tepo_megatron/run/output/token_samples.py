@@ -10,7 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from tepo_megatron.config import LogConfig
-from tepo_megatron.core.types import Batch, Problem, Rollout
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Rollout
+from tepo_megatron.core.types import Batch
 from tepo_megatron.run.metrics.token_file import TokenPrompt, TokenSamples
 from tepo_megatron.run.step.minibatches import recorded_places
 from tepo_megatron.tasks.data.tokenizer import Tokenizer

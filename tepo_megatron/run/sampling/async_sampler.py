@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tepo_megatron.core.types import Problem, Response, ResponseText
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.core.rollout import Response
 from tepo_megatron.run.sampling.utilization import BusyClock
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.tasks.protocol import RewardResult, Task

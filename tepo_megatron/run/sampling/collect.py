@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Rollout
+from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.output.resume import restore_data
 from tepo_megatron.run.sampling import length_handling as truncated
 from tepo_megatron.run.sampling.custom_rollout import Collect, StepSampler, arranged, call_collect, with_results

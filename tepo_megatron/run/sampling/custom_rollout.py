@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Problem, Rollout
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.errors import is_ours
 from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.sampling.step_rewards import answer_of

@@ -11,7 +11,7 @@ from functools import partial
 from typing import cast
 
 from tepo_megatron.config.sampling import FilterGroupsConfig
-from tepo_megatron.core.types import Rollout
+from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.runtime.user_code import load_user_code
 
 GroupFilter = Callable[[Sequence[Rollout]], bool]

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tepo_megatron.config import RolloutConfig
-from tepo_megatron.core.types import Problem, Rollout, WeightsVersion
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.filters import NO_REWARD, GroupFilter, refused_by
 from tepo_megatron.tasks.protocol import RewardResult
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tepo_megatron.config import RewardConfig, RunConfig
-from tepo_megatron.core.types import Problem, Rollout
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.callbacks.callbacks import check_callbacks
 from tepo_megatron.run.sampling.filters import load_filters
 from tepo_megatron.run.sampling.staleness import most_stale

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Problem, Rollout, WeightsVersion
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.group_store import GroupStore
 from tepo_megatron.run.sampling.groups import Group
 from tepo_megatron.runtime.files import Failed

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tepo_megatron.config import RolloutConfig, RunConfig
 from tepo_megatron.config.sampling import OverlongConfig
-from tepo_megatron.core.types import Rollout
+from tepo_megatron.core.rollout import Rollout
 
 
 def overlong_penalty(length: int, max_new_tokens: int, overlong: OverlongConfig) -> float:

@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Problem, Response, ResponseText, Rollout, WeightsVersion
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.core.rollout import Response, Rollout, WeightsVersion
 from tepo_megatron.run.output.resume import restore_data
 from tepo_megatron.run.sampling import length_handling as truncated
 from tepo_megatron.run.sampling.async_sampler import AheadSampler, Group, OpenStream

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tepo_megatron.core.types import Problem, WeightsVersion
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.run.sampling.groups import Group, StepGroups
 from tepo_megatron.tasks.data.mixture import Sampler
 

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, Protocol
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.async_sampler import Stream
 from tepo_megatron.run.sampling.collect import Phase, RolloutCollector
 from tepo_megatron.run.sampling.custom_rollout import Collect

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Batch, Rollout
+from tepo_megatron.core.rollout import Rollout
+from tepo_megatron.core.types import Batch
 from tepo_megatron.run.step.minibatches import members
 
 

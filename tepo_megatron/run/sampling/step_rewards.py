@@ -8,7 +8,8 @@ from dataclasses import replace
 from statistics import fmean
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Problem, ResponseText, Rollout
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.tasks.evaluate.answers import Scorer
 from tepo_megatron.tasks.protocol import RewardResult, Task
 

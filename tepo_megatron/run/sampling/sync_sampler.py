@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tepo_megatron.core.types import Response, Rollout
+from tepo_megatron.core.rollout import Response, Rollout
 from tepo_megatron.run.sampling.groups import UNFINISHED, Group, StepGroups
 from tepo_megatron.run.sampling.step_rewards import answer_of
 from tepo_megatron.run.step.minibatches import derive_seed

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tepo_megatron.core.types import Rollout
+from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.step.minibatches import members
 from tepo_megatron.sampler.rollout_file import write_rollouts
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from tepo_megatron.core.types import Response, WeightsVersion
+from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.fleet.server_pool import Roster
 from tepo_megatron.sampler.fleet.stream import FleetStream
 from tepo_megatron.sampler.fleet.sync import AdapterSync, BroadcastSync, ShardSync, WeightSync

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from tepo_megatron.core.types import WeightsVersion
+from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.vllm.client.client import Client
 from tepo_megatron.sampler.vllm.client.faults import ServerFault
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.core.types import WeightsVersion
+from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.fleet.external import ExternalServer
 from tepo_megatron.sampler.fleet.restarts import Restarts
 from tepo_megatron.sampler.fleet.server_handle import Lane

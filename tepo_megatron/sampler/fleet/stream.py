@@ -14,7 +14,7 @@ from types import TracebackType
 
 from numpy.typing import ArrayLike
 
-from tepo_megatron.core.types import Response, TokenIds, WeightsVersion, token_ids
+from tepo_megatron.core.rollout import Response, TokenIds, WeightsVersion, token_ids
 from tepo_megatron.sampler.fleet.progress import ProgressWatch, interval_s
 from tepo_megatron.sampler.fleet.server_handle import Host, Lane
 from tepo_megatron.sampler.protocol import KeyedResponse, ServerDied

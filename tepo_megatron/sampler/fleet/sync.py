@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from tepo_megatron.core.types import WeightsVersion
+from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.vllm.client.client import Client
 from tepo_megatron.sampler.vllm.client.faults import ServerFault, ServerGone, ServerSilent
 from tepo_megatron.weights.transfer import full_tensors

@@ -9,7 +9,7 @@ from fractions import Fraction
 from hashlib import sha256
 
 from tepo_megatron.config.data import DataConfig
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data.sources import order_keys
 
 

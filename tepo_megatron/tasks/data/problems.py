@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.config.data import BUILTIN, FieldsConfig, SourceConfig
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data.prompts import fill_template, read_messages
 from tepo_megatron.tasks.data.rows import Row, columns_of, read_rows
 from tepo_megatron.tasks.data.tasks import BUILTIN_TASKS

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tepo_megatron.config.data import FILTERS, ORDERS, DataConfig, SourceConfig
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.runtime.user_code import load_user_code
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.data.prompts import encode_prompt

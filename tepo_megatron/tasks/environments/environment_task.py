@@ -13,7 +13,8 @@ from typing import Any
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.environment import OUTSIDE, EnvironmentConfig
 from tepo_megatron.config.sampling import SamplingConfig
-from tepo_megatron.core.types import Problem, Response, ResponseText, Rollout
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.core.rollout import Response, Rollout
 from tepo_megatron.sampler.protocol import Sampler, SampleStream
 from tepo_megatron.sampler.sampling import Sampling, prompt_seed
 from tepo_megatron.tasks.data.tokenizer import Tokenizer

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tepo_megatron.config.environment import EnvironmentConfig
-from tepo_megatron.core.types import Problem, TokenIds, token_ids
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import TokenIds, token_ids
 from tepo_megatron.tasks.data.chat import AnyMessage
 from tepo_megatron.tasks.data.prompts import encode_prompt
 from tepo_megatron.tasks.data.tokenizer import Tokenizer

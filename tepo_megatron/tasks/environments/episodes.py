@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tepo_megatron.core.types import Problem, Response, ResponseText, TokenIds, token_ids
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.core.rollout import Response, TokenIds, token_ids
 from tepo_megatron.sampler.protocol import KeyedResponse, SampleStream
 from tepo_megatron.sampler.sampling import append_observation, join_parts, prompt_seed
 from tepo_megatron.tasks.environments.episode_tokens import Observations

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Protocol
 
-from tepo_megatron.core.types import Problem, Response, ResponseText
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.core.rollout import Response
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.tasks.protocol import RewardResult
 

@@ -10,7 +10,7 @@ from typing import Any
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.evaluate import EvaluateConfig
 from tepo_megatron.config.sampling import SamplingConfig
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data.prompts import encode_prompt
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.tasks.evaluate.answers import Sampler, Scored, Scorer, answers_row, mean_reward, score_groups

@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.evaluate.answers import answers_row
 from tepo_megatron.tasks.evaluate.estimators import Interval, bootstrap
 from tepo_megatron.tasks.evaluate.sets import EvaluationSet, SetResult

@@ -10,7 +10,7 @@ from typing import Any
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.data import SourceConfig
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.sampler.sampling import truncation_of
 from tepo_megatron.tasks.data.prompts import encode_prompt
 from tepo_megatron.tasks.data.rows import file_digest

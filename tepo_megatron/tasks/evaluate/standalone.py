@@ -16,7 +16,8 @@ from rich.table import Table
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.core.types import Problem, Response, WeightsVersion
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.registry import make_sampler, sampler_spec
 from tepo_megatron.sampler.sampling import truncation_of
 from tepo_megatron.tasks.data.builtin import resolve_model_path

@@ -10,7 +10,8 @@ from typing import Any
 
 from tepo_megatron.config.data import DataConfig
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.core.types import Problem, Rollout
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.sampler.protocol import Sampler, SampleStream
 from tepo_megatron.tasks.protocol import Generate, RewardResult, turn_figures
 from tepo_megatron.tasks.reward.pool import RewardPool

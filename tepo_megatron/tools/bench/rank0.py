@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.core.types import Response, Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Response, Rollout, WeightsVersion
 from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.sampler.vllm.client.answers import read_frames, read_response
 from tepo_megatron.sampler.vllm.wire.frames import end_frame, response_frame

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.tools.bench.settings import RecipeMeasurement, RecipeSetting
 from tepo_megatron.weights.architecture import ModelSpec, model_spec
 from tepo_megatron.weights.layouts import tensor_shapes

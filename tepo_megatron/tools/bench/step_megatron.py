@@ -25,7 +25,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tepo_megatron.core.types import Batch, Rollout
+from tepo_megatron.core.rollout import Rollout
+from tepo_megatron.core.types import Batch
 from tepo_megatron.trainer.megatron.engine import Engine
 from tepo_megatron.trainer.megatron.policy.policy import PolicyBuilder
 

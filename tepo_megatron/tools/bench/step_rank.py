@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 
 if TYPE_CHECKING:
     from tepo_megatron.trainer.megatron.engine import Engine

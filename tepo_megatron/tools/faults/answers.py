@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.runtime.proc import command_line
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.pool import RewardPool

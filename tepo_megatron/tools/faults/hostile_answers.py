@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 
 MEGABYTE = 10**6
 

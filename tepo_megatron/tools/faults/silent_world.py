@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Batch, Rollout
+from tepo_megatron.core.rollout import Rollout
+from tepo_megatron.core.types import Batch
 from tepo_megatron.run.step.agreement import agreements, check_agreement
 from tepo_megatron.run.step.canary import (
     CACHED_TOKENS,

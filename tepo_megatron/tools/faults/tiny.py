@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.reward.verifiers import last_word
 
 LIVE = (

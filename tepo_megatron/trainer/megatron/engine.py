@@ -15,8 +15,9 @@ from torch import Tensor
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.objective import build_objective
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.scores.backend import get_backend
-from tepo_megatron.core.types import Batch, Rollout, WeightsVersion
+from tepo_megatron.core.types import Batch
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.trainer.checkpoints.run_compatibility import describe_run

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.trainer.megatron.engine import Engine
 
 

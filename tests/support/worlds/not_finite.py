@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import token_logprobs
+from tepo_megatron.core.rollout import token_logprobs
 from tests.support.small_llama import draw_rollouts
 
 

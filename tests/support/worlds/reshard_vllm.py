@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.weights import make_shard_sender
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.protocol import ServerDied

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Rollout
+from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.step.canary import Canary, canary_prompt, tolerance
 from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.sampler.fleet.fleet import Fleet

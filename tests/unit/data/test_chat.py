@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data.prompts import encode_prompt
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, load_tokenizer
 from tests.support.chat_tokenizer import SPECIAL, write_chat_tokenizer

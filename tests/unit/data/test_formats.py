@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.data import FieldsConfig, SourceConfig
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data.problems import load_problems
 from tests.support.data_files import save_to_disk, write_csv, write_jsonl, write_list, write_parquet
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data.problems import load_problems
 
 words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data.prompts import encode_prompt
 from tepo_megatron.tasks.data.tasks import addition
 from tepo_megatron.tasks.data.tokenizer import (

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.problem import Problem
-from tepo_megatron.core.types import Response, ResponseText
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.core.rollout import Response
 from tepo_megatron.sampler.vllm.server.resources import reserve_port
 from tepo_megatron.tasks.environments import workers
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask

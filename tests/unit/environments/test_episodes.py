@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.core.problem import Problem, ResponseText
-from tepo_megatron.core.types import WeightsVersion
+from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.sampling import prompt_seed
 from tepo_megatron.tasks.environments.episode_tokens import Observations
 from tepo_megatron.tasks.environments.episodes import EpisodeLimits, EpisodeStream, add_rewards

@@ -16,8 +16,8 @@ import pytest
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.environment import EnvironmentConfig
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.core.problem import Problem
-from tepo_megatron.core.types import Response, ResponseText, Rollout
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.core.rollout import Response, Rollout
 from tepo_megatron.run.sampling.step_rewards import StepRewards
 from tepo_megatron.tasks.environments import workers
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask

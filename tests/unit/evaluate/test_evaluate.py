@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tepo_megatron.config.evaluate import EvaluateConfig
 from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.config.sampling import SamplingConfig
-from tepo_megatron.core.types import Problem, Response, WeightsVersion
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.tasks.data.tasks import addition
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
 from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, evaluate

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data.tasks import addition
 from tepo_megatron.tasks.evaluate.results import compare_results, read_results, settings_of, write_results
 from tepo_megatron.tasks.evaluate.sets import EvaluationSet, evaluate_set

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.evaluate import SetSamplingConfig
 from tepo_megatron.config.loading.load import ConfigError, dump_resolved, load_run
-from tepo_megatron.core.types import Problem, Response, WeightsVersion
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.tasks.data.tasks import addition
 from tepo_megatron.tasks.evaluate.evaluation import VerifierPools, evaluate_all, what_failed, what_is_due
 from tepo_megatron.tasks.evaluate.sets import EvaluationSet, evaluate_set, load_sets

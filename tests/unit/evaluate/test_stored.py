@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.core.types import Response, WeightsVersion
+from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.tasks.evaluate.standalone import StoredResponses, model_identity
 
 PROMPTS: list[tuple[int, ...]] = [(3, at) for at in range(6)]

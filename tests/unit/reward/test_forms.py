@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.core.types import Problem, ResponseText
+from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward import workers
 from tepo_megatron.tasks.reward.pool import RewardPool, weigh

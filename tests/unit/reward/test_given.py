@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.core.types import Problem, ResponseText
+from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.runtime.workers.limits import data_bytes
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.pool import RewardPool

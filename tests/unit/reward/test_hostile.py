@@ -17,7 +17,7 @@ import json, resource
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.tools.faults.hostile_answers import hostile_answers
 from tepo_megatron.tasks.reward.pool import RewardPool
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 
 hostile = [(each.problem, each.response) for each in hostile_answers()]
 with RewardPool(RewardConfig(verifier="math", workers=2, timeout_s=0.5, memory_mb={MEMORY_MB})) as pool:

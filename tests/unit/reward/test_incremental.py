@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.core.types import Problem, ResponseText
+from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.pool import RewardPool
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.core.types import Problem, ResponseText
+from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.tasks.reward.judge import Judge, JudgeError
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tests.support.programs import TIMEOUT_S

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.runtime.workers.failure import RememberedFailures
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tests.support.programs import TIMEOUT_S
@@ -152,7 +152,7 @@ def test_a_long_log_of_the_run_does_not_count(tries: Path) -> None:
 import sys
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.tasks.reward.pool import RewardPool
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 sys.path.insert(0, sys.argv[1])
 open(sys.argv[1] + "/printing.py", "w").write("def judge(p, r):\\n    print(r, flush=True)\\n    return 1.0\\n")
 with RewardPool(RewardConfig(verifier="printing:judge", file_mb=1)) as pool:

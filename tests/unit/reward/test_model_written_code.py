@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.reward.math_verifier import math
 
 HARMLESS = {"Integer", "Float", "Rational", "Number", "Add", "Mul", "Pow"}

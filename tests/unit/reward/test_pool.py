@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tests.support.programs import TIMEOUT_S
 
@@ -197,7 +197,7 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts tests in the background has it ignored
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.tasks.reward.pool import RewardPool
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 sys.path.insert(0, sys.argv[1])
 pool = RewardPool(RewardConfig(verifier="my_rewards:judge", workers=1, timeout_s=300))
 print(int(pool.score([(Problem("p", "q", "a"), "pid")])[0].reward), flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tepo_megatron.core.types import Problem, ResponseText
+from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.tasks.reward.recorded import RecordedGroup, read_recorded
 
 

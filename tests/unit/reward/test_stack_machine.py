@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.reward import RewardConfig
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data.tasks.stack_machine import draw, draw_choice, program_of, value_of
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tepo_megatron.tasks.reward.stack_machine import MachineError, StackMachine, run

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.reward.verifiers import VERIFIERS, check_reachable, exact, last_number, last_word, load_verifier
 
 

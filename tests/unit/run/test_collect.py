@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Problem, Rollout
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.sampler.protocol import ServerDied
 from tests.support.fake_sampling import (
     MAX_NEW_TOKENS,

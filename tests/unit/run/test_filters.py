@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tepo_megatron.config.sampling import FilterGroupsConfig
-from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.filters import load_filters, refused_by
 from tepo_megatron.run.sampling.groups import histogram
 

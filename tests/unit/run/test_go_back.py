@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.run import rank0 as root_driver
 from tepo_megatron.run.display.progress import NoProgress
 from tepo_megatron.run.metrics.metrics import read_metrics

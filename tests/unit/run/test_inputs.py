@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Rollout, SamplingMask, WeightsVersion, token_ids
+from tepo_megatron.core.rollout import Rollout, WeightsVersion, token_ids
+from tepo_megatron.core.sampling_mask import SamplingMask
 from tepo_megatron.run.checks import RUN_CHECKS, RunSubject, check_model
 from tepo_megatron.run.sampling.inputs import check_replayed_masks, check_replayed_routes, read_inputs, read_replay
 from tepo_megatron.run.step.placement import this_machine

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import Problem, Rollout, WeightsVersion
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling import journal as journals
 from tepo_megatron.run.sampling.journal import Journal
 from tepo_megatron.sampler.rollout_file import Record, read_record, record_path
@@ -233,7 +234,7 @@ WRITE = """
 import resource, signal, sys
 from pathlib import Path
 from tepo_megatron.sampler.rollout_file import write_rollouts
-from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel kills who writes beyond the limit, within the write
 rollouts = [Rollout("p", 0, (1,), (2,) * 300, (-0.25,) * 300, "stop", WeightsVersion(0))] * 50

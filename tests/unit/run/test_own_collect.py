@@ -12,7 +12,8 @@ import pytest
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.loading.load import ConfigError, load_run
-from tepo_megatron.core.types import Problem, Response, Rollout, WeightsVersion
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Response, Rollout, WeightsVersion
 from tepo_megatron.errors import is_ours
 from tepo_megatron.run.sampling.custom_rollout import StepSampler, load_collect
 from tepo_megatron.sampler.protocol import ServerDied

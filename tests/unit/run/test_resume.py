@@ -16,7 +16,7 @@ from tepo_megatron.cli import train as train_command
 from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.loading.load import ConfigError, dump_resolved, load_run
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 from tepo_megatron.run.output.resume import accept, find_checkpoint, messages, restore_data
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.mixture import ProblemSampler

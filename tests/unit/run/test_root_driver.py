@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import LogConfig, RolloutConfig, RunConfig
-from tepo_megatron.core.types import Problem, Rollout, WeightsVersion
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.callbacks.callbacks import Callbacks
 from tepo_megatron.run.display.progress import NoProgress
 from tepo_megatron.run.metrics.metrics import Stopwatch

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.core.types import Rollout, WeightsVersion, token_logprobs
+from tepo_megatron.core.rollout import Rollout, WeightsVersion, token_logprobs
 from tepo_megatron.run.metrics.summary import summarize
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.run.step.nonfinite_updates import SkippedUpdates, describe, write_skipped

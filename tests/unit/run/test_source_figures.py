@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tepo_megatron.core.types import Problem, Rollout, WeightsVersion
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.metrics.source_figures import source_figures
 
 

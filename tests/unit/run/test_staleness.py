@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RolloutConfig, RunConfig
-from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.length_handling import trained_places
 from tepo_megatron.run.sampling.schedule import idle_shares
 from tepo_megatron.run.sampling.staleness import mismatch_by_age, part_ages, token_ages, version_figures

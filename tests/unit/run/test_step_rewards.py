@@ -16,7 +16,8 @@ from tepo_megatron.config.loading.load import load_run
 from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.core.objective import build_objective
 from tepo_megatron.core.objective.advantage import gdpo_advantages
-from tepo_megatron.core.types import Problem, ResponseText, Rollout, WeightsVersion
+from tepo_megatron.core.problem import Problem, ResponseText
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.step_rewards import StepRewards, rehearsed
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.tasks.protocol import RewardResult

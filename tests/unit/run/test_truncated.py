@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tepo_megatron.config import ObjectiveConfig, RunConfig
 from tepo_megatron.config.sampling import OverlongConfig
 from tepo_megatron.core.objective import build_objective
-from tepo_megatron.core.types import Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.length_handling import check_enough, figures, overlong_penalty, penalise
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.trainer.megatron.batching.batch import pack

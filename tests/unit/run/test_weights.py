@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import WeightsVersion
+from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.run.weights import WeightPublisher
 from tepo_megatron.weights.layouts import VllmParallel
 

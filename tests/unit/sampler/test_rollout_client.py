@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.core.types import Response, WeightsVersion
+from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.vllm.client.answers import BadAnswer, read_frames, read_spans
 from tepo_megatron.sampler.vllm.client.client import GENERATE, Client
 from tepo_megatron.sampler.vllm.server.resources import reserve_port

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.core.types import WeightsVersion
+from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.fleet.sync import ShardSync
 from tepo_megatron.sampler.protocol import ServerDied

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tepo_megatron.core.types import Response, WeightsVersion
+from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.sampler.vllm.client.answers import BadAnswer, FailedAnswer, OtherWeights, read_frames, read_response

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from tepo_megatron.core.types import Rollout, WeightsVersion, token_ids, token_logprobs
+from tepo_megatron.core.rollout import Rollout, WeightsVersion, token_ids, token_logprobs
 from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path, write_rollouts
 
 floats = st.floats(allow_nan=False)

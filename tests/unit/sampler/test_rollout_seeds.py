@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.core.types import Response, TokenIds, WeightsVersion
+from tepo_megatron.core.rollout import Response, TokenIds, WeightsVersion
 from tepo_megatron.run.step.minibatches import derive_seed
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.sampling import Sample

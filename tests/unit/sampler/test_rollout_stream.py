@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.core.types import Response, WeightsVersion
+from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.fleet.server_handle import Lane
 from tepo_megatron.sampler.fleet.stream import FleetStream

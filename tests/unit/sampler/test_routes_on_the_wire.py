@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from tepo_megatron.core.types import Response, WeightsVersion
+from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.sampling import join_parts
 from tepo_megatron.sampler.vllm.client.answers import BadAnswer, Routed, read_response
 from tepo_megatron.sampler.vllm.wire.frames import BadFrame, Frame, FrameReader, head_frame, response_frame

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import SamplingConfig
-from tepo_megatron.core.types import Response, Rollout, SamplingMask, WeightsVersion, token_ids
+from tepo_megatron.core.rollout import Response, Rollout, WeightsVersion, token_ids
+from tepo_megatron.core.sampling_mask import SamplingMask
 from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, record_path, write_rollouts
 from tepo_megatron.sampler.sampling import Sampling, append_observation, join_parts
 from tepo_megatron.sampler.vllm.client.answers import BadAnswer, read_response

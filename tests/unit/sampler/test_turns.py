@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.core.types import Response, WeightsVersion, token_ids
+from tepo_megatron.core.rollout import Response, WeightsVersion, token_ids
 from tepo_megatron.sampler.sampling import append_observation, join_parts
 
 turn = st.tuples(st.booleans(), st.integers(1, 5), st.integers(0, 2))

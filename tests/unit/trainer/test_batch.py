@@ -9,7 +9,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.core.types import Batch, Rollout, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.core.types import Batch
 from tepo_megatron.trainer.megatron.batching.batch import broadcast, pack, pad_sequences, pad_to
 
 

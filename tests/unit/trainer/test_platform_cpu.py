@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train_one_step(rank: int, world: int, model: Path, missing: str | None) -> None:
     """Two pipeline stages with full recomputation, and Adam's states on the host; without one of the patches."""
     from tepo_megatron.config import EngineConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
-    from tepo_megatron.core.types import Rollout, WeightsVersion
+    from tepo_megatron.core.rollout import Rollout, WeightsVersion
     from tepo_megatron.trainer.megatron.engine import Engine
 
     warnings.filterwarnings("ignore")

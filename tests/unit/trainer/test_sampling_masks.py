@@ -12,7 +12,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.core.types import Batch, Rollout, SamplingMask, WeightsVersion
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.core.sampling_mask import SamplingMask
+from tepo_megatron.core.types import Batch
 from tepo_megatron.run.metrics.summary import summarize
 from tepo_megatron.trainer.megatron.batching.batch import broadcast, pack, pad_sequences, pad_to
 from tepo_megatron.trainer.megatron.batching.context_parallel import cut

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from tepo_megatron.core.types import Response, TokenIds, WeightsVersion
+from tepo_megatron.core.rollout import Response, TokenIds, WeightsVersion
 from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS
 from tepo_megatron.sampler.sampling import Sample, Sampling
 from tepo_megatron.sampler.vllm.client.answers import (

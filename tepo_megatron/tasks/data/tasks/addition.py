@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cache
 from hashlib import sha256
 
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 
 NUM_HELDOUT = 200
 

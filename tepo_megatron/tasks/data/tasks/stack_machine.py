@@ -12,7 +12,7 @@ from functools import cache
 from hashlib import shake_256
 from typing import Any
 
-from tepo_megatron.core.types import Problem
+from tepo_megatron.core.problem import Problem
 
 NUM_HELDOUT = 200
 NUM_TRAIN = 10_000

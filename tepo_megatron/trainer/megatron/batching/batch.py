@@ -12,7 +12,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tepo_megatron.core.types import Batch, Rollout, SamplingMask, not_recorded
+from tepo_megatron.core.rollout import Rollout, not_recorded
+from tepo_megatron.core.sampling_mask import SamplingMask
+from tepo_megatron.core.types import Batch
 from tepo_megatron.trainer.megatron.batching.routing_replay import RouteSizes, broadcast_routes, pack_routes, sizes_of
 from tepo_megatron.trainer.megatron.batching.sampling_masks import broadcast_mask, pack_masks, size_of
 

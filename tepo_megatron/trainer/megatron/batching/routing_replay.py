@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.core.types import Rollout, not_recorded
+from tepo_megatron.core.rollout import Rollout, not_recorded
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.expert_routes import rollout_fault
 

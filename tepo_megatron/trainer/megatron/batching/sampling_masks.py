@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.core.types import Rollout, SamplingMask
+from tepo_megatron.core.rollout import Rollout
+from tepo_megatron.core.sampling_mask import SamplingMask
 
 NONE = -1
 """The size of a mask that was not recorded."""

@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from tepo_megatron.config import MoeBalanceConfig
-from tepo_megatron.core.types import not_recorded
+from tepo_megatron.core.rollout import not_recorded
 from tepo_megatron.trainer.megatron.batching.context_parallel import Share
 from tepo_megatron.trainer.megatron.model.expert_balance import attach, auxiliary_loss
 from tepo_megatron.trainer.megatron.platform.parallel import Ranks

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.core.types import WeightsVersion
+from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.trainer.megatron.model.fp8_weights import PlainWeights
 from tepo_megatron.trainer.megatron.policy.policy import Policy
