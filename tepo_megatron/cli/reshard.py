@@ -14,8 +14,7 @@ from tepo_megatron.cli.console import console
 from tepo_megatron.cli.errors import user_errors
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, pipeline_stages
 from tepo_megatron.weights.reshard.cost import Cluster, PlanSummary, summarize_plan
-from tepo_megatron.weights.reshard.plan import reshard_plan
-from tepo_megatron.weights.reshard.plan_json import plan_to_json
+from tepo_megatron.weights.reshard.plan import plan_to_json, reshard_plan
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.launch.job import BUILTIN, JOB_END_S, data_files, own_code, uses_gpus, warning_lead_s
+from tepo_megatron.launch.job import BUILTIN, JOB_END_S, custom_code_files, data_files, uses_gpus, warning_lead_s
 from tepo_megatron.runtime.named_check import NamedCheck, verify_all
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _check_code(run: _ClusterRun) -> None:
                 f"objective.plugins: {plugin} does not exist on {run.where}; put the same file at the same path there, or "
                 "install the module on both sides and name it"
             )
-    for field, file in own_code(run.config).items():
+    for field, file in custom_code_files(run.config).items():
         if not run.has(file):
             raise ValueError(f"{field}: {file} does not exist on {run.where}; put the file there")
 

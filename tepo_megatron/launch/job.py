@@ -24,13 +24,13 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 BUILTIN = "builtin:"
 
-_OWN_CODE = re.compile(r"[^:\n]+\.py:[A-Za-z_]\w*")
+_CUSTOM_CODE = re.compile(r"[^:\n]+\.py:[A-Za-z_]\w*")
 """``path/file.py:name``: a verifier, filter, order, environment, callback or any other function or class of the user's."""
 
 _NOT_OURS = ("cluster", "kwargs", "verifier_kwargs", "template", "system_prompt")
 """Fields without such names: those of the machine that submits, what the user's own code is given, and text for the model."""
 
-Change = Callable[[str, Any], Any]
+_ValueChange = Callable[[str, Any], Any]
 """What a field's value becomes; called with the field's name, such as ``data.train[1].verifier``, and the value."""
 
 
@@ -87,15 +87,15 @@ def mounts(config: RunConfig) -> list[str]:
     folders = {str(config.output), config.model.path}
     adapters = config.model.lora and config.model.lora.path
     speculative = config.rollout.server.speculative
-    given = (config.model.shards, adapters, config.rollout.replay, speculative and speculative.draft_model)
-    folders |= {str(folder) for folder in given if folder is not None}
+    optional = (config.model.shards, adapters, config.rollout.replay, speculative and speculative.draft_model)
+    folders |= {str(folder) for folder in optional if folder is not None}
     files = [*data_files(config).values(), *config.evaluate.paths.values()]
     if config.environment is not None and config.environment.key_file is not None:
         files.append(str(config.environment.key_file))
     folders |= {file if file.startswith(BUILTIN) else str(PurePosixPath(file).parent) for file in files}
-    folders |= own_folders(config)
-    own = sorted(f"{folder}:{folder}" for folder in folders if not folder.startswith(BUILTIN))
-    return list(dict.fromkeys([*own, *config.cluster.mounts]))
+    folders |= _custom_code_folders(config)
+    local = sorted(f"{folder}:{folder}" for folder in folders if not folder.startswith(BUILTIN))
+    return list(dict.fromkeys([*local, *config.cluster.mounts]))
 
 
 def train_script(config: RunConfig) -> str:
@@ -125,8 +125,8 @@ def warning_lead_s(config: RunConfig) -> int:
 def _fill(template: str, config: RunConfig, **values: str | int) -> str:
     """The template with ``@name@`` replaced by the quoted value."""
     text = (TEMPLATES / template).read_text()
-    given = {"output": str(config.output), "interface": config.rollout.server.interface or "", **values}
-    for name, value in given.items():
+    replacements = {"output": str(config.output), "interface": config.rollout.server.interface or "", **values}
+    for name, value in replacements.items():
         text = text.replace(f"@{name}@", shlex.quote(str(value)))
     return text.replace("@setup@\n", "".join(f"{line}\n" for line in config.cluster.setup))
 
@@ -153,7 +153,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     def change(field: str, value: Any) -> Any:
         if isinstance(value, Path):
             return Path(absolute(field, str(value), config))
-        if isinstance(value, str) and _OWN_CODE.fullmatch(value):
+        if isinstance(value, str) and _CUSTOM_CODE.fullmatch(value):
             place, _, name = value.rpartition(":")
             return f"{absolute(field, place, config)}:{name}"
         return value
@@ -176,26 +176,26 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     )
 
 
-def own_code(config: RunConfig) -> dict[str, str]:
+def custom_code_files(config: RunConfig) -> dict[str, str]:
     """The files of the user's own code, by the field that names one, such as ``data.order``; without plugins."""
-    found = {}
+    result = {}
 
     def note(field: str, value: Any) -> Any:
-        if isinstance(value, str) and _OWN_CODE.fullmatch(value):
-            found[field] = value.rpartition(":")[0]
+        if isinstance(value, str) and _CUSTOM_CODE.fullmatch(value):
+            result[field] = value.rpartition(":")[0]
         return value
 
     _changed(config, "", note)
-    return found
+    return result
 
 
-def own_folders(config: RunConfig) -> set[str]:
+def _custom_code_folders(config: RunConfig) -> set[str]:
     """The folders with the user's own code; what lies beside a file can be imported by it."""
-    files = [*own_code(config).values(), *(name for name in config.objective.plugins if name.startswith("/"))]
+    files = [*custom_code_files(config).values(), *(name for name in config.objective.plugins if name.startswith("/"))]
     return {str(PurePosixPath(file).parent) for file in files}
 
 
-def _changed(value: Any, field: str, change: Change) -> Any:
+def _changed(value: Any, field: str, change: _ValueChange) -> Any:
     """The value with ``change`` applied to everything in it that is neither a section nor a collection."""
     if isinstance(value, Section):
         parts = {name: getattr(value, name) for name in type(value).model_fields if name not in _NOT_OURS}
@@ -204,5 +204,5 @@ def _changed(value: Any, field: str, change: Change) -> Any:
     if isinstance(value, Mapping):
         return {name: _changed(part, f"{field}.{name}", change) for name, part in value.items()}
     if isinstance(value, tuple):
-        return tuple(_changed(part, f"{field}[{at}]", change) for at, part in enumerate(value))
+        return tuple(_changed(part, f"{field}[{index}]", change) for index, part in enumerate(value))
     return change(field, value)

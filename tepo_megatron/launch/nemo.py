@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nemo_run.core.tunnel.client import Tunnel
 
 TITLE = "tepo"
-POLL_S = 5
+ROLE_POLL_INTERVAL_S = 5
 """Seconds between two looks of the batch script at whether a role has ended."""
 
 
@@ -75,9 +75,9 @@ def submit(config: RunConfig) -> str:
             experiment.run(detach=True)
             return str(experiment.jobs[0].handle).rpartition("/")[2]
     except UnexpectedExit as error:
-        said = " ".join(error.result.stderr.split()) or f"exit code {error.result.exited}"
+        message = " ".join(error.result.stderr.split()) or f"exit code {error.result.exited}"
         raise RuntimeError(
-            f"Slurm refused the job ({said}); see cluster.partition, cluster.account, cluster.time_limit and cluster.sbatch"
+            f"Slurm refused the job ({message}); see cluster.partition, cluster.account, cluster.time_limit and cluster.sbatch"
         ) from error
     finally:
         if not local:
@@ -150,7 +150,7 @@ def _executor(config: RunConfig, role: Role) -> SlurmExecutor:
         packager=nemo_run.Packager(),
         setup_lines=f"{_head_address(config.rollout.server.interface)}\n{batch_lines(config)}",
         wait_time_for_group_job=0,
-        monitor_group_job_wait_time=POLL_S,
+        monitor_group_job_wait_time=ROLE_POLL_INTERVAL_S,
         poll_estimated_start_time=False,
     )
     return executor

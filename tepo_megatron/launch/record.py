@@ -38,7 +38,7 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """This machine, its interpreter, and the version of every installed distribution."""
-    packages = {found.metadata["Name"]: found.version for found in metadata.distributions()}
+    packages = {distribution.metadata["Name"]: distribution.version for distribution in metadata.distributions()}
     return {
         "host": platform.node(),
         "platform": platform.platform(),

@@ -53,10 +53,10 @@ def save_job(config: RunConfig, tunnel: Tunnel, job: str) -> None:
 def load_job(config: RunConfig, tunnel: Tunnel) -> SubmittedJob:
     """Reads the newest job of the output folder. Raises ValueError if none was submitted."""
     path = config.output / "launch" / "job.json"
-    found = tunnel.run(f"cat {shlex.quote(str(path))}", hide=True, warn=True)
-    if not found.ok:
+    answer = tunnel.run(f"cat {shlex.quote(str(path))}", hide=True, warn=True)
+    if not answer.ok:
         raise ValueError(f"no job was submitted for output {config.output} ({path} is not there); start one with 'tepo launch'")
-    return SubmittedJob(**json.loads(found.stdout))
+    return SubmittedJob(**json.loads(answer.stdout))
 
 
 def status(job: str, tunnel: Tunnel) -> str:

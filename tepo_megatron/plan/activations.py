@@ -45,15 +45,15 @@ def passed_width(spec: ModelSpec) -> int:
 
 def layer_activations(spec: ModelSpec, config: RunConfig) -> Mapping[str, float]:
     """Bytes per token that one layer keeps for its backward pass, by what is kept; recomputed modules keep their inputs."""
-    return _kept(spec, config, config.engine.recomputed)
+    return _activations_without(spec, config, config.engine.recomputed)
 
 
-def activations_made_again(spec: ModelSpec, config: RunConfig) -> float:
+def recomputed_activations(spec: ModelSpec, config: RunConfig) -> float:
     """Bytes per token that the backward pass of one layer computes again, and holds while it is in that layer."""
-    return sum(_kept(spec, config, ()).values()) - sum(layer_activations(spec, config).values())
+    return sum(_activations_without(spec, config, ()).values()) - sum(layer_activations(spec, config).values())
 
 
-def _kept(spec: ModelSpec, config: RunConfig, again: Collection[str]) -> Mapping[str, float]:
+def _activations_without(spec: ModelSpec, config: RunConfig, again: Collection[str]) -> Mapping[str, float]:
     """``again``: the modules whose activations are not kept (``engine.recompute_modules``)."""
     parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
     t, s = parallel.tp, parallel.tp if parallel.sequence_parallel else 1

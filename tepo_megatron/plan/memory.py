@@ -12,12 +12,12 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.plan.activations import (
     ELEMENT_BYTES,
     NORM_COPIES,
-    activations_made_again,
     chosen_mlps,
     layer_activations,
     layers_of,
     padded_tokens,
     platform_of,
+    recomputed_activations,
 )
 from tepo_megatron.plan.shapes import (
     AdapterCount,
@@ -220,7 +220,7 @@ def _activations(spec: ModelSpec, config: RunConfig, stage: int, tokens: int, in
     if config.engine.recompute == "full":
         # Only each layer's input is kept; one layer at a time is computed again, and is then alive as a whole.
         return in_flight * boundary + layer + final_norm
-    return in_flight * layer + tokens * activations_made_again(spec, config) + final_norm
+    return in_flight * layer + tokens * recomputed_activations(spec, config) + final_norm
 
 
 def _head_or_layer(spec: ModelSpec, config: RunConfig, stage: int, tokens: int) -> tuple[float, float]:

@@ -37,7 +37,7 @@ class ServerMemory:
 
 
 @dataclass(frozen=True)
-class Sync:
+class SyncTraffic:
     """Bytes and time of one weight sync from shard to shard, as the bridge's planner lays it out."""
 
     moves: int
@@ -144,7 +144,7 @@ def check_server(config: RunConfig, memory: ServerMemory, longest: int) -> str |
     )
 
 
-def weight_sync(spec: ModelSpec, config: RunConfig) -> Sync:
+def weight_sync(spec: ModelSpec, config: RunConfig) -> SyncTraffic:
     """Plans the weight sync of a run with servers; takes seconds for a 70B model. Raises ValueError if vLLM cannot split it."""
     cluster, parallel, server = config.cluster, config.engine.parallel, config.rollout.server
     stages = pipeline_stages_of(spec, parallel)
@@ -158,4 +158,4 @@ def weight_sync(spec: ModelSpec, config: RunConfig) -> Sync:
     most_sent, most_received = max(sent.values()), max(received.values())
     link = cluster.network_gb_per_s if cluster.rollout_nodes else cluster.nvlink_gb_per_s
     seconds = max(most_sent, most_received) / (link * 1e9 * cluster.link_efficiency)
-    return Sync(len(plan.moves), sent.total(), most_sent, most_received, seconds)
+    return SyncTraffic(len(plan.moves), sent.total(), most_sent, most_received, seconds)

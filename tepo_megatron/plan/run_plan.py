@@ -25,7 +25,7 @@ from tepo_megatron.plan.memory import (
 )
 from tepo_megatron.plan.rollout import (
     ServerMemory,
-    Sync,
+    SyncTraffic,
     check_server,
     check_turns,
     draft_spec,
@@ -54,7 +54,7 @@ class Plan:
     stages: tuple[RankMemory, ...]
     hosts: tuple[HostMemory, ...]
     server: ServerMemory
-    sync: Sync | None
+    sync: SyncTraffic | None
     """None where rollouts are replayed, without servers."""
 
     time: StepTime
@@ -149,8 +149,11 @@ def _step_tokens(config: RunConfig, lengths: Lengths) -> float:
 
 def _hosts(spec: ModelSpec, config: RunConfig, lengths: Lengths, stages: tuple[RankMemory, ...]) -> tuple[HostMemory, ...]:
     tokens = _step_tokens(config, lengths)
-    owned = (owned_weights(spec, config, stage) for stage in range(len(stages)))
-    return tuple(host_memory(spec, config, memory, own, step_tokens=tokens) for memory, own in zip(stages, owned, strict=True))
+    owned_by_stage = (owned_weights(spec, config, stage) for stage in range(len(stages)))
+    return tuple(
+        host_memory(spec, config, memory, owned_weights, step_tokens=tokens)
+        for memory, owned_weights in zip(stages, owned_by_stage, strict=True)
+    )
 
 
 def _host_problem(spec: ModelSpec, config: RunConfig, lengths: Lengths, stages: tuple[RankMemory, ...]) -> str | None:
@@ -199,9 +202,9 @@ def _suggest(spec: ModelSpec, config: RunConfig, lengths: Lengths, usable: float
         time = step_time(spec, changed, lengths, server, None, stages)
         return max(memory.total for memory in stages), time.score + time.train + time.exchange + time.adam + time.turns
 
-    found = smallest_changes(config, spec, lengths.longest, usable, measure)
-    if found:
-        return f"It fits with {' or with '.join(f'{change} ({change.needed / GIB:.1f} GiB)' for change in found)}"
+    changes = smallest_changes(config, spec, lengths.longest, usable, measure)
+    if changes:
+        return f"It fits with {' or with '.join(f'{change} ({change.needed / GIB:.1f} GiB)' for change in changes)}"
     return "No change of one or two fields makes it fit, not on four times the nodes either; use larger GPUs or a smaller model"
 
 
@@ -238,9 +241,9 @@ def _assumptions(spec: ModelSpec, config: RunConfig, lengths: Lengths, substitut
         f"{cluster.nvlink_gb_per_s:g} GB/s within; rewards, evaluations and start-up take no time"
     )
     if config.train.save_every:
-        size, own = checkpoint_bytes(spec, config) / 1e9, checkpoint_bytes_of_a_rank(spec, config) / 1e9
+        size, rank_size = checkpoint_bytes(spec, config) / 1e9, checkpoint_bytes_of_a_rank(spec, config) / 1e9
         how = "written beside training" if config.train.async_save else f"written at {cluster.storage_gb_per_s:g} GB/s"
-        yield f"a checkpoint of {size:,.0f} GB every {config.train.save_every} steps, {own:,.1f} GB a rank at most, {how}"
+        yield f"a checkpoint of {size:,.0f} GB every {config.train.save_every} steps, {rank_size:,.1f} GB a rank at most, {how}"
 
 
 def check_placement(config: RunConfig) -> None:

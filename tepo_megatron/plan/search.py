@@ -11,29 +11,29 @@ from typing import Any
 from tepo_megatron.config import RunConfig
 from tepo_megatron.weights.architecture import ModelSpec
 
-Values = Mapping[str, Any]
+Settings = Mapping[str, Any]
 """Dotted names of fields, and what they are set to."""
 
-Knob = list[Values]
+Knob = list[Settings]
 """Settings of the same fields, of which one is tried at a time."""
 
-MOST_AT_ONCE = 2
+MAX_KNOBS = 2
 """How many knobs are turned at once."""
 
-MOST_SHOWN = 4
+MAX_CHANGES_SHOWN = 4
 
 
 @dataclass(frozen=True)
 class Change:
     """What is set, the run that it makes, the bytes of its fullest rank, and the seconds of training and scores in a step."""
 
-    values: Values
+    values: Settings
     config: RunConfig
     needed: float
     seconds: float
 
     @property
-    def rounds_states(self) -> bool:
+    def changes_rounding(self) -> bool:
         """Whether other numbers come out of it: what is kept in fewer bits is rounded at every step."""
         return "optimizer.exp_avg_dtype" in self.values
 
@@ -62,16 +62,16 @@ def smallest_changes(
     ``measure`` returns bytes and seconds of a run, and raises ValueError for one that cannot be laid out.
     """
     knobs = list(_knobs(config, spec, longest))
-    tried = [[knob] for knob in knobs], list(map(list, combinations(knobs, MOST_AT_ONCE)))
-    for groups in (*tried, [[knob] for knob in _more_nodes(config)]):
-        found = [
+    groups_of_knobs = [[knob] for knob in knobs], list(map(list, combinations(knobs, MAX_KNOBS)))
+    for groups in (*groups_of_knobs, [[knob] for knob in _more_nodes(config)]):
+        changes = [
             change
             for group in groups
             for values in _products(group)
             if (change := _try(config, values, measure)) is not None and change.needed <= usable
         ]
-        if found:
-            return sorted(found, key=lambda change: (change.rounds_states, change.seconds))[:MOST_SHOWN]
+        if changes:
+            return sorted(changes, key=lambda change: (change.changes_rounding, change.seconds))[:MAX_CHANGES_SHOWN]
     return []
 
 
@@ -89,8 +89,8 @@ def _knobs(config: RunConfig, spec: ModelSpec, longest: int) -> Iterator[Knob]:
         modules = ("core_attn", "moe" if spec.experts else "mlp")
         selective = {"engine.recompute": "selective", "engine.recompute_modules": modules}
         full = {"engine.recompute": "full", "engine.recompute_modules": ("core_attn",)}
-        given = engine.recompute == "selective"
-        yield [selective, full if given else {"engine.recompute": "full"}]
+        is_selective = engine.recompute == "selective"
+        yield [selective, full if is_selective else {"engine.recompute": "full"}]
     for name in ("tp", "pp", "cp"):
         size = getattr(parallel, name)
         factors = [factor for factor in (2, 4, 8) if parallel.dp % factor == 0]
@@ -103,7 +103,7 @@ def _knobs(config: RunConfig, spec: ModelSpec, longest: int) -> Iterator[Knob]:
 def _optimizer_knobs(config: RunConfig) -> Iterator[Knob]:
     """States shared with other ranks, in fewer bits, or on the host; as one knob, since each needs the first."""
     optimizer = config.optimizer
-    shared: Values = {} if optimizer.distributed else {"optimizer.distributed": True}
+    shared: Settings = {} if optimizer.distributed else {"optimizer.distributed": True}
     settings = [shared] if shared else []
     if not optimizer.own_masters and not config.engine.fp8.params:
         if config.model.dtype == "bfloat16" and config.engine.platform != "cpu":
@@ -121,7 +121,7 @@ def _more_nodes(config: RunConfig) -> Iterator[Knob]:
         yield [{"cluster.train_nodes": nodes * factor, f"engine.parallel.{name}": size * factor} for factor in (2, 4, 8)]
 
 
-def _products(knobs: list[Knob]) -> Iterator[Values]:
+def _products(knobs: list[Knob]) -> Iterator[Settings]:
     """Every choice of one setting of each knob; knobs that share a field, such as dp, are not turned together."""
     if not knobs:
         yield {}
@@ -130,19 +130,19 @@ def _products(knobs: list[Knob]) -> Iterator[Values]:
         yield from ({**rest, **values} for values in knobs[0] if not set(rest) & set(values))
 
 
-def _try(config: RunConfig, values: Values, measure: Callable[[RunConfig], tuple[float, float]]) -> Change | None:
+def _try(config: RunConfig, values: Settings, measure: Callable[[RunConfig], tuple[float, float]]) -> Change | None:
     """The change, or None where it makes no run that can be laid out."""
-    given = config.model_dump()
+    raw = config.model_dump()
     for path, value in values.items():
         *sections, name = path.split(".")
-        section = given
-        for each in sections:
-            section = section[each]
+        section = raw
+        for key in sections:
+            section = section[key]
         section[name] = value
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            changed = RunConfig.model_validate(given)
+            changed = RunConfig.model_validate(raw)
         needed, seconds = measure(changed)
     except ValueError:
         return None

@@ -189,15 +189,15 @@ def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, ...]:
 
 def stage_expert_layers(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, ...]:
     """The number of layers with experts of each pipeline stage."""
-    return tuple(sum(map(spec.has_experts, stage)) for stage in _held(spec, parallel))
+    return tuple(sum(map(spec.has_experts, stage)) for stage in _layers_of_stages(spec, parallel))
 
 
 def stage_layer_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
     """Counts the parameters of the decoder layers of a rank of pipeline stage ``stage``."""
-    return sum(layer_parameters(spec, parallel, layer) for layer in _held(spec, parallel)[stage])
+    return sum(layer_parameters(spec, parallel, layer) for layer in _layers_of_stages(spec, parallel)[stage])
 
 
-def _held(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
+def _layers_of_stages(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
     """The layers of each stage."""
     return [[layer for chunk in chunks for layer in chunk] for chunks in pipeline_stages_of(spec, parallel)]
 
@@ -266,5 +266,5 @@ def stage_adapters(spec: ModelSpec, lora: LoraConfig, parallel: ParallelConfig, 
 def model_adapters(spec: ModelSpec, lora: LoraConfig) -> int:
     """Counts the parameters of all adapters of the model."""
     shapes = tensor_shapes(spec)
-    found = adapter_shapes(shapes, adapted_tensors(shapes, lora.target_modules), lora.rank)
-    return sum(map(math.prod, found.values()))
+    adapters = adapter_shapes(shapes, adapted_tensors(shapes, lora.target_modules), lora.rank)
+    return sum(map(math.prod, adapters.values()))

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from tepo_megatron.plan.activations import platform_of
 from tepo_megatron.plan.memory import GIB
-from tepo_megatron.plan.rollout import ServerMemory, Sync
+from tepo_megatron.plan.rollout import ServerMemory, SyncTraffic
 from tepo_megatron.plan.run_plan import Plan, usable_memory
 from tepo_megatron.plan.time import Lengths, ScheduleTime, schedule_times
 
@@ -34,15 +34,15 @@ def plan_tables(plan: Plan) -> Iterator[Table]:
     yield _time(plan)
     if schedules := _schedules(plan):
         table = _table("The same step under each schedule (train.schedule)", "", "estimate, s", "trainer idle", "servers idle")
-        for each in schedules:
-            chosen = " (this run's)" if each.schedule == plan.config.train.schedule else ""
-            shares = (f"{share:.0%}" for share in (each.idle_trainer, each.idle_servers))
-            table.add_row(each.schedule + chosen, f"{each.seconds:,.1f}", *shares)
+        for schedule in schedules:
+            chosen = " (this run's)" if schedule.schedule == plan.config.train.schedule else ""
+            shares = (f"{share:.0%}" for share in (schedule.idle_trainer, schedule.idle_servers))
+            table.add_row(schedule.schedule + chosen, f"{schedule.seconds:,.1f}", *shares)
         yield table
 
 
 def _schedules(plan: Plan) -> list[ScheduleTime]:
-    return schedule_times(plan.time, takes_turns=plan.config.rollout.server.placement == "colocated")
+    return schedule_times(plan.time, is_colocated=plan.config.rollout.server.placement == "colocated")
 
 
 def plan_notes(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> list[str]:
@@ -54,7 +54,7 @@ def plan_notes(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> list
 
 def plan_json(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> str:
     """The plan as JSON: bytes, tokens, FLOPs and seconds. ``exact`` is what ``check_exact`` returned."""
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "name": plan.config.name,
         "model": asdict(plan.spec),
         "parallel": plan.config.engine.parallel.model_dump(),
@@ -67,11 +67,11 @@ def plan_json(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> str:
         "server": asdict(plan.server),
         "weight_sync": asdict(plan.sync) if plan.sync else None,
         "step": {**asdict(plan.time), "seconds": plan.time.seconds},
-        "schedules": [asdict(each) for each in _schedules(plan)],
+        "schedules": [asdict(schedule) for schedule in _schedules(plan)],
         "assumptions": plan.assumptions,
         "problems": plan.problems,
     }
-    return json.dumps({key: _finite(value) for key, value in found.items()}, indent=2)
+    return json.dumps({key: _finite(value) for key, value in result.items()}, indent=2)
 
 
 def _finite(value: Any) -> Any:
@@ -114,11 +114,13 @@ def _memory(plan: Plan) -> Table:
     if platform_of(plan.config) == "cuda":
         memory = plan.config.cluster.gpu_memory_gib
         table.add_row(f"usable of {memory:g}", *2 * [_gib(usable_memory(plan.config))])
-    table.add_row("on the host", *(_gib(each) for each in (plan.hosts[worst].total, _mean(host.total for host in plan.hosts))))
+    table.add_row(
+        "on the host", *(_gib(value) for value in (plan.hosts[worst].total, _mean(host.total for host in plan.hosts)))
+    )
     return table
 
 
-def _servers(server: ServerMemory, sync: Sync, lengths: Lengths) -> Table:
+def _servers(server: ServerMemory, sync: SyncTraffic, lengths: Lengths) -> Table:
     table = _table("Each vLLM worker, and a weight sync", "", "")
     table.add_row("weights, GiB", _gib(server.weights))
     if server.draft:
@@ -173,8 +175,8 @@ def _time(plan: Plan) -> Table:
 
 
 def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
+    numbers = list(values)
+    return sum(numbers) / len(numbers)
 
 
 def _gib(value: float) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tepo_megatron.config import RunConfig
 from tepo_megatron.plan.activations import ELEMENT_BYTES, padding_share, passed_width
 from tepo_megatron.plan.memory import RankMemory, owned_weights, state_bytes
-from tepo_megatron.plan.rollout import ServerMemory, Sync
+from tepo_megatron.plan.rollout import ServerMemory, SyncTraffic
 from tepo_megatron.plan.shapes import (
     active_parameters,
     expert_copies,
@@ -107,7 +107,7 @@ def step_time(
     config: RunConfig,
     lengths: Lengths,
     server: ServerMemory,
-    sync: Sync | None,
+    sync: SyncTraffic | None,
     stages: Sequence[RankMemory],
 ) -> StepTime:
     """Estimates a step; ``stages``: a rank's memory in each. A token costs 3 forward passes in training and what is computed
@@ -199,11 +199,11 @@ def _adam(spec: ModelSpec, config: RunConfig, stage: int) -> float:
     cluster, optimizer = config.cluster, config.optimizer
     owned, b = owned_weights(spec, config, stage), ELEMENT_BYTES[config.model.dtype]
     # a gradient is read, states are read and written, a weight is written
-    moved = (1 - optimizer.offload_fraction) * (4 + b) + 2 * state_bytes(config)
-    on_gpu = owned * moved / (cluster.gpu_memory_gb_per_s * 1e9 * ADAM_BANDWIDTH)
-    away = owned * optimizer.offload_fraction
-    there_and_back = (4 + 4) * away / (cluster.pcie_gb_per_s * 1e9 * cluster.link_efficiency)
-    return on_gpu + there_and_back + away / cluster.host_adam_per_s
+    bytes_per_weight = (1 - optimizer.offload_fraction) * (4 + b) + 2 * state_bytes(config)
+    on_gpu = owned * bytes_per_weight / (cluster.gpu_memory_gb_per_s * 1e9 * ADAM_BANDWIDTH)
+    offloaded = owned * optimizer.offload_fraction
+    transfer = (4 + 4) * offloaded / (cluster.pcie_gb_per_s * 1e9 * cluster.link_efficiency)
+    return on_gpu + transfer + offloaded / cluster.host_adam_per_s
 
 
 def _turns(config: RunConfig, memory: RankMemory) -> float:
@@ -220,10 +220,10 @@ def _save(spec: ModelSpec, config: RunConfig) -> float:
     every, cluster = config.train.save_every, config.cluster
     if not every:
         return 0.0
-    own = checkpoint_bytes_of_a_rank(spec, config)
+    rank_bytes = checkpoint_bytes_of_a_rank(spec, config)
     if config.train.async_save:
-        return own / (cluster.pcie_gb_per_s * 1e9 * cluster.link_efficiency) / every
-    return (checkpoint_bytes(spec, config) / (cluster.storage_gb_per_s * 1e9) + own * DIGEST_SECONDS_PER_BYTE) / every
+        return rank_bytes / (cluster.pcie_gb_per_s * 1e9 * cluster.link_efficiency) / every
+    return (checkpoint_bytes(spec, config) / (cluster.storage_gb_per_s * 1e9) + rank_bytes * DIGEST_SECONDS_PER_BYTE) / every
 
 
 def checkpoint_bytes_of_a_rank(spec: ModelSpec, config: RunConfig) -> float:
@@ -312,7 +312,7 @@ class ScheduleTime:
     idle_servers: float
 
 
-def schedule_times(step: StepTime, *, takes_turns: bool) -> list[ScheduleTime]:
+def schedule_times(step: StepTime, *, is_colocated: bool) -> list[ScheduleTime]:
     """A step's time and idle shares under each schedule that the run could have. ``takes_turns``: servers are on the trainer's
     GPUs, where nothing overlaps.
 
@@ -323,7 +323,7 @@ def schedule_times(step: StepTime, *, takes_turns: bool) -> list[ScheduleTime]:
         return []
     trains = step.seconds - step.generation
     schedules = [("sync", step.seconds)]
-    if not takes_turns:
+    if not is_colocated:
         schedules.append(("overlap", max(step.generation + step.sync, trains)))
     return [
         ScheduleTime(name, seconds, 1 - trains / seconds, 1 - step.generation / seconds)

@@ -18,7 +18,7 @@ from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.sampling import SamplingSettings
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.transfer.full_tensors import Manifest
+from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 from tepo_megatron.weights.transfer.sender import ShardSender
 
 INITIAL_WEIGHTS = WeightsVersion(0)
@@ -110,7 +110,7 @@ class WeightReceiver(Protocol):
     repeat), otherwise RuntimeError or ValueError with the tensor at fault.
     """
 
-    def update_weights_from_tensors(self, version: WeightsVersion, manifest: Manifest, tensors: Iterable[Tensor]) -> None:
+    def update_weights_from_tensors(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
         """Takes full tensors from this process. ``manifest`` has the Hugging Face name, shape and dtype name of each of
         ``tensors``, in order. Consumes all of ``tensors`` on an error, too, since the trainer's ranks gather them together.
         """
@@ -119,7 +119,7 @@ class WeightReceiver(Protocol):
         """Takes shards straight from the ranks that hold them. All other ranks call ``sender.update_as_non_root``."""
 
     def update_adapters(
-        self, version: WeightsVersion, manifest: Manifest, tensors: Iterable[Tensor], settings: Mapping[str, Any]
+        self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor], settings: Mapping[str, Any]
     ) -> None:
         """Takes LoRA adapters for the weights of the model's folder. ``settings`` are those of a PEFT folder."""
 

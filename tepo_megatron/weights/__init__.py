@@ -1,1 +1,1 @@
-"""The bridge from Megatron's shards to vLLM's: layouts by the names of Hugging Face tensors, plans, transfers, storage."""
+"""Weights between Hugging Face folders, Megatron-Core and vLLM: layouts, reshard plans, transfers, files."""

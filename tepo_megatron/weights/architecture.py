@@ -1,4 +1,4 @@
-"""Reads a Hugging Face ``config.json`` into the few numbers that layouts and engine need."""
+"""Model families, and the ``config.json`` of a model as a ModelSpec."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """The differences of one architecture from the plain decoder (RMSNorm, RoPE, grouped queries, SwiGLU, no biases).
+    """Differences of one architecture from the plain decoder (RMSNorm, RoPE, grouped queries, SwiGLU, no biases).
 
-    ``qkv_bias`` and ``qk_norm`` may name the field that says so. ``ffn_size`` names the field with the size of the MLP, or of
-    each expert. ``shared``: the family's experts are those of DeepSeek-V3 (:class:`Experts`). ``rotary_fraction``: what RoPE
-    turns of a head, where ``config.json`` does not say it. ``defaults`` are the values of fields that ``config.json`` leaves
-    out. ``only`` lists fields of which one value is supported, so that no feature is silently ignored.
+    ``qkv_bias`` and ``qk_norm`` may name the field that sets them. ``ffn_size`` names the field with the size of the MLP or
+    of each expert. ``shared``: experts as in DeepSeek-V3. ``rotary_fraction``: default part of a head that RoPE turns.
+    ``defaults`` are values of fields that ``config.json`` omits. ``only`` lists fields with a single supported value, so
+    that no feature is silently ignored.
     """
 
     qkv_bias: bool | str = False
@@ -109,33 +109,31 @@ _SUPPORTED = {
     "final_logit_softcapping": None,
     "lm_head_bias": False,
 }
-"""Fields that every family knows, or that a family's relatives know, with the one value that is supported."""
+"""Fields of any family with a single supported value."""
 
 EXPERT_BIAS = "e_score_correction_bias"
-"""The last part of the name of the tensor with the experts' biases."""
+"""Last part of the name of the tensor with the experts' biases."""
 
 
-def kept_in_fp32(tensor: str) -> bool:
-    """Whether a Hugging Face tensor is fp32 whatever ``model.dtype``: in the trainer, in servers and on disk."""
+def is_always_fp32(tensor: str) -> bool:
+    """Returns whether a tensor is fp32 whatever ``model.dtype``: in the trainer, in servers and on disk."""
     return tensor.endswith(EXPERT_BIAS)
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's frequency scaling. Megatron-Core has the other three constants built in, so they are checked and not stored."""
+    """Llama 3's frequency scaling. Megatron-Core hard-codes the other three constants, which are only checked."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts that replace a layer's MLP: ``count`` MLPs, of which a router chooses ``per_token`` for each token.
+    """Experts of a layer: a router chooses ``per_token`` of ``count`` MLPs for each token, by a softmax over all experts.
 
-    The router's softmax is over all experts. With ``renormalize`` the probabilities of the chosen ones are scaled to sum to 1.
-
-    With ``biased`` scores are sigmoids, and each expert has a bias that is added to its score where experts are chosen, and not
-    where they are weighed; the chosen ones' weights are scaled to sum to ``scale``. ``shared_ffn_size``: the size of an MLP
-    that every token passes beside the chosen ones; 0: there is none.
+    ``renormalize``: the chosen probabilities are scaled to sum to 1. ``biased``: scores are sigmoids; a bias per expert is
+    added for the choice but not for the weight, and the chosen weights are scaled to sum to ``scale``. ``shared_ffn_size``:
+    size of an MLP that every token passes in addition; 0 means none.
     """
 
     count: int
@@ -147,18 +145,18 @@ class Experts:
 
     @property
     def number_bytes(self) -> int:
-        """What an expert's number takes in a record: one byte tells 255 apart, and "not known"."""
+        """Bytes of an expert's number in a routing record. One byte holds 255 experts and "unknown"."""
         return 1 if self.count <= 255 else 2
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The shape of a decoder, in Hugging Face's terms.
+    """Shape of a decoder in Hugging Face's terms.
 
-    With ``qkv_bias`` the query, key and value projections (and no others) have biases. With ``qk_norm`` queries and keys pass
-    an RMSNorm of ``head_dim`` weights, shared by the heads of a layer, before RoPE. ``experts`` is None for a dense model.
-    ``ffn_size`` is the size of the MLP, or of each expert. RoPE turns the first ``rotary_fraction`` of a head's dimensions. The
-    first ``dense_layers`` layers of a model with experts have an MLP of ``dense_ffn_size`` instead.
+    ``qkv_bias``: biases of query, key and value projections only. ``qk_norm``: an RMSNorm of ``head_dim`` weights on queries
+    and keys before RoPE, shared by a layer's heads. ``experts`` is None for a dense model. ``ffn_size`` is the size of the
+    MLP or of each expert. RoPE turns the first ``rotary_fraction`` of a head. The first ``dense_layers`` layers of a model
+    with experts have an MLP of ``dense_ffn_size`` instead.
     """
 
     architecture: str
@@ -182,12 +180,11 @@ class ModelSpec:
     dense_ffn_size: int = 0
 
     def has_experts(self, layer: int) -> bool:
-        """Whether layer ``layer`` of the model has experts."""
         return self.experts is not None and layer >= self.dense_layers
 
     @property
     def mlp_sizes(self) -> dict[str, int]:
-        """The sizes of the MLPs that tensor-parallel ranks split, by what they are called in errors; none of single experts."""
+        """Sizes of the MLPs that tensor-parallel ranks split, by their names in errors; without single experts."""
         if self.experts is None:
             return {"MLP size": self.ffn_size}
         sizes = {
@@ -198,20 +195,20 @@ class ModelSpec:
 
     @property
     def route_bytes(self) -> int:
-        """What the record of the experts that a token passes takes; 0 without experts."""
+        """Bytes of a token's routing record; 0 without experts."""
         return 0 if self.experts is None else self.num_layers * self.experts.per_token * self.experts.number_bytes
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Returns the rows of the embedding and of the head in Megatron: the next multiple of tp."""
+        """Returns the rows of embedding and head in Megatron: the next multiple of tp."""
         return -(-self.vocab_size // tp) * tp
 
     def check_parallel(self, *, tp: int, pp: int, ep: int = 1, etp: int | None = None) -> None:
-        """Raises ValueError where Megatron could not split this model so, with even stages; ``etp`` defaults to ``tp``."""
+        """Raises ValueError if Megatron cannot split this model with even stages; ``etp`` defaults to ``tp``."""
         splits = [("tp", tp, "attention heads", self.num_heads), ("tp", tp, "key/value heads", self.num_kv_heads)]
         if self.experts is None:
             if ep > 1 or etp is not None:
-                given = f"ep = {ep}" if ep > 1 else f"etp = {etp}"
-                raise ValueError(f"engine.parallel.{given} is for models with experts; unset it for {self.architecture}")
+                setting = f"ep = {ep}" if ep > 1 else f"etp = {etp}"
+                raise ValueError(f"engine.parallel.{setting} is for models with experts; unset it for {self.architecture}")
         else:
             splits.append(("ep", ep, "experts", self.experts.count))
             splits.append(("tp" if etp is None else "etp", etp or tp, "MLP size of an expert", self.ffn_size))
@@ -228,7 +225,7 @@ class ModelSpec:
             )
 
     def check_all_to_all(self, *, tp: int, cp: int) -> None:
-        """Raises ValueError where context-parallel ranks could not trade tokens for heads (``cp_comm_type = a2a``)."""
+        """Raises ValueError if context-parallel ranks cannot trade tokens for heads (``cp_comm_type = a2a``)."""
         for name, heads in (("attention heads", self.num_heads), ("key/value heads", self.num_kv_heads)):
             if heads // tp % cp:
                 raise ValueError(
@@ -237,7 +234,7 @@ class ModelSpec:
                 )
 
     def check_training(self, *, tp: int, ep: int, etp: int | None, sequence_parallel: bool) -> None:
-        """Raises ValueError where Megatron could hold this model split so, but would not train it, or would train it wrong."""
+        """Raises ValueError if Megatron could hold this split but would not train it, or train it wrong."""
         if self.experts is None:
             return
         if tp > 1 and not sequence_parallel:
@@ -252,7 +249,7 @@ class ModelSpec:
             )
 
     def check_length(self, tokens: int, field: str) -> None:
-        """Raises ValueError for sequences of more tokens than the model has positions; ``field`` names what allows them."""
+        """Raises ValueError if ``tokens`` exceeds the model's positions; ``field`` names the fields that allow them."""
         if tokens > self.max_positions:
             raise ValueError(
                 f"{field} = {tokens} tokens are more than the {self.max_positions} positions of {self.architecture} "
@@ -263,8 +260,7 @@ class ModelSpec:
 def read_model_spec(folder: Path) -> ModelSpec:
     """Reads ``folder/config.json``.
 
-    Raises ValueError for a missing or damaged file, an unknown architecture (with the known ones), or a feature of a known
-    one that the engine does not support; a silently ignored feature would be a wrong model.
+    Raises ValueError for a missing or damaged file, an unknown architecture, or an unsupported feature of a known one.
     """
     path = folder / "config.json"
     try:
@@ -315,12 +311,10 @@ def model_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
 
 
 def _without_nulls(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Removes fields that are null, which means the default."""
     return {key: value for key, value in raw.items() if value is not None}
 
 
 def _size(raw: Mapping[str, Any], key: str, where: str) -> int:
-    """Returns a field that must be a positive whole number."""
     value = raw[key]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{where}: {key} = {value!r} is no positive whole number; the model folder is damaged")
@@ -332,7 +326,7 @@ def _feature(raw: Mapping[str, Any], feature: bool | str) -> bool:
 
 
 def _rotary_fraction(raw: Mapping[str, Any], family: Family) -> float:
-    """Transformers 5 writes it into ``rope_parameters``, older folders beside."""
+    """Transformers 5 writes it into ``rope_parameters``, older folders at the top level."""
     if family.rotary_fraction is None:
         return 1.0
     rope = raw.get("rope_parameters") or {}
@@ -340,7 +334,7 @@ def _rotary_fraction(raw: Mapping[str, Any], family: Family) -> float:
 
 
 def _experts(raw: Mapping[str, Any], family: Family, where: str) -> Experts:
-    """Reads the experts. Transformers 5 writes ``num_local_experts`` for Mixtral and Qwen, Qwen's folders ``num_experts``."""
+    """Transformers 5 writes ``num_local_experts`` for Mixtral and Qwen; Qwen's own folders have ``num_experts``."""
     fields = ("n_routed_experts",) if family.shared else ("num_experts", "num_local_experts")
     count = _size(raw, next((name for name in fields if raw.get(name) is not None), fields[-1]), where)
     per_token = _size(raw, "num_experts_per_tok", where)
@@ -392,7 +386,7 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family, where: str) -> N
 
 
 def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """Reads theta and scaling. Transformers 5 writes ``rope_parameters``, older folders ``rope_theta`` and ``rope_scaling``."""
+    """Transformers 5 writes ``rope_parameters``, older folders ``rope_theta`` and ``rope_scaling``."""
     parameters = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {})}
     theta = float(parameters.get("rope_theta", 10000.0))
     kind = parameters.get("rope_type", parameters.get("type", "default"))

@@ -1,8 +1,7 @@
-"""Records of the experts that a sampler's routers chose, for rollout routing replay: their form, and what is wrong with one.
+"""Checks records of the experts that a sampler's routers chose (rollout routing replay).
 
-A record of a sequence of T tokens is [T − 1, layers, k]: row t has the experts of token t in every layer. There is none for the
-last token, which the sampler draws and never computes; nothing in the sequence follows from it. What was found in a prefix
-cache is in the record as it was when it was computed.
+The record of a sequence of T tokens is [T − 1, layers, k]: row t has the experts of token t in every layer. The last token
+is sampled but never computed, so it has no row. Tokens from a prefix cache have the record of their computation.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from tepo_megatron.weights.architecture import ModelSpec
 
 
 def routes_dtype(spec: ModelSpec) -> np.dtype[Any]:
-    """The dtype of this model's records: one byte for each expert where one can tell all of them, and "not known", apart."""
+    """Returns the dtype of this model's records: uint8 if one byte can hold every expert and "unknown"."""
     assert spec.experts is not None
     return np.dtype({1: np.uint8, 2: np.int16}[spec.experts.number_bytes])
 
 
 def routes_fault(routes: NDArray[Any], spec: ModelSpec, tokens: int) -> str | None:
-    """What is wrong with the record of a sequence of so many tokens, as the end of a sentence; None where it can be replayed.
+    """Returns why the record of a sequence of ``tokens`` tokens cannot be replayed, as the end of a sentence, or None.
 
-    ``routes`` may have any dtype of integers: a server's own, or :func:`routes_dtype`.
+    ``routes`` may have any integer dtype.
     """
     if spec.experts is None:
         return f"has a routing record, and {spec.architecture} has no experts"
@@ -42,7 +41,7 @@ def routes_fault(routes: NDArray[Any], spec: ModelSpec, tokens: int) -> str | No
 
 
 def rollout_fault(rollout: Rollout, spec: ModelSpec) -> str | None:
-    """What keeps a rollout's experts from being replayed, as the end of a sentence; None where they can be."""
+    """Returns why a rollout's experts cannot be replayed, as the end of a sentence, or None."""
     if rollout.routed_experts is None:
         return "has no routing record"
     return routes_fault(rollout.routed_experts, spec, rollout.prompt_ids.size + rollout.response_ids.size)

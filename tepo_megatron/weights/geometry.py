@@ -1,7 +1,4 @@
-"""Boxes of tensors, the shards and layouts of ranks that are made of them, and plans of moves between ranks.
-
-These are pure values; nothing here communicates.
-"""
+"""Boxes of tensors, layouts of ranks made of them, and plans of moves between ranks. Pure values; nothing communicates."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ class Box:
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def relative_to(self, origin: tuple[int, ...]) -> Box:
-        """Returns the same box in the coordinates of a tensor whose first element is at ``origin`` here."""
+        """Returns the box in the coordinates of a tensor whose first element is at ``origin`` here."""
         return Box(
             tuple(a - o for a, o in zip(self.start, origin, strict=True)),
             tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
@@ -48,10 +45,7 @@ class Box:
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Cuts the elements ``start`` … ``stop`` of a tensor, counted in row-major order, into boxes, in that order.
-
-    Each is contiguous; there are at most 2 · dimensions − 1.
-    """
+    """Cuts elements ``start`` … ``stop`` of a tensor, in row-major order, into at most 2 · dimensions − 1 contiguous boxes."""
     if start >= stop:
         return
     if len(shape) == 1:
@@ -72,20 +66,20 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Bo
 
 @dataclass(frozen=True)
 class Shard:
-    """``box`` of the Hugging Face tensor ``tensor`` lies at ``at`` of a rank's parameter ``param``; both are of one shape."""
+    """``box`` of the Hugging Face tensor ``tensor`` is stored at ``param_box`` of a rank's parameter; shapes are equal."""
 
     tensor: str
     box: Box
     param: str
-    at: Box
+    param_box: Box
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The parts of Hugging Face tensors that a rank holds.
+    """Parts of Hugging Face tensors on one rank.
 
-    ``shapes`` names every tensor of the whole model, in the order in which they are streamed; ``shards`` are the parts on this
-    rank. ``params`` gives the full shape of each of this rank's parameters, with the rows that pad the vocabulary.
+    ``shapes`` has every tensor of the whole model in streaming order. ``params`` has the full shape of each parameter of
+    this rank, with the rows that pad the vocabulary.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -95,7 +89,7 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class Region:
-    """``count`` equal boxes of a tensor, each ``step`` rows (indices of dimension 0) after the one before; none overlap."""
+    """``count`` disjoint boxes of one shape, each ``step`` rows (dimension 0) after the previous one."""
 
     box: Box
     count: int = 1
@@ -106,7 +100,7 @@ class Region:
         return self.count * math.prod(self.box.shape)
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Returns this part of ``tensor`` as a writable view [count, rows, …]; both regions of a move have the same shape."""
+        """Returns this part of ``tensor`` as a writable view [count, rows, …]."""
         first, last = self.box.start[0], self.box.stop[0] + (self.count - 1) * self.step
         inner = tensor[(slice(first, last), *self.box.slices[1:])]
         # unfold gives windows of rows at equal distances as a view, without a copy: window n is box n. It puts the rows of a
@@ -116,10 +110,9 @@ class Region:
 
 @dataclass(frozen=True)
 class Move:
-    """Elements of the Hugging Face tensor ``tensor`` that travel from a source rank's parameter to a destination rank's.
+    """Elements of a Hugging Face tensor that travel from a source rank's parameter to a destination rank's.
 
-    ``source`` and ``destination`` number ranks of two worlds. With the parameters of both sides at hand, a move is
-    ``move.destination_region.view(theirs[move.destination_param]).copy_(move.source_region.view(ours[move.source_param]))``.
+    Both regions have the same shape: ``destination_region.view(theirs).copy_(source_region.view(ours))``.
     """
 
     tensor: str
@@ -137,12 +130,12 @@ class Move:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """All moves that bring a model from the source ranks to the destination ranks, in one order that all ranks share.
+    """All moves from the source ranks to the destination ranks, in one order that all ranks share.
 
-    Ranks that do their own moves in the order of :meth:`sends` or :meth:`receives` cannot deadlock: the first of all moves that
-    are left is the next one of both its ranks. ``local`` maps a destination rank to the source rank that shares its device (or
-    process); nothing is sent between these two. ``digest`` identifies the inputs of the plan (hex SHA-256): ranks whose plans
-    have the same digest agree on every move. Sizes are in elements; methods that return bytes take an ``itemsize`` in bytes.
+    Ranks that do their moves in the order of :meth:`sends` or :meth:`receives` cannot deadlock: the first remaining move is
+    the next one of both its ranks. ``local`` maps a destination rank to the source rank on the same device; nothing is sent
+    between these two. ``digest`` (hex SHA-256) identifies the inputs: plans with equal digests are equal. Sizes are in
+    elements.
     """
 
     moves: tuple[Move, ...]
@@ -152,19 +145,19 @@ class ReshardPlan:
     digest: str = ""
 
     def is_local(self, move: Move) -> bool:
-        """Returns whether the two ranks of the move share a device, so that the move is a copy."""
+        """Returns whether both ranks of the move share a device."""
         return self.local.get(move.destination) == move.source
 
     def sends(self, source: int) -> tuple[Move, ...]:
-        """Returns the moves that a source rank sends, in the order of the plan."""
+        """Returns a source rank's moves in the order of the plan."""
         return tuple(move for move in self.moves if move.source == source)
 
     def receives(self, destination: int) -> tuple[Move, ...]:
-        """Returns the moves that a destination rank receives, in the order of the plan."""
+        """Returns a destination rank's moves in the order of the plan."""
         return tuple(move for move in self.moves if move.destination == destination)
 
     def bytes_between(self, itemsize: int, *, local: bool = False) -> dict[tuple[int, int], int]:
-        """Returns (source, destination) → bytes for the pairs that share no device, or with ``local`` for the pairs that do."""
+        """Returns (source, destination) → bytes for pairs on different devices, or with ``local`` on the same."""
         total: dict[tuple[int, int], int] = {}
         for move in self.moves:
             if self.is_local(move) == local:
@@ -175,14 +168,14 @@ class ReshardPlan:
 
 @lru_cache(maxsize=4096)
 def overlaps(sources: tuple[Box, ...], destinations: tuple[Box, ...]) -> tuple[tuple[int, int, Box], ...]:
-    """Returns (source index, destination index, common box) for every source and destination that have elements in common.
+    """Returns (source index, destination index, common box) of every source and destination that intersect.
 
-    Raises ValueError if two sources overlap, or if they leave a part of a destination uncovered. Without either, every element
-    of every destination is in exactly one of the boxes returned. The layers of a model share one cached result.
+    Raises ValueError if two sources overlap or a part of a destination is not covered. Then every element of every
+    destination is in exactly one returned box. Cached, because all layers of a model have the same boxes.
     """
     for i, j in overlapping_pairs(sources):
         raise ValueError(f"the parts {sources[i]} and {sources[j]} of one tensor overlap without being equal")
-    found: list[tuple[int, int, Box]] = []
+    result: list[tuple[int, int, Box]] = []
     for j, destination in enumerate(destinations):
         common = [(i, box) for i, source in enumerate(sources) if (box := source.intersection(destination)) is not None]
         # The sources are disjoint, so that the sizes of the intersections add up to what is covered.
@@ -191,8 +184,8 @@ def overlaps(sources: tuple[Box, ...], destinations: tuple[Box, ...]) -> tuple[t
             raise ValueError(
                 f"the source ranks together hold {covered} of {math.prod(destination.shape)} elements of {destination}"
             )
-        found += [(i, j, box) for i, box in common]
-    return tuple(found)
+        result += [(i, j, box) for i, box in common]
+    return tuple(result)
 
 
 def overlapping_pairs(boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:
@@ -211,9 +204,8 @@ def overlapping_pairs(boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:
 def coalesce(pairs: tuple[tuple[Box, Box], ...]) -> tuple[tuple[Region, Region], ...]:
     """Joins (source, destination) pairs of boxes to as few pairs of regions as possible.
 
-    Boxes that adjoin by rows on both sides become one box. Of the remaining ones, equal boxes at equal distances become one
-    region: the interleaved groups of a fused QKV parameter are three regions, not three for each group. The layers of a model
-    share one cached result.
+    Boxes that adjoin by rows on both sides become one box; equal boxes at equal distances become one region. The interleaved
+    groups of a fused QKV parameter are three regions. Cached, because all layers have the same boxes.
     """
     merged: list[tuple[Box, Box]] = []
     for source, destination in sorted(pairs, key=lambda pair: pair[1].start):
@@ -225,18 +217,15 @@ def coalesce(pairs: tuple[tuple[Box, Box], ...]) -> tuple[tuple[Region, Region],
 
 
 def _adjoin(above: Box, below: Box) -> bool:
-    """Returns whether ``below`` starts at the row at which ``above`` stops, and both have the same columns."""
     return above.stop[0] == below.start[0] and above.start[1:] == below.start[1:] and above.stop[1:] == below.stop[1:]
 
 
 def _outline(pair: tuple[Box, Box]) -> tuple[object, ...]:
-    """Returns what the boxes of one region have in common: everything but the row at which they start."""
     source, destination = pair
     return source.shape[0], source.start[1:], source.stop[1:], destination.start[1:], destination.stop[1:]
 
 
 def _regions(pairs: Sequence[tuple[Box, Box]]) -> Iterator[tuple[Region, Region]]:
-    """Yields regions of as many consecutive pairs as have the same steps on both sides; all pairs have one outline."""
     starts = [(source.start[0], destination.start[0]) for source, destination in pairs]
     first = 0
     while first < len(pairs):

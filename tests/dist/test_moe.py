@@ -18,7 +18,7 @@ from tepo_megatron.config import EngineConfig, ParallelConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.trainer.megatron.batching.batch import pack
-from tepo_megatron.weights.architecture import kept_in_fp32, read_model_spec
+from tepo_megatron.weights.architecture import is_always_fp32, read_model_spec
 from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.layouts import check_trainer_split, tensor_shapes
 from tepo_megatron.weights.storage.convert import export_model, import_model
@@ -163,7 +163,7 @@ def test_exports_are_the_model_and_its_checkpoint(worlds: Worlds, split: Split, 
     assert same_bytes(out / "initial", worlds.folder / model)
     if split.resumes is None:
         shapes = tensor_shapes(read_model_spec(worlds.folder / model))
-        moments = {name: shape for name, shape in shapes.items() if not kept_in_fp32(name)}
+        moments = {name: shape for name, shape in shapes.items() if not is_always_fp32(name)}
         for kind in ("master", "exp_avg", "exp_avg_sq"):
             stored = open_boxes(out / "checkpoints" / "step_000001", kind)
             assert sum(len(boxes) for boxes in stored.boxes.values()) == sum(

@@ -68,7 +68,7 @@ def receives(kind: TransportName, device: torch.device, updates: int, dies: bool
     dist.broadcast_object_list(place, src=0)
     store = connect(HOST, place[0], TIMEOUT_S)
     order = decode_order(store.get(order_key(1)))
-    group = join(kind, store, Member(1, 2, device, HOST, same_gpu_senders=order.takes), TIMEOUT_S)
+    group = join(kind, store, Member(1, 2, device, HOST, same_gpu_senders=order.same_gpu_senders), TIMEOUT_S)
     right = []
     for update in range(updates):
         expected = {name: tensor.float() * 2**update for name, tensor in parameters(DESTINATIONS, MODEL)[0].items()}
@@ -137,7 +137,7 @@ def relays(rank: int, world: int) -> Any:
     store = connect(HOST, place[0], TIMEOUT_S)
     order = decode_order(store.get(order_key(rank)))
     assert order.relayed
-    member = Member(rank, world, device, HOST, same_gpu_senders=order.takes, routes=order.routes)
+    member = Member(rank, world, device, HOST, same_gpu_senders=order.same_gpu_senders, routes=order.routes)
     group = join("ipc", store, member, TIMEOUT_S)
     right = []
     for update in range(UPDATES):

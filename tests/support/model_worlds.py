@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.weights.architecture import kept_in_fp32
+from tepo_megatron.weights.architecture import is_always_fp32
 
 
 def save_random_model(family: str, settings: Mapping[str, Any], out: Path, *, seed: int) -> None:
@@ -25,7 +25,7 @@ def save_random_model(family: str, settings: Mapping[str, Any], out: Path, *, se
         for param in made.parameters():
             param.copy_(0.15 * torch.randn_like(param) + (param.dim() == 1))
         for name, buffer in made.named_buffers():
-            if kept_in_fp32(name):
+            if is_always_fp32(name):
                 buffer.copy_(0.05 * torch.randn_like(buffer))  # so that they change the choice
     made.save_pretrained(out)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tepo_megatron.weights.architecture import kept_in_fp32
+from tepo_megatron.weights.architecture import is_always_fp32
 
 PROMPTS = [(1, 5, 6, 7), (1, 9), (1, 30, 31, 32, 33, 34, 35), (1,), (1, 60, 4)]
 EOS, LENGTH = 2, 12
@@ -74,7 +74,7 @@ def random_model(name: str, seed: int) -> Any:
         for param in model.parameters():
             param.copy_(0.12 * torch.randn_like(param) + (param.dim() == 1))
         for name, buffer in model.named_buffers():
-            if kept_in_fp32(name):
+            if is_always_fp32(name):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
     return model
 

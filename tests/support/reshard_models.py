@@ -121,6 +121,6 @@ def parameters(layouts: Sequence[ShardLayout], model: dict[str, torch.Tensor]) -
     for layout in layouts:
         params = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in layout.params.items()}
         for shard in layout.shards:
-            params[shard.param][shard.at.slices] = model[shard.tensor][shard.box.slices]
+            params[shard.param][shard.param_box.slices] = model[shard.tensor][shard.box.slices]
         ranks.append(params)
     return ranks

@@ -19,7 +19,7 @@ from tepo_megatron.sampler.vllm.client.faults import ServerFault, ServerGone, Se
 from tepo_megatron.sampler.vllm.server.checks import check_machine_serves, check_server_split
 from tepo_megatron.sampler.vllm.server.resources import cores_of, worker_cores
 from tepo_megatron.sampler.vllm.server.server import for_all_at_once
-from tepo_megatron.weights.transfer.full_tensors import Manifest
+from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 from tepo_megatron.weights.transfer.sender import ShardSender
 
 S = TypeVar("S", bound=WeightSync)
@@ -199,7 +199,7 @@ class Fleet(Roster):
             self.raise_if_dead(error)
             raise
 
-    def update_weights_from_tensors(self, version: WeightsVersion, manifest: Manifest, tensors: Iterable[Tensor]) -> None:
+    def update_weights_from_tensors(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
         """Put full tensors into all servers, from this process; ``version`` is stamped on every later response.
 
         ``manifest`` announces (Hugging Face name, full shape, dtype name) of each of ``tensors``, in order. After an error the
@@ -216,7 +216,7 @@ class Fleet(Roster):
             raise
 
     def update_adapters(
-        self, version: WeightsVersion, manifest: Manifest, tensors: Iterable[Tensor], settings: Mapping[str, Any]
+        self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor], settings: Mapping[str, Any]
     ) -> None:
         """Put LoRA adapters into all servers, which use them with the weights that they have; as
         :meth:`update_weights_from_tensors`. ``settings`` are those of a PEFT folder.

@@ -21,7 +21,7 @@ from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.vllm.client.client import Client
 from tepo_megatron.sampler.vllm.client.faults import ServerFault, ServerGone, ServerSilent
 from tepo_megatron.weights.transfer import full_tensors
-from tepo_megatron.weights.transfer.full_tensors import Manifest
+from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 from tepo_megatron.weights.transfer.sender import ShardSender
 from tepo_megatron.weights.transfer.transport import announce_departure, listen
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
@@ -171,7 +171,7 @@ class BroadcastSync(WeightSync):
     _group: GlooGroup | None = None
     _adapters = False
 
-    def update_weights(self, version: WeightsVersion, manifest: Manifest, tensors: Iterable[Tensor]) -> None:
+    def update_weights(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
         """Send all tensors of the manifest, in its order, and have every server use them from the next token on.
 
         Raises RuntimeError naming the server and the tensor when either side fails, within about the time-out.
@@ -209,7 +209,7 @@ class AdapterSync(BroadcastSync):
     _adapters = True
 
     def update_adapters(
-        self, version: WeightsVersion, manifest: Manifest, tensors: Iterable[Tensor], settings: Mapping[str, Any]
+        self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor], settings: Mapping[str, Any]
     ) -> None:
         """Send all tensors of the manifest, in its order, and have every server use them from the next token on.
 

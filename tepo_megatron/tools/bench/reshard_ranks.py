@@ -132,7 +132,7 @@ class Rank:
             wanted.setdefault(shard.tensor, []).append(shard)
         for name, tensor in broadcast.receive(self.star, manifest):
             for shard in wanted.get(name, ()):
-                self.params[shard.param][shard.at.slices] = tensor[shard.box.slices]
+                self.params[shard.param][shard.param_box.slices] = tensor[shard.box.slices]
 
     def raw_copy(self) -> None:
         """Sends messages of the same sizes between the same ranks, from and into plain buffers, without packing or digests."""

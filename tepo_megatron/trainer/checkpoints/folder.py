@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.weights.storage.manifest import STATE, DamagedCheckpoint, Manifest, has_manifest, read_manifest
+from tepo_megatron.weights.storage.manifest import STATE, CheckpointManifest, DamagedCheckpoint, has_manifest, read_manifest
 
 LEFTOVERS = ("partial", "damaged", "abandoned")
 """Suffixes of folders that no run resumes from."""
@@ -71,7 +71,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def manifest_of(folder: Path) -> Manifest | None:
+def manifest_of(folder: Path) -> CheckpointManifest | None:
     """Returns the manifest, None for a checkpoint of format 1, which has none. Raises DamagedCheckpoint."""
     return read_manifest(folder) if read_state(folder).get("format") else None
 

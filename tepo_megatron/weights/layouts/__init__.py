@@ -1,4 +1,4 @@
-"""Lays out Hugging Face tensors over the ranks of Megatron-Core and of vLLM: one table, expanded into boxes for either."""
+"""Layouts of Hugging Face tensors over the ranks of Megatron-Core and of vLLM, from one table."""
 
 from tepo_megatron.weights.layouts.megatron import (
     MegatronParallel,

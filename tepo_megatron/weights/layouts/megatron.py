@@ -1,8 +1,8 @@
-"""Computes how Megatron-Core lays out a model over tensor-, pipeline- and expert-parallel ranks.
+"""Layout of a model over Megatron-Core's tensor-, pipeline- and expert-parallel ranks, and checks of that split.
 
-Megatron fuses: q, k and v interleave by key/value group (all queries of a group, its key, its value); gate and up are stacked
-inside each tensor-parallel shard; embedding and head are padded to a multiple of tp rows. An expert-parallel rank holds every
-matrix of consecutive experts, or its expert-tensor-parallel part of them.
+Megatron interleaves q, k and v by key/value group (all queries of a group, its key, its value), stacks gate and up within
+each tensor-parallel shard, and pads embedding and head to a multiple of tp rows. An expert-parallel rank holds consecutive
+experts, or its expert-tensor-parallel part of them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tepo_megatron.weights.layouts.table import (
 )
 
 Stages = Sequence[Sequence[range]]
-"""Layers of each model chunk of each pipeline stage; a stage has one chunk unless the pipeline is interleaved (VPP)."""
+"""Layers of each model chunk of each pipeline stage; only an interleaved pipeline (VPP) has several chunks."""
 
 
-class RankCoordinates(NamedTuple):
-    """A rank's coordinates in the groups of the dense weights (tp, dp, pp) and in those of the experts (etp, ep, expert dp)."""
+class _RankCoordinates(NamedTuple):
+    """Coordinates of a rank in the groups of the dense weights, then in those of the experts."""
 
     tp_rank: int
     dp_rank: int
@@ -43,12 +43,11 @@ class RankCoordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class MegatronParallel:
-    """The trainer's split of the model. Global ranks are numbered tp innermost, then dp, pp outermost.
+    """The trainer's split of the model. Global ranks count tp fastest, then dp, then pp.
 
-    ``dp`` counts the ranks that hold the same dense weights, which are the context- times the data-parallel ones: weights do
-    not know which of a step's tokens a rank computes. The same tp × dp ranks of a stage are numbered once more for the experts,
-    as Megatron does: etp innermost, then ep, then the copies. ``etp`` None means tp. ``stages`` None means even stages without
-    interleaving. ``fused_norms`` means that the layers are Transformer Engine's, experts included.
+    ``dp`` is the number of ranks with the same dense weights: context- times data-parallel size. For the experts the tp × dp
+    ranks of a stage count etp fastest, then ep, then copies. ``etp`` None means tp. ``stages`` None means even stages
+    without interleaving. ``fused_norms``: layers are Transformer Engine's.
     """
 
     tp: int = 1
@@ -65,14 +64,13 @@ class MegatronParallel:
 
     @property
     def expert_tp(self) -> int:
-        """Returns the number of ranks over which each matrix of an expert is split."""
+        """The number of ranks that split each matrix of an expert."""
         return self.tp if self.etp is None else self.etp
 
-    def coordinates(self, rank: int) -> RankCoordinates:
-        """Returns the rank within each of its groups that a global rank has."""
+    def coordinates(self, rank: int) -> _RankCoordinates:
         pp_rank, in_stage = divmod(rank, self.tp * self.dp)
         expert_dp_rank, in_copy = divmod(in_stage, self.expert_tp * self.ep)
-        return RankCoordinates(
+        return _RankCoordinates(
             tp_rank=in_stage % self.tp,
             dp_rank=in_stage // self.tp,
             pp_rank=pp_rank,
@@ -82,7 +80,7 @@ class MegatronParallel:
         )
 
     def check(self, spec: ModelSpec) -> None:
-        """Raises ValueError where Megatron could not split this model so, whatever its stages."""
+        """Raises ValueError if Megatron cannot split this model so, whatever its stages."""
         spec.check_parallel(tp=self.tp, pp=1, ep=self.ep, etp=self.etp)
         if self.tp * self.dp % (self.expert_tp * self.ep):
             raise ValueError(
@@ -96,21 +94,25 @@ def pipeline_stages(
 ) -> tuple[tuple[range, ...], ...]:
     """Returns the stages that Megatron makes of its settings.
 
-    ``chunks`` is the number of model chunks of a stage (Megatron's virtual pipeline size); ``first`` and ``last`` are the
-    layers of the first and the last stage, where they differ from the rest. Raises ValueError where layers are left over.
+    ``chunks`` is Megatron's virtual pipeline size; ``first`` and ``last`` are the layers of the first and last stage if they
+    differ. Raises ValueError if layers are left over.
     """
     if chunks > 1 and pp == 1:
         raise ValueError(f"a virtual pipeline size of {chunks} needs a pipeline; set pp, or leave one chunk")
-    given = {stage: layers for stage, layers in ((0, first), (pp - 1, last)) if layers is not None}
-    rest, others = num_layers - sum(given.values()), pp - len(given)
-    if rest < 0 or bool(rest) != bool(others) or (others and rest % others):
+    fixed = {stage: layers for stage, layers in ((0, first), (pp - 1, last)) if layers is not None}
+    remaining_layers, remaining_stages = num_layers - sum(fixed.values()), pp - len(fixed)
+    if (
+        remaining_layers < 0
+        or bool(remaining_layers) != bool(remaining_stages)
+        or (remaining_stages and remaining_layers % remaining_stages)
+    ):
         ends = [f"{layers} in the {end}" for end, layers in (("first", first), ("last", last)) if layers is not None]
         raise ValueError(
             f"{num_layers} layers do not split over {pp} pipeline stages"
             + (f" with {' and '.join(ends)}" if ends else "")
             + "; change pp, or the layers of the first and the last stage"
         )
-    counts = [given.get(stage, rest // others if others else 0) for stage in range(pp)]
+    counts = [fixed.get(stage, remaining_layers // remaining_stages if remaining_stages else 0) for stage in range(pp)]
     uneven = [count for count in counts if count % chunks or not count]
     if uneven:
         raise ValueError(
@@ -129,14 +131,13 @@ def pipeline_stages(
 def megatron_layout(
     spec: ModelSpec, parallel: MegatronParallel, rank: int, *, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> ShardLayout:
-    """Returns what a global rank holds.
+    """Returns the layout of a global rank. ``shapes`` may pass ``tensor_shapes(spec)``.
 
-    With tied embeddings the last stage of a pipeline holds a second copy of the embedding, as Megatron does. In a stage of
-    several chunks the parameters of chunk v are named ``model<v>.``…, as Megatron's checkpoints name them. ``shapes`` is
-    ``tensor_shapes(spec)``, for a caller that has it already.
+    With tied embeddings the last of several stages holds a copy of the embedding. In a stage of several chunks the
+    parameters of chunk v are named ``model<v>.``…, as in Megatron's checkpoints.
     """
-    at, tp = parallel.coordinates(rank), parallel.tp
-    dense, expert = Split(tp, at.tp_rank), Split(parallel.expert_tp, at.etp_rank)
+    coordinates, tp = parallel.coordinates(rank), parallel.tp
+    dense, expert = Split(tp, coordinates.tp_rank), Split(parallel.expert_tp, coordinates.etp_rank)
 
     def split(mapping: ParamMapping) -> Split:
         return dense if mapping.expert is None else expert
@@ -144,7 +145,7 @@ def megatron_layout(
     return lay_out(
         spec,
         shapes=tensor_shapes(spec) if shapes is None else shapes,
-        held=[(mapping, mapping.megatron) for mapping in _rank_mappings(spec, parallel, at)],
+        mappings=[(mapping, mapping.megatron) for mapping in _rank_mappings(spec, parallel, coordinates)],
         split=split,
         row_blocks=lambda mapping, rows: _row_blocks(mapping, rows, spec, *split(mapping)),
         vocab_rows=spec.padded_vocab_size(tp) // tp,
@@ -152,15 +153,15 @@ def megatron_layout(
 
 
 def megatron_ranks(spec: ModelSpec, parallel: MegatronParallel) -> list[ShardLayout]:
-    """Returns the layout of every rank of the trainer. Raises ValueError where Megatron could not split the model so."""
+    """Returns the layout of every trainer rank. Raises ValueError if Megatron cannot split the model so."""
     parallel.check(spec)
     _check_stages(parallel.stages or pipeline_stages(spec.num_layers, parallel.pp), spec, parallel.pp)
     shapes = tensor_shapes(spec)
     same: dict[tuple[int, ...], ShardLayout] = {}  # data-parallel copies share one layout
     ranks: list[ShardLayout] = []
     for rank in range(parallel.world_size):
-        at = parallel.coordinates(rank)
-        key = (at.pp_rank, at.tp_rank) + ((at.ep_rank, at.etp_rank) if spec.experts else ())
+        coordinates = parallel.coordinates(rank)
+        key = (coordinates.pp_rank, coordinates.tp_rank) + ((coordinates.ep_rank, coordinates.etp_rank) if spec.experts else ())
         if key not in same:
             same[key] = megatron_layout(spec, parallel, rank, shapes=shapes)
         ranks.append(same[key])
@@ -168,20 +169,19 @@ def megatron_ranks(spec: ModelSpec, parallel: MegatronParallel) -> list[ShardLay
 
 
 def _check_stages(stages: Stages, spec: ModelSpec, pp: int) -> None:
-    held = sorted(layer for stage in stages for chunk in stage for layer in chunk)
-    if len(stages) != pp or held != list(range(spec.num_layers)):
+    layers = sorted(layer for stage in stages for chunk in stage for layer in chunk)
+    if len(stages) != pp or layers != list(range(spec.num_layers)):
         raise ValueError(
             f"the pipeline stages {[list(map(str, stage)) for stage in stages]} must be {pp}, and hold each of the model's "
             f"{spec.num_layers} layers once"
         )
 
 
-def _rank_mappings(spec: ModelSpec, parallel: MegatronParallel, at: RankCoordinates) -> Iterator[ParamMapping]:
-    """Yields the tensors of one rank, with the names of its parameters."""
+def _rank_mappings(spec: ModelSpec, parallel: MegatronParallel, coordinates: _RankCoordinates) -> Iterator[ParamMapping]:
     stages = parallel.stages or pipeline_stages(spec.num_layers, parallel.pp)
-    chunks, pp_rank = stages[at.pp_rank], at.pp_rank
-    each = spec.experts.count // parallel.ep if spec.experts else 0
-    experts = range(at.ep_rank * each, (at.ep_rank + 1) * each)
+    chunks, pp_rank = stages[coordinates.pp_rank], coordinates.pp_rank
+    experts_per_rank = spec.experts.count // parallel.ep if spec.experts else 0
+    experts = range(coordinates.ep_rank * experts_per_rank, (coordinates.ep_rank + 1) * experts_per_rank)
     prefixes = [f"model{number}." for number in range(len(chunks))] if len(chunks) > 1 else [""]
 
     def named(mapping: ParamMapping, prefix: str) -> ParamMapping:
@@ -202,7 +202,6 @@ def _rank_mappings(spec: ModelSpec, parallel: MegatronParallel, at: RankCoordina
 
 
 def _row_blocks(mapping: ParamMapping, rows: int, spec: ModelSpec, tp: int, rank: int) -> Iterator[RowBlock]:
-    """Yields the rows of a tensor that a rank holds, and where in the (fused) parameter they lie."""
     if mapping.split_kind == "vocab":
         per_rank = spec.padded_vocab_size(tp) // tp
         yield RowBlock(rank * per_rank, min((rank + 1) * per_rank, rows), 0)
@@ -221,8 +220,8 @@ def _row_blocks(mapping: ParamMapping, rows: int, spec: ModelSpec, tp: int, rank
             yield RowBlock(group * size, (group + 1) * size, local * group_rows + offset)
 
 
-class TrainerSizes(Protocol):
-    """The fields of ``engine.parallel`` that a model must fit."""
+class _TrainerSizes(Protocol):
+    """Fields of ``engine.parallel`` that a model must fit."""
 
     @property
     def tp(self) -> int: ...
@@ -246,9 +245,8 @@ class TrainerSizes(Protocol):
     def sequence_parallel(self) -> bool: ...
 
 
-def check_trainer_split(spec: ModelSpec, parallel: TrainerSizes) -> tuple[tuple[range, ...], ...]:
-    """Returns the layers of each chunk of each stage. Raises ValueError, naming the field to change, where Megatron could not
-    train this model under these sizes."""
+def check_trainer_split(spec: ModelSpec, parallel: _TrainerSizes) -> tuple[tuple[range, ...], ...]:
+    """Returns the layers of each chunk of each stage. Raises ValueError, naming the field, if Megatron cannot train this."""
     spec.check_parallel(tp=parallel.tp, pp=1, ep=parallel.ep, etp=parallel.etp)  # stages may be uneven
     stages = pipeline_stages_of(spec, parallel)
     spec.check_training(tp=parallel.tp, ep=parallel.ep, etp=parallel.etp, sequence_parallel=parallel.sequence_parallel)
@@ -257,29 +255,26 @@ def check_trainer_split(spec: ModelSpec, parallel: TrainerSizes) -> tuple[tuple[
     return stages
 
 
-def pipeline_stages_of(spec: ModelSpec, parallel: TrainerSizes) -> tuple[tuple[range, ...], ...]:
-    """Returns the layers of each chunk of each stage. Raises ValueError where the model's layers do not fit them."""
+def pipeline_stages_of(spec: ModelSpec, parallel: _TrainerSizes) -> tuple[tuple[range, ...], ...]:
+    """Returns the layers of each chunk of each stage. Raises ValueError if they do not fit the model."""
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     if first is None and last is None:
         spec.check_parallel(tp=1, pp=parallel.pp)
     try:
         return pipeline_stages(spec.num_layers, parallel.pp, chunks=parallel.vpp, first=first, last=last)
     except ValueError as error:
-        asked = {
+        settings = {
             "pp": parallel.pp,
             "vpp": parallel.vpp if parallel.vpp > 1 else None,
             "num_layers_in_first_pipeline_stage": first,
             "num_layers_in_last_pipeline_stage": last,
         }
-        given = ", ".join(f"{name} = {value}" for name, value in asked.items() if value is not None)
-        raise ValueError(f"engine.parallel does not fit the model with {given}: {error}") from None
+        shown = ", ".join(f"{name} = {value}" for name, value in settings.items() if value is not None)
+        raise ValueError(f"engine.parallel does not fit the model with {shown}: {error}") from None
 
 
 def check_recompute(spec: ModelSpec, modules: Iterable[str], *, transformer_engine: bool) -> None:
-    """Raises ValueError for the first of ``engine.recompute_modules`` that would do nothing, or fail, in this model.
-
-    ``transformer_engine``: whether the layers are Transformer Engine's rather than Megatron's own.
-    """
+    """Raises ValueError for the first of ``engine.recompute_modules`` without effect, or that fails, in this model."""
     for module in modules:
         reason = _cannot_recompute(spec, module, transformer_engine)
         if reason:
@@ -287,7 +282,7 @@ def check_recompute(spec: ModelSpec, modules: Iterable[str], *, transformer_engi
 
 
 def check_balance(spec: ModelSpec, kind: str) -> None:
-    """Raises ValueError where ``engine.moe_balance.kind`` has nothing to act on in this model."""
+    """Raises ValueError if ``engine.moe_balance.kind`` has nothing to act on in this model."""
     if kind != "none" and spec.experts is None:
         raise ValueError(
             f"engine.moe_balance.kind = {kind} balances experts, and {spec.architecture} has none; leave engine.moe_balance out"

@@ -1,4 +1,4 @@
-"""Maps each Hugging Face tensor to its parameters in Megatron-Core and in vLLM: one declarative table, with the shapes."""
+"""Table of Hugging Face tensors with their parameters in Megatron-Core and vLLM, and its expansion into boxes of a rank."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from tepo_megatron.weights.architecture import EXPERT_BIAS, Experts, ModelSpec
 from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
 
 SplitKind = Literal["replicated", "columns", "vocab", "gate", "up", "query", "key", "value"]
-"""How a tensor is split over tensor-parallel ranks, and which part of a fused parameter it is."""
+"""How tensor-parallel ranks split a tensor, and its part in a fused parameter."""
 
 Dimension = Literal["hidden", "heads", "kv_heads", "head", "ffn", "dense_ffn", "shared_ffn", "experts", "vocab"]
-"""``heads`` and ``kv_heads`` count the rows of all (key/value) heads together, ``head`` the rows of one. ``ffn`` is of an
-expert, ``dense_ffn`` of a layer without experts."""
+"""``heads`` and ``kv_heads`` count rows of all (key/value) heads, ``head`` those of one; ``ffn`` is of an expert."""
 
 Feature = Literal["qkv_bias", "qk_norm", "dense_mlp", "untied_head"]
 
 
 @dataclass(frozen=True)
 class ParamMapping:
-    """A Hugging Face tensor, the parameters of Megatron and vLLM that hold it, and how they split it.
+    """A Hugging Face tensor and the parameters of Megatron and vLLM that hold it.
 
-    Only models with ``feature`` have the tensor. ``expert`` is the number of the expert whose weight it is.
+    Only models with ``feature`` have the tensor. ``expert`` is the number of its expert.
     """
 
     tensor: str
@@ -36,7 +35,7 @@ class ParamMapping:
     expert: int | None = None
 
     def of_layer(self, layer: int, local: int) -> ParamMapping:
-        """Returns this mapping for layer ``layer`` of the model, which is the ``local``-th of its Megatron chunk."""
+        """Returns this mapping for a layer of the model, the ``local``-th of its Megatron chunk."""
         return replace(
             self,
             tensor=f"model.layers.{layer}.{self.tensor}",
@@ -79,9 +78,9 @@ HEAD = ParamMapping("lm_head.weight", "output_layer.weight", "lm_head.weight", "
 
 
 class ExpertNames(NamedTuple):
-    """The names that a family gives to the block of experts of a layer, and to the matrices of one expert.
+    """A family's names of a layer's block of experts and of an expert's matrices.
 
-    ``ends_everywhere``: vLLM's class makes embedding, norm and head on every pipeline stage, used there or not.
+    ``ends_everywhere``: vLLM's class makes embedding, norm and head on every pipeline stage.
     """
 
     block: str
@@ -108,7 +107,7 @@ FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""Transformer Engine's layers keep a norm's weight inside the linear that follows it."""
+"""Transformer Engine keeps a norm's weight in the linear layer that follows."""
 
 
 def applies(mapping: ParamMapping, spec: ModelSpec, layer: int = 0) -> bool:
@@ -125,7 +124,7 @@ def applies(mapping: ParamMapping, spec: ModelSpec, layer: int = 0) -> bool:
 def layer_mappings(
     spec: ModelSpec, layer: int, local: int, *, fused_norms: bool = False, experts: range | None = None
 ) -> Iterator[ParamMapping]:
-    """Yields the tensors of one layer, which is the ``local``-th of its Megatron chunk, with the given ``experts`` or all."""
+    """Yields the tensors of a layer, the ``local``-th of its Megatron chunk, with ``experts`` or all experts."""
     for mapping in LAYER:
         if applies(mapping, spec, layer):
             fused = FUSED_NORMS.get(mapping.megatron) if fused_norms else None
@@ -140,12 +139,8 @@ def layer_mappings(
 
 
 @lru_cache(maxsize=256)
-def _expert_mappings(architecture: str, experts: Experts, held: range, *, grouped: bool) -> tuple[ParamMapping, ...]:
-    """Returns the router and the experts of a layer, of which a rank holds ``held``.
-
-    With ``grouped`` Megatron has the experts in Transformer Engine's grouped linear layers, otherwise each in an MLP of its
-    own. vLLM's parameters have a leading dimension of experts. Here they are matrices: the experts one below the other.
-    """
+def _expert_mappings(architecture: str, experts: Experts, local_experts: range, *, grouped: bool) -> tuple[ParamMapping, ...]:
+    """``grouped``: Transformer Engine's grouped linear layers. vLLM's dimension of experts is flattened into rows."""
     names = EXPERT_NAMES[architecture]
     router = f"{names.block}.gate.weight"
     mappings = [ParamMapping(router, "mlp.router.weight", router, "replicated", ("experts", "hidden"))]
@@ -156,14 +151,14 @@ def _expert_mappings(architecture: str, experts: Experts, held: range, *, groupe
         block = f"{names.block}.shared_experts"
         mappings += [
             replace(
-                each,
-                tensor=f"{block}.{each.tensor}",
-                megatron=f"mlp.shared_experts.{each.megatron}",
-                vllm=f"{block}.{each.vllm}",
+                mapping,
+                tensor=f"{block}.{mapping.tensor}",
+                megatron=f"mlp.shared_experts.{mapping.megatron}",
+                vllm=f"{block}.{mapping.vllm}",
             )
-            for each in SHARED_EXPERTS
+            for mapping in SHARED_EXPERTS
         ]
-    for number, expert in enumerate(held):
+    for number, expert in enumerate(local_experts):
         ours = f"{names.block}.experts.{expert}"
         theirs = f"{names.block}.experts.routed_experts"
         fc1, fc2 = (
@@ -197,14 +192,14 @@ def shape_of(mapping: ParamMapping, spec: ModelSpec) -> tuple[int, ...]:
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Returns every Hugging Face tensor of the model with its shape, in streaming order: embedding, layers, norm, head."""
+    """Returns the shape of every Hugging Face tensor in streaming order: embedding, layers, norm, head."""
     layers = [mapping for layer in range(spec.num_layers) for mapping in layer_mappings(spec, layer, layer)]
     model = [EMBEDDING, *layers, FINAL_NORM, HEAD]
     return {mapping.tensor: shape_of(mapping, spec) for mapping in model if applies(mapping, spec)}
 
 
 class RowBlock(NamedTuple):
-    """Rows ``start`` to ``stop`` of a tensor, which lie together in the parameter, from its row ``param_row`` on."""
+    """Rows ``start`` to ``stop`` of a tensor, stored from row ``param_row`` of the parameter on."""
 
     start: int
     stop: int
@@ -212,7 +207,7 @@ class RowBlock(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The number of ranks that a tensor is split over, and the number of this rank among them."""
+    """Number of ranks that split a tensor, and this rank among them."""
 
     size: int
     rank: int
@@ -222,26 +217,25 @@ def lay_out(
     spec: ModelSpec,
     *,
     shapes: Mapping[str, tuple[int, ...]],
-    held: Sequence[tuple[ParamMapping, str]],
+    mappings: Sequence[tuple[ParamMapping, str]],
     split: Callable[[ParamMapping], Split],
     row_blocks: Callable[[ParamMapping, int], Iterable[RowBlock]],
     vocab_rows: int,
     first_row: Callable[[ParamMapping], int] = lambda _: 0,
 ) -> ShardLayout:
-    """Returns the layout of a rank that holds these (mapping, name of the rank's parameter) pairs.
+    """Returns the layout of a rank with these (mapping, parameter name) pairs.
 
-    ``split`` says how a tensor's columns are divided, ``row_blocks`` how its rows are (by mapping and number of rows), and
-    ``first_row`` at which row of its parameter a tensor begins. ``vocab_rows`` is the padded number of rows that this rank has
-    of the embedding and of the head.
+    ``split`` returns how columns are split, ``row_blocks`` the rows of a rank (by mapping and number of rows), ``first_row``
+    where a tensor begins in its parameter. ``vocab_rows`` is this rank's padded number of rows of embedding and head.
     """
     shards: list[Shard] = []
     params: dict[str, tuple[int, ...]] = {}
-    for mapping, param in held:
+    for mapping, param in mappings:
         shape = shape_of(mapping, spec)
         extent = (vocab_rows, *shape[1:]) if mapping.split_kind == "vocab" else (0,) * len(shape)
         for shard in _shards(mapping, param, shape, split(mapping), row_blocks, first_row(mapping)):
             shards.append(shard)
-            extent = tuple(max(a, b) for a, b in zip(extent, shard.at.stop, strict=True))
+            extent = tuple(max(a, b) for a, b in zip(extent, shard.param_box.stop, strict=True))
         # Several tensors may share a fused parameter.
         params[param] = tuple(max(a, b) for a, b in zip(extent, params.get(param, extent), strict=True))
     return ShardLayout(shapes=shapes, shards=tuple(shards), params=params)
@@ -255,7 +249,6 @@ def _shards(
     row_blocks: Callable[[ParamMapping, int], Iterable[RowBlock]],
     first: int,
 ) -> Iterable[Shard]:
-    """Yields the boxes of one tensor on this rank; rows count from ``first`` in the parameter."""
     if mapping.split_kind == "replicated":
         whole = Box((0,) * len(shape), shape)
         yield Shard(mapping.tensor, whole, param, whole)
@@ -267,5 +260,7 @@ def _shards(
         inner, zeros = shape[1:], (0,) * (len(shape) - 1)
         for block in row_blocks(mapping, shape[0]):
             if block.start < block.stop:  # empty on a rank whose rows are all padding
-                box, at = Box((block.start, *zeros), (block.stop, *inner)), first + block.param_row
-                yield Shard(mapping.tensor, box, param, Box((at, *zeros), (at + block.stop - block.start, *inner)))
+                box, param_row = Box((block.start, *zeros), (block.stop, *inner)), first + block.param_row
+                yield Shard(
+                    mapping.tensor, box, param, Box((param_row, *zeros), (param_row + block.stop - block.start, *inner))
+                )

@@ -1,9 +1,8 @@
-"""Computes how vLLM lays out a model over the workers of its servers, from the same table.
+"""Layout of a model over the workers of vLLM servers.
 
-vLLM stacks: all queries of a rank, then its keys, then its values; gate over up. Where there are more ranks than key/value
-heads, neighbouring ranks hold the same head. Embedding and head are padded to a multiple of 64 rows before they are split.
-Experts are split as an MLP is, every rank holding a part of each, and stacked in two parameters per layer (vLLM's tensor
-parallelism; its expert parallelism is not used).
+vLLM stacks a rank's queries, keys and values, and gate over up. Neighbouring ranks share a key/value head if there are more
+ranks than heads. Embedding and head are padded to a multiple of 64 rows before the split. Experts are split like an MLP and
+stacked in two parameters per layer (tensor parallelism; vLLM's expert parallelism is not used).
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ VOCAB_PADDING = 64
 
 @dataclass(frozen=True)
 class VllmParallel:
-    """The rollout servers' split of the model; ``replicas`` is the number of servers, each with a whole model.
-
-    Destination ranks are numbered tp innermost, then pp, then the servers.
-    """
+    """The servers' split; each of ``replicas`` servers has a whole model. Ranks count tp fastest, then pp, then servers."""
 
     tp: int = 1
     pp: int = 1
@@ -51,7 +47,7 @@ class VllmParallel:
 
 
 def vllm_layers(num_layers: int, pp: int) -> tuple[range, ...]:
-    """Returns the layers of each stage; layers left over go one each to the stages before the last, from the back."""
+    """Returns the layers of each stage; remaining ones go one each to the stages before the last, from the back."""
     counts = [num_layers // pp] * pp
     for extra in range(num_layers % pp):
         counts[pp - 2 - extra] += 1
@@ -68,26 +64,24 @@ def vllm_layout(
     pp_rank: int = 0,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> ShardLayout:
-    """Returns what the worker at (tp_rank, pp_rank) of a server holds. A stage names layers by their number in the model.
+    """Returns the layout of the worker at (tp_rank, pp_rank) of a server. ``shapes`` may pass ``tensor_shapes(spec)``.
 
-    With tied embeddings there is no head, and the last stage of a pipeline has the embedding too; with experts every stage may
-    have embedding, norm and head (``ExpertNames.ends_everywhere``).
-
-    ``shapes`` is ``tensor_shapes(spec)``, for a caller that has it already.
+    With tied embeddings there is no head, and the last stage also has the embedding; with experts every stage may have
+    embedding, norm and head (``ExpertNames.ends_everywhere``).
     """
     return lay_out(
         spec,
         shapes=tensor_shapes(spec) if shapes is None else shapes,
-        held=[(mapping, mapping.vllm) for mapping in _stage_mappings(spec, pp, pp_rank)],
+        mappings=[(mapping, mapping.vllm) for mapping in _stage_mappings(spec, pp, pp_rank)],
         split=lambda _: Split(tp, tp_rank),
         row_blocks=lambda mapping, rows: _row_blocks(mapping, rows, spec, tp, tp_rank),
-        vocab_rows=padded_vocab_size(spec) // tp,
+        vocab_rows=_padded_vocab_size(spec) // tp,
         first_row=lambda mapping: _first_row(mapping, spec, tp),
     )
 
 
 def vllm_ranks(spec: ModelSpec, parallel: VllmParallel) -> list[ShardLayout]:
-    """Returns the layout of every worker of every server. Raises ValueError where vLLM could not split the model so."""
+    """Returns the layout of every worker of every server. Raises ValueError if vLLM cannot split the model so."""
     check_vllm_parallel(spec, tp=parallel.tp, pp=parallel.pp)
     shapes = tensor_shapes(spec)
     server = [
@@ -99,7 +93,7 @@ def vllm_ranks(spec: ModelSpec, parallel: VllmParallel) -> list[ShardLayout]:
 
 
 def check_vllm_parallel(spec: ModelSpec, *, tp: int, pp: int) -> None:
-    """Raises ValueError where vLLM could not split this model so, naming every reason."""
+    """Raises ValueError with every reason if vLLM cannot split this model so."""
     heads = spec.num_kv_heads
     problems = [
         f"tp = {tp} does not divide the model's {size} {name}; use a divisor of {size}"
@@ -107,7 +101,7 @@ def check_vllm_parallel(spec: ModelSpec, *, tp: int, pp: int) -> None:
             ("attention heads", spec.num_heads),
             *(() if spec.experts is None else (("MLP size of an expert", spec.ffn_size),)),
             *spec.mlp_sizes.items(),
-            (f"rows of the vocabulary (padded to a multiple of {VOCAB_PADDING})", padded_vocab_size(spec)),
+            (f"rows of the vocabulary (padded to a multiple of {VOCAB_PADDING})", _padded_vocab_size(spec)),
         )
         if size % tp
     ]
@@ -119,13 +113,11 @@ def check_vllm_parallel(spec: ModelSpec, *, tp: int, pp: int) -> None:
         raise ValueError("the rollout servers cannot split the model so:\n  " + "\n  ".join(problems))
 
 
-def padded_vocab_size(spec: ModelSpec) -> int:
-    """Returns the rows of the embedding and of the head in vLLM, over all ranks."""
+def _padded_vocab_size(spec: ModelSpec) -> int:
     return -(-spec.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
 
 
 def _stage_mappings(spec: ModelSpec, pp: int, pp_rank: int) -> Iterator[ParamMapping]:
-    """Yields the tensors of one pipeline stage."""
     everywhere = spec.experts is not None and EXPERT_NAMES[spec.architecture].ends_everywhere
     is_first, is_last = (pp_rank == end or everywhere for end in (0, pp - 1))
     if is_first or (is_last and spec.tied_embeddings):
@@ -139,16 +131,14 @@ def _stage_mappings(spec: ModelSpec, pp: int, pp_rank: int) -> Iterator[ParamMap
 
 
 def _first_row(mapping: ParamMapping, spec: ModelSpec, tp: int) -> int:
-    """Returns the row at which a tensor begins in its parameter: experts lie one below the other, all others begin at 0."""
     if mapping.expert is None:
         return 0
     return mapping.expert * (spec.hidden_size if mapping.split_kind == "columns" else 2 * spec.ffn_size // tp)
 
 
 def _row_blocks(mapping: ParamMapping, rows: int, spec: ModelSpec, tp: int, rank: int) -> Iterator[RowBlock]:
-    """Yields the rows of a tensor that a rank holds, and where in the (fused) parameter they lie."""
     if mapping.split_kind == "vocab":
-        per_rank = padded_vocab_size(spec) // tp
+        per_rank = _padded_vocab_size(spec) // tp
         yield RowBlock(rank * per_rank, min((rank + 1) * per_rank, rows), 0)
     elif mapping.split_kind in ("gate", "up"):
         per_rank = rows // tp

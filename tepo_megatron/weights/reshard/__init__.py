@@ -1,4 +1,1 @@
-"""Plans which rank sends what to whom. A plan is made, balanced and proved complete before a byte moves.
-
-Nothing here communicates.
-"""
+"""Plans which rank sends which box to whom, and proves a plan complete before a byte moves. Nothing communicates."""

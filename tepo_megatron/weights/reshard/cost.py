@@ -1,4 +1,4 @@
-"""Computes the bytes that a plan puts on the links of a cluster, and the least time that they take."""
+"""Traffic of a plan on the links of a cluster, and a lower bound of its time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ Link = Literal["device", "nvlink", "network"]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of ``gpus_per_node`` GPUs; rates that a transfer reaches, in 10⁹ bytes/s for each GPU and direction.
+    """Nodes of ``gpus_per_node`` GPUs; rates in 10⁹ bytes/s per GPU and direction.
 
-    Trainer ranks fill nodes in order. The workers of the servers fill the nodes after them, or with ``shared`` the trainer's
-    own nodes, from the first GPU on.
+    Trainer ranks fill nodes in order. Workers fill the next nodes, or with ``shared`` the trainer's, from the first GPU on.
     """
 
     gpus_per_node: int = 8
@@ -26,18 +25,12 @@ class Cluster:
     shared: bool = False
 
     def local(self, num_sources: int, num_destinations: int) -> dict[int, int]:
-        """Returns destination rank → the source rank on the same GPU, as ``reshard_plan`` takes it."""
+        """Returns destination rank → the source rank on the same GPU, for ``reshard_plan``."""
         return {rank: rank for rank in range(min(num_sources, num_destinations))} if self.shared else {}
 
 
 @dataclass(frozen=True)
-class LinkTraffic:
-    """The traffic over one kind of link, in bytes; ``busiest_*`` is the most that one GPU sends or receives over it.
-
-    ``seconds`` is the larger of these two divided by the link's rate, and 0 within a device. It assumes that all GPUs work at
-    the same time in both directions and that nothing waits, so that a real transfer takes at least as long.
-    """
-
+class _LinkTraffic:
     link: Link
     pairs: int
     total: int
@@ -46,44 +39,42 @@ class LinkTraffic:
     seconds: float
 
 
-def traffic(plan: ReshardPlan, itemsize: int, cluster: Cluster) -> list[LinkTraffic]:
-    """Returns the traffic of every kind of link that the plan uses. ``itemsize`` is the bytes of an element on the wire."""
+def traffic(plan: ReshardPlan, itemsize: int, cluster: Cluster) -> list[_LinkTraffic]:
+    """Returns the traffic over every kind of link of the plan; ``itemsize`` is the bytes of an element on the wire."""
     link_of = _links(plan, cluster)
-    moved: dict[Link, Counter[tuple[int, int]]] = {"device": Counter(), "nvlink": Counter(), "network": Counter()}
+    bytes_by_link: dict[Link, Counter[tuple[int, int]]] = {"device": Counter(), "nvlink": Counter(), "network": Counter()}
     for (source, destination), size in plan.bytes_between(itemsize).items():
-        moved[link_of(source, destination)][source, destination] += size
-    moved["device"].update(plan.bytes_between(itemsize, local=True))
+        bytes_by_link[link_of(source, destination)][source, destination] += size
+    bytes_by_link["device"].update(plan.bytes_between(itemsize, local=True))
     rates = {"nvlink": cluster.nvlink_gb_per_s, "network": cluster.network_gb_per_s}
-    found = []
-    for link, pairs in moved.items():
+    result = []
+    for link, pairs in bytes_by_link.items():
         sent, received = Counter[int](), Counter[int]()
         for (source, destination), size in pairs.items():
             sent[source] += size
             received[destination] += size
         if pairs:
-            most = max(sent.values()), max(received.values())
-            seconds = max(most) / 1e9 / rates[link] if link in rates else 0.0
-            found.append(LinkTraffic(link, len(pairs), pairs.total(), *most, seconds))
-    return found
+            busiest = max(sent.values()), max(received.values())
+            seconds = max(busiest) / 1e9 / rates[link] if link in rates else 0.0
+            result.append(_LinkTraffic(link, len(pairs), pairs.total(), *busiest, seconds))
+    return result
 
 
 def _links(plan: ReshardPlan, cluster: Cluster) -> Callable[[int, int], Link]:
-    """Returns a function that gives the kind of link between a source and a destination rank on different GPUs."""
     nodes_before = 0 if cluster.shared else -(-plan.num_sources // cluster.gpus_per_node)
 
     def link_of(source: int, destination: int) -> Link:
-        ours, theirs = source // cluster.gpus_per_node, nodes_before + destination // cluster.gpus_per_node
-        return "nvlink" if ours == theirs else "network"
+        source_node, destination_node = source // cluster.gpus_per_node, nodes_before + destination // cluster.gpus_per_node
+        return "nvlink" if source_node == destination_node else "network"
 
     return link_of
 
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """The size of a plan and of its traffic, in bytes.
+    """Size of a plan and its traffic in bytes.
 
-    ``imbalance`` is the most that a source rank sends, divided by the mean of all source ranks. ``seconds`` is the time of the
-    slowest kind of link.
+    ``imbalance`` is the most that a source rank sends over the mean. ``seconds`` is the time of the slowest kind of link.
     """
 
     sources: int
@@ -93,12 +84,11 @@ class PlanSummary:
     built_in_seconds: float
     received_by_each: int
     imbalance: float
-    links: list[LinkTraffic]
+    links: list[_LinkTraffic]
     seconds: float
 
 
 def summarize_plan(plan: ReshardPlan, itemsize: int, cluster: Cluster, *, built_in_seconds: float) -> PlanSummary:
-    """Counts what a plan moves, with ``itemsize`` bytes for each element."""
     received, sent = Counter[int](), Counter[int]()
     for move in plan.moves:
         received[move.destination] += move.numel * itemsize

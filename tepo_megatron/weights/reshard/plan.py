@@ -1,24 +1,34 @@
-"""Makes the moves between two layouts. All functions are pure: ranks with the same inputs make the same plan."""
+"""Makes the moves between two layouts. Pure functions: ranks with the same inputs make the same plan."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.geometry import Box, Move, ReshardPlan, Shard, ShardLayout, coalesce, overlaps
+from tepo_megatron.weights.geometry import Box, Move, Region, ReshardPlan, Shard, ShardLayout, coalesce, overlaps
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, megatron_ranks, vllm_ranks
-from tepo_megatron.weights.reshard.plan_json import digest_of
 from tepo_megatron.weights.reshard.proof import prove
+
+_TOLERANCE = 0.01
+"""Share of a rank's load below which no item is divided and no connection is opened."""
+
+_FORMAT = "tepo-reshard-plan"
+
+_VERSION = 2
+"""Version of the file format and of the planner. A change of either raises it, so that equal digests mean equal plans."""
 
 
 class _BoxRequest(NamedTuple):
-    """``box`` of a tensor that the destination rank's shard needs and that each of ``owners`` (rank → shard) holds."""
+    """``box`` of a tensor that the destination's shard needs and each of ``owners`` (rank → shard) holds."""
 
     tensor: str
     destination: int
@@ -30,10 +40,9 @@ class _BoxRequest(NamedTuple):
 def reshard_plan(
     spec: ModelSpec, source: MegatronParallel, destination: VllmParallel, local: Mapping[int, int] | None = None
 ) -> ReshardPlan:
-    """Returns the plan from a trainer to all workers of all its servers, proved complete. The last 8 plans are cached.
+    """Returns the proved plan from a trainer to all workers of all its servers. The last 8 plans are cached.
 
-    ``local`` maps destination ranks to the source rank that shares their device. Raises ValueError for a split that Megatron or
-    vLLM could not make.
+    ``local`` maps destination ranks to the source rank on the same device. Raises ValueError for an impossible split.
     """
     return _reshard_plan(spec, source, destination, tuple(sorted((local or {}).items())))
 
@@ -57,11 +66,10 @@ def plan_moves(
     local: Mapping[int, int] | None = None,
     digest: str = "",
 ) -> ReshardPlan:
-    """Plans the moves that write every element of every destination shard once.
+    """Plans moves that write every element of every destination shard once, with the fewest bytes between ranks.
 
-    The bytes between ranks are the fewest possible: what a destination needs, less what its ``local`` source holds. Sources
-    that hold the same parts share the work. ``server_size`` is the number of consecutive destinations that hold one copy of the
-    model; by default all do. Raises ValueError that names a tensor which the sources do not cover.
+    Sources with the same parts share the work. ``server_size`` is the number of consecutive destinations with one copy of
+    the model (default: all). Raises ValueError naming a tensor that the sources do not cover.
     """
     local = dict(local or {})
     _check_ranks(local, len(sources), len(destinations))
@@ -80,25 +88,23 @@ def _check_ranks(local: Mapping[int, int], num_sources: int, num_destinations: i
 
 
 def _holders(layouts: Sequence[ShardLayout]) -> dict[str, dict[Box, dict[int, Shard]]]:
-    """Returns tensor → box → rank → the shard with it. Of two equal copies on one rank (a tied head) it takes the first."""
-    held: dict[str, dict[Box, dict[int, Shard]]] = defaultdict(lambda: defaultdict(dict))
+    holders: dict[str, dict[Box, dict[int, Shard]]] = defaultdict(lambda: defaultdict(dict))
     for rank, layout in enumerate(layouts):
         for shard in layout.shards:
-            held[shard.tensor][shard.box].setdefault(rank, shard)
-    return held
+            holders[shard.tensor][shard.box].setdefault(rank, shard)
+    return holders
 
 
 def _requests(sources: Sequence[ShardLayout], destinations: Sequence[ShardLayout]) -> Iterator[_BoxRequest]:
-    """Divides every destination shard into the boxes that source shards hold whole."""
-    held = _holders(sources)
-    wanted: dict[str, dict[Box, list[tuple[int, Shard]]]] = defaultdict(lambda: defaultdict(list))
+    holders = _holders(sources)
+    needed: dict[str, dict[Box, list[tuple[int, Shard]]]] = defaultdict(lambda: defaultdict(list))
     for rank, layout in enumerate(destinations):
         for shard in layout.shards:
-            wanted[shard.tensor][shard.box].append((rank, shard))
-    for tensor, targets in wanted.items():
-        owners, receivers = list(held[tensor].values()), list(targets.values())
+            needed[shard.tensor][shard.box].append((rank, shard))
+    for tensor, targets in needed.items():
+        owners, receivers = list(holders[tensor].values()), list(targets.values())
         try:
-            common = overlaps(tuple(held[tensor]), tuple(targets))
+            common = overlaps(tuple(holders[tensor]), tuple(targets))
         except ValueError as error:
             raise ValueError(f"{tensor} cannot be resharded: {error}") from None
         for i, j, box in common:
@@ -107,12 +113,14 @@ def _requests(sources: Sequence[ShardLayout], destinations: Sequence[ShardLayout
 
 
 def _moves(requests: Iterable[_BoxRequest], local: Mapping[int, int]) -> Iterator[Move]:
-    """Chooses a source for every request, and joins the boxes that can travel as one region."""
     boxes: dict[tuple[str, int, int, str, str], list[tuple[Box, Box]]] = defaultdict(list)
     for request, source, box in _choose_sources(requests, local):
-        held, wanted = request.owners[source], request.shard
-        route = (request.tensor, source, request.destination, held.param, wanted.param)
-        pair = _map_to_param(held.box.start, held.at.start, box), _map_to_param(wanted.box.start, wanted.at.start, box)
+        source_shard, destination_shard = request.owners[source], request.shard
+        route = (request.tensor, source, request.destination, source_shard.param, destination_shard.param)
+        pair = (
+            _map_to_param(source_shard.box.start, source_shard.param_box.start, box),
+            _map_to_param(destination_shard.box.start, destination_shard.param_box.start, box),
+        )
         boxes[route].append(pair)
     for (tensor, source, destination, source_param, destination_param), pairs in boxes.items():
         for source_region, destination_region in coalesce(tuple(pairs)):
@@ -120,12 +128,11 @@ def _moves(requests: Iterable[_BoxRequest], local: Mapping[int, int]) -> Iterato
 
 
 def _choose_sources(requests: Iterable[_BoxRequest], local: Mapping[int, int]) -> Iterator[tuple[_BoxRequest, int, Box]]:
-    """Yields (request, source rank, the part of the request's box that this source sends)."""
     shared: dict[tuple[int, ...], list[_BoxRequest]] = defaultdict(list)
     for request in requests:
-        near = local.get(request.destination)
-        if near is not None and near in request.owners:
-            yield request, near, request.box
+        local_source = local.get(request.destination)
+        if local_source is not None and local_source in request.owners:
+            yield request, local_source, request.box
         else:
             shared[tuple(request.owners)].append(request)
     # Ordered by receiver, because assign_senders gives consecutive items to one owner: each receiver has few senders.
@@ -142,41 +149,36 @@ def _choose_sources(requests: Iterable[_BoxRequest], local: Mapping[int, int]) -
 
 @lru_cache(maxsize=4096)
 def _rows_and_size(box: Box) -> tuple[int, int]:
-    """Returns the number of rows and the elements of one. Cached, as the two below, because all layers have the same boxes."""
+    """Cached, like the two functions below, because all layers have the same boxes."""
     rows, *inner = box.shape
     return rows, math.prod(inner)
 
 
 @lru_cache(maxsize=4096)
 def _cut_rows(box: Box, start: int, stop: int) -> Box:
-    """Returns rows ``start`` to ``stop`` of a box, counted from its first row."""
     first, *inner = box.start
     return Box((first + start, *inner), (first + stop, *box.stop[1:]))
 
 
 @lru_cache(maxsize=4096)
 def _map_to_param(tensor_start: tuple[int, ...], param_start: tuple[int, ...], box: Box) -> Box:
-    """Maps a box of a tensor to a parameter in which the tensor's element ``tensor_start`` lies at ``param_start``."""
+    """The parameter holds the tensor's element ``tensor_start`` at ``param_start``."""
     return box.relative_to(tuple(a - b for a, b in zip(tensor_start, param_start, strict=True)))
 
 
 def _order(tensors: Iterable[str], num_destinations: int, server_size: int) -> Callable[[Move], tuple[int, ...]]:
-    """Returns the sort key of moves: by layer, tensor, source and destination, where each server begins at another layer.
-
-    If all servers began at the first layer, one pipeline stage of the trainer at a time would send to all of them, and the
-    other stages would wait.
-    """
+    """Each server begins at another layer: otherwise one stage of the trainer would send to all while the others wait."""
     layers = [list(names) for _, names in groupby(tensors, key=layer_of)]
-    position = {name: (number, at) for number, names in enumerate(layers) for at, name in enumerate(names)}
+    position = {name: (number, index) for number, names in enumerate(layers) for index, name in enumerate(names)}
     numbered = [number for number, names in enumerate(layers) if layer_of(names[0]) is not None]
     servers = -(-num_destinations // server_size)
-    begin = [0, *(numbered[len(numbered) * server // servers] if numbered else 0 for server in range(1, servers))]
+    first_layers = [0, *(numbered[len(numbered) * server // servers] if numbered else 0 for server in range(1, servers))]
 
     def key(move: Move) -> tuple[int, ...]:
-        layer, at = position[move.tensor]
+        layer, index = position[move.tensor]
         return (
-            (layer - begin[move.destination // server_size]) % len(layers),
-            at,
+            (layer - first_layers[move.destination // server_size]) % len(layers),
+            index,
             move.source,
             move.destination,
             *move.destination_region.box.start,
@@ -186,17 +188,13 @@ def _order(tensors: Iterable[str], num_destinations: int, server_size: int) -> C
 
 
 def layer_of(tensor: str) -> int | None:
-    """Returns the layer that a Hugging Face tensor belongs to; None for embedding, final norm and head."""
+    """Returns the layer of a Hugging Face tensor; None for embedding, final norm and head."""
     match = re.search(r"\.layers\.(\d+)\.", tensor)
     return int(match[1]) if match else None
 
 
-TOLERANCE = 0.01
-"""Share of a rank's load that is too small to divide an item for, or to open a connection for."""
-
-
 class SendItem(NamedTuple):
-    """``rows`` rows of ``row_size`` elements that ``receiver`` needs; ``key`` is the caller's: (the owners, a number)."""
+    """``rows`` rows of ``row_size`` elements for ``receiver``; ``key`` is (owners, a number of the caller's)."""
 
     key: tuple[tuple[int, ...], int]
     receiver: int
@@ -204,7 +202,7 @@ class SendItem(NamedTuple):
     row_size: int
 
 
-class Assignment(NamedTuple):
+class _Assignment(NamedTuple):
     """``owner`` sends rows ``start`` to ``stop`` of the item ``key``."""
 
     key: tuple[tuple[int, ...], int]
@@ -215,15 +213,13 @@ class Assignment(NamedTuple):
 
 def assign_senders(
     items: Mapping[tuple[int, ...], Sequence[SendItem]], loads: MutableMapping[int, int]
-) -> Iterator[Assignment]:
-    """Divides items among the ranks that hold them, so that all ranks send as nearly as possible the same number of elements.
+) -> Iterator[_Assignment]:
+    """Divides items among the ranks that hold them, so that all ranks send about equally many elements.
 
-    ``items`` maps a set of owners to the items that any of them can send. ``loads`` counts the elements that each rank sends;
-    the assigned ones are added. The items with the fewest owners are assigned first, among equally many owners the largest
-    amount, and the others fill up. Owners take the items in their order, one owner after the other; an item is divided between
-    two owners where the first one is full. With items ordered by receiver each receiver thus has few senders, and the senders
-    work at the same time. Items that are negligible together, such as norms, which all tensor-parallel ranks hold, are assigned
-    to a rank that sends to the receiver anyway.
+    ``items`` maps a set of owners to items that any of them can send. ``loads`` counts the elements that each rank sends and
+    is updated. Sets with the fewest owners come first, then the largest amounts. Owners take the items in order, so that
+    items ordered by receiver give each receiver few senders. Negligible sets, such as norms, go whole to a rank that sends
+    to the receiver anyway.
     """
     routes: set[tuple[int, int]] = set()
     amounts = {owners: sum(item.rows * item.row_size for item in group) for owners, group in items.items()}
@@ -231,10 +227,10 @@ def assign_senders(
         order = sorted(owners, key=lambda owner: (loads[owner], owner))
         amount = amounts[owners]
         level = _water_level([loads[owner] for owner in order], amount)
-        if amount <= TOLERANCE * loads[order[-1]]:
+        if amount <= _TOLERANCE * loads[order[-1]]:
             assigned = _assign_whole(order, group, routes)
         else:
-            assigned = _assign_in_order(order, [level - loads[owner] for owner in order], group, slack=TOLERANCE * level)
+            assigned = _assign_in_order(order, [level - loads[owner] for owner in order], group, slack=_TOLERANCE * level)
         # A generator assigns the items, so that it sees the routes that this loop adds before it chooses the next owner.
         for assignment, item in assigned:
             loads[assignment.owner] += (assignment.stop - assignment.start) * item.row_size
@@ -243,10 +239,8 @@ def assign_senders(
 
 
 def _water_level(loads: Sequence[int], amount: int) -> float:
-    """Returns the load up to which owners are filled if ``amount`` always goes to the least busy ones; ``loads`` ascend.
-
-    This is water-filling with the loads as heights of columns. Over the lowest ``count`` columns the level is (their sum +
-    amount) / count; it is the right count as soon as the next column is not below that level.
+    """Water-filling over ascending loads. Over the lowest ``count`` columns the level is (sum + amount) / count; the count is
+    right as soon as the next column is not below that level.
     """
     total = float(amount)
     for count, load in enumerate(loads, 1):
@@ -258,20 +252,16 @@ def _water_level(loads: Sequence[int], amount: int) -> float:
 
 def _assign_whole(
     order: Sequence[int], items: Sequence[SendItem], routes: Set[tuple[int, int]]
-) -> Iterator[tuple[Assignment, SendItem]]:
-    """Assigns undivided items to the least busy owner that already sends to the receiver, or else to the least busy one."""
+) -> Iterator[tuple[_Assignment, SendItem]]:
     for item in items:
         owner = next((owner for owner in order if (owner, item.receiver) in routes), order[0])
-        yield Assignment(item.key, owner, 0, item.rows), item
+        yield _Assignment(item.key, owner, 0, item.rows), item
 
 
 def _assign_in_order(
     order: Sequence[int], capacities: Sequence[float], items: Sequence[SendItem], *, slack: float
-) -> Iterator[tuple[Assignment, SendItem]]:
-    """Fills one owner after the other up to its capacity in elements (a column below the water level), dividing items by rows.
-
-    An owner may take up to ``slack`` too much instead of dividing an item. The last one takes what is left.
-    """
+) -> Iterator[tuple[_Assignment, SendItem]]:
+    """Fills owners up to their capacities in elements, dividing items by rows if more than ``slack`` is too much."""
     index, capacity = 0, capacities[0]
     for item in items:
         start = 0
@@ -285,6 +275,60 @@ def _assign_in_order(
                 index += 1
                 capacity += capacities[index]
                 continue
-            yield Assignment(item.key, order[index], start, start + rows), item
+            yield _Assignment(item.key, order[index], start, start + rows), item
             start += rows
             capacity -= rows * item.row_size
+
+
+def digest_of(*inputs: object) -> str:
+    """Returns the hex SHA-256 of dataclasses, numbers and sequences of them, with the planner's version."""
+    text = json.dumps([_FORMAT, _VERSION, [_plain(value) for value in inputs]], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, range):
+        return [value.start, value.stop]
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def plan_to_json(plan: ReshardPlan) -> str:
+    """Returns the plan as one line of JSON. Names are written once and referred to by index."""
+    names: dict[str, int] = {}
+
+    def number(name: str) -> int:
+        return names.setdefault(name, len(names))
+
+    moves = [
+        [
+            number(move.tensor),
+            move.source,
+            move.destination,
+            number(move.source_param),
+            _region_to_list(move.source_region),
+            number(move.destination_param),
+            _region_to_list(move.destination_region),
+        ]
+        for move in plan.moves
+    ]
+    return json.dumps(
+        {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "digest": plan.digest,
+            "num_sources": plan.num_sources,
+            "num_destinations": plan.num_destinations,
+            "local": sorted(plan.local.items()),
+            "names": list(names),
+            "moves": moves,
+        },
+        separators=(",", ":"),
+    )
+
+
+def _region_to_list(region: Region) -> list[Any]:
+    return [list(region.box.start), list(region.box.stop), region.count, region.step]

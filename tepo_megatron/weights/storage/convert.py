@@ -1,7 +1,7 @@
-"""Converts folders of weights (``tepo export``, ``tepo import``) in one process, without Megatron or process groups.
+"""``tepo export`` and ``tepo import`` in one process, without Megatron or process groups.
 
-Every tensor is checked before anything is written. Files are written one after the other into ``OUT.partial``, which is
-renamed to ``OUT`` when all are there. After an interruption the same command keeps the files that are finished.
+Every tensor is checked before anything is written. Files go to ``OUT.partial``, which is renamed to ``OUT`` at the end.
+After an interruption the same command keeps finished files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from tepo_megatron.runtime.files import partial_path
-from tepo_megatron.weights.architecture import ModelSpec, kept_in_fp32, read_model_spec
+from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32, read_model_spec
 from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_layout, pipeline_stages, tensor_shapes
 from tepo_megatron.weights.storage.hf_folder import SHARD_BYTES, copy_description, model_file_name, write_index
@@ -27,8 +27,8 @@ from tepo_megatron.weights.storage.stored import DTYPES, SHARDS, WEIGHT, StoredW
 RECORD = "conversion.sha256"
 """File in ``OUT.partial`` with a digest of the conversion, so that another command does not continue it."""
 
-Report = Callable[[int, int], None]
-"""A function that is called with (bytes done, bytes in all)."""
+ProgressCallback = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
 
 
 def export_model(
@@ -39,13 +39,13 @@ def export_model(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
-    report: Report = lambda done, total: None,
+    report: ProgressCallback = lambda done, total: None,
 ) -> None:
-    """Writes a Hugging Face folder from a checkpoint (``step_XXXXXX``, saved under any layout) or from an imported folder.
+    """Writes a Hugging Face folder from a checkpoint (``step_XXXXXX``, any layout) or an imported folder.
 
-    ``model`` is the folder that config and tokenizer are copied from; by default the one that the checkpoint was trained from.
-    ``dtype`` defaults to the one in its config. Raises ValueError for weights that are not that model (everything wrong is
-    named) and for a damaged checkpoint and an ``out`` that exists, RuntimeError for a full disk.
+    ``model`` is the folder with config and tokenizer (default: the model that the checkpoint was trained from). ``dtype``
+    defaults to its config's. Raises ValueError for weights of another model (naming all differences), a damaged checkpoint
+    and an existing ``out``, RuntimeError for a full disk.
     """
     model = model or _model_of(source)
     if has_manifest(source):
@@ -55,7 +55,7 @@ def export_model(
     weights.check(shapes, f"{model / 'config.json'}")
     stored_dtype = _dtype_name(dtype or _dtype_of(model))
     entries = [
-        FileEntry(name, name, _whole(shape), "F32" if kept_in_fp32(name) else stored_dtype) for name, shape in shapes.items()
+        FileEntry(name, name, _whole(shape), "F32" if is_always_fp32(name) else stored_dtype) for name, shape in shapes.items()
     ]
     groups = group_entries(entries, shard_bytes)
     files = [PlannedFile(model_file_name(number, len(groups)), group) for number, group in enumerate(groups, 1)]
@@ -78,13 +78,14 @@ def import_model(
     last_layers: int | None = None,
     shard_bytes: int = SHARD_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
-    report: Report = lambda done, total: None,
+    report: ProgressCallback = lambda done, total: None,
 ) -> None:
-    """Writes a Hugging Face folder's weights, in their dtypes, as files for each rank of a ``tp`` × ``pp`` layout.
+    """Writes a Hugging Face folder's weights, in their dtypes, as files per rank of a ``tp`` × ``pp`` layout
+    (``model.shards``).
 
-    They are for ``model.shards``. Any layout can read them; under this one each rank reads little but its own files. ``vpp`` is
-    the number of chunks of a stage, ``first_layers`` and ``last_layers`` are the layers of the first and the last stage, where
-    they differ from the others. Raises as :func:`export_model`, and ValueError for a layout that does not fit the model.
+    Any layout can read them; under this one each rank reads little but its own files. ``vpp`` is the number of chunks of a
+    stage, ``first_layers`` and ``last_layers`` the layers of the first and last stage if they differ. Raises as
+    :func:`export_model`, and ValueError for a layout that does not fit the model.
     """
     spec, weights = read_model_spec(source), open_weights(source)
     spec.check_parallel(tp=tp, pp=pp if first_layers is None and last_layers is None else 1)
@@ -96,9 +97,9 @@ def import_model(
 
 
 def check_imported(shards: Path, model: Path) -> None:
-    """Raises ValueError unless ``shards`` is an import of the model folder; compares a few numbers of every tensor.
+    """Raises ValueError unless ``shards`` is an import of ``model``; compares a few numbers of every tensor.
 
-    Rollout servers start from the folder and the trainer from the shards, so that they must not be two models.
+    Servers start from the folder and the trainer from the shards: they must be one model.
     """
     shapes = tensor_shapes(read_model_spec(model))
     imported, original = open_weights(shards), open_weights(model)
@@ -107,10 +108,10 @@ def check_imported(shards: Path, model: Path) -> None:
     differing = []
     for name, shape in shapes.items():
         sample = Box((0,) * len(shape), tuple(min(extent, limit) for extent, limit in zip(shape, (4, 64), strict=False)))
-        ours, theirs = torch.empty(sample.shape), torch.empty(sample.shape)
-        imported.read(name, sample, ours)
-        original.read(name, sample, theirs)
-        if not torch.equal(ours, theirs):
+        imported_values, original_values = torch.empty(sample.shape), torch.empty(sample.shape)
+        imported.read(name, sample, imported_values)
+        original.read(name, sample, original_values)
+        if not torch.equal(imported_values, original_values):
             differing.append(name)
     if differing:
         raise ValueError(
@@ -122,7 +123,6 @@ def check_imported(shards: Path, model: Path) -> None:
 def _rank_files(
     spec: ModelSpec, weights: StoredWeights, parallel: MegatronParallel, rank: int, shard_bytes: int
 ) -> list[PlannedFile]:
-    """Plans the files of one rank of an import."""
     layout = megatron_layout(spec, parallel, rank)
     entries = []
     for shard in layout.shards:
@@ -139,16 +139,15 @@ def _write_folder(
     weights: StoredWeights,
     files: Sequence[PlannedFile],
     finish: Callable[[Path], None],
-    report: Report,
+    report: ProgressCallback,
     bucket_bytes: int,
 ) -> None:
-    """Writes the files that are not there yet, then what ``finish`` adds, and renames the folder to ``out``."""
     if out.exists():
         raise ValueError(f"{out} exists already; remove it, or give another folder")
     partial = partial_path(out)
     _prepare_partial(partial, _conversion_digest(weights, files))
-    left = [file for file in files if not file.is_written(partial)]
-    needed, total = sum(file.nbytes for file in left), sum(file.nbytes for file in files)
+    unfinished = [file for file in files if not file.is_written(partial)]
+    needed, total = sum(file.nbytes for file in unfinished), sum(file.nbytes for file in files)
     _check_space(partial, out, needed)
     done = total - needed
 
@@ -158,7 +157,7 @@ def _write_folder(
         report(done, total)
 
     try:
-        for file in left:
+        for file in unfinished:
             advance(len(file.header))
             file.write(partial, weights, advance, bucket_bytes=bucket_bytes)
         finish(partial)
@@ -167,15 +166,14 @@ def _write_folder(
             raise
         _drop_unfinished(partial)
         # Usually this raises the error that says how many bytes are missing.
-        left = [file for file in files if not file.is_written(partial)]
-        _check_space(partial, out, sum(file.nbytes for file in left))
+        unfinished = [file for file in files if not file.is_written(partial)]
+        _check_space(partial, out, sum(file.nbytes for file in unfinished))
         raise RuntimeError(f"the disk of {partial} was full for a moment; run the same command again to go on") from error
     partial.rename(out)
     (out / RECORD).unlink()
 
 
 def _prepare_partial(partial: Path, conversion: str) -> None:
-    """Makes an empty ``partial``, or keeps what an interrupted run of the same conversion (by its digest) has finished."""
     record = partial / RECORD
     if partial.exists() and any(partial.iterdir()):
         if not record.is_file():
@@ -197,7 +195,6 @@ def _drop_unfinished(partial: Path) -> None:
 
 
 def _conversion_digest(weights: StoredWeights, files: Sequence[PlannedFile]) -> str:
-    """Returns a digest of the source's files (names, sizes, times) and of everything about the files to be written."""
     digest = hashlib.sha256()
     for path in sorted({stored.file for boxes in weights.boxes.values() for stored in boxes}):
         stat = path.stat()
@@ -218,7 +215,6 @@ def _check_space(partial: Path, out: Path, needed: int) -> None:
 
 
 def _model_of(source: Path) -> Path:
-    """Returns the folder with the config and the tokenizer of these weights."""
     state = source / "state.json"
     if not state.is_file():
         if not (source / "config.json").is_file():
@@ -236,17 +232,15 @@ def _model_of(source: Path) -> Path:
 
 
 def _dtype_of(model: Path) -> torch.dtype:
-    """Returns the dtype that the config names, float32 if it names none."""
     config = json.loads((model / "config.json").read_text())
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    found: object = getattr(torch, str(name), None)
-    if not isinstance(found, torch.dtype):
+    dtype: object = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{model / 'config.json'}: dtype {name!r} is not known; give --dtype")
-    return found
+    return dtype
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    """Returns safetensors' name of a dtype."""
     for name, known in DTYPES.items():
         if known == dtype:
             return name

@@ -1,4 +1,4 @@
-"""Loads a rank's boxes from a folder of weights, and writes Hugging Face folders tensor by tensor."""
+"""Hugging Face folders of models, written tensor by tensor, and PEFT folders of LoRA adapters."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tepo_megatron.runtime.files import partial_path
-from tepo_megatron.weights.architecture import kept_in_fp32
+from tepo_megatron.weights.architecture import is_always_fp32
 from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.storage.stored import open_safetensors, open_weights
 
 SHARD_BYTES = 4 * 2**30
-"""Size in bytes at which an exported file is closed and the next one begun."""
+"""Size in bytes at which an exported file is closed and the next one started."""
 
 TOKENIZER_FILES = (
     "tokenizer.model",
@@ -39,7 +39,7 @@ TOKENIZER_FILES = (
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 PEFT_PREFIX = "base_model.model."
-"""What PEFT puts before the names of the model's own modules."""
+"""PEFT's prefix of the model's module names."""
 
 _SUPPORTED_PEFT: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -54,15 +54,14 @@ _SUPPORTED_PEFT: dict[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
     "trainable_token_indices": (None,),
 }
-"""Settings of PEFT that make something else than one A and B per layer, with the values that do not."""
+"""PEFT settings with the values under which every layer has one plain A and B."""
 
 
 def load_into(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> None:
-    """Copies this rank's boxes of a folder's tensors into its parameters, in place; every rank reads only its own bytes.
+    """Copies this rank's boxes of a folder's tensors into its parameters, reading no other bytes.
 
-    ``folder`` is a Hugging Face folder or one of ``tepo import``. Rows of a parameter that no tensor covers (padding of the
-    vocabulary) become zero. Raises ValueError, before anything is written, that names every missing, unexpected and misshapen
-    tensor at once, or the damaged file.
+    ``folder`` is a Hugging Face folder or one of ``tepo import``. Padding rows of the vocabulary become zero. Raises
+    ValueError, before anything is written, naming every missing, unexpected and misshapen tensor, or the damaged file.
     """
     weights = open_weights(folder)
     weights.check(layout.shapes)
@@ -70,7 +69,7 @@ def load_into(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -
         for param in {shard.param for shard in layout.shards}:
             params[param].zero_()
         for shard in layout.shards:
-            weights.read(shard.tensor, shard.box, params[shard.param][shard.at.slices])
+            weights.read(shard.tensor, shard.box, params[shard.param][shard.param_box.slices])
 
 
 def write_model(
@@ -78,18 +77,17 @@ def write_model(
 ) -> None:
     """Writes a Hugging Face folder from a stream of full tensors, with config and tokenizer copied from ``source``.
 
-    One process calls. At most ``shard_bytes`` are held at a time. The folder is written beside its place and moved there
-    whole, so that a folder at ``out`` is always complete; one that was there before is replaced. RuntimeError where a file
-    cannot be written.
+    One process calls. At most ``shard_bytes`` are held at a time. The folder at ``out`` is replaced atomically. Raises
+    RuntimeError if a file cannot be written.
     """
     with atomic_folder(out) as partial:
         copy_description(source, partial, dtype)
-        cast = ((name, tensor.to(torch.float32 if kept_in_fp32(name) else dtype)) for name, tensor in tensors)
+        cast = ((name, tensor.to(torch.float32 if is_always_fp32(name) else dtype)) for name, tensor in tensors)
         _name_as_hugging_face(partial, write_stream(partial, "part", cast, shard_bytes=shard_bytes))
 
 
 def copy_description(source: Path, out: Path, dtype: torch.dtype | None) -> None:
-    """Copies config and tokenizer; the config names ``dtype``, or the source's own for None."""
+    """Copies config and tokenizer; the config names ``dtype``, or the source's dtype for None."""
     config = json.loads((source / "config.json").read_text())
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
@@ -103,37 +101,36 @@ def copy_description(source: Path, out: Path, dtype: torch.dtype | None) -> None
 def write_stream(
     folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES
 ) -> list[tuple[Path, dict[str, int]]]:
-    """Writes tensors as they come into ``stem-00001.safetensors`` and so on, holding at most ``shard_bytes`` (or one tensor).
+    """Writes tensors to ``stem-00001.safetensors`` and so on, holding at most ``shard_bytes`` or one tensor.
 
-    Returns each file with the bytes of each tensor in it.
+    Returns each file with the bytes of each of its tensors.
     """
     written: list[tuple[Path, dict[str, int]]] = []
-    held: dict[str, Tensor] = {}
+    pending: dict[str, Tensor] = {}
 
     def flush() -> None:
-        if held:
+        if pending:
             path = folder / f"{stem}-{len(written) + 1:05d}.safetensors"
             try:
-                save_file(held, path, metadata={"format": "pt"})
+                save_file(pending, path, metadata={"format": "pt"})
             except (OSError, SafetensorError) as error:  # of its own kind, also for what the system says
                 raise RuntimeError(
                     f"{path} could not be written: {error}; {shutil.disk_usage(folder).free:,} bytes are free. Nothing was "
                     "replaced. Make room, and do it again (a run goes on with --resume)"
                 ) from error
             path.chmod(0o644)
-            written.append((path, {name: tensor.nbytes for name, tensor in held.items()}))
-            held.clear()
+            written.append((path, {name: tensor.nbytes for name, tensor in pending.items()}))
+            pending.clear()
 
     for name, tensor in tensors:
-        if sum(kept.nbytes for kept in held.values()) + tensor.nbytes > shard_bytes:
+        if sum(pending_tensor.nbytes for pending_tensor in pending.values()) + tensor.nbytes > shard_bytes:
             flush()
-        held[name] = tensor.detach().cpu().contiguous()
+        pending[name] = tensor.detach().cpu().contiguous()
     flush()
     return written
 
 
 def _name_as_hugging_face(folder: Path, written: list[tuple[Path, dict[str, int]]]) -> None:
-    """Renames one file to ``model.safetensors``, or several to numbered names, with an index."""
     for number, (path, _) in enumerate(written, 1):
         path.rename(folder / model_file_name(number, len(written)))
     write_index(folder, [sizes for _, sizes in written])
@@ -155,7 +152,7 @@ def write_index(folder: Path, files: Sequence[Mapping[str, int]]) -> None:
 
 @contextmanager
 def atomic_folder(out: Path) -> Iterator[Path]:
-    """Yields a folder to write into, which is renamed to ``out`` if the block succeeds, and removed if it raises."""
+    """Yields a folder to write into, renamed to ``out`` if the block succeeds and removed if it raises."""
     partial = partial_path(out)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -171,7 +168,7 @@ def atomic_folder(out: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """What a PEFT folder says of its adapters. ``targets``: the names of the layers that have one."""
+    """Settings of a PEFT folder; ``targets`` are names of layers."""
 
     rank: int
     alpha: float
@@ -180,7 +177,6 @@ class AdapterSettings:
     targets: tuple[str, ...]
 
     def as_peft(self) -> dict[str, Any]:
-        """The same under PEFT's names."""
         return {
             "r": self.rank,
             "lora_alpha": self.alpha,
@@ -191,9 +187,9 @@ class AdapterSettings:
 
 
 def write_peft_folder(out: Path, tensors: Mapping[str, Tensor], settings: AdapterSettings, *, base_model: str) -> None:
-    """Writes adapters, by the names of ``bridge.layouts.adapters``. One process calls; a folder that was there is replaced.
+    """Writes adapters named as in ``weights.layouts.adapters``. One process calls; an existing folder is replaced.
 
-    ``base_model``: the name or folder of the model that they belong to, which PEFT shows and may load.
+    ``base_model``: name or folder of the model, which PEFT shows and may load.
     """
     config = {
         "peft_type": "LORA",
@@ -207,26 +203,23 @@ def write_peft_folder(out: Path, tensors: Mapping[str, Tensor], settings: Adapte
     }
     with atomic_folder(out) as partial:
         (partial / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        held = {PEFT_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(held, partial / PEFT_WEIGHTS, metadata={"format": "pt"})
+        stored = {PEFT_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(stored, partial / PEFT_WEIGHTS, metadata={"format": "pt"})
         (partial / PEFT_WEIGHTS).chmod(0o644)
 
 
 def check_peft_folder(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, rank: int, alpha: float, rslora: bool) -> None:
-    """Raises ValueError unless the folder holds adapters of exactly these tensors and settings, naming all that differs.
-
-    Reads the settings and the header of the weights.
-    """
+    """Raises ValueError with all differences unless the folder holds adapters of these tensors and settings."""
     config = _read_config(folder)
     problems = [
         f"{name} = {config[name]!r} is not supported (only {values[0]!r})"
         for name, values in _SUPPORTED_PEFT.items()
         if name in config and config[name] not in values
     ]
-    for name, field, ours in (("r", "rank", rank), ("lora_alpha", "alpha", alpha), ("use_rslora", "rslora", rslora)):
-        theirs = config.get(name, False if name == "use_rslora" else None)
-        if theirs != ours:
-            problems.append(f"{name} is {theirs!r}, and model.lora.{field} is {ours!r}")
+    for name, field, expected in (("r", "rank", rank), ("lora_alpha", "alpha", alpha), ("use_rslora", "rslora", rslora)):
+        stored = config.get(name, False if name == "use_rslora" else None)
+        if stored != expected:
+            problems.append(f"{name} is {stored!r}, and model.lora.{field} is {expected!r}")
     if not problems:
         problems = _wrong_tensors(folder, shapes)
     if problems:
@@ -239,10 +232,10 @@ def check_peft_folder(folder: Path, shapes: Mapping[str, tuple[int, ...]], *, ra
 
 
 def load_adapters(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> None:
-    """Copies this rank's parts of a folder's adapters into its parameters, in place, reading no other bytes."""
+    """Copies this rank's parts of a folder's adapters into its parameters, reading no other bytes."""
     with torch.no_grad(), open_safetensors(folder / PEFT_WEIGHTS) as handle:
         for shard in layout.shards:
-            params[shard.param][shard.at.slices].copy_(handle.get_slice(PEFT_PREFIX + shard.tensor)[shard.box.slices])
+            params[shard.param][shard.param_box.slices].copy_(handle.get_slice(PEFT_PREFIX + shard.tensor)[shard.box.slices])
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

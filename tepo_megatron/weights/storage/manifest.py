@@ -1,9 +1,9 @@
-"""The manifest of a checkpoint: which files it has, how long they are, and their digests. Standard library only.
+"""Manifest of a checkpoint (its files, their lengths and SHA-256), and sampled digests of models. Standard library only.
 
     step_000100/manifest.json    {"step": 100, "files": {"state.json": {"bytes": …, "sha256": …}, "shards/…": …}, "sha256": …}
 
-It is written last. It ties the files to the step and to each other: any file that was changed, cut short, lost, added or taken
-from another checkpoint is found by it, and its own digest shows damage to itself. ``sha256sum`` gives the same digests.
+The manifest is written last. It reveals any file that was changed, cut short, lost, added or taken from another checkpoint;
+its own digest reveals damage to itself. ``sha256sum`` gives the same digests.
 """
 
 from __future__ import annotations
@@ -20,15 +20,11 @@ from typing import Any
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT = 2
-"""Of checkpoints with a manifest; ``state.json`` has it too. Those of format 1 have neither manifest nor this number."""
+"""Format of checkpoints with a manifest, also in ``state.json``. Format 1 has neither manifest nor this number."""
 
-_BLOCK = 4 * 2**20
-"""Bytes that are read at a time."""
-
-
-_TENSORS, _BYTES = 64, 4096
-"""How many tensors are sampled, and how much of each. In bfloat16 a small update changes one value of a hundred: of so many
-values that are some, wherever the update was."""
+_BLOCK_BYTES = 4 * 2**20
+_SAMPLED_TENSORS, _SAMPLED_BYTES = 64, 4096
+"""In bfloat16 a small update changes one value of a hundred, so that these samples include some changes."""
 
 
 class DamagedCheckpoint(ValueError):  # noqa: N818
@@ -43,15 +39,15 @@ class DamagedCheckpoint(ValueError):  # noqa: N818
 
 @dataclass(frozen=True)
 class FileRecord:
-    """The length of a file in bytes, and its SHA-256 in hexadecimal."""
+    """Length in bytes and SHA-256 in hexadecimal."""
 
     bytes: int
     sha256: str
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint consists of; ``files`` are paths below its folder."""
+class CheckpointManifest:
+    """Files of a checkpoint, by their paths below its folder."""
 
     folder: Path
     step: int
@@ -59,31 +55,31 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """The size of the checkpoint, without the manifest."""
+        """Size of the checkpoint without the manifest."""
         return sum(record.bytes for record in self.files.values())
 
     def wrong_files(self) -> dict[str, str]:
-        """Returns a sentence for each file that is missing, of another length, or a shard too many; reads none of them."""
+        """Returns a sentence for each missing or additional file, or of another length; reads no contents."""
         shards = {str(path.relative_to(self.folder)) for path in self.folder.glob("*/*.safetensors")}
-        found = {name: f"{name} does not belong to it" for name in sorted(shards - self.files.keys())}
+        problems = {name: f"{name} does not belong to it" for name in sorted(shards - self.files.keys())}
         for name, record in self.files.items():
             try:
                 size = (self.folder / name).stat().st_size
             except OSError:
-                found[name] = f"{name} is missing"
+                problems[name] = f"{name} is missing"
                 continue
             if size != record.bytes:
-                found[name] = f"{name} has {size:,} bytes instead of {record.bytes:,}"
-        return found
+                problems[name] = f"{name} has {size:,} bytes instead of {record.bytes:,}"
+        return problems
 
     def wrong_contents(self, names: Iterable[str]) -> list[str]:
-        """Says which of these files do not have the digest that they were written with; reads them."""
+        """Returns a sentence for each of these files whose digest differs; reads them."""
         return [problem for name in names if (problem := self._wrong_content(name))]
 
     def _wrong_content(self, name: str) -> str | None:
         path = self.folder / name
         try:
-            same = digest_file(path) == self.files[name].sha256
+            same = _digest_file(path) == self.files[name].sha256
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
         if same:
@@ -92,7 +88,7 @@ class Manifest:
         return f"{name} is of step {step}" if step not in (None, self.step) else f"{name} was changed since it was written"
 
     def shares(self, parts: int) -> list[list[str]]:
-        """Divides the files but ``state.json`` into parts of about equal length, to be read by as many processes."""
+        """Divides the files except ``state.json`` into parts of about equal length, one for each reading process."""
         shares: list[list[str]] = [[] for _ in range(parts)]
         lengths = [0] * parts
         for name in sorted(self.files.keys() - {STATE}, key=lambda name: (-self.files[name].bytes, name)):
@@ -102,63 +98,59 @@ class Manifest:
         return shares
 
 
-def digest_file(path: Path) -> str:
-    """Returns the SHA-256 of a file in hexadecimal: about 1 GB/s on one core."""
+def _digest_file(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
+        while block := file.read(_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
 
 
 def write_manifest(folder: Path, step: int, files: Mapping[str, FileRecord]) -> None:
-    """Writes the manifest, durably. All other files must be there."""
+    """Writes the manifest, durably. All other files must exist."""
     content = {"format": FORMAT, "step": step, "files": {name: asdict(files[name]) for name in sorted(files)}}
-    write_durably(folder / MANIFEST, json.dumps({**content, "sha256": _own_digest(content)}, indent=2) + "\n")
+    write_durably(folder / MANIFEST, json.dumps({**content, "sha256": _content_digest(content)}, indent=2) + "\n")
 
 
 def has_manifest(folder: Path) -> bool:
     return (folder / MANIFEST).exists()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CheckpointManifest:
     """Reads and checks the manifest. Raises DamagedCheckpoint if it is missing, damaged, or of another step's folder."""
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        given = content.pop("sha256")
-        if given != _own_digest(content):
+        digest = content.pop("sha256")
+        if digest != _content_digest(content):
             raise DamagedCheckpoint(folder, [f"{MANIFEST} was changed since it was written"])
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
-        manifest = Manifest(folder, content["step"], files)
+        manifest = CheckpointManifest(folder, content["step"], files)
     except FileNotFoundError:
         raise DamagedCheckpoint(folder, [f"{MANIFEST} is missing"]) from None
     except OSError as error:
         raise DamagedCheckpoint(folder, [f"{MANIFEST} cannot be read: {error.strerror}"]) from None
     except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError):
         raise DamagedCheckpoint(folder, [f"{MANIFEST} is not what was written"]) from None
-    named = re.fullmatch(r"step_(\d+)", folder.name)
-    if named and int(named[1]) != manifest.step:
+    folder_step = re.fullmatch(r"step_(\d+)", folder.name)
+    if folder_step and int(folder_step[1]) != manifest.step:
         raise DamagedCheckpoint(folder, [f"its files are of step {manifest.step}"])
     return manifest
 
 
-def check_whole(folder: Path) -> Manifest:
-    """Reads every byte of a checkpoint in this process, several files at a time.
-
-    Raises DamagedCheckpoint that names every damaged file.
-    """
+def check_whole(folder: Path) -> CheckpointManifest:
+    """Reads every byte of a checkpoint in this process. Raises DamagedCheckpoint naming every damaged file."""
     manifest = read_manifest(folder)
     wrong = manifest.wrong_files()
     with ThreadPoolExecutor() as readers:  # digests are computed without Python's lock
-        found = readers.map(lambda name: manifest.wrong_contents([name]), sorted(manifest.files.keys() - wrong.keys()))
-    problems = [*wrong.values(), *(problem for problems in found for problem in problems)]
+        contents = readers.map(lambda name: manifest.wrong_contents([name]), sorted(manifest.files.keys() - wrong.keys()))
+    problems = [*wrong.values(), *(problem for problems in contents for problem in problems)]
     if problems:
         raise DamagedCheckpoint(folder, problems)
     return manifest
 
 
 def write_durably(path: Path, text: str) -> FileRecord:
-    """Writes a file so that it outlives a power cut (its folder must be synced too); returns its record."""
+    """Writes a file that survives a power cut (its folder must be synced too); returns its record."""
     data = text.encode()
     with path.open("wb") as file:
         file.write(data)
@@ -167,12 +159,11 @@ def write_durably(path: Path, text: str) -> FileRecord:
     return FileRecord(len(data), hashlib.sha256(data).hexdigest())
 
 
-def _own_digest(content: Mapping[str, Any]) -> str:
+def _content_digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _step_within(path: Path) -> int | None:
-    """The step that a file says it is of, in the header of safetensors or as JSON; None if it says none."""
     try:
         with path.open("rb") as file:
             if path.suffix == ".json":
@@ -186,10 +177,10 @@ def _step_within(path: Path) -> int | None:
 
 
 def sampled_digest(folder: Path) -> str | None:
-    """Returns a digest of the safetensors of ``folder``: name, dtype and shape of every tensor, and 4 KiB in the middle of 64.
+    """Returns a digest of the safetensors of ``folder``: name, dtype, shape of every tensor, and 4 KiB of 64 of them.
 
-    A copy has the same, also where its tensors are divided otherwise into files; a trained model has another. Reads the headers
-    and a quarter of a MiB. None: the folder has no safetensors. Raises ValueError that names a damaged file.
+    Copies have equal digests even if their files are divided differently; a trained model has another. Reads headers and 256
+    KiB. Returns None for a folder without safetensors. Raises ValueError naming a damaged file.
     """
     tensors = {name: (path, start, entry) for path in _files(folder) for name, start, entry in _header(path)}
     if not tensors:
@@ -198,17 +189,16 @@ def sampled_digest(folder: Path) -> str | None:
     for name, (_, _, entry) in sorted(tensors.items()):
         digest.update(f"{name} {entry['dtype']} {entry['shape']}\n".encode())
     # By their names' digests, since every so manieth of a list could be the same of each layer.
-    for name in sorted(tensors, key=lambda name: hashlib.sha256(name.encode()).digest())[:_TENSORS]:
+    for name in sorted(tensors, key=lambda name: hashlib.sha256(name.encode()).digest())[:_SAMPLED_TENSORS]:
         path, start, entry = tensors[name]
         begin, end = entry["data_offsets"]
         with path.open("rb") as file:
-            file.seek(start + max(begin, (begin + end - _BYTES) // 2))
-            digest.update(file.read(min(_BYTES, end - begin)))
+            file.seek(start + max(begin, (begin + end - _SAMPLED_BYTES) // 2))
+            digest.update(file.read(min(_SAMPLED_BYTES, end - begin)))
     return digest.hexdigest()[:16]
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that the index names, or all where there is none."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
@@ -216,7 +206,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _header(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yields each tensor's name, where the data of the file begin, and the tensor's dtype, shape and offsets in the data."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

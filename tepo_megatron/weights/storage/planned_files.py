@@ -1,4 +1,4 @@
-"""Plans safetensors files to the byte before they are written, so that a finished file can be recognised later."""
+"""Writes safetensors files: planned to the byte, so that a finished file is recognised later, or streamed with digests."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tepo_megatron.weights.storage.manifest import FileRecord
 from tepo_megatron.weights.storage.stored import DTYPES, SHARDS, StoredWeights
 
 BUCKET_BYTES = 32 * 2**20
-"""Bytes of a tensor that are held in memory at a time."""
+"""Bytes of a tensor in memory at a time."""
 
 
 FILE_BYTES = 4 * 2**30
-"""Size in bytes at which a file is closed and the next one begun."""
+"""Size in bytes at which a rank's file is closed and the next one started."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """``box`` of ``tensor``, which is written under ``key`` in ``dtype`` (safetensors' name of it)."""
+    """``box`` of ``tensor``, written under ``key`` in ``dtype`` (safetensors' name)."""
 
     key: str
     tensor: str
@@ -45,7 +45,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """One safetensors file; ``name`` is its path below the folder, ``metadata`` what its header says beside the tensors."""
+    """One safetensors file; ``name`` is its path below the folder, ``metadata`` goes into its header."""
 
     name: str
     entries: tuple[FileEntry, ...]
@@ -53,7 +53,7 @@ class PlannedFile:
 
     @cached_property
     def header(self) -> bytes:
-        """Returns the bytes before the tensors: the length of a JSON table, and the table of types, shapes and offsets."""
+        """Bytes before the tensors: length of a JSON table, and the table of dtypes, shapes and offsets."""
         table: dict[str, object] = {"__metadata__": {"format": "pt", **self.metadata}}
         end = 0  # offsets count from the end of the header, so that they do not depend on its length
         for entry in self.entries:
@@ -65,11 +65,11 @@ class PlannedFile:
 
     @property
     def nbytes(self) -> int:
-        """Returns the size of the file in bytes."""
+        """Size of the file in bytes."""
         return len(self.header) + sum(entry.nbytes for entry in self.entries)
 
     def is_written(self, folder: Path) -> bool:
-        """Returns whether the file is there with the planned size and header. A file gets its name only when it is complete."""
+        """Returns whether the file exists with the planned size and header. Only complete files have their name."""
         path = folder / self.name
         if not path.is_file() or path.stat().st_size != self.nbytes:
             return False
@@ -101,7 +101,6 @@ class PlannedFile:
 
 
 def _buckets(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
-    """Divides a box into boxes of consecutive rows, each of at most ``limit`` bytes, or one row."""
     row = math.prod(box.shape[1:]) * itemsize
     rows = max(1, limit // row)
     for start in range(box.start[0], box.stop[0], rows):
@@ -110,23 +109,23 @@ def _buckets(box: Box, itemsize: int, limit: int) -> Iterator[Box]:
 
 
 def group_entries(entries: Sequence[FileEntry], limit: int) -> list[tuple[FileEntry, ...]]:
-    """Groups consecutive entries so that each group has at most ``limit`` bytes, or one entry."""
+    """Groups consecutive entries into groups of at most ``limit`` bytes, or one entry."""
     groups: list[list[FileEntry]] = []
-    held = 0
+    group_bytes = 0
     for entry in entries:
-        if not groups or held + entry.nbytes > limit:
+        if not groups or group_bytes + entry.nbytes > limit:
             groups.append([])
-            held = 0
+            group_bytes = 0
         groups[-1].append(entry)
-        held += entry.nbytes
+        group_bytes += entry.nbytes
     return [tuple(group) for group in groups]
 
 
 @dataclass
 class WrittenBoxes:
-    """What a rank has written: its files by their paths below the checkpoint, and the bytes that it had to write in all.
+    """Files written by a rank, by path below the checkpoint, and the bytes of all boxes.
 
-    ``error`` is what the first write failed of; then not all files are there.
+    ``error`` is the first failed write; then files are missing.
     """
 
     files: dict[str, FileRecord] = field(default_factory=dict)
@@ -142,34 +141,34 @@ def write_boxes(
     metadata: Mapping[str, str],
     file_bytes: int = FILE_BYTES,
 ) -> WrittenBoxes:
-    """Writes boxes as they come into ``folder/shards/STEM-00001.safetensors`` and so on, durably.
+    """Writes boxes to ``folder/shards/STEM-00001.safetensors`` and so on, durably.
 
-    Holds at most ``file_bytes``, or one box. ``metadata`` goes into the files' headers. After a failed write the boxes are
-    still drawn to the end, and counted, so that an error can say how much room they need.
+    Holds at most ``file_bytes``, or one box. ``metadata`` goes into the headers. After a failed write the remaining boxes
+    are still counted, so that an error can state the space needed.
     """
     written = WrittenBoxes()
-    held: dict[str, Tensor] = {}
+    pending: dict[str, Tensor] = {}
 
     def flush() -> None:
-        if held and written.error is None:
+        if pending and written.error is None:
             name = f"{SHARDS}/{stem}-{len(written.files) + 1:05d}.safetensors"
             try:
-                written.files[name] = _write_file(folder, name, held, metadata)
+                written.files[name] = _write_file(folder, name, pending, metadata)
             except OSError as error:
                 written.error = f"{folder / name}: {describe_os_error(error)}"
-        held.clear()
+        pending.clear()
 
     for key, tensor in boxes:
-        if sum(kept.nbytes for kept in held.values()) + tensor.nbytes > file_bytes:
+        if sum(pending_tensor.nbytes for pending_tensor in pending.values()) + tensor.nbytes > file_bytes:
             flush()
-        held[key] = tensor.detach().cpu().contiguous()
+        pending[key] = tensor.detach().cpu().contiguous()
         written.bytes += tensor.nbytes
     flush()
     return written
 
 
 def describe_os_error(error: OSError) -> str:
-    """The system's own words for an error, and its name, such as "No space left on device (ENOSPC)"."""
+    """Returns the system's message and name of an error, such as "No space left on device (ENOSPC)"."""
     return f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, 'unknown')})"
 
 
@@ -190,7 +189,7 @@ def _write_file(folder: Path, name: str, tensors: Mapping[str, Tensor], metadata
 
 
 def _write_all(handle: int, data: memoryview) -> None:
-    """``os.write`` may write less than it is given, and writes no more than 2 GiB at once."""
+    """``os.write`` may write less than requested, at most 2 GiB at once."""
     while data:
         data = data[os.write(handle, data) :]
 

@@ -1,8 +1,8 @@
 """Reads boxes of weights from any of three kinds of folder.
 
-a Hugging Face folder      model-00001-of-00002.safetensors: whole tensors under their names
-a folder of `tepo import`  shards/rank00003-00001.safetensors: "weight|model.norm.weight|0" → the box that starts there
-a checkpoint               the same with "master|…", beside the optimizer's moments "exp_avg|…" and "exp_avg_sq|…"
+Hugging Face folder      model-00001-of-00002.safetensors: whole tensors under their names
+folder of `tepo import`  shards/rank00003-00001.safetensors: "weight|model.norm.weight|0" → the box that starts there
+checkpoint               the same with "master|…", and the optimizer's moments "exp_avg|…" and "exp_avg_sq|…"
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from torch import Tensor
 from tepo_megatron.weights.geometry import Box
 
 SHARDS = "shards"
-"""Name of the subfolder with the files that hold boxes."""
+"""Subfolder with the files of boxes."""
 
 WEIGHT, MASTER = "weight", "master"
-"""Kinds of a stored box: a weight as it was imported, and the fp32 weight that the optimizer updates."""
+"""Kinds of a stored box: an imported weight, and the optimizer's fp32 weight."""
 
-_FURTHER = "eh_proj.weight"
-"""What only a layer has that predicts a further token (DeepSeek-V3's multi-token prediction)."""
+_MTP_PROJECTION = "eh_proj.weight"
+"""Only a layer of DeepSeek-V3's multi-token prediction has this tensor."""
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-"""The floating-point types of weights, as safetensors names them."""
+"""Floating-point types of weights by safetensors' names."""
 
 
 @dataclass(frozen=True)
-class StoredBox:
-    """The file and the key under which ``box`` of a tensor is stored; ``dtype`` as safetensors names it ("F32", "BF16")."""
+class _StoredBox:
+    """File and key of a ``box`` of a tensor; ``dtype`` is safetensors' name."""
 
     file: Path
     key: str
@@ -44,44 +44,46 @@ class StoredBox:
 
 
 def box_key(kind: str, tensor: str, box: Box) -> str:
-    """Returns the key under which a file holds ``box``. It gives the start only: the extent is the shape of what is stored."""
+    """Returns the key of ``box`` in a file. It has only the start; the extent is the shape of the stored tensor."""
     return f"{kind}|{tensor}|{','.join(map(str, box.start))}"
 
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """The boxes of each tensor that a folder holds; each box once, though several ranks may have written it."""
+    """The boxes of each tensor in a folder, without duplicates of several ranks."""
 
     folder: Path
-    boxes: Mapping[str, list[StoredBox]]
+    boxes: Mapping[str, list[_StoredBox]]
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], described_by: str = "its config.json") -> None:
-        """Raises ValueError that names every missing, unexpected, misshapen and incomplete tensor at once."""
+        """Raises ValueError naming every missing, unexpected, misshapen and incomplete tensor."""
         # Old exports keep RoPE's constants as buffers, and a tied head as a copy; both are derived, not weights of their own.
         # Layers that predict further tokens (MTP) are no part of the model that is trained.
-        further = tuple(name.removesuffix(_FURTHER) for name in self.boxes if name.endswith(f".{_FURTHER}"))
+        mtp_prefixes = tuple(name.removesuffix(_MTP_PROJECTION) for name in self.boxes if name.endswith(f".{_MTP_PROJECTION}"))
         derived = {
             name
             for name in self.boxes
-            if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" or name.startswith(further)
+            if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" or name.startswith(mtp_prefixes)
         }
-        found = [f"missing: {name}" for name in shapes if name not in self.boxes]
-        found += [f"unexpected: {name}" for name in self.boxes if name not in shapes and name not in derived]
+        problems = [f"missing: {name}" for name in shapes if name not in self.boxes]
+        problems += [f"unexpected: {name}" for name in self.boxes if name not in shapes and name not in derived]
         for name, shape in shapes.items():
             if name in self.boxes:
-                found += _problems(name, tuple(shape), self.boxes[name])
-        if found and any(".lora_A." in name for name in self.boxes):
+                problems += _problems(name, tuple(shape), self.boxes[name])
+        if problems and any(".lora_A." in name for name in self.boxes):
             raise ValueError(
                 f"{self.folder} holds LoRA adapters alone; resume the run at its last step, which exports the merged model to "
                 "OUT/model and the adapters to OUT/adapter"
             )
-        if found:
-            raise ValueError(f"{self.folder} does not hold the model that {described_by} describes:\n  " + "\n  ".join(found))
+        if problems:
+            raise ValueError(
+                f"{self.folder} does not hold the model that {described_by} describes:\n  " + "\n  ".join(problems)
+            )
 
     def read(self, tensor: str, box: Box, into: Tensor) -> None:
-        """Copies ``box`` of a tensor into ``into`` (of its shape, any dtype), reading no other bytes.
+        """Copies ``box`` of a tensor into ``into`` (same shape, any dtype), reading no other bytes.
 
-        Raises ValueError if not all of the box is stored, or a file is damaged.
+        Raises ValueError if the box is not completely stored, or a file is damaged.
         """
         # The stored boxes of a tensor are parts of one layout and do not overlap, so that counting elements shows a gap.
         filled = 0
@@ -97,8 +99,7 @@ class StoredWeights:
             raise ValueError(f"{self.folder} holds {filled} of {into.numel()} elements that are needed of {tensor}")
 
 
-def _problems(name: str, shape: tuple[int, ...], stored: list[StoredBox]) -> Iterator[str]:
-    """Yields a sentence if the stored boxes do not make up a tensor of this shape."""
+def _problems(name: str, shape: tuple[int, ...], stored: list[_StoredBox]) -> Iterator[str]:
     boxes = [stored_box.box for stored_box in stored]
     is_whole = any(stored_box.key == name for stored_box in stored)
     fits = all(len(box.stop) == len(shape) and all(a <= b for a, b in zip(box.stop, shape, strict=True)) for box in boxes)
@@ -110,7 +111,7 @@ def _problems(name: str, shape: tuple[int, ...], stored: list[StoredBox]) -> Ite
 
 
 def open_weights(folder: Path) -> StoredWeights:
-    """Reads the headers of a folder's files. Raises ValueError if it is none of the three kinds, or a file is damaged."""
+    """Reads the headers of a folder's files. Raises ValueError for another kind of folder or a damaged file."""
     if not (folder / SHARDS).is_dir():
         return _open_hugging_face(folder)
     if (folder / "state.json").is_file():
@@ -121,8 +122,8 @@ def open_weights(folder: Path) -> StoredWeights:
 
 
 def open_boxes(folder: Path, kind: str) -> StoredWeights:
-    """Opens what ``folder/shards`` holds of one kind ("weight", "master", "exp_avg", "exp_avg_sq")."""
-    boxes: dict[str, dict[Box, StoredBox]] = {}
+    """Opens the boxes of one kind in ``folder/shards`` ("weight", "master", "exp_avg", "exp_avg_sq")."""
+    boxes: dict[str, dict[Box, _StoredBox]] = {}
     for path in sorted((folder / SHARDS).glob("*.safetensors")):
         with open_safetensors(path) as handle:
             for key in handle.keys():  # noqa: SIM118 (safe_open has keys() but is no mapping)
@@ -137,7 +138,7 @@ def open_boxes(folder: Path, kind: str) -> StoredWeights:
 
 
 def _open_hugging_face(folder: Path) -> StoredWeights:
-    boxes: dict[str, list[StoredBox]] = {}
+    boxes: dict[str, list[_StoredBox]] = {}
     for name, members in _files(folder).items():
         path = folder / name
         with open_safetensors(path) as handle:
@@ -149,33 +150,33 @@ def _open_hugging_face(folder: Path) -> StoredWeights:
 
 
 def _files(folder: Path) -> dict[str, set[str] | None]:
-    """Returns file name → the tensors that the index says it holds, or None (all in the file) without an index."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
-        found = sorted(path.name for path in folder.glob("*.safetensors"))
-        if not found:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        if not names:
             raise ValueError(
                 f"{folder} has no *.safetensors; give a Hugging Face folder with its weights, one of 'tepo import', or a "
                 "checkpoint (step_XXXXXX)"
             )
-        return dict.fromkeys(found)
+        return dict.fromkeys(names)
     try:
         weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        names = set(weight_map.values())
-        return {name: {tensor for tensor, file in weight_map.items() if file == name} for name in sorted(names)}
+        return {
+            name: {tensor for tensor, file in weight_map.items() if file == name} for name in sorted(set(weight_map.values()))
+        }
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is damaged ({error}); export or download the model again") from None
 
 
-def _stored(handle: safe_open, path: Path, key: str, start: tuple[int, ...]) -> StoredBox:
+def _stored(handle: safe_open, path: Path, key: str, start: tuple[int, ...]) -> _StoredBox:
     entry = handle.get_slice(key)
     stop = tuple(a + extent for a, extent in zip(start, entry.get_shape(), strict=True))
-    return StoredBox(path, key, Box(start, stop), entry.get_dtype())
+    return _StoredBox(path, key, Box(start, stop), entry.get_dtype())
 
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[safe_open]:
-    """Opens a file as ``safe_open`` does, with ValueErrors that name the file and say what to do."""
+    """Opens a file with ``safe_open``; its errors become ValueErrors that name the file and the remedy."""
     try:
         with safe_open(path, framework="pt") as handle:
             yield handle

@@ -1,6 +1,6 @@
-"""A fingerprint of weights: 64 bits that do not depend on how the model is split over ranks, for ``WeightsVersion.digest``.
+"""Digests of weights: a fingerprint of a model whatever its layout, and digests of transferred bytes.
 
-It does not protect against somebody who forges weights. For the check of what travels see ``bridge.transfer.verification``.
+Both guard against accidents (a flipped bit, a misplaced message), not against forged weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from tepo_megatron.weights.geometry import Shard
 
 _CHUNK = 2**20
-"""Number of elements that are widened to 64 bits at once."""
+"""Number of elements widened to 64 bits at once."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)
@@ -29,15 +29,15 @@ _ODD = 0x9E3779B97F4A7C15
 
 
 def fingerprint(shards: Iterable[Shard], params: Mapping[str, Tensor]) -> int:
-    """Returns the fingerprint of the parts of Hugging Face tensors that ``shards`` locate in ``params``, in their dtype there.
+    """Returns 64 bits of the parts of Hugging Face tensors that ``shards`` locate in ``params``, in their dtype there.
 
-    The parameters are all on one device. The fingerprint is the sum over all elements, modulo 2^64, of the element's bits times
-    an odd number that its tensor and its index in the tensor determine. Any changed element therefore changes the result, and
-    the results of parts that cover the model once add up to the fingerprint of the whole.
+    All parameters are on one device. The result is the sum over all elements, modulo 2^64, of the element's bits times an
+    odd number from its tensor and index. Any single change of an element changes it, and results of parts that cover the
+    model once add up to that of the whole.
     """
     keys, sums = [], []
     for shard in shards:
-        part = params[shard.param].detach()[shard.at.slices]
+        part = params[shard.param].detach()[shard.param_box.slices]
         keys.append(_tensor_key(shard.tensor))
         sums.append(_weighted_sum(part, shard.box.start))
     if not sums:
@@ -47,7 +47,6 @@ def fingerprint(shards: Iterable[Shard], params: Mapping[str, Tensor]) -> int:
 
 
 def _weighted_sum(part: Tensor, start: Sequence[int]) -> Tensor:
-    """Returns the weighted sum of one part, which begins at ``start`` of its tensor: int64 [], on the part's device."""
     keys = [_keys(dim, first, part.shape[dim], part.device) for dim, first in enumerate(start)]
     rows = max(1, _CHUNK // max(1, part[0].numel()))
     total = torch.zeros((), dtype=torch.int64, device=part.device)
@@ -61,7 +60,7 @@ def _weighted_sum(part: Tensor, start: Sequence[int]) -> Tensor:
 
 
 def _keys(dim: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Returns pseudo-random odd numbers for ``count`` indices of a dimension from ``first`` on: int64 [count]."""
+    """Mixing as in SplitMix64. Keys are odd: an odd factor has an inverse modulo 2^64 and loses no change of a value."""
     # Mixing as in SplitMix64. The keys are made odd: an odd factor has an inverse modulo 2^64 and loses no change of a value.
     mixed = (torch.arange(first, first + count, device=device) + (dim << 40)) * _MIX[0]
     mixed = (mixed ^ (mixed >> 31)) * _MIX[1]
@@ -73,11 +72,11 @@ def _tensor_key(name: str) -> int:
 
 
 def digest(data: Tensor) -> Tensor:
-    """Returns 64 bits that depend on every byte of a contiguous tensor, on its size, and on the order of its blocks.
+    """Returns 64 bits of every byte of a contiguous tensor, its size and the order of its blocks, as int64 [] on its device.
 
-    The result is an int64 scalar on the device of ``data``, which is not waited for. The 64-bit words of each block of 4 KiB
-    are added up, and the sums are multiplied by different odd numbers and added modulo 2^64. A change of a single word always
-    changes the result; words that change places within a block do not. This takes one pass at the speed of the memory.
+    The 64-bit words of each block of 4 KiB are added up; the sums are multiplied by different odd numbers and added modulo
+    2^64. A change of a single word always changes the result; words that swap within a block do not. Does not wait for the
+    device.
     """
     raw = data.detach().reshape(-1).view(torch.uint8)
     if raw.storage_offset() % 8:
@@ -92,28 +91,24 @@ def digest(data: Tensor) -> Tensor:
 
 
 class TensorDigests:
-    """The digests of the tensors that one rank sends to another, each added up from the digests of its segments.
+    """Digests of the tensors that one rank sends to another, each the sum over its segments.
 
-    Both ranks add the same segments in the same order; then their digests agree if and only if, up to chance, the bytes do.
+    Both ranks add the same segments in the same order.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._index = {name: at for at, name in enumerate(dict.fromkeys(names))}
+        self._index = {name: index for index, name in enumerate(dict.fromkeys(names))}
         self._added: list[tuple[int, Tensor]] = []
 
     def __len__(self) -> int:
-        """Returns the number of tensors."""
         return len(self._index)
 
     def add(self, name: str, value: Tensor) -> None:
-        """Adds the digest of the next segment of tensor ``name``. A device may not have computed it yet."""
+        """Adds the digest of the next segment of tensor ``name``, which a device may still be computing."""
         self._added.append((self._index[name], value))
 
     def as_tensor(self) -> Tensor:
-        """Returns the digests, one for each tensor in the order of its first mention: int64 [tensors], on the CPU.
-
-        It waits for the device once.
-        """
+        """Returns int64 [tensors] on the CPU, in the order of first mention. Waits for the device once."""
         total = torch.zeros(len(self._index), dtype=torch.int64)
         if not self._added:
             return total
@@ -123,17 +118,16 @@ class TensorDigests:
         return total.index_add_(0, torch.tensor(index), torch.stack(values).cpu() * keys)
 
     def differences(self, other: Tensor) -> list[str]:
-        """Returns a sentence for every tensor whose digest differs from ``other``, the sending rank's :meth:`as_tensor`."""
+        """Returns a sentence for every tensor whose digest differs from ``other``, the sender's :meth:`as_tensor`."""
         sent, arrived = other.tolist(), self.as_tensor().tolist()
         return [
-            f"{name!r} (sent {sent[at] % 2**64:016x}, arrived {arrived[at] % 2**64:016x})"
-            for name, at in self._index.items()
-            if sent[at] != arrived[at]
+            f"{name!r} (sent {sent[index] % 2**64:016x}, arrived {arrived[index] % 2**64:016x})"
+            for name, index in self._index.items()
+            if sent[index] != arrived[index]
         ]
 
 
 def _signed(value: int) -> int:
-    """Returns the same 64 bits as a signed number, in two's complement."""
     value %= 2**64
     return value - 2**64 * (value >= 2**63)
 

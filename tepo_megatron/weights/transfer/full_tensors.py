@@ -1,4 +1,4 @@
-"""Broadcasts full tensors from rank 0 to all, in buckets that both sides derive from one manifest: the plain way."""
+"""The plain way to send weights: full tensors are gathered on rank 0 and broadcast in buckets, in the order of a manifest."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.weights.architecture import kept_in_fp32
+from tepo_megatron.weights.architecture import is_always_fp32
 from tepo_megatron.weights.geometry import Shard, ShardLayout
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 
 BUCKET_BYTES = 64 * 2**20
 ALIGNMENT = 16
-"""Every tensor starts at a multiple of this number of bytes in its bucket, which is a multiple of any dtype's item size."""
+"""Tensors start at multiples of this many bytes in their bucket; a multiple of any dtype's item size."""
 
-Manifest = Sequence[tuple[str, Sequence[int], str]]
-"""The tensors that will be sent, in order: (name, shape, name of the torch dtype such as ``"float32"``)."""
+TensorManifest = Sequence[tuple[str, Sequence[int], str]]
+"""Tensors in the order of sending: (name, shape, name of the torch dtype such as ``"float32"``)."""
 
 
 @dataclass(frozen=True)
-class BucketEntry:
-    """A tensor of the manifest and its offset in its bucket, in bytes."""
-
+class _BucketEntry:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,16 +34,15 @@ class BucketEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, bucket: Tensor) -> Tensor:
-        """Returns the tensor within a uint8 bucket, without a copy."""
         return bucket[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
-def buckets(manifest: Manifest, limit: int = BUCKET_BYTES) -> list[list[BucketEntry]]:
-    """Divides a manifest into buckets of at most ``limit`` bytes, one for each message; a larger tensor gets its own.
+def buckets(manifest: TensorManifest, limit: int = BUCKET_BYTES) -> list[list[_BucketEntry]]:
+    """Divides a manifest into buckets of at most ``limit`` bytes, one per message; a larger tensor gets its own.
 
-    Raises ValueError for a dtype that torch does not have, and for a name that occurs twice.
+    Raises ValueError for an unknown dtype and for a name that occurs twice.
     """
-    filled: list[list[BucketEntry]] = []
+    filled: list[list[_BucketEntry]] = []
     end, names = 0, set[str]()
     for name, shape, dtype_name in manifest:
         dtype = getattr(torch, dtype_name, None)
@@ -61,23 +58,23 @@ def buckets(manifest: Manifest, limit: int = BUCKET_BYTES) -> list[list[BucketEn
         if not filled or offset + size > limit:
             filled.append([])
             offset = 0
-        filled[-1].append(BucketEntry(name, tuple(shape), dtype, offset))
+        filled[-1].append(_BucketEntry(name, tuple(shape), dtype, offset))
         end = offset + size
     return filled
 
 
 def send(
     group: GlooGroup,
-    manifest: Manifest,
+    manifest: TensorManifest,
     tensors: Iterable[Tensor],
     *,
     cancelled: Callable[[], bool] = lambda: False,
     limit: int = BUCKET_BYTES,
 ) -> None:
-    """Broadcasts ``tensors``, which must be those of the manifest in its order, from rank 0; blocks until they are sent.
+    """Broadcasts ``tensors``, those of the manifest in its order, from rank 0; blocks until they are sent.
 
-    ``cancelled`` is asked while a message waits for its receivers. Raises ValueError where a tensor does not match the
-    manifest, RuntimeError naming the tensors of the message when the broadcast fails, times out or is cancelled.
+    ``cancelled`` is polled while a message waits for its receivers. Raises ValueError for a tensor that does not match the
+    manifest, RuntimeError naming the tensors of a message that fails, times out or is cancelled.
     """
     stream = iter(tensors)
     for entries in buckets(manifest, limit):
@@ -97,11 +94,10 @@ def send(
         raise ValueError(f"there are more tensors than the {len(manifest)} that the manifest announces")
 
 
-def receive(group: GlooGroup, manifest: Manifest, *, limit: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor on the CPU) as they arrive from rank 0, in the order of the manifest.
+def receive(group: GlooGroup, manifest: TensorManifest, *, limit: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, CPU tensor) from rank 0 in the order of the manifest.
 
-    The tensors of one message share memory that nothing else uses. Raises RuntimeError naming the tensors of the message when
-    the broadcast fails or times out.
+    Tensors of one message share memory. Raises RuntimeError naming the tensors of a message that fails or times out.
     """
     for entries in buckets(manifest, limit):
         bucket = torch.empty(entries[-1].offset + entries[-1].nbytes, dtype=torch.uint8)
@@ -110,7 +106,7 @@ def receive(group: GlooGroup, manifest: Manifest, *, limit: int = BUCKET_BYTES) 
             yield entry.name, entry.view(bucket)
 
 
-def _broadcast(group: GlooGroup, entries: list[BucketEntry], bucket: Tensor, cancelled: Callable[[], bool]) -> None:
+def _broadcast(group: GlooGroup, entries: list[_BucketEntry], bucket: Tensor, cancelled: Callable[[], bool]) -> None:
     try:
         group.broadcast(bucket, cancelled)
     except RuntimeError as error:
@@ -119,10 +115,9 @@ def _broadcast(group: GlooGroup, entries: list[BucketEntry], bucket: Tensor, can
 
 
 def gather_sources(layouts: Sequence[ShardLayout]) -> dict[str, list[tuple[int, Shard]]]:
-    """Returns for each tensor the (rank, shard) pairs that cover it once; the lowest rank sends what several hold.
+    """Returns for each tensor the (rank, shard) pairs that cover it once; the lowest rank sends shared parts.
 
-    Nothing is communicated: every rank computes the same from the layouts of all. Raises ValueError for a tensor that the ranks
-    do not cover.
+    Pure: every rank computes it from all layouts. Raises ValueError for a tensor that the ranks do not cover.
     """
     plan: dict[str, list[tuple[int, Shard]]] = {name: [] for name in layouts[0].shapes}
     taken = set()
@@ -139,7 +134,7 @@ def gather_sources(layouts: Sequence[ShardLayout]) -> dict[str, list[tuple[int, 
 
 
 def shards_to_write(plan: Mapping[str, list[tuple[int, Shard]]], rank: int) -> list[Shard]:
-    """Returns a rank's shards of a plan by :func:`gather_sources`; those of all ranks cover the model once."""
+    """Returns a rank's shards of :func:`gather_sources`; those of all ranks cover the model once."""
     return [shard for pairs in plan.values() for owner, shard in pairs if owner == rank]
 
 
@@ -148,18 +143,18 @@ def gather_to_root(
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Yields (name, tensor) in the plan's order: the full tensor on global rank 0, None on the others.
 
-    Every rank of the default group must exhaust the iterator, all in the same order. Rank 0 holds one full tensor at a time.
+    Every rank of the default group must exhaust the iterator. Rank 0 holds one full tensor at a time.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     device = next(iter(params.values())).device
     dtype = next(iter(params.values())).dtype
     for name, owners in plan.items():
-        own = torch.float32 if kept_in_fp32(name) else dtype
-        full = torch.empty(shapes[name], dtype=own, device=device) if rank == 0 else None
+        tensor_dtype = torch.float32 if is_always_fp32(name) else dtype
+        full = torch.empty(shapes[name], dtype=tensor_dtype, device=device) if rank == 0 else None
         for owner in sorted({owner for owner, _ in owners}):
             shards = [shard for source, shard in owners if source == owner]
             if owner == rank:
-                values = [params[shard.param].detach()[shard.at.slices] for shard in shards]
+                values = [params[shard.param].detach()[shard.param_box.slices] for shard in shards]
                 if full is None:
                     dist.send(torch.cat([part.reshape(-1) for part in values]), dst=0)
                 else:

@@ -10,28 +10,28 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tepo_megatron.weights.architecture import kept_in_fp32
+from tepo_megatron.weights.architecture import is_always_fp32
 from tepo_megatron.weights.geometry import Box, Region, ReshardPlan
 
 STAGING_BYTES = 64 * 2**20
-"""Memory that a rank may use for messages under way, over all its peers, beyond its own shards."""
+"""Memory of a rank for messages under way, over all its peers."""
 
-ALONE_BYTES = 256 * 2**10
-"""Segments of at least this size travel alone, and need no copy where they are contiguous; smaller ones share a message."""
+SINGLE_SEGMENT_BYTES = 256 * 2**10
+"""Segments of at least this size travel alone, without a copy if contiguous; smaller ones share a message."""
 
 _FP32_BYTES = 4
 
 WINDOW = 2
-"""Number of messages under way at once between two ranks: one travels while the next is packed or unpacked."""
+"""Messages under way at once between two ranks: one travels while the next is packed or unpacked."""
 
 
 @dataclass(frozen=True)
-class End:
+class MoveEnd:
     """One rank's end of a move: it exchanges ``region`` of its parameter ``param`` with rank ``peer``.
 
-    ``name`` is the destination's parameter, under which both ranks count and report. ``fp32``: both ends have a vector in fp32
-    whatever the dtype on the wire. Its bits travel as they are: where that dtype is smaller, each element as several
-    (``units``), and ``region`` counts these.
+    ``name`` is the destination's parameter, under which both ranks report. ``fp32``: both ends are fp32 vectors whatever the
+    dtype on the wire. Their bits travel unchanged: with a smaller wire dtype each element is ``units`` elements, and
+    ``region`` counts these.
     """
 
     peer: int
@@ -41,23 +41,20 @@ class End:
     fp32: bool = False
     units: int = 1
 
-    def on_wire(self, itemsize: int) -> End:
-        """Returns this end with a region in elements of so many bytes."""
+    def on_wire(self, itemsize: int) -> MoveEnd:
+        """Returns this end with a region in elements of ``itemsize`` bytes."""
         if not self.fp32 or itemsize >= _FP32_BYTES:
             return self
         units, box = _FP32_BYTES // itemsize, self.region.box
-        wider = Box(tuple(units * at for at in box.start), tuple(units * at for at in box.stop))
+        wider = Box(tuple(units * index for index in box.start), tuple(units * index for index in box.stop))
         return replace(self, region=Region(wider, self.region.count, units * self.region.step), units=units)
 
 
 @dataclass(frozen=True)
 class MessageSegment:
-    """The part of a move that travels in one message: of its region the boxes ``boxes``, of these the rows ``rows``.
+    """Part of a move in one message: boxes ``boxes`` of its region, of these the rows ``rows``, as (start, stop)."""
 
-    Both are (start, stop).
-    """
-
-    end: End
+    end: MoveEnd
     boxes: tuple[int, int]
     rows: tuple[int, int]
 
@@ -66,88 +63,86 @@ class MessageSegment:
         return (self.boxes[1] - self.boxes[0]) * (self.rows[1] - self.rows[0]) * math.prod(self.end.region.box.shape[1:])
 
     def view(self, param: Tensor, wire: torch.dtype) -> Tensor:
-        """Returns the segment within its parameter, as a view [boxes, rows, …]: in the parameter's dtype, or in ``wire``, that
-        of the messages, where its bits travel as they are."""
+        """Returns the segment in its parameter as a view [boxes, rows, …], in ``wire`` if bits travel unchanged."""
         if self.end.units > 1:
             param = param.view(wire)
         return self.end.region.view(param)[slice(*self.boxes), slice(*self.rows)]
 
 
-Message = tuple[MessageSegment, ...]
-Queues = dict[int, list[Message]]
-"""Peer → the messages that are exchanged with it, in order."""
+WireMessage = tuple[MessageSegment, ...]
+Queues = dict[int, list[WireMessage]]
+"""Peer → messages in order."""
 
 
-def numel_of(message: Message) -> int:
-    """Returns the number of elements of a message."""
+def numel_of(message: WireMessage) -> int:
     return sum(segment.numel for segment in message)
 
 
-def message_sizes(queue: Iterable[Message], itemsize: int) -> tuple[int, ...]:
-    """Returns the bytes of each message of a queue and, last, of the digests that follow it: 64 bits per tensor."""
+def message_sizes(queue: Iterable[WireMessage], itemsize: int) -> tuple[int, ...]:
+    """Returns the bytes of each message of a queue and, last, of its digests: 64 bits per tensor."""
     messages = list(queue)
     names = {segment.end.name for message in messages for segment in message}
     return (*(numel_of(message) * itemsize for message in messages), 8 * len(names))
 
 
-def source_ends(plan: ReshardPlan, source: int) -> list[End]:
-    """Returns what trainer rank ``source`` sends. In the transfer group the destinations' ranks follow the sources'."""
+def source_ends(plan: ReshardPlan, source: int) -> list[MoveEnd]:
+    """Returns the sends of trainer rank ``source``. Destinations follow the sources in the transfer group's ranks."""
     return [
-        End(
+        MoveEnd(
             plan.num_sources + move.destination,
             move.destination_param,
             move.source_param,
             move.source_region,
-            fp32=kept_in_fp32(move.tensor),
+            fp32=is_always_fp32(move.tensor),
         )
         for move in plan.sends(source)
     ]
 
 
-def destination_ends(plan: ReshardPlan, destination: int) -> list[End]:
-    """Returns what destination rank ``destination`` receives."""
+def destination_ends(plan: ReshardPlan, destination: int) -> list[MoveEnd]:
+    """Returns the receives of destination rank ``destination``."""
     return [
-        End(
+        MoveEnd(
             move.source,
             move.destination_param,
             move.destination_param,
             move.destination_region,
-            fp32=kept_in_fp32(move.tensor),
+            fp32=is_always_fp32(move.tensor),
         )
         for move in plan.receives(destination)
     ]
 
 
 def message_bytes(plan: ReshardPlan) -> int:
-    """Returns the message size in bytes that keeps every rank within STAGING_BYTES, but not less than ALONE_BYTES."""
+    """Returns the message size that keeps every rank within STAGING_BYTES, at least SINGLE_SEGMENT_BYTES."""
     pairs = {(move.source, move.destination) for move in plan.moves}
     peers = Counter(("source", source) for source, _ in pairs) + Counter(("destination", to) for _, to in pairs)
-    return max(ALONE_BYTES, STAGING_BYTES // (WINDOW * max(peers.values(), default=1)))
+    return max(SINGLE_SEGMENT_BYTES, STAGING_BYTES // (WINDOW * max(peers.values(), default=1)))
 
 
-def queues(ends: Iterable[End], *, itemsize: int, limit: int) -> Queues:
-    """Packs moves into messages of at most ``limit`` bytes (or one row, where that is more), in the order of the moves.
+def queues(ends: Iterable[MoveEnd], *, itemsize: int, limit: int) -> Queues:
+    """Packs moves, in order, into messages of at most ``limit`` bytes, or one row if that is more.
 
-    ``itemsize`` is that of the dtype on the wire. Both ranks of a pair get the same sequence of sizes.
+    ``itemsize`` is that of the dtype on the wire. Both ranks of a pair get the same sizes.
     """
-    found: Queues = {}
+    result: Queues = {}
     room: dict[int, int] = {}  # bytes that still fit into the last message to a peer
     for end in ends:
         for segment in _segments(end.on_wire(itemsize), limit // itemsize):
             size = segment.numel * itemsize
-            queue = found.setdefault(end.peer, [])
+            queue = result.setdefault(end.peer, [])
             if size <= room.get(end.peer, 0):
                 queue[-1] = (*queue[-1], segment)
                 room[end.peer] -= size
             else:
                 queue.append((segment,))
                 # A large segment gets no company, which would cost it a copy into a buffer.
-                room[end.peer] = 0 if size >= ALONE_BYTES else limit - size
-    return found
+                room[end.peer] = 0 if size >= SINGLE_SEGMENT_BYTES else limit - size
+    return result
 
 
-def _segments(end: End, limit: int) -> Iterator[MessageSegment]:
-    """Cuts a region into segments of at most ``limit`` elements: whole boxes where one fits, otherwise rows of one box."""
+def _segments(end: MoveEnd, limit: int) -> Iterator[MessageSegment]:
+    """Whole boxes if one fits into ``limit`` elements, otherwise rows of one box."""
     rows = end.region.box.shape[0]
     row = math.prod(end.region.box.shape[1:])
     boxes_at_once = min(end.region.count, max(1, limit // (rows * row)))
@@ -159,5 +154,5 @@ def _segments(end: End, limit: int) -> Iterator[MessageSegment]:
 
 
 def wire_dtype(source: torch.dtype, destination: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which weights travel: the smaller one. The side that has the other dtype converts."""
+    """Returns the smaller dtype, in which weights travel; the other side converts."""
     return source if source.itemsize < destination.itemsize else destination

@@ -1,11 +1,11 @@
 """Carries out a plan between processes: every source rank sends its part of a tensor straight to the ranks that need it.
 
-Each pair of ranks has its own queue of messages, which both derive from the same moves, so that only weights cross the wire.
-All ranks go through their queues in rounds (message 0 of every peer, message 1 of every peer, …), and start messages up to
-WINDOW rounds ahead. The last round is one of digests.
+Each pair of ranks has its own queue of messages, derived by both from the same moves. All ranks go through their queues in
+rounds (message 0 of every peer, message 1 of every peer, …) and start messages up to WINDOW rounds ahead. The last round
+sends digests.
 
-Ranks cannot wait for each other in a circle: message n of a pair is in round n of both its ranks. Take the lowest round that is
-unfinished anywhere. Since all earlier ones have ended, each of its ranks has started it, or will without waiting for anything.
+No deadlock: message n of a pair is in round n of both its ranks. In the lowest unfinished round every rank has started its
+messages, or will without waiting, since all earlier rounds have ended.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 
 from tepo_megatron.weights.transfer.digests import TensorDigests, digest
-from tepo_megatron.weights.transfer.messages import WINDOW, Message, MessageSegment, Queues, numel_of
+from tepo_megatron.weights.transfer.messages import WINDOW, MessageSegment, Queues, WireMessage, numel_of
 from tepo_megatron.weights.transfer.transport import Transport
 
 MAX_NAMED = 8
-"""Largest number of damaged tensors that an error names."""
+"""Largest number of damaged tensors in an error."""
 
 Direction = Literal["sending", "receiving"]
 
 
 def send(transport: Transport, outgoing: Queues, params: Mapping[str, Tensor], wire: torch.dtype) -> None:
-    """Sends all messages of this rank and, last, each peer's digests; returns when the peers have them.
+    """Sends all messages of this rank and each peer's digests; returns when the peers have them.
 
-    Raises RuntimeError naming the tensors and the peer when a message fails or times out.
+    Raises RuntimeError naming tensors and peer of a message that fails or times out.
     """
     digests = {peer: _tensor_digests(queue) for peer, queue in outgoing.items()}
     computed: dict[tuple[object, ...], Tensor] = {}
@@ -61,8 +61,8 @@ def receive(
 ) -> None:
     """Receives all messages of this rank into its parameters, and compares digests with every sender's.
 
-    ``complete(name)`` is called when all elements of a parameter have been written. Raises RuntimeError naming the tensors and
-    the peer when a message fails or times out, and naming every tensor whose digests differ, with both.
+    ``complete(name)`` is called when a parameter is completely written. Raises RuntimeError naming tensors and peer of a
+    message that fails or times out, and every tensor whose digests differ.
     """
     digests = {peer: _tensor_digests(queue) for peer, queue in incoming.items()}
     missing: Counter[str] = Counter()
@@ -88,7 +88,6 @@ def receive(
 
 
 def _compare_digests(transport: Transport, incoming: Queues, digests: Mapping[int, TensorDigests]) -> None:
-    """Receives every sender's digests. Raises RuntimeError that names the tensors whose digests differ."""
     sent = {
         peer: torch.zeros(len(by_tensor), dtype=torch.int64, device=transport.device(peer))
         for peer, by_tensor in digests.items()
@@ -111,48 +110,45 @@ def _num_rounds(exchanged: Queues) -> int:
     return max((len(queue) for queue in exchanged.values()), default=0)
 
 
-def _queues_with(exchanged: Queues, number: int) -> Iterator[tuple[int, list[Message]]]:
-    """Returns (peer, queue) for the peers with which there is a message ``number``."""
+def _queues_with(exchanged: Queues, number: int) -> Iterator[tuple[int, list[WireMessage]]]:
     return ((peer, queue) for peer, queue in exchanged.items() if 0 <= number < len(queue))
 
 
 def _start_round(
     direction: Direction, transport: Transport, exchanged: Queues, data: Mapping[int, Tensor], number: int | None = None
 ) -> None:
-    """Starts one round: the messages ``number``, or the digests that follow the last message. ``data`` is by peer."""
     if not data:
         return
     with transport.round():
         for peer, tensor in data.items():
             queue = exchanged[peer]
-            at = len(queue) if number is None else number
-            with _naming_tensors(direction, peer, queue, at):
-                (transport.send if direction == "sending" else transport.receive)(tensor, peer, at)
+            message = len(queue) if number is None else number
+            with _naming_tensors(direction, peer, queue, message):
+                (transport.send if direction == "sending" else transport.receive)(tensor, peer, message)
 
 
-def _tensor_digests(queue: Sequence[Message]) -> TensorDigests:
+def _tensor_digests(queue: Sequence[WireMessage]) -> TensorDigests:
     return TensorDigests(segment.end.name for message in queue for segment in message)
 
 
 def _add_digests(
-    digests: TensorDigests, message: Message, data: Tensor, computed: dict[tuple[object, ...], Tensor] | None = None
+    digests: TensorDigests, message: WireMessage, data: Tensor, computed: dict[tuple[object, ...], Tensor] | None = None
 ) -> None:
-    """Adds the digests of a message; ``computed`` caches those of segments that go to several peers."""
+    """``computed`` caches digests of segments that go to several peers."""
     for segment, values in _split(message, data):
         key = (segment.end.param, segment.end.region, segment.boxes, segment.rows)
-        found = digest(values) if computed is None or key not in computed else computed[key]
+        value = digest(values) if computed is None or key not in computed else computed[key]
         if computed is not None:
-            computed[key] = found
-        digests.add(segment.end.name, found)
+            computed[key] = value
+        digests.add(segment.end.name, value)
 
 
-def _split(message: Message, data: Tensor) -> Iterator[tuple[MessageSegment, Tensor]]:
-    """Yields each segment of a message with its values, a flat view of ``data``."""
+def _split(message: WireMessage, data: Tensor) -> Iterator[tuple[MessageSegment, Tensor]]:
     return zip(message, data.split([segment.numel for segment in message]), strict=True)
 
 
 class _Staging:
-    """Buffers for messages that cannot travel from or into a parameter directly, made at first use, on the peer's device."""
+    """Buffers for messages that cannot travel straight from or into a parameter."""
 
     def __init__(self, transport: Transport, exchanged: Queues, wire: torch.dtype) -> None:
         self.wire = wire
@@ -161,15 +157,14 @@ class _Staging:
         self._buffers: dict[tuple[int, int], Tensor] = {}
 
     def buffer(self, peer: int, number: int, numel: int) -> Tensor:
-        """Returns the buffer of a message, flat; message number + WINDOW uses it again."""
+        """Message number + WINDOW uses the same buffer."""
         slot = (peer, number % WINDOW)
         if slot not in self._buffers:
             self._buffers[slot] = torch.empty(self._largest[peer], dtype=self.wire, device=self.devices[peer])
         return self._buffers[slot][:numel]
 
 
-def _pack(message: Message, params: Mapping[str, Tensor], staging: _Staging, peer: int, number: int) -> Tensor:
-    """Returns the values of a message, flat: as a view of the parameter where possible, or copied into a buffer."""
+def _pack(message: WireMessage, params: Mapping[str, Tensor], staging: _Staging, peer: int, number: int) -> Tensor:
     if (data := _param_view(message, params, staging.wire, staging.devices[peer])) is not None:
         return data
     data = staging.buffer(peer, number, numel_of(message))
@@ -179,14 +174,12 @@ def _pack(message: Message, params: Mapping[str, Tensor], staging: _Staging, pee
     return data
 
 
-def _receive_buffer(message: Message, params: Mapping[str, Tensor], staging: _Staging, peer: int, number: int) -> Tensor:
-    """Returns the memory to receive a message into, flat: the parameter's own where possible, or a buffer."""
+def _receive_buffer(message: WireMessage, params: Mapping[str, Tensor], staging: _Staging, peer: int, number: int) -> Tensor:
     data = _param_view(message, params, staging.wire, staging.devices[peer])
     return staging.buffer(peer, number, numel_of(message)) if data is None else data
 
 
-def _unpack(message: Message, data: Tensor, params: Mapping[str, Tensor], missing: Counter[str]) -> Iterator[str]:
-    """Copies what was received into a buffer to its parameter; yields the parameters that are complete."""
+def _unpack(message: WireMessage, data: Tensor, params: Mapping[str, Tensor], missing: Counter[str]) -> Iterator[str]:
     for segment, values in _split(message, data):
         view = segment.view(params[segment.end.param].detach(), values.dtype)
         if (view.device, view.data_ptr()) != (values.device, values.data_ptr()):
@@ -196,8 +189,7 @@ def _unpack(message: Message, data: Tensor, params: Mapping[str, Tensor], missin
             yield segment.end.name
 
 
-def _param_view(message: Message, params: Mapping[str, Tensor], wire: torch.dtype, device: torch.device) -> Tensor | None:
-    """Returns the message as a flat view of its parameter, if that is contiguous, in the wire's dtype and on ``device``."""
+def _param_view(message: WireMessage, params: Mapping[str, Tensor], wire: torch.dtype, device: torch.device) -> Tensor | None:
     if len(message) > 1:
         return None
     view = message[0].view(params[message[0].end.param].detach(), wire)
@@ -206,8 +198,7 @@ def _param_view(message: Message, params: Mapping[str, Tensor], wire: torch.dtyp
 
 
 @contextmanager
-def _naming_tensors(direction: Direction, peer: int, queue: Sequence[Message], number: int) -> Iterator[None]:
-    """Adds to an error of the transport which tensors were sent or received."""
+def _naming_tensors(direction: Direction, peer: int, queue: Sequence[WireMessage], number: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""A trainer rank's end of a weight update. Rank 0 speaks with the servers; the other ranks follow what it broadcasts."""
+"""A trainer rank's end of a weight update. Rank 0 talks to the servers; the other ranks follow its broadcasts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import Store, is_nccl_available  # type: ignore[attr-defi
 
 from tepo_megatron.weights.geometry import Box, Region, ReshardPlan
 from tepo_megatron.weights.transfer.messages import (
-    End,
+    MoveEnd,
     Queues,
     destination_ends,
     message_bytes,
@@ -25,28 +25,27 @@ from tepo_megatron.weights.transfer.messages import (
 from tepo_megatron.weights.transfer.move import send
 from tepo_megatron.weights.transfer.relay import source_routes
 from tepo_megatron.weights.transfer.transport import (
-    Group,
-    Routes,
+    RelayRoutes,
+    TransferGroup,
     TransportName,
     announce_departure,
     connect,
     listen,
-    own_address,
+    local_address,
 )
 from tepo_megatron.weights.transfer.transports import Member, join
 
 _FAILED = "failed"
-"""Key of the rendezvous store: the first of the other ranks to fail writes here why."""
+"""Store key under which the first other rank to fail writes why."""
 
 
 class ShardSender:
     """Sends this rank's shards of ``params`` (Megatron's names) by ``plan``; every trainer rank has one.
 
-    ``dtype`` is that of the servers' weights. ``broadcast_from_root(value)`` returns rank 0's value on every rank; all call it.
-    In each update rank 0 calls ``open_rendezvous`` (the first time, and after a failure), ``broadcast_rendezvous``,
-    ``join_group``, ``send_shards`` and ``finish_update``, in this order, and the others ``update_as_non_root``. ``device`` is
-    the one that ``params`` are on, ``transport`` how they travel (with ``or_gloo`` by gloo instead of NCCL where a server is on
-    a GPU of this trainer), ``timeout_s`` (seconds) bounds every wait.
+    ``dtype`` is that of the servers' weights. ``broadcast_from_root(value)`` returns rank 0's value on every rank; all call
+    it. In each update rank 0 calls ``open_rendezvous`` (the first time and after a failure), ``broadcast_rendezvous``,
+    ``join_group``, ``send_shards`` and ``finish_update``; the others call ``update_as_non_root``. ``or_gloo``: gloo replaces
+    NCCL if a server is on a GPU of this trainer. ``timeout_s`` bounds every wait.
     """
 
     def __init__(
@@ -71,15 +70,17 @@ class ShardSender:
         self._device, self._transport, self._or_gloo = device or torch.device("cpu"), transport, or_gloo
         # Without NCCL the trainer's ranks have no way from GPU to GPU: then what goes to another one takes gloo.
         passes_on = transport == "ipc" and is_nccl_available()
-        self._routes = source_routes(plan, rank, itemsize=self._wire.itemsize, limit=self._limit) if passes_on else Routes()
+        self._routes = (
+            source_routes(plan, rank, itemsize=self._wire.itemsize, limit=self._limit) if passes_on else RelayRoutes()
+        )
         self._rendezvous: list[Any] | None = None
         self._store: Store | None = None
-        self._group: Group | None = None
+        self._group: TransferGroup | None = None
         self._others_wait = False
         self._failed = ""
 
     def open_rendezvous(self, host: str) -> str:
-        """Rank 0: opens a store at ``host``, in which every worker finds its orders; returns its place, for ``connect``."""
+        """Rank 0: opens a store at ``host`` with every worker's order; returns its place, for ``connect``."""
         self.close()
         self._store, place = listen(host)
         for destination in range(self._plan.num_destinations):
@@ -97,12 +98,12 @@ class ShardSender:
         return place
 
     def broadcast_rendezvous(self) -> None:
-        """Rank 0: starts an update on the other ranks, which join this group (unless they are in it) and send."""
+        """Rank 0: starts an update on the other ranks, which join this group and send."""
         self._broadcast_from_root(self._rendezvous)
         self._others_wait = True
 
     def join_group(self) -> None:
-        """Joins the group, unless this rank is in it; returns when all have joined. RuntimeError after the time-out."""
+        """Joins the group once; returns when all have joined. Raises RuntimeError after the time-out."""
         if self._group is None:
             assert self._rendezvous is not None
             host, place = self._rendezvous
@@ -111,7 +112,7 @@ class ShardSender:
                 self._rank,
                 self.world_size,
                 self._device,
-                own_address(host),
+                local_address(host),
                 name=f"trainer rank {self._rank}",
                 same_gpu_receivers=self._same_gpu_receivers(),
                 routes=self._routes,
@@ -119,13 +120,13 @@ class ShardSender:
             self._group = join(self._transport, store, member, self._timeout_s, or_gloo=self._or_gloo)
 
     def _same_gpu_receivers(self) -> dict[int, int]:
-        near = [self.num_sources + to for to, source in self._plan.local.items() if source == self._rank]
-        return {peer: max(message_sizes(self._outgoing[peer], self._wire.itemsize)) for peer in near if peer in self._outgoing}
+        peers = [self.num_sources + to for to, source in self._plan.local.items() if source == self._rank]
+        return {peer: max(message_sizes(self._outgoing[peer], self._wire.itemsize)) for peer in peers if peer in self._outgoing}
 
     def send_shards(self, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Sends this rank's part of every tensor, with digests. Raises RuntimeError naming tensors and peer.
 
-        ``cancelled`` is asked where a dead receiver could not be noticed otherwise.
+        ``cancelled`` is polled while a dead receiver could go unnoticed.
         """
         assert self._group is not None
         self._group.cancelled = cancelled
@@ -136,7 +137,7 @@ class ShardSender:
     def finish_update(self, arrived: bool) -> str:
         """Rank 0: broadcasts whether all servers have the weights, for which the other ranks wait.
 
-        If not, closes the group, and returns which of the other ranks failed first, and why; empty if none had.
+        If not, closes the group. Returns which other rank failed first and why, or "".
         """
         if not arrived:
             self.close()
@@ -146,10 +147,10 @@ class ShardSender:
         return failed
 
     def update_as_non_root(self) -> None:
-        """Every rank but 0: its part of an update. A failure is rank 0's to report, since it knows what the servers say: the
-        first one is written to the rendezvous store.
+        """Every rank but 0: its part of an update.
 
-        Raises RuntimeError only if this rank failed and rank 0 believes that all went well.
+        A failure is written to the store for rank 0 to report. Raises RuntimeError only if this rank failed and rank 0
+        believes that the update succeeded.
         """
         rendezvous = self._broadcast_from_root(None)
         if rendezvous is None:
@@ -177,7 +178,7 @@ class ShardSender:
                 self._store.compare_set(_FAILED, "", f"The first other trainer rank to fail was rank {self._rank}: {error}")
 
     def close(self) -> None:
-        """Closes the group; pending messages of the others fail, and those still joining need not wait for this rank."""
+        """Closes the group; pending messages of the others fail, and those still joining stop waiting."""
         if self._rank == 0 and self._store is not None and self._store.check([_FAILED]):
             self._failed = self._store.get(_FAILED).decode()  # here, since the store goes
         if self._group is not None:
@@ -188,14 +189,14 @@ class ShardSender:
 
 
 def order_key(rank: int) -> str:
-    """Key of the rendezvous store under which the worker that is ``rank`` in the group finds what it will receive."""
+    """Store key of the receive order of the worker with this rank in the group."""
     return f"order/{rank}"
 
 
-class Order(NamedTuple):
-    """What a worker receives: messages by sender, their dtype, how they come, and the sender on its own GPU if there is one.
+class ReceiveOrder(NamedTuple):
+    """A worker's messages by sender, their dtype and transport, and the sender on its own GPU if there is one.
 
-    ``relayed``: those of other GPUs come through that one.
+    ``relayed``: messages of other GPUs come through that sender.
     """
 
     incoming: Queues
@@ -206,20 +207,19 @@ class Order(NamedTuple):
     or_gloo: bool = False
 
     @property
-    def takes(self) -> tuple[int, ...]:
-        """Senders on the same GPU."""
+    def same_gpu_senders(self) -> tuple[int, ...]:
         return () if self.near not in self.incoming else (self.near,)
 
     @property
-    def routes(self) -> Routes:
-        """The senders whose messages come through the one on the same GPU."""
+    def routes(self) -> RelayRoutes:
+        """Senders whose messages come through the one on the same GPU."""
         if self.near is None or not self.relayed:
-            return Routes()
-        return Routes(via={source: self.near for source in self.incoming if source != self.near})
+            return RelayRoutes()
+        return RelayRoutes(via={source: self.near for source in self.incoming if source != self.near})
 
 
 def encode_order(
-    ends: list[End],
+    ends: list[MoveEnd],
     wire: torch.dtype,
     limit: int,
     *,
@@ -228,7 +228,7 @@ def encode_order(
     relayed: bool = False,
     or_gloo: bool = False,
 ) -> str:
-    """What a worker must know to receive: dtype on the wire, size of a message in bytes, and its ends of the moves."""
+    """Returns a worker's order as JSON: dtype on the wire, message size in bytes, its ends of the moves."""
     moves = [
         [end.peer, end.param, end.region.box.start, end.region.box.stop, end.region.count, end.region.step, end.fp32]
         for end in ends
@@ -238,13 +238,13 @@ def encode_order(
     return json.dumps({"dtype": dtype, "limit": limit, **how, "moves": moves})
 
 
-def decode_order(text: str | bytes) -> Order:
-    """What :func:`encode_order` wrote."""
+def decode_order(text: str | bytes) -> ReceiveOrder:
+    """Reads an order of :func:`encode_order`."""
     raw = json.loads(text)
     wire: torch.dtype = getattr(torch, raw["dtype"])
     ends = [
-        End(peer, param, param, Region(Box(tuple(start), tuple(stop)), count, step), fp32)
+        MoveEnd(peer, param, param, Region(Box(tuple(start), tuple(stop)), count, step), fp32)
         for peer, param, start, stop, count, step, fp32 in raw["moves"]
     ]
     incoming = queues(ends, itemsize=wire.itemsize, limit=raw["limit"])
-    return Order(incoming, wire, raw["transport"], raw["near"], raw["relayed"], raw["or_gloo"])
+    return ReceiveOrder(incoming, wire, raw["transport"], raw["near"], raw["relayed"], raw["or_gloo"])

@@ -1,6 +1,8 @@
-"""The interface of a transport of weights, and the rendezvous of the members of one group: trainer ranks, then workers.
+"""Interface of a transport of weights, and the rendezvous of a group's members: trainer ranks, then workers.
 
-Both sides import this module, so it imports neither Megatron nor vLLM. The transports are in ``bridge.transfer.transports``.
+Both sides import this module, so it imports neither Megatron nor vLLM. Before a group forms, every member reads the same
+introductions and raises the same error if they cannot join: with different versions or a shared GPU NCCL fails in one
+process and hangs in the others.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from tepo_megatron.runtime.proc import boot_id
 from tepo_megatron.runtime.rendezvous import private_folder
 
 BACKEND = "tepo_gloo"
-"""The name under which the plugin registers the receiving engine with vLLM, whichever transport it then uses."""
+"""Name under which the plugin registers the receiving engine with vLLM, for any transport."""
 
 TransportName = str
-"""The name of a transport is the name of its module in ``bridge.transfer.transports``."""
+"""Name of a module in ``weights.transfer.transports``."""
 
-MEMBERS_POLL_S = 0.02
+_MEMBERS_POLL_INTERVAL_S = 0.02
 
 _JOINED, _LEFT = "joined", "left"
 
@@ -39,17 +41,17 @@ _APART = "set rollout.server.placement = colocated, or rollout.server.transport 
 
 
 class Transport(Protocol):
-    """Point-to-point messages. The two ranks and a number identify a message; both ends must give the same size.
+    """Point-to-point messages, identified by both ranks and a number; both ends must give the same size.
 
-    The messages that a rank starts within one :meth:`round` travel at once. Two ranks start the messages between them in the
-    same order, round by round.
+    Messages started within one :meth:`round` travel at once. Two ranks start the messages between them in the same order,
+    round by round.
     """
 
     def device(self, peer: int) -> torch.device:
-        """Returns the device on which the tensors of messages from and to ``peer`` must be."""
+        """Returns the device on which tensors from and to ``peer`` must be."""
 
     def round(self) -> AbstractContextManager[None]:
-        """Starts the messages of its block at once. No message may be started outside, and at least one must be inside."""
+        """Starts the messages of its block at once. Messages are started only inside, at least one per block."""
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
         """Starts to send a contiguous tensor, which must not change until :meth:`wait`."""
@@ -58,46 +60,45 @@ class Transport(Protocol):
         """Starts to receive into a contiguous tensor."""
 
     def wait(self, peer: int, number: int) -> None:
-        """Waits for a message. Raises RuntimeError if it fails or takes longer than the transport's time-out."""
+        """Waits for a message. Raises RuntimeError if it fails or exceeds the time-out."""
 
 
-class Group(Transport, Protocol):
+class TransferGroup(Transport, Protocol):
     """A transport between the members of one group."""
 
     cancelled: Callable[[], bool]
-    """Asked while a message is waited for, where the wait could not end otherwise; if it returns true, the message fails."""
+    """Polled while a wait could not end otherwise; if it returns true, the message fails."""
 
     def finish(self) -> None:
-        """Ends an update at a trainer rank: returns when what it passes on for others has been taken. RuntimeError as wait."""
+        """Ends an update at a trainer rank: returns when relayed messages have arrived. Raises as :meth:`wait`."""
 
     def close(self) -> None:
-        """Leaves the group; what the other members wait for fails."""
+        """Leaves the group; pending waits of the other members fail."""
 
 
 @dataclass(frozen=True)
-class Routes:
-    """Which messages go through the trainer rank on the receiver's GPU (``bridge.transfer.relay``); by default none.
+class RelayRoutes:
+    """Messages that go through the trainer rank on the receiver's GPU (``weights.transfer.relay``); by default none.
 
-    ``via``: at a trainer rank, each worker on another GPU to which it sends → the rank on that GPU; at a worker, each rank from
-    which it receives → the one on its own GPU. The rest is for trainer ranks: ``forwards`` maps (source, worker) to the bytes
-    of each message that this rank passes on, the digests last; ``sources`` is the number of trainer ranks; ``own_rounds`` is
-    that of the rounds in which this rank sends, ``rounds`` that of the rank with the most.
+    ``via``: at a trainer rank, worker on another GPU → the rank on that GPU; at a worker, sender → the rank on its own GPU.
+    For trainer ranks only: ``forwards`` maps (source, worker) to the bytes of each relayed message, digests last;
+    ``sources`` is the number of trainer ranks; ``local_rounds`` is the number of this rank's rounds, ``rounds`` the largest
+    of all ranks.
     """
 
     via: Mapping[int, int] = field(default_factory=dict)
     forwards: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     sources: int = 0
-    own_rounds: int = 0
+    local_rounds: int = 0
     rounds: int = 0
 
 
 @dataclass(frozen=True)
 class Member:
-    """One member of a group: its rank, the device of its parameters, the address that it offers to the other members.
+    """A member of a group: rank, device of its parameters, address offered to the others, name for errors.
 
-    ``name`` says to a person who it is, as "trainer rank 0". ``same_gpu_receivers`` maps each rank on the same GPU to which
-    this member sends to the bytes of the largest message. ``same_gpu_senders`` are the ranks on the same GPU from which it
-    receives. ``routes``: what goes through another rank.
+    ``same_gpu_receivers``: rank on the same GPU → bytes of the largest message to it. ``same_gpu_senders``: ranks on the
+    same GPU from which it receives.
     """
 
     rank: int
@@ -107,27 +108,26 @@ class Member:
     name: str = ""
     same_gpu_receivers: Mapping[int, int] = field(default_factory=dict)
     same_gpu_senders: tuple[int, ...] = ()
-    routes: Routes = field(default_factory=Routes)
+    routes: RelayRoutes = field(default_factory=RelayRoutes)
 
 
 @dataclass(frozen=True)
 class TransportSpec:
-    """What a transport's module declares as ``TRANSPORT``.
+    """Declared by a transport's module as ``TRANSPORT``.
 
-    ``join(store, member, timeout_s)`` enters the group that meets at ``store``; every member calls it, and it returns when all
-    have joined. It raises RuntimeError if one leaves or does not join in time. ``requires_gpu`` means that the parameters of
-    all members must be on GPUs.
+    ``join(store, member, timeout_s)`` is called by every member and returns when all have joined. It raises RuntimeError if
+    one leaves or does not join in time. ``requires_gpu``: parameters of all members must be on GPUs.
     """
 
-    join: Callable[[Store, Member, float], Group]
+    join: Callable[[Store, Member, float], TransferGroup]
     requires_gpu: bool = False
 
 
 def listen(host: str) -> tuple[Store, str]:
     """Opens the store at which a group meets; returns it and its place, for :func:`connect`.
 
-    At a loopback address all members are on this machine and of this user: the place is a file in a private folder, and no port
-    is open. Elsewhere it is a free port of the address ``host`` only.
+    At a loopback address the place is a file in a private folder and no port is open. Otherwise it is a free port of
+    ``host`` only.
     """
     if is_loopback(host):
         # It is left where it is: who still asks whether a member has left would wait for a file that is gone.
@@ -141,10 +141,7 @@ def listen(host: str) -> tuple[Store, str]:
 
 
 def connect(host: str, place: str, timeout_s: float) -> Store:
-    """Connects to the store that the trainer opened with :func:`listen`.
-
-    Raises RuntimeError where the place is a file that this process cannot open.
-    """
+    """Connects to the store of :func:`listen`. Raises RuntimeError if its file cannot be opened."""
     if place.isdecimal():
         return TCPStore(host, int(place), None, False, timedelta(seconds=timeout_s), False)
     if not Path(place).exists():  # opening the store would make the file, in which nobody ever comes
@@ -154,8 +151,8 @@ def connect(host: str, place: str, timeout_s: float) -> Store:
     return store
 
 
-def own_address(host: str) -> str:
-    """Returns the address of this machine from which it reaches ``host``, and at which ``host`` reaches it."""
+def local_address(host: str) -> str:
+    """Returns this machine's address towards ``host``."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing, to any port
         probe.connect((host, 9))
@@ -163,7 +160,6 @@ def own_address(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or a name, is this machine's own and no other's."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
@@ -171,18 +167,17 @@ def is_loopback(host: str) -> bool:
 
 
 def announce_departure(store: Store) -> None:
-    """Tells all members of the group that meets at ``store``, also those that are still joining, that one has left."""
+    """Tells all members of the group at ``store``, including those still joining, that one has left."""
     with suppress(RuntimeError):  # the store has gone with rank 0, so they know
         store.set(_LEFT, "1")
 
 
 class Rendezvous:
-    """Knows through the group's own store whether all members of a group have joined, and whether one has left.
+    """Knows from the group's store whether all members have joined, and whether one has left.
 
-    Joining a group of gloo or NCCL cannot be interrupted: it blocks until the last member is there. So it begins only when all
-    members are known to be there. A member that fails before or afterwards says so in the store, and nobody waits for it until
-    the time-out. ``stage`` names what they come for, where one store is met at more than once; ``parts``: once all have come
-    each needs nothing more of the others there, and one that has left meanwhile ends it for nobody.
+    Joining gloo or NCCL blocks until the last member joins and cannot be interrupted, so it starts only when all members are
+    present. A failing member reports to the store, and nobody waits for it. ``stage`` separates several meetings at one
+    store. ``parts``: a member that leaves after all have come does not fail the others.
     """
 
     def __init__(self, store: Store, world_size: int, timeout_s: float, stage: str = _JOINED, *, parts: bool = False) -> None:
@@ -191,9 +186,9 @@ class Rendezvous:
 
     @contextmanager
     def forming_group(self) -> Iterator[None]:
-        """Runs the block, which forms the group, when all members are there; if the block fails, it fails for all of them.
+        """Runs the block, which forms the group, when all members are present; a failure fails all of them.
 
-        Raises RuntimeError when a member has left, or does not arrive in time.
+        Raises RuntimeError if a member has left or does not arrive in time.
         """
         try:
             self._wait_for_members()
@@ -216,7 +211,7 @@ class Rendezvous:
                     f"{present} of {self._world_size} members of the weight-transfer group joined within {self._timeout_s:g} s "
                     "(rollout.server.transfer_timeout_s)"
                 )
-            time.sleep(MEMBERS_POLL_S)
+            time.sleep(_MEMBERS_POLL_INTERVAL_S)
             present = self._members_present()
 
     def member_left(self) -> bool:
@@ -227,7 +222,6 @@ class Rendezvous:
             return True
 
     def announce_departure(self) -> None:
-        """Tells the other members that this one has left."""
         announce_departure(self.store)
 
     def _members_present(self) -> int:
@@ -239,7 +233,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a member says of itself. ``gpu`` is the GPU's UUID, ``nccl`` NCCL's version; both are empty without a GPU."""
+    """A member's name, host, address, GPU UUID and NCCL version; the last two are empty without a GPU."""
 
     name: str
     host: str
@@ -253,41 +247,39 @@ class Introduction:
 
 
 def introduction(name: str, address: str, device: torch.device) -> Introduction:
-    """Returns this process's introduction. ``address``: the one that it offers to the other members."""
+    """Returns this process's introduction with the address that it offers."""
     if device.type != "cuda":
         return Introduction(name, boot_id(), address)
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     return Introduction(name, boot_id(), address, gpu, ".".join(map(str, torch.cuda.nccl.version())))
 
 
-def introduce(store: Store, rank: int, own: Introduction) -> None:
-    """Puts an introduction where the other members find it. Called before the member counts as there."""
-    store.set(_key(rank), json.dumps(asdict(own)))
+def introduce(store: Store, rank: int, introduction: Introduction) -> None:
+    """Publishes an introduction. Must be called before the member counts as present."""
+    store.set(_key(rank), json.dumps(asdict(introduction)))
 
 
-def call_roll(store: Store, world_size: int, *, nccl: bool, may_share: bool = False) -> str:
-    """Reads all introductions, when all members are there. Raises RuntimeError where they cannot form a group, alike on all.
+def check_members(store: Store, world_size: int, *, nccl: bool, may_share: bool = False) -> str:
+    """Reads all introductions. Raises the same RuntimeError on all members if they cannot form a group.
 
-    ``nccl``: the group is to be NCCL's. ``may_share``: it need not be, where two members are on one GPU; returns which two are
-    then, and an empty string otherwise.
+    ``may_share``: with two members on one GPU the group need not be NCCL's; then returns which two, otherwise "".
     """
     present = [Introduction(**json.loads(store.get(_key(rank)))) for rank in range(world_size)]
-    shared = shared_gpu(present) if nccl else ""
-    problem = unreachable(present)
+    shared = _shared_gpu(present) if nccl else ""
+    problem = _unreachable(present)
     if nccl and not (shared and may_share):
-        problem = problem or different_nccl(present) or (shared and f"{shared}, and NCCL takes each GPU once; {_APART}")
+        problem = problem or _different_nccl(present) or (shared and f"{shared}, and NCCL takes each GPU once; {_APART}")
     if problem:
         raise RuntimeError(problem)
     return shared
 
 
-def unreachable(members: Sequence[Introduction]) -> str:
-    """Returns which member offers an address that members on other machines cannot reach; empty if none does."""
+def _unreachable(members: Sequence[Introduction]) -> str:
     if len({member.host for member in members}) == 1:
         return ""
     for member in members:
         if is_loopback(member.address):
-            other = next(each for each in members if each.host != member.host)
+            other = next(candidate for candidate in members if candidate.host != member.host)
             return (
                 f"{member.place} offers a loopback address to the weight-transfer group, in which {other.place} is on another "
                 "machine; set rollout.server.interface to an address by which the machines reach each other"
@@ -295,8 +287,7 @@ def unreachable(members: Sequence[Introduction]) -> str:
     return ""
 
 
-def different_nccl(members: Sequence[Introduction]) -> str:
-    """Returns which two members have different NCCLs, which NCCL refuses to join; empty if all have the same."""
+def _different_nccl(members: Sequence[Introduction]) -> str:
     first = members[0]
     for member in members:
         if member.nccl != first.nccl:
@@ -307,8 +298,7 @@ def different_nccl(members: Sequence[Introduction]) -> str:
     return ""
 
 
-def shared_gpu(members: Sequence[Introduction]) -> str:
-    """Returns which two members share a GPU, which NCCL refuses ("Duplicate GPU detected"); empty if each has its own."""
+def _shared_gpu(members: Sequence[Introduction]) -> str:
     seen: dict[tuple[str, str], Introduction] = {}
     for member in members:
         other = seen.setdefault((member.host, member.gpu), member)

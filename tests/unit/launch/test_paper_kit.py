@@ -48,7 +48,7 @@ def test_the_costs_are_the_plans() -> None:
         nodes = plan.config.cluster.train_nodes + plan.config.cluster.rollout_nodes
         gpus = nodes * plan.config.cluster.gpus_per_node
         hours = plan.config.train.steps / 3600
-        sync, overlap = (each.seconds for each in schedule_times(plan.time, takes_turns=False))
+        sync, overlap = (each.seconds for each in schedule_times(plan.time, is_colocated=False))
         expected = [gpus, f"{sync:.0f}", f"{sync * hours:.1f}", f"{sync * hours * gpus:.0f}", f"{overlap:.0f}"]
         assert list(rows[label]) == [str(each) for each in [*expected, f"{overlap * hours * gpus:.0f}"]]
 

@@ -216,7 +216,7 @@ def test_full_recomputation_and_splits_shrink_what_they_are_for() -> None:
     assert halved["optimizer"] == pytest.approx(base["optimizer"], rel=1e-3)  # twice the parameters over twice the replicas
 
 
-def test_layers_decide_what_is_kept() -> None:
+def test_layers_decide_what_is_activations_without() -> None:
     spec, _ = resolve_spec("Llama-3.3-70B-Instruct")
 
     def memory(*overrides: str) -> dict[str, float]:
@@ -343,15 +343,15 @@ SHORT_PLAN = plan(QWEN, REPLAY)
 def test_idle_shares_of_both_schedules_follow_from_the_phases(generation: float, training: float, sync: float) -> None:
     step = replace(SHORT_PLAN.time, generation=generation, train=training, sync=sync)
     trains = step.seconds - generation
-    one, two = schedule_times(step, takes_turns=False)
+    one, two = schedule_times(step, is_colocated=False)
     assert (one.schedule, two.schedule) == ("sync", "overlap")
     assert one.seconds == step.seconds
     assert two.seconds == pytest.approx(max(generation + sync, trains))
     for each in (one, two):
         assert each.idle_trainer * each.seconds == pytest.approx(each.seconds - trains, abs=1e-6)
         assert each.idle_servers * each.seconds == pytest.approx(each.seconds - generation, abs=1e-6)
-    assert [each.schedule for each in schedule_times(step, takes_turns=True)] == ["sync"]
-    assert schedule_times(replace(step, generation=0.0), takes_turns=False) == []
+    assert [each.schedule for each in schedule_times(step, is_colocated=True)] == ["sync"]
+    assert schedule_times(replace(step, generation=0.0), is_colocated=False) == []
 
 
 def test_a_draft_model_takes_memory_beside_the_policy() -> None:

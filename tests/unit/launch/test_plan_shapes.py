@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import ParallelConfig
 from tepo_megatron.plan.shapes import active_parameters, model_parameters, resolve_spec, stage_parameters
-from tepo_megatron.weights.architecture import Experts, ModelSpec, kept_in_fp32
+from tepo_megatron.weights.architecture import Experts, ModelSpec, is_always_fp32
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
 
 PUBLISHED = {
@@ -90,7 +90,10 @@ def test_a_rank_holds_what_the_bridge_lays_out_and_the_padding_of_its_vocabulary
     padding = (-spec.vocab_size) % tp * spec.hidden_size * dp  # over the ranks of a stage, for each of embedding and head
     for stage in range(parallel.pp):
         ranks = layouts[stage * tp * dp : (stage + 1) * tp * dp]
-        held = [sum(math.prod(shard.at.shape) for shard in layout.shards if not kept_in_fp32(shard.tensor)) for layout in ranks]
+        held = [
+            sum(math.prod(shard.param_box.shape) for shard in layout.shards if not is_always_fp32(shard.tensor))
+            for layout in ranks
+        ]
         first, last = stage == 0, stage == parallel.pp - 1
         matrices = int(first) + int(last and not (first and spec.tied_embeddings))
         assert stage_parameters(spec, parallel, stage) * tp * dp == sum(held) + matrices * padding

@@ -109,7 +109,7 @@ def test_a_small_model_is_one_message() -> None:
     ("manifest", "message"),
     [([("a", (2,), "float33")], "unknown dtype 'float33'"), ([("a", (2,), "int8"), ("a", (2,), "int8")], "'a' occurs twice")],
 )
-def test_a_bad_manifest_is_refused(manifest: broadcast.Manifest, message: str) -> None:
+def test_a_bad_manifest_is_refused(manifest: broadcast.TensorManifest, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         broadcast.buckets(manifest)
 

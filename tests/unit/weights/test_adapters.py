@@ -51,16 +51,16 @@ def test_parts_of_products_are_products_of_parts(case: Case, seed: int, some: bo
     for layout, adapters in zip(layouts, adapted, strict=True):
         local = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in adapters.params.items()}
         for shard in adapters.shards:
-            local[shard.param][shard.at.slices] = whole[shard.tensor][shard.box.slices]
+            local[shard.param][shard.param_box.slices] = whole[shard.tensor][shard.box.slices]
         for tensor, shards in shards_by_tensor(layout, tensors).items():
             (a, b), (param,) = adapter_names(tensor), {shard.param for shard in shards}
             product = local[b] @ local[a]
             merged = torch.zeros(layout.params[param], dtype=torch.int64)
             for block in adapter_blocks(shards):
-                merged[block.at] += product[block.own]
+                merged[block.param_rows] += product[block.local_rows]
             for shard in shards:
                 expected = (whole[b] @ whole[a])[shard.box.slices]
-                assert torch.equal(merged[shard.at.slices], expected)
+                assert torch.equal(merged[shard.param_box.slices], expected)
 
 
 def test_linear_layers_are_known_by_their_names() -> None:

@@ -43,8 +43,8 @@ def params_of(spec: ModelSpec) -> dict[str, torch.Tensor]:
     layout = megatron_layout(spec, MegatronParallel(), 0)
     extents: dict[str, tuple[int, ...]] = {}
     for shard in layout.shards:
-        before = extents.get(shard.param, (0,) * len(shard.at.stop))
-        extents[shard.param] = tuple(max(a, b) for a, b in zip(before, shard.at.stop, strict=True))
+        before = extents.get(shard.param, (0,) * len(shard.param_box.stop))
+        extents[shard.param] = tuple(max(a, b) for a, b in zip(before, shard.param_box.stop, strict=True))
     return {name: torch.full(extent, 7.0) for name, extent in extents.items()}
 
 

@@ -26,7 +26,7 @@ from tepo_megatron.weights.transfer import messages, move, transport
 from tepo_megatron.weights.transfer.messages import destination_ends, message_sizes, queues, source_ends
 from tepo_megatron.weights.transfer.relay import source_routes
 from tepo_megatron.weights.transfer.sender import decode_order, encode_order
-from tepo_megatron.weights.transfer.transport import Member, Routes
+from tepo_megatron.weights.transfer.transport import Member, RelayRoutes
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 from tepo_megatron.weights.transfer.transports.ipc import CudaHandles, IpcGroup, join_ipc
 from tests.support.programs import TIMEOUT_S
@@ -100,13 +100,13 @@ def members(plan: ReshardPlan, boxes: list[Mailbox], memory: Memory, *, limit: i
         outgoing = queues(source_ends(plan, rank), itemsize=8, limit=limit)
         near = [plan.num_sources + to for to, source in plan.local.items() if source == rank]
         receivers = {peer: max(message_sizes(outgoing[peer], 8)) for peer in near if peer in outgoing}
-        routes = source_routes(plan, rank, itemsize=8, limit=limit) if relayed else Routes()
+        routes = source_routes(plan, rank, itemsize=8, limit=limit) if relayed else RelayRoutes()
         member = Member(rank, world, CPU, "", same_gpu_receivers=receivers, routes=routes)
         made.append(enter(boxes[rank], store, member, memory))
     for to in range(plan.num_destinations):
         text = encode_order(destination_ends(plan, to), torch.float64, limit, near=plan.local.get(to), relayed=relayed)
         order, rank = decode_order(text), plan.num_sources + to
-        member = Member(rank, world, CPU, "", same_gpu_senders=order.takes, routes=order.routes)
+        member = Member(rank, world, CPU, "", same_gpu_senders=order.same_gpu_senders, routes=order.routes)
         made.append(enter(boxes[rank], store, member, memory))
     assert all(json.loads(value) for value in store.values.values())
     return made
@@ -124,7 +124,7 @@ def test_what_goes_to_another_gpu_is_passed_on_by_the_rank_there(case: Case, lim
     plan, sources, expected = setting(case)
     boxes = mailboxes(plan.num_sources + plan.num_destinations)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "ALONE_BYTES", alone)
+        patch.setattr(messages, "SINGLE_SEGMENT_BYTES", alone)
         groups = members(plan, boxes, Memory(), limit=limit, relayed=True)
         for _ in range(updates):
             found = [blank(params) for params in expected]
@@ -152,7 +152,7 @@ def test_it_is_passed_on_over_real_gloo_and_a_worker_that_leaves_ends_it_on_all_
         else:
             text = encode_order(destination_ends(plan, rank - 2), torch.float64, limit, near=rank - 2, relayed=True)
             order = decode_order(text)
-            member = Member(rank, 4, CPU, host, same_gpu_senders=order.takes, routes=order.routes)
+            member = Member(rank, 4, CPU, host, same_gpu_senders=order.same_gpu_senders, routes=order.routes)
         gloo = partial(GlooGroup, mine, host, rank, 4, TIMEOUT_S)
         return join_ipc(gloo, mine, member, join_leg=lambda gloo: gloo, handles=memory)
 
@@ -192,9 +192,9 @@ def test_a_bit_that_changes_between_two_ranks_is_noticed_at_the_end() -> None:
 
 def test_a_plan_without_other_gpus_has_no_routes() -> None:
     case = Case(small_spec(), MegatronParallel(), VllmParallel(), {0: 0})
-    assert source_routes(setting(case)[0], 0, itemsize=4, limit=2**20) == Routes()
+    assert source_routes(setting(case)[0], 0, itemsize=4, limit=2**20) == RelayRoutes()
     text = encode_order([], torch.float32, 1, near=None, relayed=True)
-    assert decode_order(text).routes == Routes()
+    assert decode_order(text).routes == RelayRoutes()
 
 
 @settings(max_examples=12, deadline=None)
@@ -204,7 +204,7 @@ def test_what_is_local_goes_through_slots_and_all_of_it_arrives(case: Case, limi
     found = [blank(params) for params in expected]
     boxes = mailboxes(plan.num_sources + plan.num_destinations)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "ALONE_BYTES", alone)
+        patch.setattr(messages, "SINGLE_SEGMENT_BYTES", alone)
         carry_out(plan, sources, found, limit=limit, boxes=members(plan, boxes, Memory(), limit=limit))
     for wanted, got in zip(expected, found, strict=True):
         assert all(torch.equal(wanted[name], got[name]) for name in wanted)

@@ -67,7 +67,7 @@ def test_chosen_sources_cover_each_element_once(case: tuple[ModelSpec, int, int]
     for name, shape in tensor_shapes(spec).items():
         writes = np.zeros(shape, dtype=int)
         for _, shard in plan[name]:
-            assert shard.box.shape == shard.at.shape
+            assert shard.box.shape == shard.param_box.shape
             writes[shard.box.slices] += 1
         assert (writes == 1).all(), name
 
@@ -78,7 +78,7 @@ def test_no_two_shards_share_a_place_in_a_parameter(case: tuple[ModelSpec, int, 
     for rank in range(tp * pp):
         layout = megatron_layout(spec, MegatronParallel(tp=tp, pp=pp), rank)
         for param in {shard.param for shard in layout.shards}:
-            members = [shard.at for shard in layout.shards if shard.param == param]
+            members = [shard.param_box for shard in layout.shards if shard.param == param]
             extent = tuple(max(box.stop[d] for box in members) for d in range(len(members[0].stop)))
             writes = np.zeros(extent, dtype=int)
             for box in members:
@@ -91,7 +91,7 @@ def test_query_key_value_interleave_per_group() -> None:
     spec = replace(BASE, num_layers=1, head_dim=1)
     layout = megatron_layout(spec, MegatronParallel(tp=2), 1)
     rows = {
-        shard.tensor.split(".")[-2]: (shard.box.start[0], shard.box.stop[0], shard.at.start[0])
+        shard.tensor.split(".")[-2]: (shard.box.start[0], shard.box.stop[0], shard.param_box.start[0])
         for shard in layout.shards
         if shard.param.endswith("linear_qkv.weight")
     }

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 
 from tepo_megatron.trainer.checkpoints.folder import read_state
 from tepo_megatron.weights.storage.manifest import (
+    CheckpointManifest,
     DamagedCheckpoint,
     FileRecord,
-    Manifest,
     check_whole,
     read_manifest,
     write_manifest,
@@ -76,7 +76,7 @@ def test_any_bit_of_any_file_counts(kept: Path, file: int, bit: int) -> None:
 @given(st.integers(1, 9), st.lists(st.integers(0, 10**9), min_size=1, max_size=30))
 def test_the_ranks_shares_are_every_file_once_and_about_equal(parts: int, sizes: list[int]) -> None:
     files = {f"shards/{at}": FileRecord(size, "") for at, size in enumerate(sizes)}
-    shares = Manifest(Path(), 0, {**files, "state.json": FileRecord(1, "")}).shares(parts)
+    shares = CheckpointManifest(Path(), 0, {**files, "state.json": FileRecord(1, "")}).shares(parts)
     assert len(shares) == parts
     assert sorted(name for share in shares for name in share) == sorted(files)
     loads = [sum(files[name].bytes for name in share) for share in shares]

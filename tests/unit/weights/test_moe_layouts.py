@@ -172,7 +172,7 @@ def test_experts_lie_one_below_the_other_in_a_servers_parameter() -> None:
     assert layout.params[f"{block}.routed_experts.w13_weight"] == (4 * 16, 6)
     assert layout.params[f"{block}.routed_experts.w2_weight"] == (4 * 6, 8)
     found = {shard.tensor.removeprefix(f"{block}."): shard for shard in layout.shards if ".experts.2." in shard.tensor}
-    at = {name: (shard.box.start, shard.box.stop, shard.at.start) for name, shard in found.items()}
+    at = {name: (shard.box.start, shard.box.stop, shard.param_box.start) for name, shard in found.items()}
     assert at == {
         "2.w1.weight": ((8, 0), (16, 6), (2 * 16, 0)),
         "2.w3.weight": ((8, 0), (16, 6), (2 * 16 + 8, 0)),

@@ -15,7 +15,7 @@ from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
 from tepo_megatron.weights.reshard.plan import reshard_plan
 from tepo_megatron.weights.transfer import messages
 from tepo_megatron.weights.transfer.digests import BLOCK_BYTES, TensorDigests, digest
-from tepo_megatron.weights.transfer.messages import End, message_bytes, queues, wire_dtype
+from tepo_megatron.weights.transfer.messages import MoveEnd, message_bytes, queues, wire_dtype
 from tests.support.reshard_models import MOE, Case, cases, small_spec
 from tests.support.thread_transport import Mailbox
 from tests.support.transfers import blank, carry_out, mailboxes, setting
@@ -27,7 +27,7 @@ def test_every_destination_becomes_what_the_plan_promises(case: Case, limit: int
     plan, sources, expected = setting(case)
     found = [blank(params) for params in expected]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "ALONE_BYTES", alone)
+        patch.setattr(messages, "SINGLE_SEGMENT_BYTES", alone)
         completed = carry_out(plan, sources, found, limit=limit)
     for wanted, got, names in zip(expected, found, completed, strict=True):
         assert sorted(names) == sorted(name for name in wanted if wanted[name].any())  # a vocabulary shard may be padding
@@ -115,7 +115,7 @@ def test_one_flipped_bit_is_noticed_and_its_tensor_ranks_and_digests_are_named(
 
 
 ends = st.builds(
-    lambda peer, rows, inner, count, gap: End(
+    lambda peer, rows, inner, count, gap: MoveEnd(
         peer, "p", "p", Region(Box((0, *[0] * len(inner)), (rows, *inner)), count, rows + gap if count > 1 else 0)
     ),
     st.integers(0, 2), st.integers(1, 9), st.lists(st.integers(1, 5), max_size=2), st.integers(1, 5), st.integers(0, 3),
@@ -123,7 +123,7 @@ ends = st.builds(
 
 
 @given(st.lists(ends, max_size=6), st.integers(2, 300))
-def test_messages_are_bounded_and_cover_every_element_once(given_ends: list[End], limit: int) -> None:
+def test_messages_are_bounded_and_cover_every_element_once(given_ends: list[MoveEnd], limit: int) -> None:
     found = queues(given_ends, itemsize=2, limit=limit)
     for peer in {end.peer for end in given_ends}:
         for message in found[peer]:

@@ -82,7 +82,7 @@ def test_whatever_the_plan_all_rounds_end_and_bring_what_they_should(case: Case,
     found = [blank(params) for params in expected]
     boxes = groups(plan.num_sources + plan.num_destinations, Fabric(seed))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "ALONE_BYTES", alone)
+        patch.setattr(messages, "SINGLE_SEGMENT_BYTES", alone)
         carry_out(plan, sources, found, limit=limit, boxes=boxes)
     for wanted, got in zip(expected, found, strict=True):
         assert all(torch.equal(wanted[name], got[name]) for name in wanted)
@@ -129,7 +129,7 @@ def test_the_stand_in_blocks_a_first_group_call_until_the_peer_makes_its_own() -
 def test_a_dead_worker_ends_the_sending_of_all_ranks(
     cause: str, lives: int, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl, "FAILURE_POLL_S", 0.01)
+    monkeypatch.setattr(nccl, "FAILURE_POLL_INTERVAL_S", 0.01)
     plan, sources, expected = setting(Case(small_spec(), MegatronParallel(2, 1), VllmParallel(2), {}))
     boxes = groups(
         4, Fabric(lives={3: lives}, connected=lives > 0), timeout_s=1.0 if cause == "time-out" else TIMEOUT_S, kind=Leaving

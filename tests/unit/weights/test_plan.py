@@ -25,7 +25,6 @@ from tepo_megatron.weights.layouts import (
     vllm_ranks,
 )
 from tepo_megatron.weights.reshard.plan import layer_of, plan_moves, reshard_plan
-from tepo_megatron.weights.reshard.plan_json import plan_from_json, plan_to_json
 from tepo_megatron.weights.reshard.proof import prove
 from tests.support.reshard_models import Case, cases, numbered_model, parameters, small_spec
 
@@ -112,21 +111,6 @@ def test_one_move_per_tensor_and_pair_of_ranks(source_tp: int, server_tp: int) -
     plan = reshard_plan(spec, MegatronParallel(tp=source_tp), VllmParallel(tp=server_tp))
     routes = [(move.tensor, move.source, move.destination) for move in plan.moves]
     assert len(routes) == len(set(routes))
-
-
-@settings(deadline=None, max_examples=30)
-@given(cases())
-def test_plans_survive_json(case: Case) -> None:
-    plan = plan_of(case)
-    assert plan_from_json(plan_to_json(plan)) == plan
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format":"tepo-reshard-plan","version":999}', '{"format":"tepo-reshard-plan","version":2}']
-)
-def test_what_is_no_plan_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no reshard plan that can be read"):
-        plan_from_json(text)
 
 
 def test_the_digest_names_every_input() -> None:

@@ -29,7 +29,7 @@ from tepo_megatron.sampler.vllm.server.server import HEALTH_TIMEOUT_S
 from tepo_megatron.sampler.vllm.server.server_program import MODEL_NAME
 from tepo_megatron.sampler.vllm.wire.frames import ABORT, SAMPLES
 from tepo_megatron.weights.architecture import ModelSpec
-from tepo_megatron.weights.transfer.full_tensors import Manifest
+from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 
 SLEEPS = frozenset({"weights", "kv_cache"})
 """What a server frees when it sleeps, under vLLM's names."""
@@ -291,12 +291,12 @@ class Client(Connection):
         """Make the workers receive and load their shards; returns when they have, and have found the digests to agree."""
         self._post("/update_weights", {"update_info": {}}, self._unbounded)
 
-    def receive_tensors(self, manifest: Manifest) -> None:
+    def receive_tensors(self, manifest: TensorManifest) -> None:
         """Make the workers receive and load the full tensors of the manifest; returns when they have."""
         tensors = [[name, list(shape), dtype] for name, shape, dtype in manifest]
         self._post("/update_weights", {"update_info": {"manifest": tensors}}, self._unbounded)
 
-    def receive_adapters(self, manifest: Manifest, settings: Mapping[str, Any]) -> None:
+    def receive_adapters(self, manifest: TensorManifest, settings: Mapping[str, Any]) -> None:
         """As :meth:`receive_tensors`, of LoRA adapters with the settings of a PEFT folder."""
         tensors = [[name, list(shape), dtype] for name, shape, dtype in manifest]
         self._post("/update_weights", {"update_info": {"manifest": tensors, "settings": dict(settings)}}, self._unbounded)

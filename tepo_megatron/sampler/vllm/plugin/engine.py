@@ -20,8 +20,8 @@ from tepo_megatron.sampler.vllm.plugin.experts import pack_experts_again
 from tepo_megatron.sampler.vllm.plugin.shards import ShardLoader
 from tepo_megatron.weights.transfer import full_tensors as broadcast
 from tepo_megatron.weights.transfer import move
-from tepo_megatron.weights.transfer.sender import Order, decode_order, order_key
-from tepo_megatron.weights.transfer.transport import Group, connect, own_address
+from tepo_megatron.weights.transfer.sender import ReceiveOrder, decode_order, order_key
+from tepo_megatron.weights.transfer.transport import TransferGroup, connect, local_address
 from tepo_megatron.weights.transfer.transports import Member, join
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 
@@ -62,9 +62,9 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
-    _group: Group | None = None
+    _group: TransferGroup | None = None
     _loader: ShardLoader | None = None
-    _order: Order | None = None
+    _order: ReceiveOrder | None = None
     _adapters = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -72,14 +72,14 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         self.shutdown()
         store = connect(init_info.host, init_info.place, init_info.timeout_s)
         rank = init_info.rank_offset + self.parallel_config.rank
-        address = own_address(init_info.host)
+        address = local_address(init_info.host)
         self._adapters = init_info.adapters
         if init_info.sharded:
             self._order = decode_order(store.get(order_key(rank)))
             self._loader = ShardLoader(self.model, self._order.incoming)
             name = f"worker {self.parallel_config.rank} of a rollout server (rank {rank} of the group)"
-            takes, routes = self._order.takes, self._order.routes
-            member = Member(rank, init_info.world_size, self.device, address, name, same_gpu_senders=takes, routes=routes)
+            senders, routes = self._order.same_gpu_senders, self._order.routes
+            member = Member(rank, init_info.world_size, self.device, address, name, same_gpu_senders=senders, routes=routes)
             self._group = join(self._order.transport, store, member, init_info.timeout_s, or_gloo=self._order.or_gloo)
         else:
             self._group = GlooGroup(store, address, rank, init_info.world_size, init_info.timeout_s)
@@ -114,7 +114,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             self.shutdown()  # closes the connections, so that the trainer's end fails at once
             raise
 
-    def _joined(self) -> Group:
+    def _joined(self) -> TransferGroup:
         if self._group is None:
             raise RuntimeError("this worker is in no weight-transfer group; call /init_weight_transfer_engine first")
         return self._group
@@ -132,7 +132,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         except Exception as error:
             raise RuntimeError(f"the weight update failed at {current[0]}: {error}") from error
 
-    def _receive_shards(self, group: Group, loader: ShardLoader) -> None:
+    def _receive_shards(self, group: TransferGroup, loader: ShardLoader) -> None:
         assert self._order is not None
         try:
             move.receive(group, self._order.incoming, loader, self._order.wire, loader.complete)

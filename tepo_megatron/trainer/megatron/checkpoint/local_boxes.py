@@ -89,9 +89,9 @@ def owned_parts(
     for shard in shards:
         offset = 0
         for piece in pieces:
-            common = shard.at.intersection(piece)
+            common = shard.param_box.intersection(piece)
             if common is not None:
-                within = common.relative_to(shard.at.start)
+                within = common.relative_to(shard.param_box.start)
                 start = tuple(a + b for a, b in zip(shard.box.start, within.start, strict=True))
                 stop = tuple(a + b for a, b in zip(shard.box.start, within.stop, strict=True))
                 yield Shard(shard.tensor, Box(start, stop), shard.param, common), OwnedPart(piece, offset, common)

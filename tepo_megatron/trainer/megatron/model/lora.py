@@ -157,7 +157,7 @@ def _draw(layout: ShardLayout, params: Mapping[str, torch.nn.Parameter], seed: i
             shape = layout.shapes[shard.tensor]
             whole = (torch.rand(shape, generator=generator) * 2 - 1) / shape[1] ** 0.5
             with torch.no_grad():
-                params[shard.param][shard.at.slices] = whole[shard.box.slices].to(params[shard.param])
+                params[shard.param][shard.param_box.slices] = whole[shard.box.slices].to(params[shard.param])
 
 
 def _is_expert(name: str) -> bool:

@@ -27,14 +27,14 @@ class _Merge(torch.autograd.Function):
         for (a, b), own in zip(_pairs(pairs), blocks, strict=True):
             change = (b.float() * scale) @ a.float()
             for block in own:
-                merged[block.at] += change[block.own]  # added in fp32, rounded once
+                merged[block.param_rows] += change[block.local_rows]  # added in fp32, rounded once
         return merged
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         found: list[Tensor] = []
         for (a, b), own in zip(_pairs(ctx.saved_tensors), ctx.blocks, strict=True):
-            part = torch.cat([grad[block.at] for block in own])
+            part = torch.cat([grad[block.param_rows] for block in own])
             found += [(b.t() @ part) * ctx.scale, (part @ a.t()) * ctx.scale]
         return None, None, None, *found
 

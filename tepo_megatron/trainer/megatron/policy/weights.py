@@ -16,7 +16,7 @@ from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.trainer.megatron.model.fp8_weights import PlainWeights
 from tepo_megatron.trainer.megatron.policy.policy import Policy
 from tepo_megatron.trainer.protocol import TensorMeta
-from tepo_megatron.weights.architecture import ModelSpec, kept_in_fp32
+from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32
 from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
 from tepo_megatron.weights.reshard.plan import reshard_plan
@@ -86,7 +86,7 @@ class PolicyWeights:
         """What ``stream`` yields, in its order."""
         shapes = self._layouts[0].shapes
         dtype = self._config.model.dtype
-        return [TensorMeta(name, tuple(shape), "float32" if kept_in_fp32(name) else dtype) for name, shape in shapes.items()]
+        return [TensorMeta(name, tuple(shape), "float32" if is_always_fp32(name) else dtype) for name, shape in shapes.items()]
 
     def stream(self) -> Iterator[tuple[str, Tensor | None]]:
         """Full tensors under their Hugging Face names, on rank 0; None elsewhere. Every rank must exhaust it."""

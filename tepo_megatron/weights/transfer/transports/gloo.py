@@ -1,4 +1,4 @@
-"""Messages and broadcasts over gloo, through the memory of the hosts, in a group apart from torch's default one."""
+"""Messages and broadcasts over gloo, through host memory, in a group apart from torch's default one."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defin
 
 from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportSpec
 
-POLL_S = 1e-4
+POLL_INTERVAL_S = 1e-4
 
 CLOSE_GRACE_S = 2.0
-"""Longest wait for a group to close: an interpreter that ends in the middle of closing aborts the process."""
+"""Longest wait for a group to close: an interpreter that exits while closing aborts the process."""
 
 _CPU = torch.device("cpu")
 
 
 class GlooGroup:
-    """A group of the trainer's ranks and all workers that receive its weights. Its constructor returns when all have joined.
+    """A TransferGroup over gloo. The constructor returns when all members have joined.
 
-    ``host`` names the interface whose address this member offers to the others. Every operation is bounded by ``timeout_s``
-    seconds. Raises RuntimeError if the others do not join in that time, or one leaves. It is a
-    ``bridge.transfer.transport.Group``.
+    ``host`` selects the interface whose address is offered to the others. ``timeout_s`` bounds every operation. Raises
+    RuntimeError if the others do not join in time, or one leaves.
     """
 
     def __init__(self, store: Store, host: str, rank: int, world_size: int, timeout_s: float) -> None:
@@ -52,37 +51,37 @@ class GlooGroup:
         self._pending[peer, number] = self.start_send(data, peer, number)
 
     def receive(self, data: Tensor, peer: int, number: int) -> None:
-        """Starts to receive the message ``number`` of ``peer`` into a contiguous CPU tensor."""
+        """Starts to receive message ``number`` of ``peer`` into a contiguous CPU tensor."""
         self._pending[peer, number] = self.start_receive(data, peer, number)
 
     def wait(self, peer: int, number: int) -> None:
-        """Waits for a message. Raises RuntimeError if it takes longer than the time-out, or the peer has left."""
+        """Waits for a message. Raises RuntimeError after the time-out, or if the peer has left."""
         self._pending.pop((peer, number)).wait()
 
     def start_send(self, data: Tensor, peer: int, number: int) -> Any:
-        """Starts to send as :meth:`send` does, and returns torch's work, for a caller that waits for it itself."""
+        """Starts to send and returns torch's work, for a caller that waits for it itself."""
         return self._group.send([data], peer, number)
 
     def start_receive(self, data: Tensor, peer: int, number: int) -> Any:
-        """Starts to receive as :meth:`receive` does, and returns torch's work, for a caller that waits for it itself."""
+        """Starts to receive and returns torch's work, for a caller that waits for it itself."""
         return self._group.recv([data], peer, number)
 
     def broadcast(self, tensor: Tensor, cancelled: Callable[[], bool]) -> None:
-        """Fills ``tensor`` with rank 0's on every rank. Raises RuntimeError on failure, time-out and when ``cancelled()``."""
+        """Fills ``tensor`` with rank 0's on every rank. Raises RuntimeError on failure, time-out and ``cancelled()``."""
         work = self._group.broadcast(tensor, 0)
         while not work.is_completed():  # a wait() could not be interrupted: gloo cannot abort
             if cancelled():
                 raise RuntimeError("a receiver failed")
-            time.sleep(POLL_S)
+            time.sleep(POLL_INTERVAL_S)
         work.wait()
 
     def finish(self) -> None:
-        """Does nothing: no message goes through another rank."""
+        """Does nothing: no message is relayed."""
 
     def close(self) -> None:
         """Leaves the group; the other members' pending operations fail.
 
-        Destroying a gloo group waits for its own pending operations, up to their time-out, so that a thread does it.
+        A thread does it, since destroying a gloo group waits for its pending operations, up to their time-out.
         """
         self._rendezvous.announce_departure()
         # The thread holds the last references. Pending operations come before the group: each holds the connections open.

@@ -1,10 +1,9 @@
-"""Messages within a GPU that trainer and worker share, through CUDA IPC; all others over the trainer's ranks to the one on the
-worker's GPU, or through gloo. Not run on a GPU yet.
+"""Messages within a GPU that trainer and worker share, through CUDA IPC; others are relayed by the trainer rank on the worker's
+GPU, or use gloo. Not run on a GPU yet.
 
-A sender has, for each rank on its GPU, two slots that the receiver opens once, when the group is made. A message is copied into
-a slot, a signal over gloo says that it is there, the receiver copies it out and signals back, and only then does the sender use
-the slot again. The signals also make a time-out or the death of either side an error of the other. What a rank passes on for
-another has two slots of its own (``bridge.transfer.relay``).
+A sender has two slots for each rank on its GPU, which the receiver opens once. A message is copied into a slot, signalled
+over gloo, copied out and signalled back; only then is the slot used again. The signals also turn a time-out or the death of
+either side into an error of the other. Relayed messages have slots of their own (``weights.transfer.relay``).
 """
 
 from __future__ import annotations
@@ -21,41 +20,35 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from tepo_megatron.runtime.proc import boot_id
 from tepo_megatron.weights.transfer.messages import WINDOW
-from tepo_megatron.weights.transfer.relay import Relay, Signals
-from tepo_megatron.weights.transfer.transport import Group, Member, TransportSpec, announce_departure
+from tepo_megatron.weights.transfer.relay import Relay, SlotSignals
+from tepo_megatron.weights.transfer.transport import Member, TransferGroup, TransportSpec, announce_departure
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 from tepo_megatron.weights.transfer.transports.nccl import join_nccl
 
 
 @dataclass(frozen=True)
 class _PendingSend:
-    """A message in a slot, with the signal that it was written and the signal that it was read."""
-
     written: Any
     read: Any
 
 
 @dataclass(frozen=True)
 class _PendingReceive:
-    """A message that is to come: the tensor that it goes into, and the signal that it was written into its slot."""
-
     data: Tensor
     written: Any
 
 
 class IpcGroup:
-    """Routes messages by peer: through slots to ``send_slots`` and from ``receive_slots``, through ``relay`` to workers on
-    other GPUs that have a trainer rank, through ``gloo`` otherwise.
+    """A TransferGroup that sends by peer: through slots, through ``relay`` to workers on other GPUs, or through ``gloo``.
 
-    Slots are uint8 [WINDOW, bytes], by peer; those of a peer on another GPU are filled by the rank ``via`` of it. It is a
-    ``bridge.transfer.transport.Group``.
+    Slots are uint8 [WINDOW, bytes], by peer; those of a peer on another GPU are filled by the rank ``via`` of it.
     """
 
     def __init__(
         self,
         gloo: GlooGroup,
         member: Member,
-        handles: Handles,
+        handles: MemoryHandles,
         send_slots: Mapping[int, Tensor],
         receive_slots: Mapping[int, Tensor],
         relay: Relay | None = None,
@@ -63,13 +56,13 @@ class IpcGroup:
         self._gloo, self._rank, self._device, self._handles = gloo, member.rank, member.device, handles
         self._send_slots, self._receive_slots = dict(send_slots), dict(receive_slots)
         self._via, self._relay = member.routes.via, relay
-        self._signals = Signals(gloo.start_send, gloo.start_receive, member.world_size)
+        self._signals = SlotSignals(gloo.start_send, gloo.start_receive, member.world_size)
         self._pending: dict[tuple[int, int], _PendingSend | _PendingReceive] = {}
         self._cancelled: Callable[[], bool] = lambda: False
 
     @property
     def cancelled(self) -> Callable[[], bool]:
-        """As ``Group.cancelled``; asked between the trainer's ranks alone, since gloo's waits end by themselves."""
+        """Polled between the trainer's ranks only, since gloo's waits end by themselves."""
         return self._cancelled
 
     @cancelled.setter
@@ -100,18 +93,18 @@ class IpcGroup:
         # The slot is free: the wait for message number - WINDOW, which had it, includes the signal that it was read.
         _slot(self._send_slots[peer], number, data).copy_(data.view(torch.uint8))
         self._handles.synchronize(self._device)  # gloo's signal does not wait for the GPU
-        written = self._signals.told(peer, number, self._rank)
-        self._pending[peer, number] = _PendingSend(written, self._signals.heard(peer, number, self._rank))
+        written = self._signals.start_notify(peer, number, self._rank)
+        self._pending[peer, number] = _PendingSend(written, self._signals.start_wait(peer, number, self._rank))
 
     def receive(self, data: Tensor, peer: int, number: int) -> None:
-        """Starts to receive; what comes through slots is in ``data`` after :meth:`wait`."""
+        """Starts to receive; data from slots is complete after :meth:`wait`."""
         if peer not in self._receive_slots:
             self._gloo.receive(data, peer, number)
             return
-        self._pending[peer, number] = _PendingReceive(data, self._signals.heard(self._via.get(peer, peer), number, peer))
+        self._pending[peer, number] = _PendingReceive(data, self._signals.start_wait(self._via.get(peer, peer), number, peer))
 
     def wait(self, peer: int, number: int) -> None:
-        """Waits for a message. Raises RuntimeError if it takes longer than the time-out, or the peer has left."""
+        """Waits for a message. Raises RuntimeError after the time-out, or if the peer has left."""
         if self._relay is not None:
             self._relay.settle()  # the worker may wait for what others sent before it takes this rank's own
         pending = self._pending.pop((peer, number), None)
@@ -124,10 +117,10 @@ class IpcGroup:
         else:
             pending.data.view(torch.uint8).copy_(_slot(self._receive_slots[peer], number, pending.data))
             self._handles.synchronize(self._device)  # the sender may overwrite the slot as soon as it has the signal
-            self._signals.told(self._via.get(peer, peer), number, peer).wait()
+            self._signals.start_notify(self._via.get(peer, peer), number, peer).wait()
 
     def finish(self) -> None:
-        """Returns when the workers have taken what this rank passes on for others."""
+        """Returns when the workers have copied all relayed messages."""
         if self._relay is not None:
             self._relay.finish()
 
@@ -144,13 +137,13 @@ def join_ipc(
     store: Store,
     member: Member,
     *,
-    join_leg: Callable[[GlooGroup], Group],
-    handles: Handles | None = None,
+    join_leg: Callable[[GlooGroup], TransferGroup],
+    handles: MemoryHandles | None = None,
 ) -> IpcGroup:
-    """Exchanges the handles of the slots through ``store``, and joins the group of gloo that carries everything else.
+    """Exchanges the slots' handles through ``store`` and joins the gloo group that carries everything else.
 
-    ``join_leg`` joins the group of the trainer's ranks, where ``member.routes`` has messages go through them. Raises
-    RuntimeError where sender and receiver are not on one host and GPU.
+    ``join_leg`` joins the group of the trainer's ranks if ``member.routes`` relays messages. Raises RuntimeError if sender
+    and receiver are not on one host and GPU.
     """
     handles, rank, routes = handles or CudaHandles(), member.rank, member.routes
     try:
@@ -175,7 +168,7 @@ def join_ipc(
             receive_slots[source] = _open(offer, writer, member, handles)
         relay = None
         if routes.sources:
-            signals = Signals(gloo.start_send, gloo.start_receive, member.world_size)
+            signals = SlotSignals(gloo.start_send, gloo.start_receive, member.world_size)
             relay = Relay(rank, routes, join_leg(gloo), signals, relay_slots, lambda: handles.synchronize(member.device))
     except BaseException:
         gloo.close()
@@ -187,7 +180,7 @@ def _join(store: Store, member: Member, timeout_s: float) -> IpcGroup:
     def join_gloo() -> GlooGroup:
         return GlooGroup(store, member.address, member.rank, member.world_size, timeout_s)
 
-    def join_leg(gloo: GlooGroup) -> Group:
+    def join_leg(gloo: GlooGroup) -> TransferGroup:
         return join_nccl(PrefixStore("relay", store), replace(member, world_size=member.routes.sources), timeout_s)
 
     return join_ipc(join_gloo, store, member, join_leg=join_leg)
@@ -196,22 +189,21 @@ def _join(store: Store, member: Member, timeout_s: float) -> IpcGroup:
 TRANSPORT = TransportSpec(join=_join, requires_gpu=True)
 
 
-def _offer(store: Store, key: tuple[int, int, int], size: int, member: Member, handles: Handles) -> Tensor:
-    """Makes the slots for messages of ``size`` bytes, uint8 [WINDOW, size], and tells the receiver of them."""
+def _offer(store: Store, key: tuple[int, int, int], size: int, member: Member, handles: MemoryHandles) -> Tensor:
     slots = torch.empty(WINDOW, size, dtype=torch.uint8, device=member.device)
     offer = {"location": handles.location(member.device), "bytes": size, "handle": handles.export(slots)}
     store.set(_key(*key), json.dumps(offer))
     return slots
 
 
-def _open(offer: dict[str, Any], sender: int, member: Member, handles: Handles) -> Tensor:
-    """Opens the slots of a sender: uint8 [WINDOW, bytes]."""
-    there, here = offer["location"], handles.location(member.device)
+def _open(offer: dict[str, Any], sender: int, member: Member, handles: MemoryHandles) -> Tensor:
+    sender_location, local_location = offer["location"], handles.location(member.device)
     for what in ("host", "gpu"):
-        if there[what] != here[what]:
+        if sender_location[what] != local_location[what]:
             raise RuntimeError(
-                f"rollout.server.transport = ipc, but rank {sender} of the weight-transfer group is on {what} {there[what]}, "
-                f"rank {member.rank} on {what} {here[what]}; CUDA IPC needs trainer and server on the same GPU: set "
+                f"rollout.server.transport = ipc, but rank {sender} of the weight-transfer group is on {what} "
+                f"{sender_location[what]}, rank {member.rank} on {what} {local_location[what]}; CUDA IPC needs trainer "
+                "and server on the same GPU: set "
                 "rollout.server.placement = colocated, or another transport"
             )
     storage = handles.open(offer["handle"], member.device)
@@ -227,11 +219,11 @@ def _slot(slots: Tensor, number: int, data: Tensor) -> Tensor:
     return slots[number % WINDOW, : data.nbytes]
 
 
-class Handles(Protocol):
-    """Makes memory of a GPU visible to another process, by handles that are JSON."""
+class MemoryHandles(Protocol):
+    """Makes memory of a GPU visible to another process by JSON handles."""
 
     def location(self, device: torch.device) -> dict[str, str]:
-        """Returns unique names of the host and of the GPU, which must be the same on both sides."""
+        """Returns unique names of host and GPU, which must be equal on both sides."""
 
     def export(self, slots: Tensor) -> dict[str, Any]:
         """Returns a handle of a tensor's whole storage, which must stay alive."""
@@ -240,11 +232,11 @@ class Handles(Protocol):
         """Returns the same memory in the process that has the handle."""
 
     def synchronize(self, device: torch.device) -> None:
-        """Returns when all copies that were started have been made, so that another process may read them."""
+        """Returns when all started copies are done, so that another process may read them."""
 
 
 class CudaHandles:
-    """CUDA's IPC handles, made by the functions that torch.multiprocessing uses, without its pickle."""
+    """CUDA's IPC handles, made by the functions of torch.multiprocessing, without its pickle."""
 
     _BYTES = ("handle", "counter", "event")
 

@@ -1,9 +1,9 @@
 """Messages over NCCL, from GPU to GPU, in a group apart from torch's default one. Not run on a GPU yet.
 
-All members share one communicator, and every round is one NCCL group call, so that its messages travel at once. A rank's rounds
-run one after the other on the communicator's stream, and message n of any two ranks is in round n of both, so that no ranks can
-wait for each other in a circle (docs/decisions/009-transports-and-placement.md). A thread watches the group call itself, which
-blocks while NCCL connects ranks, and aborts the communicator when a rank does not come.
+All members share one communicator, and every round is one NCCL group call. A rank's rounds run in order on the
+communicator's stream, and message n of two ranks is in round n of both, so that ranks cannot wait in a circle
+(docs/decisions/009-transports-and-placement.md). A thread watches the group call, which blocks while NCCL connects ranks,
+and aborts the communicator if a rank does not come.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tepo_megatron.weights.transfer.transport import Member, Rendezvous, TransportSpec
 
-POLL_S = 5e-5
+POLL_INTERVAL_S = 5e-5
 
-FAILURE_POLL_S = 0.2
-"""Interval at which a waiting rank checks whether another one has left: NCCL itself does not notice that within a node."""
+FAILURE_POLL_INTERVAL_S = 0.2
+"""Interval at which a waiting rank checks whether another one has left, which NCCL does not notice within a node."""
 
 ABORT_GRACE_S = 10.0
-"""Longest wait for an abort: it can hang in the driver, and the run goes on with a new communicator."""
+"""Longest wait for an abort, which can hang in the driver; training continues with a new communicator."""
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class NcclGroup:
-    """A group of the trainer's ranks and all workers, on one GPU each. It is a ``bridge.transfer.transport.Group``.
+    """A TransferGroup of one GPU per member.
 
-    ``group`` is torch's process group, with point-to-point operations that can be coalesced; ``abort`` ends its communicator
-    with everything that is pending in it.
+    ``group`` is torch's process group, with operations that can be coalesced; ``abort`` ends its communicator and everything
+    pending.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class NcclGroup:
         self._pending.update(dict.fromkeys(started, work))
 
     def _end_round(self) -> Any:
-        """Launches the round. NCCL connects two ranks in the first round that they share, and blocks until both are in it."""
+        """NCCL connects two ranks in their first common round, and blocks until both are in it."""
         ended = threading.Event()
         threading.Thread(target=self._watch_round, args=(ended,), name="watch-transfer-round", daemon=True).start()
         try:
@@ -79,16 +79,15 @@ class NcclGroup:
             ended.set()
 
     def _watch_round(self, ended: threading.Event) -> None:
-        """Aborts the communicator, which makes the blocked call return with an error, unless the call ends by itself."""
+        """Aborting makes the blocked call return with an error."""
         deadline = time.monotonic() + self._timeout_s
-        while not ended.wait(FAILURE_POLL_S):
+        while not ended.wait(FAILURE_POLL_INTERVAL_S):
             if reason := self._failure_reason(deadline):
                 self._failure = reason
                 self._abort()
                 return
 
     def _failure_reason(self, deadline: float) -> str | None:
-        """Returns why the round will not end, or need not be waited for; None while it may end."""
         if time.monotonic() > deadline:
             return f"NCCL did not finish the round of this message within {self._timeout_s:g} s"
         if self.cancelled():
@@ -103,7 +102,7 @@ class NcclGroup:
         self._group.send([data], peer, 0)  # NCCL has no tags: it matches messages by their order
 
     def receive(self, data: Tensor, peer: int, number: int) -> None:
-        """Starts to receive the message ``number`` of ``peer`` into a contiguous tensor of this GPU."""
+        """Starts to receive message ``number`` of ``peer`` into a contiguous tensor of this GPU."""
         self._add(peer, number)
         self._group.recv([data], peer, 0)
 
@@ -114,26 +113,26 @@ class NcclGroup:
     def wait(self, peer: int, number: int) -> None:
         """Waits for the round of a message.
 
-        Raises RuntimeError on an error of NCCL, after the time-out, when :attr:`cancelled` returns true, and when another
-        member has left.
+        Raises RuntimeError on an error of NCCL, after the time-out, when :attr:`cancelled` returns true, and when a member
+        has left.
         """
         if self._failure:  # the watching thread aborted just when the round had started
             raise RuntimeError(self._failure)
         work = self._pending.pop((peer, number))
-        deadline, next_check = time.monotonic() + self._timeout_s, time.monotonic() + FAILURE_POLL_S
+        deadline, next_check = time.monotonic() + self._timeout_s, time.monotonic() + FAILURE_POLL_INTERVAL_S
         while not work.is_completed():
             if time.monotonic() > next_check:
                 if reason := self._failure_reason(deadline):
                     raise RuntimeError(reason)
-                next_check = time.monotonic() + FAILURE_POLL_S
-            time.sleep(POLL_S)
+                next_check = time.monotonic() + FAILURE_POLL_INTERVAL_S
+            time.sleep(POLL_INTERVAL_S)
         work.wait()  # raises the round's error, if it has one
 
     def finish(self) -> None:
-        """Does nothing: no message goes through another rank."""
+        """Does nothing: no message is relayed."""
 
     def close(self) -> None:
-        """Leaves the group and aborts what is pending; the other members notice within a second."""
+        """Leaves the group and aborts pending operations; the other members notice within a second."""
         self._rendezvous.announce_departure()
         self._pending = {}
         aborting = threading.Thread(target=self._abort, name="abort-transfer-group", daemon=True)
@@ -154,7 +153,6 @@ TRANSPORT = TransportSpec(join=join_nccl, requires_gpu=True)
 
 
 def _process_group(store: Store, rank: int, world_size: int, timeout_s: float) -> tuple[Any, Any]:
-    """Returns torch's group, whose operations can be coalesced, and the NCCL backend in it, which can be aborted."""
     from torch.distributed import ProcessGroup, ProcessGroupNCCL  # absent from CPU builds
 
     options = ProcessGroupNCCL.Options()
@@ -169,9 +167,8 @@ def _process_group(store: Store, rank: int, world_size: int, timeout_s: float) -
 
 @contextlib.contextmanager
 def _without_async_error_handling() -> Iterator[None]:
-    """Makes groups of its block leave errors to the caller; by default torch ends the process when an operation fails.
-
-    torch reads the variable when it makes a group, and has no option for it.
+    """By default torch ends the process when an operation fails. It reads the variable when it makes a group, and has no option
+    for it.
     """
     before = os.environ.get(_ERROR_HANDLING)
     os.environ[_ERROR_HANDLING] = "0"
@@ -185,7 +182,6 @@ def _without_async_error_handling() -> Iterator[None]:
 
 
 def _run_with_timeout(timeout_s: float, work: Callable[[], None], rendezvous: Rendezvous) -> None:
-    """Runs ``work``, which blocks while a member is missing, in a thread that is abandoned after the time-out."""
     done: Future[None] = Future()
 
     def run() -> None:
@@ -199,7 +195,7 @@ def _run_with_timeout(timeout_s: float, work: Callable[[], None], rendezvous: Re
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return done.result(FAILURE_POLL_S)
+            return done.result(FAILURE_POLL_INTERVAL_S)
         except FutureTimeoutError:
             if rendezvous.member_left():
                 raise RuntimeError("a member left while NCCL connected the weight-transfer group") from None

@@ -16,7 +16,7 @@ from tepo_megatron.weights.transfer.transport import (
     Member,
     Rendezvous,
     TransportSpec,
-    call_roll,
+    check_members,
     connect,
     introduce,
     introduction,
@@ -47,7 +47,7 @@ def roll(*members: Introduction, nccl: bool = True, may_share: bool = False) -> 
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]
     for rank, member in enumerate(members):
         introduce(store, rank, member)
-    return call_roll(store, len(members), nccl=nccl, may_share=may_share)
+    return check_members(store, len(members), nccl=nccl, may_share=may_share)
 
 
 @pytest.mark.parametrize("planted", PLANTED)
