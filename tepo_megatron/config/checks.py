@@ -257,21 +257,6 @@ def _overlap_can_be_borne(run: RunSections) -> None:
             "rollout.server.cpu_threads = all with train.schedule = overlap would leave the trainer no core of its own; "
             "both work at a time. Name the servers' cores, such as cpu_threads = 0; engine.cpu_threads = auto is the rest"
         )
-    if run.rollout.collect is not None:
-        raise ValueError(
-            f"rollout.collect = {run.rollout.collect} with train.schedule = overlap, whose samples are drawn "
-            "ahead, one by one; set schedule = sync"
-        )
-    if run.rollout.oversample > 1:
-        raise ValueError(
-            f"rollout.oversample = {run.rollout.oversample:g} with train.schedule = overlap: what a step does not use is "
-            "its successors' there anyway; leave oversample and partial out"
-        )
-    if run.model.lora is not None and run.model.lora.serve == "adapter":
-        raise ValueError(
-            "train.schedule = overlap with model.lora.serve = adapter: adapters that change in the middle of responses "
-            "have not been tested; set model.lora.serve = merged, or schedule = sync"
-        )
     if run.objective.mismatch is None and not run.rollout.uncorrected:
         raise ValueError(
             f"objective.mismatch = null with train.schedule = overlap: train.max_staleness = {run.train.max_staleness} "

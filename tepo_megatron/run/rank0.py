@@ -22,10 +22,10 @@ from tepo_megatron.run.output.output import Output
 from tepo_megatron.run.output.resume import Resumed, set_aside_others
 from tepo_megatron.run.output.retention import Retention
 from tepo_megatron.run.output.token_samples import TokenRecorder
+from tepo_megatron.run.sampling.collector import RolloutCollector
 from tepo_megatron.run.sampling.custom_rollout import Collect
 from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.sampling.journal import Journal
-from tepo_megatron.run.sampling.schedule import idle_shares, make_schedule
 from tepo_megatron.run.sampling.step_rewards import StepRewards
 from tepo_megatron.run.step.minibatches import derive_seed
 from tepo_megatron.run.step.noise_floor import below_the_noise
@@ -102,7 +102,7 @@ class RootDriver:
                 # Servers take tens of seconds to start; the model is built meanwhile.
                 self._starting = ThreadPoolExecutor(1, "fleet").submit(self.fleet.start)
         journal = Journal(config, output.message, output.write_failed)
-        self.rollouts = make_schedule(
+        self.rollouts = RolloutCollector(
             config,
             inputs,
             self.rewards,
@@ -179,7 +179,7 @@ class RootDriver:
         if self.output.last_step == step and not self._has_collected:
             self.watch.split()  # a resumed run has its row already: what the start took is no part of its first step
         self._has_collected = True
-        rollouts = self.rollouts.collect(step, self.fleet)
+        rollouts = self.rollouts.collect(step)
         if self.config.log.train_samples:
             count, decode = self.config.log.train_samples, self.tokenizer.decode
             chosen = train_samples(self.rollouts.drawn, self._problems, count, decode)
@@ -211,7 +211,7 @@ class RootDriver:
     # -- weights ---------------------------------------------------------------------------------------------------------
 
     def update_weights(self, version: WeightsVersion, publisher: WeightPublisher) -> bool:
-        with self.lost.if_in_vain("lost/server") as was_in_vain, self.rollouts.held():
+        with self.lost.if_in_vain("lost/server") as was_in_vain, self.rollouts.hold_clock():
             died = self._run_or_report(lambda: publisher.update_weights(version))[1]
             if died:
                 was_in_vain()
@@ -248,7 +248,7 @@ class RootDriver:
     def evaluate(self, step: int) -> None:
         if self.config.rollout.replay is not None:
             return
-        with self.phase("eval"), self.rollouts.held(), self._signals.interruptible():
+        with self.phase("eval"), self.rollouts.hold_clock(), self._signals.interruptible():
             fleet, truncation = self._fleet(), truncation_of(self.config.rollout.sampling)
             told: dict[str, Any] = {"on_progress": self.heartbeat.moved, "on_move": self.heartbeat.moved}
             generate, heldout = partial(fleet.generate, **truncation, **told), self.inputs.heldout
@@ -282,7 +282,7 @@ class RootDriver:
         self.lost.add("lost/skipped", split["time/step"] * row.get("update/skipped", 0.0) / self.config.train.minibatches)
         servers = NO_SERVERS
         if self.fleet is not None:
-            servers = self.fleet.figures() | idle_shares(split, self.rollouts.busy_seconds(split))
+            servers = self.fleet.figures() | self.rollouts.idle_shares(split)
         written = self.output.write_row(step, {**figures, **servers, **split, **self.lost.split()})
         self.heartbeat.step(step)
         self._tell_who_works()

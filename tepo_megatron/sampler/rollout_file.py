@@ -304,12 +304,12 @@ def check_rollouts(
         )
 
 
-def rollout_fault(rollout: Rollout, step: int, *, vocab_size: int) -> str | None:
-    """Why a rollout that was just drawn by the weights of ``step`` cannot be trained on; None: it can."""
-    stale = [version.step for _, version in rollout.versions if version.step != step]
+def rollout_fault(rollout: Rollout, step: int, *, vocab_size: int, stalest: int = 0) -> str | None:
+    """Why a rollout drawn by the weights of ``step``, or up to ``stalest`` versions older ones, is not usable; or None."""
+    stale = [version.step for _, version in rollout.versions if not step - stalest <= version.step <= step]
     if stale:
         return f"drawn by the weights of step {stale[0]}, not of step {step}"
-    return next(_faults(rollout, step, 0, vocab_size), None)
+    return next(_faults(rollout, step, stalest, vocab_size), None)
 
 
 def _faults(rollout: Rollout, step: int, stalest: int, vocab_size: int | None) -> Iterator[str]:

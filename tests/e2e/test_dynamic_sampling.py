@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout
-from tepo_megatron.run.sampling.collect import RolloutCollector
+from tepo_megatron.run.sampling.collector import RolloutCollector
 from tepo_megatron.run.sampling.journal import Journal
 from tepo_megatron.run.sampling.step_rewards import StepRewards
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
@@ -84,14 +84,13 @@ class KilledWhen:
         return self._pool.poll(timeout_s)
 
 
-def collector(config: RunConfig, pool: VerifierTask) -> RolloutCollector:
-    @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        yield
-
+def collector(config: RunConfig, pool: VerifierTask, fleet: Any) -> RolloutCollector:
     inputs: Any = type("Inputs", (), {"train": TRAIN, "tokenizer": TOKENIZER, "spec": read_model_spec(MODEL)})
-    journal = Journal(config, print, print)
-    return RolloutCollector(config, inputs, StepRewards(config, pool, print), pool, journal, phase=phase, heartbeat=Heartbeat())
+    journal, rewards = Journal(config, print, print), StepRewards(config, pool, print)
+    phase: Any = lambda name: nullcontext()  # noqa: E731
+    made = RolloutCollector(config, inputs, rewards, pool, journal, fleet, phase=phase, heartbeat=Heartbeat())
+    made.published(fleet.weights_version)
+    return made
 
 
 def drawn(rollouts: Sequence[Rollout]) -> list[tuple[Any, ...]]:
@@ -103,36 +102,34 @@ def test_a_run_that_is_killed_in_mid_batch_has_the_batches_of_one_that_is_not(
     fleet: Fleet, pool: VerifierTask, tmp_path: Path
 ) -> None:
     settings = {"filter_groups": {"filters": ["zero_variance"]}, "oversample": 1.5}
-    server: Any = fleet
-    whole = collector(config(tmp_path / "whole", **settings), pool)
-    expected = [whole.collect(step, server) for step in range(2)]
+    whole = collector(config(tmp_path / "whole", **settings), pool, fleet)
+    expected = [whole.collect(step) for step in range(2)]
     for rollouts in expected:
         assert [len(group) for group in groups_of(rollouts).values()] == [4] * 4
         assert all(len({rollout.reward for rollout in group}) == 2 for group in groups_of(rollouts).values())
 
     run = config(tmp_path / "killed", **settings)
     killed: Any = KilledWhen(pool, run.output)
-    first = collector(run, killed)
+    first = collector(run, killed, fleet)
     before = first.state()
     with pytest.raises(Killed):
-        first.collect(0, server)
+        first.collect(0)
     on_disk = groups_on_disk(run.output)
     assert len(on_disk) >= 2
     again: Any = Watched(fleet)
-    resumed = collector(run, pool)
+    resumed = collector(run, pool, again)
     assert resumed.restore({"sampler": before}) is None
-    assert [drawn(resumed.collect(step, again)) for step in range(2)] == [drawn(rollouts) for rollouts in expected]
+    assert [drawn(resumed.collect(step)) for step in range(2)] == [drawn(rollouts) for rollouts in expected]
     assert not set(again.asked) & set(on_disk)
 
 
 def test_what_a_step_leaves_unfinished_goes_on_in_the_next_one(fleet: Fleet, pool: VerifierTask, tmp_path: Path) -> None:
     """One version of weights is enough to see it: a response that goes on begins with the tokens that it had."""
     run = config(tmp_path, oversample=2, partial=True)
-    of = collector(run, pool)
-    server: Any = fleet
+    of = collector(run, pool, fleet)
     parts: list[Rollout] = []
     for step in range(4):
-        rollouts = of.collect(step, server)
+        rollouts = of.collect(step)
         assert [len(group) for group in groups_of(rollouts).values()] == [4] * 4
         whole = {(rollout.problem_id, tuple(rollout.response_ids.tolist())): rollout for rollout in rollouts}
         for part in parts:

@@ -1,12 +1,14 @@
-"""Servers and verifiers in one thread, for tests of what is drawn and kept: responses follow from their seeds, and finish in an
-order that a generator of its own decides.
+"""Servers and verifiers for tests of a ``RolloutCollector``. Those of ``FakeFleet`` answer at once, in a random order, and
+responses follow from their seeds. Those of ``FakeServers`` answer when a test says so.
 """
 
 from __future__ import annotations
 
+import queue
 import random
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Response, Rollout, WeightsVersion
-from tepo_megatron.run.sampling.collect import RolloutCollector
+from tepo_megatron.run.sampling.collector import RolloutCollector
 from tepo_megatron.run.sampling.journal import Journal
 from tepo_megatron.run.sampling.step_rewards import StepRewards
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
@@ -66,10 +68,11 @@ class FakeFleet:
         seed: int,
         n: int,
         *,
-        continued: Mapping[int, Response],
-        only: Sequence[int],
+        continued: Mapping[int, Response] | None = None,
+        only: Sequence[int] | None = None,
     ) -> None:
-        for sample in only:
+        continued = continued or {}
+        for sample in range(n) if only is None else only:
             part = continued.get(sample)
             own = make_sample(sample, seed, Sampling(1.0, MAX_NEW_TOKENS), part).seed
             assert own is not None
@@ -111,19 +114,11 @@ class FakeVerifiers:
         self._waiting: list[tuple[Hashable, RewardResult]] = []
         self.scored = 0
 
-    def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable, group_size: int) -> None:
-        reward = self._reward(problem, response)
-        self._waiting.append((key, RewardResult(reward, "no" if reward is None else None)))
+    def another(self) -> FakeVerifiers:
+        return self
 
-    def poll(self, timeout_s: float = 0.0) -> list[tuple[Hashable, RewardResult]]:
-        self._order.shuffle(self._waiting)
-        count = self._order.randint(0, len(self._waiting)) if timeout_s == 0 else len(self._waiting)
-        found, self._waiting = self._waiting[:count], self._waiting[count:]
-        self.scored += len(found)
-        return found
-
-    def reset(self) -> None:
-        self._waiting.clear()
+    def close(self) -> None:
+        pass
 
     def stream(self, samples: Any, problem_of: Callable[[Any], Problem]) -> Any:
         return samples
@@ -131,9 +126,76 @@ class FakeVerifiers:
     def take_figures(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         return {}
 
+    def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable, group_size: int) -> None:
+        self._waiting.append((key, self._result(problem, response)))
+
+    def poll(self, timeout_s: float = 0.0) -> list[tuple[Hashable, RewardResult]]:
+        self._order.shuffle(self._waiting)
+        count = self._order.randint(0, len(self._waiting)) if timeout_s == 0 else len(self._waiting)
+        finished, self._waiting = self._waiting[:count], self._waiting[count:]
+        self.scored += len(finished)
+        return finished
+
+    def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Any] | None = None) -> list[RewardResult]:
+        self.scored += len(items)
+        return [self._result(problem, text) for problem, text in items]
+
+    def reset(self) -> None:
+        self._waiting.clear()
+
+    def _result(self, problem: Problem, text: str) -> RewardResult:
+        reward = self._reward(problem, text)
+        return RewardResult(reward, "no" if reward is None else None)
+
+
+@dataclass
+class FakeServers:
+    """``asked``: (number of the group, seed, samples) of every request. :meth:`finish` gives a group's responses, :meth:`fail`
+    has what samples raise."""
+
+    asked: list[tuple[int, int, int]] = field(default_factory=list)
+    streams: int = 0
+    """How many were opened."""
+    _ready: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+
+    @contextmanager
+    def sample_stream(self, sampling: Any, *, on_move: Callable[[], None], **options: Any) -> Iterator[FakeServers]:
+        self.streams += 1
+        on_move()
+        while not self._ready.empty():
+            self._ready.get()
+        yield self
+
+    def submit(self, key: int, prompt_ids: Sequence[int], seed: int, n: int, *, continued: Any, only: Sequence[int]) -> None:
+        self.asked.append((key, seed, len(only)))
+
+    def next(self, timeout_s: float) -> tuple[int, int, Response] | None:
+        try:
+            result = self._ready.get(timeout=min(timeout_s, 0.005))
+        except queue.Empty:
+            return None
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def finish(self, number: int, *spans: tuple[int, int], samples: Sequence[int] = (0, 1)) -> None:
+        """``spans``: (first token, step of the weights)."""
+        versions = tuple((start, WeightsVersion(step, f"{step:x}")) for start, step in spans)
+        for sample in samples:
+            self._ready.put((number, sample, Response([5, 6, 7 + sample], [-1.0, -2.0, -3.0], "stop", versions)))
+
+    def fail(self, error: Exception) -> None:
+        self._ready.put(error)
+
 
 def collector(
-    config: RunConfig, problems: Sequence[Problem], verifiers: FakeVerifiers, say: Callable[..., None] = lambda *_: None
+    config: RunConfig,
+    problems: Sequence[Problem],
+    verifiers: Any,
+    fleet: Any,
+    *,
+    collect: Any = None,
+    say: Callable[..., None] = lambda *_: None,
 ) -> RolloutCollector:
     """A run's collector, with a tokenizer that writes token ids as text."""
 
@@ -142,14 +204,21 @@ def collector(
 
     tokenizer = SimpleNamespace(prompt_ids=lambda prompt, **_: [len(prompt), 3], unk_id=None, decode=write)
     inputs: Any = SimpleNamespace(train=list(problems), tokenizer=tokenizer, spec=SimpleNamespace(vocab_size=50))
-    pool: Any = verifiers
-
-    @contextmanager
-    def phase(name: str) -> Iterator[None]:
-        yield
-
-    journal = Journal(config, say, say)
-    return RolloutCollector(config, inputs, StepRewards(config, pool, say), pool, journal, phase=phase, heartbeat=Heartbeat())
+    journal, rewards = Journal(config, say, say), StepRewards(config, verifiers, say)
+    collected_by = RolloutCollector(
+        config,
+        inputs,
+        rewards,
+        verifiers,
+        journal,
+        fleet,
+        phase=lambda name: nullcontext(),
+        heartbeat=Heartbeat(),
+        collect=collect,
+    )
+    if isinstance(fleet, FakeFleet):
+        collected_by.published(fleet.weights_version)
+    return collected_by
 
 
 def run_steps(
@@ -159,10 +228,10 @@ def run_steps(
     batches = []
     for step in steps:
         fleet.weights_version = WeightsVersion(step, f"w{step}")
+        of.published(fleet.weights_version)
         if states is not None:
             states[step] = of.state()
-        server: Any = fleet
-        batches.append((of.collect(step, server), of.take_figures()))
+        batches.append((of.collect(step), of.take_figures()))
     return batches
 
 

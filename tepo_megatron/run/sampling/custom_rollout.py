@@ -17,12 +17,11 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.errors import is_ours
+from tepo_megatron.run.sampling.group_worker import POLL_INTERVAL_S
 from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.sampling.step_rewards import answer_of
-from tepo_megatron.run.sampling.sync_sampler import LOOK_S
 from tepo_megatron.run.step.minibatches import derive_seed
 from tepo_megatron.runtime.user_code import load_user_code, locate_user_code
-from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.sampler.protocol import Sampler, ServerDied
 from tepo_megatron.sampler.rollout_file import rollout_fault
 from tepo_megatron.sampler.sampling import prompt_seed
@@ -43,10 +42,17 @@ class StepSampler:
     """
 
     def __init__(
-        self, config: RunConfig, inputs: Inputs, fleet: Sampler, scorer: Scorer, step: int, heartbeat: Heartbeat
+        self,
+        config: RunConfig,
+        inputs: Inputs,
+        fleet: Sampler,
+        scorer: Scorer,
+        step: int,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.step, self.samples = step + 1, config.rollout.samples_per_prompt
-        self._config, self._inputs, self._fleet, self._scorer, self._heartbeat = config, inputs, fleet, scorer, heartbeat
+        self._config, self._inputs, self._fleet, self._scorer = config, inputs, fleet, scorer
+        self._on_progress = on_progress
         self._problems: dict[str, Problem] = {}
         self._calls = 0
 
@@ -64,11 +70,11 @@ class StepSampler:
         prompts = [encode_prompt(tokenizer, problem) for problem in problems]
         drawn: list[list[Rollout | None]] = [[None] * count for _ in problems]
         left, sampling = count * len(prompts), config.rollout.sampling
-        with self._fleet.sample_stream(sampling, sampling_mask=sampling.truncates, on_move=self._heartbeat.moved) as stream:
+        with self._fleet.sample_stream(sampling, sampling_mask=sampling.truncates, on_move=self._on_progress) as stream:
             for at, prompt in enumerate(prompts):
                 stream.submit(at, prompt, prompt_seed(seed, at), count)
             while left:
-                found = stream.next(LOOK_S)
+                found = stream.next(POLL_INTERVAL_S)
                 if found is None:
                     continue
                 at, index, response = found
@@ -77,7 +83,7 @@ class StepSampler:
                     response, problem_id=problems[at].id, group=at, prompt_ids=prompts[at], text=text, reward=None
                 )
                 left -= 1
-                self._heartbeat.moved()
+                self._on_progress()
         return [[rollout for rollout in group if rollout is not None] for group in drawn]
 
     def reward(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -144,9 +150,17 @@ def call_collect(name: str, collect: Collect, problems: Sequence[Problem], sampl
 
 
 def arranged(
-    name: str, rollouts: Sequence[Rollout], problems: Sequence[Problem], *, step: int, samples: int, vocab_size: int
+    name: str,
+    rollouts: Sequence[Rollout],
+    problems: Sequence[Problem],
+    *,
+    step: int,
+    drawn_by: int | None,
+    samples: int,
+    vocab_size: int,
 ) -> list[Rollout]:
-    """The rollouts group by group, in the order of the problems; their own ``group`` is not read.
+    """The rollouts group by group, in the order of the problems; their own ``group`` is not read. ``drawn_by``: the step of the
+    weights that drew all tokens; None: of any weights.
 
     Raises RuntimeError with the problem and the fault where one cannot be trained on, or where there are not ``samples`` for
     each problem.
@@ -154,7 +168,8 @@ def arranged(
     what = f"step {step + 1}: rollout.collect = {name} returned"
     by_problem: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
-        fault = rollout_fault(rollout, step, vocab_size=vocab_size)
+        newest = max((version.step for _, version in rollout.versions), default=0) if drawn_by is None else drawn_by
+        fault = rollout_fault(rollout, newest, vocab_size=vocab_size, stalest=newest if drawn_by is None else 0)
         if fault is not None:
             raise RuntimeError(f"{what} a rollout for problem {rollout.problem_id!r} that cannot be trained on: {fault}")
         by_problem[rollout.problem_id].append(rollout)

@@ -77,6 +77,21 @@ def refused_by(filters: Mapping[str, GroupFilter], group: Sequence[Rollout]) -> 
     return None
 
 
+def histogram(counts: Mapping[float, int], bins: int = 10) -> str:
+    """Values with how often each occurs, such as ``0 × 4980, 1 × 140``; in ranges if there are more than ``bins`` values."""
+    if not counts:
+        return "none"
+    if len(counts) <= bins:
+        return ", ".join(f"{value:g} × {counts[value]}" for value in sorted(counts))
+    low, high = min(counts), max(counts)
+    width = (high - low) / bins
+    totals = [0] * bins
+    for value, count in counts.items():
+        totals[min(int((value - low) / width), bins - 1)] += count
+    edges = [low + width * index for index in range(bins + 1)]
+    return ", ".join(f"{edges[index]:.3g} to {edges[index + 1]:.3g} × {total}" for index, total in enumerate(totals) if total)
+
+
 def _short(name: str) -> str:
     """What a filter is called in metrics: a function's own name."""
     return name.rpartition(":")[2]

@@ -1,37 +1,41 @@
-"""The groups of a run: prompts as they were drawn, what there is of their responses, and which of them make a batch.
+"""Groups of responses, and the buffer that decides which groups are drawn, sampled and trained on.
 
-Nothing here talks to servers, verifiers or disks. A group is drawn once and has its number for ever; it ends in a batch, with
-a filter, or is carried over to the next batch.
+The buffer holds groups in number order. Window 0 is the sync schedule: a step draws its groups and nothing is sampled while the
+trainer works. Window k is the overlapped schedule: groups of k steps more may be there. No function here talks to servers,
+verifiers or disks.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from tepo_megatron.config import RolloutConfig
+from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.sampling.filters import NO_REWARD, GroupFilter, refused_by
+from tepo_megatron.run.sampling.filters import NO_REWARD, GroupFilter, histogram, refused_by
+from tepo_megatron.tasks.data.mixture import Sampler
 from tepo_megatron.tasks.protocol import RewardResult
 
 UNFINISHED = "abort"
-"""The ``finish_reason`` of a part of a response, which can be gone on with."""
+"""The ``finish_reason`` of a partial response, which a later request can continue."""
 
 
 @dataclass(eq=False)
 class Group:
-    """A prompt that was drawn, and its ``len(samples)`` responses as far as there are any.
+    """A prompt and its ``len(samples)`` responses.
 
-    ``number`` counts all prompts that the run has drawn. ``step`` and ``place`` (among the prompts that this step drew) decide
-    the seed, ``version`` the weights of the first tokens. ``samples``: None before there is a token. ``asked``: the samples
-    that a verifier has got; ``results``: its answers, which the rollouts have as their ``reward``.
+    ``number`` counts all prompts that the run has drawn. ``step`` and ``place`` (among the prompts of the step) decide the seed
+    of a group that a step drew; ``step`` is None for a group drawn ahead, whose number decides it. ``version``: the weights of
+    the first tokens. ``samples``: None before the first token. ``asked``: samples that a verifier was asked to score.
     """
 
     number: int
-    step: int
+    step: int | None
     place: int
     problem: Problem
     prompt_ids: tuple[int, ...]
@@ -41,22 +45,25 @@ class Group:
     results: dict[int, RewardResult] = field(default_factory=dict)
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every response is finished and scored."""
         return len(self.results) == len(self.samples)
 
-    def finished(self, sample: int) -> bool:
-        """Whether the response has its last token."""
+    @property
+    def oldest_step(self) -> int:
+        """The step of the oldest weights that drew one of the tokens. Of a complete group."""
+        return min(version.step for rollout in self.rollouts() for _, version in rollout.versions)
+
+    def is_finished(self, sample: int) -> bool:
         rollout = self.samples[sample]
         return rollout is not None and rollout.finish_reason != UNFINISHED
 
     def rollouts(self) -> list[Rollout]:
         """Of a complete group."""
-        assert self.complete
+        assert self.is_complete
         return [rollout for rollout in self.samples if rollout is not None]
 
     def score(self, sample: int, result: RewardResult) -> None:
-        """Notes a verifier's answer."""
         rollout = self.samples[sample]
         assert rollout is not None
         self.samples[sample] = replace(rollout, reward=result.reward, reward_parts=result.parts)
@@ -64,125 +71,371 @@ class Group:
 
 
 class NeverFilled(RuntimeError):  # noqa: N818
-    """Filters left too few groups of all that a step may draw; the message shows their rewards."""
+    """Filters left too few groups of all that a step may draw; the message shows the rewards."""
 
 
-class StepGroups:
-    """The groups of one step: which are still to be drawn, which are kept, and when there are enough.
+class GroupBuffer:
+    """All groups between their draw and the update that trains on them: ``waiting`` to be sampled, ``running`` (being sampled,
+    by number), ``done`` (complete and not filtered, in the order of completion).
 
-    ``carried`` come first, in the order of their numbers. Without ``partial`` the batch is the first ``prompts_per_step`` kept
-    groups in the order of their numbers, once every group that was begun is decided, so that it does not depend on what
-    finishes first; with it, the first that were complete.
+    In window 0 without ``rollout.partial``, a step trains on the first ``prompts_per_step`` groups that pass the filters in
+    number order, once every drawn group is decided: the batch does not depend on what finishes first. Otherwise it trains on
+    groups that complete first, those of the oldest weights before others.
+
+    In window k, while step s is due and the servers have weights s, groups of k + 1 steps may be there; while the trainer
+    trains on step s, groups of k steps. A group that is trained on in number order is then at most k versions old.
+
+    ``order`` draws from ``problems``; ``encode`` makes the prompt ids of a problem. Methods are for any thread; attributes are
+    read and changed under the lock ``changed``.
     """
 
-    def __init__(self, step: int, config: RolloutConfig, filters: Mapping[str, GroupFilter], carried: Sequence[Group]) -> None:
-        self.step = step
-        self._config, self._filters = config, filters
-        self._wanted = config.prompts_per_step
-        self.begun_with = list(carried)
-        """What is carried and what was drawn before anything was sampled: it decides all the rest."""
-        self.drawn = 0
-        self.carried_in = len(carried)
-        self.open: dict[int, Group] = {group.number: group for group in carried}
-        """Groups that are not decided, by their numbers."""
-        self.kept: list[Group] = []
-        """In the order in which they were decided."""
+    def __init__(
+        self,
+        config: RunConfig,
+        problems: Sequence[Problem],
+        order: Sampler,
+        encode: Callable[[Problem], tuple[int, ...]],
+        filters: Mapping[str, GroupFilter],
+        *,
+        window: int,
+    ) -> None:
+        self._rollout, self._train = config.rollout, config.train
+        self._size = config.rollout.prompts_per_step
+        self._problems, self._encode, self._filters = problems, encode, filters
+        self.order, self.window = order, window
+        self.changed = threading.Condition(threading.RLock())
+        self.waiting: deque[Group] = deque()
+        self.running: dict[int, Group] = {}
+        self.done: list[Group] = []
         self.filtered: list[Group] = []
-        self.causes: Counter[str] = Counter()
+        """Groups that filters refused since the last batch."""
+        self.version: WeightsVersion | None = None
+        self.generation = 0
+        """Changes when all work in flight becomes worthless."""
+        self.dropped = 0
+        """Groups dropped because of their age, since the last batch."""
+        self._turn = 0
+        """The step that the next batch is for."""
+        self._drawn = self._carried_in = 0
+        self._causes: Counter[str] = Counter()
         self._rewards: Counter[float] = Counter()
-        for group in carried:
-            if group.complete:
-                self.decide(group)
+        self._first: list[Group] | None = None
+        self._before: tuple[int, dict[str, Any], list[Group]] | None = None
+        self._batch: tuple[int, list[Group]] = (-1, [])
+
+    # -- a step ----------------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> list[Group]:
+        """In window 0, the groups that ``step`` starts with, carried over and drawn; they decide all the rest. The same groups
+        if the step is already started.
+        """
+        with self.changed:
+            self._turn = step
+            if self.window == 0 and self._first is None:
+                self._before = (step, dict(self.order.state()), list(self.waiting))
+                carried = list(self.waiting)
+                self._carried_in, self._drawn = len(carried), 0
+                for group in carried:
+                    if group.is_complete:
+                        self.waiting.remove(group)
+                        self._decide(group)
+                self._first = [*carried, *self._draw_missing()]
+            self.changed.notify_all()
+            return self._first or []
+
+    def is_ready(self) -> bool:
+        """Whether a batch can be taken. Raises NeverFilled if it never can."""
+        with self.changed:
+            if self.window:
+                self._drop_old()
+                return len(self.done) >= self._size
+            if self.is_full:
+                return self._rollout.partial or not self._open()
+            if not self._open() and not self._missing():
+                raise NeverFilled(self._why_never_filled())
+            return False
 
     @property
-    def missing(self) -> int:
+    def is_full(self) -> bool:
+        return len(self.done) >= self._size
+
+    def take(self) -> tuple[list[Group], list[Group], dict[str, float]]:
+        """The batch in number order, the groups that filters refused since the last one, and figures of the step's row."""
+        with self.changed:
+            if self.window:
+                chosen = sorted(self.done, key=lambda group: (group.oldest_step, group.number))[: self._size]
+            else:
+                chosen = (self.done if self._rollout.partial else sorted(self.done, key=_number))[: self._size]
+            batch = sorted(chosen, key=_number)
+            self.done = [group for group in self.done if group not in chosen]
+            figures, filtered = self._figures(batch), self.filtered
+            self._forget_counts()
+            self._batch = (self._turn, batch)
+            if not self.window:
+                self._carry(self.pending())
+            self._turn += 1
+            self.changed.notify_all()
+            return batch, filtered, figures
+
+    def drop_step(self, step: int) -> None:
+        """If ``step`` was the last one to start: its groups are not trained on, and come again."""
+        with self.changed:
+            if self.window and self._batch[0] == step:
+                self.done += [group for group in self._batch[1] if group.is_complete]
+                self.waiting.extendleft(group for group in reversed(self._batch[1]) if not group.is_complete)
+                self._batch = (-1, [])
+            elif self._before is not None and self._before[0] == step:
+                _, state, carried = self._before
+                self.order.restore(state)
+                self._carry(carried)
+                self._before = None
+                self._forget_counts()
+
+    def forget(self) -> None:
+        """Drops all groups. The order of the problems continues, so that none comes again in this pass over the data."""
+        with self.changed:
+            self._carry(())
+            self._before, self._batch = None, (-1, [])
+            self._forget_counts()
+            self.generation += 1
+            self.changed.notify_all()
+
+    def skip(self, problem_ids: Sequence[str]) -> dict[str, float]:
+        """In window k: these groups are trained on as the journal has them, and not sampled. Groups drawn before them are.
+        Returns figures of the step's row.
+        """
+        batch = []
+        with self.changed:
+            for problem_id in problem_ids:
+                while (match := next((group for group in self.waiting if group.problem.id == problem_id), None)) is None:
+                    self.waiting.append(self._draw())
+                self.waiting.remove(match)
+                batch.append(match)
+            self._batch = (self._turn, batch)
+            return self._figures(batch)
+
+    def skip_step(self, state: Mapping[str, Any] | None) -> None:
+        """In window 0: the started step is trained on as the journal has it. ``state``: the one at its end; None: the step used
+        the groups that it started with.
+        """
+        with self.changed:
+            if state is not None:
+                self._restore(state)
+            else:
+                self._carry(sorted(self._first or (), key=_number)[self._size :])
+            self._forget_counts()
+
+    # -- for the worker --------------------------------------------------------------------------------------------------
+
+    def requeue(self) -> None:
+        """Running groups wait again, first of all: their stream ended. They keep what is finished."""
+        with self.changed:
+            self.waiting.extendleft(reversed(self.running.values()))
+            self.running.clear()
+
+    def claim(self) -> list[Group]:
+        """The groups to be sampled now; they are running from then on."""
+        with self.changed:
+            self._draw_missing()
+            count = max(0, self._free()) if self.window else len(self.waiting)
+            claimed = [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
+            for group in claimed:
+                if self.window and not any(group.samples):
+                    group.version = self.version
+                self.running[group.number] = group
+            return claimed
+
+    def claim_batch(self) -> list[Group]:
+        """As :meth:`claim`, whole batches; none as long as there is no room for one."""
+        with self.changed:
+            if self.window and self._free() < self._size:
+                return []
+            claimed = self.claim()
+            for group in reversed(claimed[self._size :]):
+                self.waiting.appendleft(self.running.pop(group.number))
+            return claimed[: self._size]
+
+    def wait_for_room(self, timeout_s: float, count: int = 1) -> None:
+        """In window k: returns when ``count`` groups can be claimed, something else has changed, or the time is over."""
+        with self.changed:
+            if self._free() < count:
+                self.changed.wait(timeout_s)
+
+    def decide(self, group: Group) -> None:
+        """Moves a complete group to the done or to the filtered ones, and draws what is missing then. Raises NeverFilled."""
+        with self.changed:
+            if self.running.get(group.number) is not group:
+                return  # forgotten meanwhile
+            del self.running[group.number]
+            self._decide(group)
+            # At once: what is drawn must not depend on how many groups were decided meanwhile.
+            self._draw_missing()
+            filters = self._rollout.filter_groups
+            if self.window and filters is not None and len(self.filtered) >= filters.max_batches * self._size:
+                raise NeverFilled(self._why_never_filled())
+            self.changed.notify_all()
+
+    # -- state -----------------------------------------------------------------------------------------------------------
+
+    def pending(self) -> list[Group]:
+        """All groups that were drawn and are in no batch, in number order."""
+        return sorted([*self.waiting, *self.running.values(), *self.done], key=_number)
+
+    def state(self) -> dict[str, Any]:
+        """JSON values for a checkpoint: the order of the problems, and the pending groups without their responses."""
+        with self.changed:
+            state: dict[str, Any] = dict(self.order.state())
+            if pending := self.pending():
+                state["carried"] = [_describe(group) for group in pending]
+            return state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues from a state of either schedule."""
+        with self.changed:
+            self._before = None
+            self._restore(state)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.order.restore(state)
+        groups = [self._described(saved) for saved in state.get("carried", ())]
+        if ahead := state.get("ahead", ()):  # how checkpoints up to 0.2 name groups drawn ahead
+            by_id = {problem.id: problem for problem in self._problems}
+            groups += [self._group(number, None, 0, by_id[problem_id], None) for number, problem_id in ahead]
+        self._carry(groups)
+
+    def _carry(self, groups: Sequence[Group]) -> None:
+        self.waiting, self.done, self._first = deque(groups), [], None
+        self.running.clear()
+
+    # -- draws -----------------------------------------------------------------------------------------------------------
+
+    def _draw_missing(self) -> list[Group]:
+        drawn = [self._draw() for _ in range(self._missing())]
+        self.waiting.extend(drawn)
+        return drawn
+
+    def _draw(self) -> Group:
+        number = self.order.drawn
+        (problem,) = self.order.next(1)
+        step, place = (None, 0) if self.window else (self._turn, self._drawn)
+        self._drawn += 1
+        return self._group(number, step, place, problem, self.version)
+
+    def _group(self, number: int, step: int | None, place: int, problem: Problem, version: WeightsVersion | None) -> Group:
+        samples: list[Rollout | None] = [None] * self._rollout.samples_per_prompt
+        return Group(number, step, place, problem, self._encode(problem), version, samples)
+
+    def _missing(self) -> int:
         """How many prompts are to be drawn now."""
-        alive = len(self.kept) + len(self.open)
-        if self._config.partial:
-            short = 0 if self.full else _times(self._config.oversample, self._wanted) - alive
+        if self.window:
+            return max(0, self._free() - len(self.waiting))
+        alive, oversample = len(self.done) + len(self._open()), self._rollout.oversample
+        if self._rollout.partial:
+            short = 0 if self.is_full else _times(oversample, self._size) - alive
         else:
-            short = _times(self._config.oversample, max(self._wanted - alive, 0))
-        filters = self._config.filter_groups
-        return max(0, short if filters is None else min(short, filters.max_batches * self._wanted - self.drawn))
+            short = _times(oversample, max(self._size - alive, 0))
+        filters = self._rollout.filter_groups
+        return max(0, short if filters is None else min(short, filters.max_batches * self._size - self._drawn))
 
-    @property
-    def full(self) -> bool:
-        return len(self.kept) >= self._wanted
+    def _free(self) -> int:
+        """How many groups can be claimed in window k."""
+        return self._room() - self._live() - len(self.done)
 
-    @property
-    def done(self) -> bool:
-        """Whether the batch can be taken. Raises NeverFilled where it never can."""
-        if self.full:
-            return self._config.partial or not self.open
-        if not self.open and not self.missing:
-            raise NeverFilled(self._why_not())
-        return False
+    def _room(self) -> int:
+        """How many groups may be there in window k, in whatever state."""
+        if self.version is None:
+            return 0
+        steps = min(self.version.step + self.window + 1, self._train.steps) - self._turn
+        extra = _times(self._rollout.oversample, self._size) - self._size
+        return steps * self._size + extra if steps > 0 else 0
 
-    def add(self, group: Group) -> None:
-        """A group was drawn."""
-        self.open[group.number] = group
-        self.drawn += 1
+    def _live(self) -> int:
+        """Running groups that will not be too old for their turn."""
+        if self._train.stale != "drop":
+            return len(self.running)
+        steps = [0 if group.version is None else group.version.step for group in self.running.values()]
+        return sum(self._turn - step <= self.window for step in steps)
 
-    def decide(self, group: Group) -> bool:
-        """Keeps or refuses a complete group; whether it is kept."""
-        del self.open[group.number]
+    def _open(self) -> list[Group]:
+        return [*self.waiting, *self.running.values()]
+
+    def _drop_old(self) -> None:
+        if self._train.stale == "drop":
+            fresh = [group for group in self.done if self._turn - group.oldest_step <= self.window]
+            self.dropped += len(self.done) - len(fresh)
+            self.done = fresh
+            self.changed.notify_all()
+
+    # -- filters and figures ---------------------------------------------------------------------------------------------
+
+    def _decide(self, group: Group) -> None:
         rollouts = group.rollouts()
         self._rewards.update(rollout.reward for rollout in rollouts if rollout.reward is not None)
         # Without filters a group without rewards leaves the step as it does in every run (``StepRewards.leave_out``).
         cause = refused_by(self._filters, rollouts) if self._filters else None
         if cause is None:
-            self.kept.append(group)
+            self.done.append(group)
         else:
             self.filtered.append(group)
-            self.causes[cause] += 1
-        return cause is None
+            self._causes[cause] += 1
 
-    def take(self) -> tuple[list[Group], list[Group]]:
-        """The groups of the batch, and those that are carried over to the next one; both in the order of their numbers."""
-        order: Callable[[Group], int] = lambda group: group.number  # noqa: E731
-        kept = self.kept if self._config.partial else sorted(self.kept, key=order)
-        carried = [*kept[self._wanted :], *self.open.values()]
-        return sorted(kept[: self._wanted], key=order), sorted(carried, key=order)
-
-    def figures(self) -> dict[str, float]:
-        """For the step's row: carried_in + drawn = kept + filtered + carried."""
-        batch, carried = self.take()
+    def _figures(self, batch: Sequence[Group]) -> dict[str, float]:
+        """In window 0, carried_in + drawn = kept + filtered + carried."""
+        if self.window:
+            row = {"groups/filtered": len(self.filtered)} if self._filters else {}
+            return {name: float(count) for name, count in {**row, "staleness/dropped": self.dropped}.items()}
+        if not self._filters and not self._rollout.partial:
+            return {}
         row = {
-            "groups/carried_in": self.carried_in,
-            "groups/drawn": self.drawn,
+            "groups/carried_in": self._carried_in,
+            "groups/drawn": self._drawn,
             "groups/kept": len(batch),
             "groups/filtered": len(self.filtered),
-            "groups/carried": len(carried),
+            "groups/carried": len(self.pending()),
         }
-        row |= {f"groups/filtered/{name}": self.causes[name] for name in (*self._filters, NO_REWARD) if self._filters}
+        row |= {f"groups/filtered/{name}": self._causes[name] for name in (*self._filters, NO_REWARD) if self._filters}
         return {name: float(count) for name, count in row.items()}
 
-    def _why_not(self) -> str:
-        filters = self._config.filter_groups
+    def _forget_counts(self) -> None:
+        self.filtered, self.dropped, self._drawn, self._carried_in = [], 0, 0, 0
+        self._causes.clear()
+        self._rewards.clear()
+
+    def _why_never_filled(self) -> str:
+        filters = self._rollout.filter_groups
         most = 1 if filters is None else filters.max_batches
-        causes = ", ".join(f"{cause} {count}" for cause, count in self.causes.most_common())
+        causes = ", ".join(f"{cause} {count}" for cause, count in self._causes.most_common())
+        if self.window:
+            what = (
+                f"filters refused {len(self.filtered)} groups, rollout.filter_groups.max_batches = {most} times "
+                f"prompts_per_step, before a step was full; refused by {causes}. Rewards"
+            )
+        else:
+            what = (
+                f"step {self._turn} drew {self._drawn} prompts, rollout.filter_groups.max_batches = {most} times "
+                f"prompts_per_step, and {len(self.done)} of the {self._size} groups that it needs passed the filters; refused "
+                f"by {causes}. Rewards"
+            )
         return (
-            f"step {self.step} drew {self.drawn} prompts, rollout.filter_groups.max_batches = {most} times prompts_per_step, "
-            f"and {len(self.kept)} of the {self._wanted} groups that it needs passed the filters; refused by {causes}. Rewards "
-            f"of their responses: {histogram(self._rewards)}. If nearly all are equal, the problems are too hard or too easy "
-            "for the model, or the verifier does not understand its answers (samples.jsonl shows some); else raise "
+            f"{what} of their responses: {histogram(self._rewards)}. If nearly all are equal, the problems are too hard or "
+            "too easy for the model, or the verifier does not understand its answers (samples.jsonl shows some); else raise "
             "max_batches, or take the filter out"
         )
 
+    def _described(self, saved: Mapping[str, Any]) -> Group:
+        version = None if saved["version"] is None else WeightsVersion(*saved["version"])
+        number, step = int(saved["number"]), saved["step"]
+        problem = self.order.problem(number)
+        return self._group(number, None if step is None else int(step), int(saved["place"]), problem, version)
 
-def histogram(counts: Mapping[float, int], bins: int = 10) -> str:
-    """Values with how often each occurs, such as ``0 × 4980, 1 × 140``; in ranges where there are more than ``bins``."""
-    if not counts:
-        return "none"
-    if len(counts) <= bins:
-        return ", ".join(f"{value:g} × {counts[value]}" for value in sorted(counts))
-    low, high = min(counts), max(counts)
-    width = (high - low) / bins
-    totals = [0] * bins
-    for value, count in counts.items():
-        totals[min(int((value - low) / width), bins - 1)] += count
-    edges = [low + width * at for at in range(bins + 1)]
-    return ", ".join(f"{edges[at]:.3g} to {edges[at + 1]:.3g} × {total}" for at, total in enumerate(totals) if total)
+
+def _describe(group: Group) -> dict[str, Any]:
+    version = None if group.version is None else [group.version.step, group.version.digest]
+    return {"number": group.number, "step": group.step, "place": group.place, "version": version}
+
+
+def _number(group: Group) -> int:
+    return group.number
 
 
 def _times(factor: float, count: int) -> int:

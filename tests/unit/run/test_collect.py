@@ -17,6 +17,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.sampler.protocol import ServerDied
+from tepo_megatron.tasks.data.mixture import ProblemSampler
 from tests.support.fake_sampling import (
     MAX_NEW_TOKENS,
     FakeFleet,
@@ -32,7 +33,13 @@ PROBLEMS = [Problem(f"p{number}", "q" * (1 + number % 3), "a") for number in ran
 STEPS = 4
 
 
-def config(output: Path, *, n: int = 3, g: int = 2, **rollout: Any) -> RunConfig:
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "sync": {"minibatches": 1},
+    "overlap": {"minibatches": 1, "schedule": "overlap", "max_staleness": 2, "stale": "keep", "steps": 1000},
+}
+
+
+def config(output: Path, *, n: int = 3, g: int = 2, schedule: str = "sync", **rollout: Any) -> RunConfig:
     sections = {
         "prompts_per_step": n,
         "samples_per_prompt": g,
@@ -40,7 +47,7 @@ def config(output: Path, *, n: int = 3, g: int = 2, **rollout: Any) -> RunConfig
         "uncorrected": True,
         **rollout,
     }
-    return RunConfig.model_validate({"output": str(output), "rollout": sections, "train": {"minibatches": 1}})
+    return RunConfig.model_validate({"output": str(output), "rollout": sections, "train": SCHEDULES[schedule]})
 
 
 def reward_by(seed: int, chance: float) -> Any:
@@ -68,13 +75,16 @@ CHOICES: Any = st.fixed_dictionaries(
 
 
 @settings(deadline=None, max_examples=40)
-@given(chosen=CHOICES, order=st.integers(0, 10**6), chance=st.sampled_from([0.3, 0.5, 0.9]))
+@given(
+    chosen=CHOICES, order=st.integers(0, 10**6), chance=st.sampled_from([0.3, 0.5, 0.9]), schedule=st.sampled_from([*SCHEDULES])
+)
 def test_batches_are_full_and_no_prompt_is_lost_or_drawn_twice(
-    chosen: dict[str, Any], order: int, chance: float, tmp_path_factory: pytest.TempPathFactory
+    chosen: dict[str, Any], order: int, chance: float, schedule: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    run = config(tmp_path_factory.mktemp("run"), journal=False, **chosen)
+    run = config(tmp_path_factory.mktemp("run"), journal=False, schedule=schedule, **chosen)
     fleet = FakeFleet(order)
-    of = collector(run, PROBLEMS, FakeVerifiers(order, reward_by(7, chance)))
+    of = collector(run, PROBLEMS, FakeVerifiers(order, reward_by(7, chance)), fleet)
+    is_counted = schedule == "sync" and (chosen["partial"] or chosen["filter_groups"])
     used: list[str] = []
     drawn = filtered = carried = 0.0
     for rollouts, figures in run_steps(of, fleet, range(STEPS)):
@@ -84,18 +94,21 @@ def test_batches_are_full_and_no_prompt_is_lost_or_drawn_twice(
         if chosen["filter_groups"]:
             assert all(len({rollout.reward for rollout in group}) > 1 for group in groups.values())
         used += problems_of(rollouts)
-        if chosen["partial"] or chosen["filter_groups"]:
+        if is_counted:
             assert figures["groups/carried_in"] == carried
             assert figures["groups/kept"] == chosen["n"]
             left = figures["groups/kept"] + figures["groups/filtered"] + figures["groups/carried"]
             assert figures["groups/carried_in"] + figures["groups/drawn"] == left
             drawn, filtered = drawn + figures["groups/drawn"], filtered + figures["groups/filtered"]
             carried = figures["groups/carried"]
+    of.close()
     assert len(set(used)) == len(used)
-    if chosen["partial"] or chosen["filter_groups"]:
+    if schedule == "overlap":
+        assert len({(key, seed) for key, seed, *_ in fleet.asked}) == len(fleet.asked)
+    if is_counted:
         assert drawn == len(used) + filtered + carried
         assert len({key for key, *_ in fleet.asked}) == drawn
-    else:
+    elif schedule == "sync":
         assert len(fleet.asked) == STEPS * chosen["n"] * chosen["g"]
 
 
@@ -113,8 +126,9 @@ def test_the_batch_does_not_depend_on_what_finishes_first(
         run = config(
             tmp_path_factory.mktemp("run"), n=4, journal=False, oversample=oversample, filter_groups={"max_batches": 50}
         )
-        of = collector(run, PROBLEMS, FakeVerifiers(order, reward_by(3, chance)))
-        found.append(run_steps(of, FakeFleet(order), range(STEPS)))
+        fleet = FakeFleet(order)
+        of = collector(run, PROBLEMS, FakeVerifiers(order, reward_by(3, chance)), fleet)
+        found.append(run_steps(of, fleet, range(STEPS)))
     assert found[0] == found[1]
 
 
@@ -129,20 +143,21 @@ def test_a_run_that_is_killed_in_mid_batch_goes_on_and_draws_nothing_twice(
     order: int, dies_after: int, saved: int, oversample: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """From any checkpoint before the kill: complete groups come from the disk, of steps and of the batch under way."""
+    first = FakeFleet(1)
     chosen: dict[str, Any] = {"n": 3, "oversample": oversample, "filter_groups": {"max_batches": 50}}
-    whole = collector(config(tmp_path_factory.mktemp("whole"), **chosen), PROBLEMS, FakeVerifiers(1, reward_by(5, 0.5)))
-    expected = run_steps(whole, FakeFleet(1), range(STEPS))
+    whole = collector(config(tmp_path_factory.mktemp("whole"), **chosen), PROBLEMS, FakeVerifiers(1, reward_by(5, 0.5)), first)
+    expected = run_steps(whole, first, range(STEPS))
 
     run = config(tmp_path_factory.mktemp("killed"), **chosen)
     fleet = FakeFleet(order, dies_after)
     states: dict[int, dict[str, Any]] = {}
-    killed = collector(run, PROBLEMS, FakeVerifiers(order, reward_by(5, 0.5)))
+    killed = collector(run, PROBLEMS, FakeVerifiers(order, reward_by(5, 0.5)), fleet)
     with suppress(Killed):
         run_steps(killed, fleet, range(STEPS), states)
     on_disk = groups_on_disk(run.output)
     saved = min(saved, max(states))
     again, rest = FakeFleet(order + 1), FakeVerifiers(order + 1, reward_by(5, 0.5))
-    resumed = collector(run, PROBLEMS, rest)
+    resumed = collector(run, PROBLEMS, rest, again)
     assert resumed.restore({"sampler": states[saved], "step": saved}) is None
     assert run_steps(resumed, again, range(saved, STEPS)) == expected[saved:]
     complete = {number for number, rollouts in on_disk.items() if len(rollouts) == 2}
@@ -151,29 +166,33 @@ def test_a_run_that_is_killed_in_mid_batch_goes_on_and_draws_nothing_twice(
 
 
 @settings(deadline=None, max_examples=25)
-@given(order=st.integers(0, 10**6), dies_after=st.integers(0, 30), partial=st.booleans())
+@given(
+    order=st.integers(0, 10**6), dies_after=st.integers(0, 30), partial=st.booleans(), schedule=st.sampled_from([*SCHEDULES])
+)
 def test_a_server_that_dies_costs_only_what_was_not_finished(
-    order: int, dies_after: int, partial: bool, tmp_path_factory: pytest.TempPathFactory
+    order: int, dies_after: int, partial: bool, schedule: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    run = config(tmp_path_factory.mktemp("run"), n=3, g=3, oversample=1.5, partial=partial, filter_groups={"max_batches": 50})
+    settings = {"oversample": 1.5, "partial": partial, "filter_groups": {"max_batches": 50}}
+    run = config(tmp_path_factory.mktemp("run"), n=3, g=3, schedule=schedule, **settings)
     fleet = FakeFleet(order, dies_after, lambda: ServerDied("gone"))
-    of = collector(run, PROBLEMS, FakeVerifiers(order, reward_by(5, 0.5)))
-    server: Any = fleet
+    of = collector(run, PROBLEMS, FakeVerifiers(order, reward_by(5, 0.5)), fleet)
     used = []
     for step in range(3):
         try:
-            rollouts = of.collect(step, server)
+            rollouts = of.collect(step)
         except ServerDied:
-            rollouts = of.collect(step, server)
+            of.published(fleet.weights_version)
+            rollouts = of.collect(step)
         used += problems_of(rollouts)
         assert Counter(rollout.group for rollout in rollouts) == {0: 3, 1: 3, 2: 3}
+    of.close()
     assert len(set(used)) == 9
 
 
 def test_a_continued_response_keeps_its_tokens_and_says_which_weights_drew_which(tmp_path: Path) -> None:
     run = config(tmp_path, n=3, g=4, oversample=2.0, partial=True)
-    of = collector(run, PROBLEMS, FakeVerifiers(0, lambda problem, text: 1.0))
     fleet = FakeFleet(0)
+    of = collector(run, PROBLEMS, FakeVerifiers(0, lambda problem, text: 1.0), fleet)
     parts: dict[tuple[str, tuple[int, ...]], Rollout] = {}
     mixed = 0
     for step in range(8):
@@ -203,14 +222,15 @@ def test_a_continued_response_keeps_its_tokens_and_says_which_weights_drew_which
 def test_a_killed_run_goes_on_with_the_parts_that_a_step_had_put_aside(tmp_path: Path) -> None:
     run = config(tmp_path, n=3, g=4, oversample=2.0, partial=True)
     states: dict[int, dict[str, Any]] = {}
-    of = collector(run, PROBLEMS, FakeVerifiers(0, lambda problem, text: 1.0))
-    run_steps(of, FakeFleet(0), range(3), states)
+    fleet = FakeFleet(0)
+    of = collector(run, PROBLEMS, FakeVerifiers(0, lambda problem, text: 1.0), fleet)
+    run_steps(of, fleet, range(3), states)
     after = of.state()
     parts = groups_on_disk(tmp_path)
     assert {each["number"] for each in after["carried"]} >= set(parts)
     assert any(rollout.finish_reason == "abort" for group in parts.values() for rollout in group)
     fleet = FakeFleet(9)
-    resumed = collector(run, PROBLEMS, FakeVerifiers(9, lambda problem, text: 1.0))
+    resumed = collector(run, PROBLEMS, FakeVerifiers(9, lambda problem, text: 1.0), fleet)
     resumed.restore({"sampler": after, "step": 3})
     run_steps(resumed, fleet, range(3, 4))
     whole = {
@@ -225,13 +245,26 @@ def test_a_killed_run_goes_on_with_the_parts_that_a_step_had_put_aside(tmp_path:
     )
 
 
-def test_a_filter_that_never_fills_the_batch_stops_the_run_and_shows_the_rewards(tmp_path: Path) -> None:
-    run = config(tmp_path, n=4, g=2, filter_groups={"filters": ["zero_variance"], "max_batches": 3})
-    of = collector(run, PROBLEMS, FakeVerifiers(0, lambda problem, text: float(problem.id == "p17")))
+@pytest.mark.parametrize(
+    ("schedule", "says"),
+    [
+        ("sync", "step 0 drew 12 prompts, rollout.filter_groups.max_batches = 3 times prompts_per_step, and 0 of the 4 groups"),
+        (
+            "overlap",
+            "filters refused 12 groups, rollout.filter_groups.max_batches = 3 times prompts_per_step, before a step was",
+        ),
+    ],
+)
+def test_a_filter_that_never_fills_the_batch_stops_the_run_and_shows_the_rewards(
+    schedule: str, says: str, tmp_path: Path
+) -> None:
+    run = config(tmp_path, n=4, g=2, schedule=schedule, filter_groups={"filters": ["zero_variance"], "max_batches": 3})
+    of = collector(run, PROBLEMS, FakeVerifiers(0, lambda problem, text: float(problem.id == "p17")), fleet := FakeFleet(0))
     with pytest.raises(RuntimeError) as info:
-        run_steps(of, FakeFleet(0), range(1))
+        run_steps(of, fleet, range(1))
+    of.close()
     said = str(info.value)
-    assert "step 0 drew 12 prompts, rollout.filter_groups.max_batches = 3 times prompts_per_step, and 0 of the 4 groups" in said
+    assert says in said
     assert "refused by zero_variance 12" in said
     assert "Rewards of their responses: 0 × 2" in said
 
@@ -239,8 +272,10 @@ def test_a_filter_that_never_fills_the_batch_stops_the_run_and_shows_the_rewards
 def test_a_group_without_rewards_is_replaced_where_groups_are_filtered(tmp_path: Path) -> None:
     run = config(tmp_path, n=3, g=2, filter_groups={"filters": ["reward_range"], "reward_range": [0, 1], "max_batches": 50})
     run = run.model_copy(update={"reward": run.reward.model_copy(update={"max_failed": 1.0})})
-    of = collector(run, PROBLEMS, FakeVerifiers(0, lambda problem, text: None if int(problem.id[1:]) % 2 else 1.0))
-    ((rollouts, figures),) = run_steps(of, FakeFleet(0), range(1))
+    of = collector(
+        run, PROBLEMS, FakeVerifiers(0, lambda problem, text: None if int(problem.id[1:]) % 2 else 1.0), fleet := FakeFleet(0)
+    )
+    ((rollouts, figures),) = run_steps(of, fleet, range(1))
     assert all(int(rollout.problem_id[1:]) % 2 == 0 for rollout in rollouts)
     assert len(rollouts) == 6
     assert figures["groups/filtered"] == figures["groups/filtered/no_reward"] > 0
@@ -253,10 +288,29 @@ def test_steps_have_the_shares_of_their_sources_and_a_resumed_run_draws_the_same
     problems = [Problem(f"{name}/{at}", "q", "a", source=name) for name, count in (("a", 7), ("b", 5)) for at in range(count)]
     states: dict[int, dict[str, Any]] = {}
     verifiers = FakeVerifiers(0, reward_by(0, 0.5))
-    whole = run_steps(collector(run, problems, verifiers), FakeFleet(0), range(6), states)
+    fleet, again = FakeFleet(0), FakeFleet(0)
+    whole = run_steps(collector(run, problems, verifiers, fleet), fleet, range(6), states)
     for rollouts, _ in whole:
         assert Counter(name[0] for name in problems_of(rollouts)) == {"a": 3, "b": 1}
-    resumed = collector(run, problems, verifiers)
+    resumed = collector(run, problems, verifiers, again)
     assert resumed.restore({"sampler": states[3]}) is None
-    again = run_steps(resumed, FakeFleet(0), range(3, 6))
-    assert [problems_of(rollouts) for rollouts, _ in again] == [problems_of(rollouts) for rollouts, _ in whole[3:]]
+    rest = run_steps(resumed, again, range(3, 6))
+    assert [problems_of(rollouts) for rollouts, _ in rest] == [problems_of(rollouts) for rollouts, _ in whole[3:]]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_groups_that_an_earlier_run_has_drawn_come_first_whatever_its_schedule(schedule: str, tmp_path: Path) -> None:
+    order = ProblemSampler(PROBLEMS, 0)
+    names = [problem.id for problem in order.next(5)]
+    states: list[dict[str, Any]] = [
+        {**order.state(), "drawn": 2, "ahead": [[0, names[2]], [1, names[4]]]},  # as checkpoints up to 0.2 have it
+        {**order.state(), "carried": [{"number": at, "step": 0, "place": at, "version": [0, "w0"]} for at in (2, 4)]},
+        {**order.state(), "carried": [{"number": at, "step": None, "place": 0, "version": None} for at in (2, 4)]},
+    ]
+    for state in states:
+        fleet = FakeFleet(0)
+        of = collector(config(tmp_path, journal=False, schedule=schedule), PROBLEMS, FakeVerifiers(0, reward_by(0, 0.5)), fleet)
+        assert of.restore({"sampler": state}) is None
+        ((rollouts, _),) = run_steps(of, fleet, range(1))
+        of.close()
+        assert problems_of(rollouts) == [names[2], names[4], order.problem(5).id]

@@ -8,8 +8,7 @@ import pytest
 
 from tepo_megatron.config.sampling import FilterGroupsConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.sampling.filters import load_filters, refused_by
-from tepo_megatron.run.sampling.groups import histogram
+from tepo_megatron.run.sampling.filters import histogram, load_filters, refused_by
 
 
 def group(rewards: list[float | None], cut: int = 0) -> list[Rollout]:

@@ -12,13 +12,14 @@ import pytest
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.run import rank0 as root_driver
 from tepo_megatron.run.display.progress import NoProgress
 from tepo_megatron.run.metrics.metrics import read_metrics
 from tepo_megatron.run.output.output import Output
 from tepo_megatron.run.output.resume import Resumed
 from tepo_megatron.run.rank0 import RootDriver
-from tepo_megatron.run.sampling import collect
+from tepo_megatron.run.sampling import collector
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.weights.storage.manifest import DamagedCheckpoint
@@ -48,7 +49,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RootDriv
     tokenizer = SimpleNamespace(eos_ids=(2,), encode=lambda text, **_options: (3, 4), decode=lambda ids: "text")
     problems = [Problem(f"p{at}", "1+1=", "2") for at in range(100)]
     config = RunConfig.model_validate({"output": tmp_path / "out", "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2}})
-    monkeypatch.setattr(collect, "prompt_of", lambda environment, tokenizer, problem: (3, 4))
+    monkeypatch.setattr(collector, "prompt_of", lambda environment, tokenizer, problem: (3, 4))
     inputs: Any = SimpleNamespace(
         tokenizer=tokenizer,
         train=problems,
@@ -57,7 +58,9 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RootDriv
         spec=SimpleNamespace(vocab_size=50, max_positions=64),
     )
     output = Output(config, NoProgress())
-    yield RootDriver(config, inputs, output, Heartbeat(), pool)
+    driver = RootDriver(config, inputs, output, Heartbeat(), pool)
+    driver.rollouts.published(WeightsVersion(0, "w0"))
+    yield driver
     output.close()
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,14 +16,10 @@ from hypothesis import strategies as st
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.sampling.journal import Journal
-from tepo_megatron.run.sampling.overlap import Overlap
 from tepo_megatron.run.sampling.staleness import token_ages
-from tepo_megatron.run.sampling.step_rewards import StepRewards
-from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.tasks.data.mixture import ProblemSampler
-from tests.support.fake_stream import FakeServers, FakeVerifiers
+from tests.support.fake_sampling import FakeServers, FakeVerifiers, collector
 from tests.support.programs import TIMEOUT_S
 
 PROBLEMS = [Problem(f"p{number}", "q", "a") for number in range(101)]
@@ -49,21 +43,8 @@ class Run:
     def __init__(self, output: Path, k: int = 1, state: dict[str, Any] | None = None, **train: Any) -> None:
         self.config = config(output, k, **train)
         self.servers = FakeServers()
-        tokenizer = SimpleNamespace(prompt_ids=lambda prompt, **_options: [3], decode=str, unk_id=None)
-        inputs: Any = SimpleNamespace(train=PROBLEMS, tokenizer=tokenizer)
-        said: Any = print
-        pool: Any = None
-        verifiers: Any = FakeVerifiers
-        self.schedule = Overlap(
-            self.config,
-            inputs,
-            StepRewards(self.config, pool, said),
-            Journal(self.config, said, said),
-            phase=lambda name: contextlib.nullcontext(),
-            heartbeat=Heartbeat(),
-            open_stream=self.servers.open,
-            open_verifiers=verifiers,
-        )
+        verifiers = FakeVerifiers(0, lambda problem, text: 1.0)
+        self.schedule = collector(self.config, PROBLEMS, verifiers, self.servers, say=print)
         self.version = 0
         if state is not None:
             self.version = state["step"]
@@ -93,7 +74,7 @@ class Run:
                 done.add(number)
 
     def collect(self) -> list[Rollout]:
-        return self.schedule.collect(self.version, None)
+        return self.schedule.collect(self.version)
 
     def trained(self) -> None:
         """The step is over, and the servers have the new weights."""
@@ -190,7 +171,7 @@ def test_what_is_too_old_when_its_turn_comes_is_dropped_and_counted(make: Any) -
     assert (figures["staleness/max"], figures["staleness/versions"], figures["staleness/dropped"]) == (1, 2, 0)
     run.trained()
     run.servers.finish(0, (0, 0), (2, 2))  # of weights 0, and now it is step 2
-    run.wait(lambda: len(run.schedule._sampler._done) == 1)
+    run.wait(lambda: len(run.schedule._buffer.done) == 1)
     # The room of what will be too old is given to another.
     assert max(run.asked(4 * B + 1)) == 4 * B
     for number in (7, 8, 9):
@@ -222,8 +203,8 @@ def test_after_the_servers_died_all_that_was_begun_is_asked_for_again_with_the_s
     def die() -> None:
         run.asked(2 * B)
         run.servers.finish(0, (0, 0))
-        run.servers.finish(1, (0, 0), samples=1)  # half of a group is none
-        run.wait(lambda: len(run.schedule._sampler._done) == 1)
+        run.servers.finish(1, (0, 0), samples=[0])
+        run.wait(lambda: len(run.schedule._buffer.done) == 1)
         run.servers.fail(ServerDied("gone"))
 
     with pytest.raises(ServerDied):
@@ -234,11 +215,12 @@ def test_after_the_servers_died_all_that_was_begun_is_asked_for_again_with_the_s
 
     def finish() -> None:
         run.asked(2 * B + 5)
-        for number in (1, 2):
-            run.servers.finish(number, (0, 0))
+        run.servers.finish(1, (0, 0), samples=[1])
+        run.servers.finish(2, (0, 0))
 
     rollouts = collect_later(run, finish)
-    assert run.servers.asked[2 * B :] == [each for each in first if each[0] != 0]
+    missing = {1: 1}  # of the other groups both samples
+    assert run.servers.asked[2 * B :] == [(number, seed, missing.get(number, 2)) for number, seed, _ in first if number != 0]
     assert len(rollouts) == 2 * B
 
 
@@ -249,7 +231,7 @@ def test_an_error_that_is_no_servers_death_ends_the_run(make: Any) -> None:
     run.trained()
     run.asked(3 * B)
     run.servers.fail(ValueError("a prompt is empty"))
-    run.wait(lambda: run.schedule._sampler._error is not None)
+    run.wait(lambda: run.schedule._thread._error is not None)
     with pytest.raises(ValueError, match="a prompt is empty"):
         run.collect()
 
@@ -289,7 +271,8 @@ def test_a_run_that_ends_and_goes_on_trains_on_every_problem_once(
             run.close()
     assert saved is not None
     seen = [problem for step, batch in trained.items() if step < saved["step"] for problem in batch]
-    ahead = [problem for _, problem in saved["sampler"]["ahead"]]
+    order = ProblemSampler(PROBLEMS, 0)
+    ahead = [order.problem(group["number"]).id for group in saved["sampler"].get("carried", ())]
     assert len(seen) == B * saved["step"]
     assert sorted([*seen, *ahead]) == sorted(each.id for each in _first(saved["sampler"]["position"]))
 
@@ -300,7 +283,7 @@ def _first(count: int) -> list[Problem]:
 
 def _collect_by_chance(run: Run, rng: random.Random) -> list[Rollout]:
     """Whatever was asked for finishes in some order, as soon as it was asked for."""
-    done: set[int] = {group.number for group in run.schedule._sampler._done}
+    done: set[int] = {group.number for group in run.schedule._buffer.done}
     stop = False
 
     def finish() -> None:

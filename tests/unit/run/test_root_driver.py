@@ -25,8 +25,8 @@ from tests.support.fake_sampling import FakeFleet, FakeVerifiers, collector
 PROBLEMS = [Problem(f"p{number}", "q", "a") for number in range(7)]
 
 
-def make(output: Path) -> tuple[RootDriver, FakeFleet]:
-    """A driver without servers and journal, and what it asks samples of."""
+def make(output: Path, fleet: FakeFleet | None = None) -> RootDriver:
+    """A driver without a journal."""
     tokenizer = SimpleNamespace(prompt_ids=lambda prompt, **_options: [3], decode=str, unk_id=None)
     spec = SimpleNamespace(vocab_size=50, max_positions=64)
     inputs: Any = SimpleNamespace(train=PROBLEMS, heldout=[], tokenizer=tokenizer, model_dir=Path(), spec=spec)
@@ -35,33 +35,33 @@ def make(output: Path) -> tuple[RootDriver, FakeFleet]:
     driver = RootDriver(RunConfig(rollout=RolloutConfig(replay=Path("none"))), inputs, shown, Heartbeat(), pool)
     run = RunConfig(output=output, rollout=RolloutConfig(prompts_per_step=3, samples_per_prompt=2, journal=False))
     stand_in: Any = driver
-    stand_in.rollouts = collector(run, PROBLEMS, FakeVerifiers(0, lambda problem, text: 1.0))
-    return driver, FakeFleet(0)
+    stand_in.rollouts = collector(run, PROBLEMS, FakeVerifiers(0, lambda problem, text: 1.0), fleet or FakeFleet(0))
+    return driver
 
 
-def asked(driver: RootDriver, fleet: FakeFleet, step: int) -> list[str]:
+def asked(driver: RootDriver, step: int) -> list[str]:
     """The problems of a step's groups."""
-    server: Any = fleet
-    return [rollout.problem_id for rollout in driver.rollouts.collect(step, server)[::2]]
+    return [rollout.problem_id for rollout in driver.rollouts.collect(step)[::2]]
 
 
 @given(before=st.integers(0, 6), stopped=st.booleans(), saved_late=st.booleans())
 def test_a_step_that_was_given_up_draws_the_same_problems_again(before: int, stopped: bool, saved_late: bool) -> None:
     """Whether it was sampling, or had all its rollouts; and a step that was completed is not drawn again."""
     output = Path("none")
-    driver, fleet = make(output)
+    dies_after = 6 * (before + 1) + 3 if stopped else None
+    driver = make(output, FakeFleet(0, dies_after, error=lambda: StopRequested(signal.SIGTERM)))
     for step in range(before + 1):
-        asked(driver, fleet, step)
+        asked(driver, step)
     if stopped:
         with pytest.raises(StopRequested):
-            asked(driver, FakeFleet(0, dies_after=3, error=lambda: StopRequested(signal.SIGTERM)), before + 1)
+            asked(driver, before + 1)
     step = before + 1 if stopped or saved_late else before  # steps that were completed
     driver.drop_step(step)
-    resumed, again = make(output)
+    resumed = make(output)
     resumed.restore({"step": step, **driver.state()})
-    uninterrupted, first = make(output)
-    expected = [asked(uninterrupted, first, each) for each in range(step + 1)]
-    assert asked(resumed, again, step) == expected[-1]
+    uninterrupted = make(output)
+    expected = [asked(uninterrupted, number) for number in range(step + 1)]
+    assert asked(resumed, step) == expected[-1]
 
 
 def rollout(number: int, reward: float | None) -> Rollout:
@@ -74,14 +74,14 @@ def collecting(driver: RootDriver, drawn: list[Rollout]) -> list[tuple[int, list
     """Has the driver collect these; returns what it writes of them for people."""
     written: list[tuple[int, list[dict[str, Any]]]] = []
     stand_in: Any = driver
-    stand_in.rollouts.collect = lambda step, fleet: drawn
+    stand_in.rollouts.collect = lambda step: drawn
     stand_in.rollouts.drawn = drawn
     stand_in.output.write_train_samples = lambda step, rows: written.append((step, rows))
     return written
 
 
 def test_responses_of_a_step_are_written_with_what_they_answer_and_also_those_without_a_reward() -> None:
-    driver, _ = make(Path("none"))
+    driver = make(Path("none"))
     written = collecting(driver, [rollout(0, 1.0), rollout(1, None), rollout(2, 0.5)])
     driver.collect(4)
     assert written == []  # unless the run asks for them
@@ -103,7 +103,7 @@ def test_a_step_at_which_a_callback_raises_is_trained_and_is_the_last() -> None:
         def on_rollouts(self, step: int, rollouts: Any) -> None:
             raise ValueError("no such thing")
 
-    driver, _ = make(Path("none"))
+    driver = make(Path("none"))
     drawn = [rollout(0, 1.0)]
     collecting(driver, drawn)
     assert driver.goes_on(4)
@@ -117,7 +117,7 @@ def test_a_step_at_which_a_callback_raises_is_trained_and_is_the_last() -> None:
 @pytest.mark.parametrize(("logged", "seconds"), [(4, 3.0), (3, 103.0)])
 def test_the_first_step_of_a_resumed_run_is_not_charged_with_its_start(logged: int, seconds: float) -> None:
     """The row of step 4 is there already; where it is not, the start belongs to it, as that of a first row."""
-    driver, _ = make(Path("none"))
+    driver = make(Path("none"))
     collecting(driver, [])
     now = [0.0]
     driver.watch = Stopwatch(lambda: now[0])

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import RolloutConfig, RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.run.sampling.collector import idle_shares
 from tepo_megatron.run.sampling.length_handling import trained_places
-from tepo_megatron.run.sampling.schedule import idle_shares
 from tepo_megatron.run.sampling.staleness import mismatch_by_age, part_ages, token_ages, version_figures
 from tepo_megatron.run.step.agreement import check_agreement
 from tepo_megatron.run.step.minibatches import minibatches
@@ -123,15 +123,12 @@ def test_a_record_of_older_weights_than_a_schedule_allows_is_refused(
             {"train": {"schedule": "overlap"}, "rollout": {"uncorrected": True, "server": {"placement": "colocated"}}},
             r"train\.schedule = overlap with rollout\.server\.placement = colocated",
         ),
-        (
-            {"train": {"schedule": "overlap"}, "rollout": {"uncorrected": True}, "model": {"lora": {"serve": "adapter"}}},
-            r"train\.schedule = overlap with model\.lora\.serve = adapter",
-        ),
         ({"train": {"max_staleness": 2}}, r"max_staleness = 2 does nothing with schedule = sync"),
         ({"train": {"stale": "keep"}}, r"stale = keep does nothing with schedule = sync"),
         ({"train": {"kv_cache": "keep"}}, r"kv_cache = keep does nothing with schedule = sync"),
         ({"train": {"schedule": "overlap", "max_staleness": 0}}, "greater than or equal to 1"),
-        ({"train": {"schedule": "overlap"}, "rollout": {"uncorrected": True}}, None),
+        ({"train": {"schedule": "overlap"}, "rollout": {"uncorrected": True}, "model": {"lora": {"serve": "adapter"}}}, None),
+        ({"train": {"schedule": "overlap"}, "rollout": {"uncorrected": True, "oversample": 1.5, "partial": True}}, None),
         ({"train": {"schedule": "overlap", "max_staleness": 4}, "objective": {"preset": "decoupled_ppo"}}, None),
     ],
 )

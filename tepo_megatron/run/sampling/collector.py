@@ -1,0 +1,328 @@
+"""A step's rollouts on rank 0: prompts drawn, sampled, rewarded and filtered, or read from the journal or a replay.
+
+``train.schedule`` chooses the window of the buffer: 0 samples within a step (``sync``), k samples ahead in a thread while the
+trainer works (``overlap``). All else is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from tepo_megatron.config import RunConfig
+from tepo_megatron.core.rollout import Rollout, WeightsVersion
+from tepo_megatron.run.output.resume import restore_data
+from tepo_megatron.run.sampling import length_handling as truncated
+from tepo_megatron.run.sampling.custom_rollout import Collect, StepSampler, arranged, call_collect, with_results
+from tepo_megatron.run.sampling.filters import load_filters
+from tepo_megatron.run.sampling.group_worker import POLL_INTERVAL_S, BackgroundThread, BusyClock, Ended, GroupWorker
+from tepo_megatron.run.sampling.groups import Group, GroupBuffer
+from tepo_megatron.run.sampling.inputs import Inputs, read_replay
+from tepo_megatron.run.sampling.journal import Journal
+from tepo_megatron.run.sampling.staleness import most_stale, version_figures
+from tepo_megatron.run.sampling.step_rewards import StepRewards
+from tepo_megatron.runtime.preemption import stop_signals
+from tepo_megatron.runtime.watch.heartbeat import Heartbeat
+from tepo_megatron.sampler.protocol import Sampler
+from tepo_megatron.tasks.data.mixture import make_sampler
+from tepo_megatron.tasks.environments.episode_tokens import prompt_of
+from tepo_megatron.tasks.protocol import Task, turn_figures
+
+Phase = Callable[[str], AbstractContextManager[None]]
+
+WAITING_PHASES: Sequence[str] = ("rollout", "reward", "journal")
+"""Phases in which the trainer waits for rollouts."""
+
+
+class RolloutCollector:
+    """Collects the rollouts of each step. A step that is repeated or given up gets the same prompts again.
+
+    ``fleet``: None in a replayed run. ``phase`` enters a phase of the step. ``collect``: the user's generation step.
+    ``rollouts`` are the rollouts of the last :meth:`collect`, with the verifier's rewards; ``drawn`` the same with those that
+    have no reward. All methods are for the main thread.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        inputs: Inputs,
+        rewards: StepRewards,
+        task: Task,
+        journal: Journal,
+        fleet: Sampler | None,
+        *,
+        phase: Phase,
+        heartbeat: Heartbeat,
+        collect: Collect | None = None,
+    ) -> None:
+        self._config, self._inputs, self._fleet = config, inputs, fleet
+        self._rewards, self._task, self._journal = rewards, task, journal
+        self._phase, self._heartbeat, self._collect_custom = phase, heartbeat, collect
+        self._signals = stop_signals()
+        rollout, train = config.rollout, config.train
+        window = train.max_staleness if train.schedule == "overlap" and fleet is not None else 0
+        self._buffer = GroupBuffer(
+            config,
+            inputs.train,
+            make_sampler(inputs.train, config.data, config.seed),
+            lambda problem: prompt_of(config.environment, inputs.tokenizer, problem),
+            load_filters(rollout.filter_groups),
+            window=window,
+        )
+        self._is_dynamic = window == 0 and (rollout.filter_groups is not None or rollout.partial)
+        self._store = journal.group_store(self._identity, active=self._is_dynamic)
+        self._sampled_task = None if window else task
+        """A task is for one thread, and evaluations use the run's task: the thread of window k opens another one."""
+        self._clock = BusyClock()
+        self._thread = BackgroundThread(self._sample, self._buffer) if window else None
+        self._collected: tuple[int, list[Rollout]] = (-1, [])
+        self._moves = 0
+        self.drawn: list[Rollout] = []
+        self.rollouts: list[Rollout] = []
+        self._figures: dict[str, float] = {}
+
+    # -- a step ----------------------------------------------------------------------------------------------------------
+
+    def collect(self, step: int) -> list[Rollout]:
+        """The rollouts that a step trains on: ``prompts_per_step`` groups, without responses that have no reward. The same
+        rollouts if it is called again for the same step.
+
+        Raises RuntimeError if filters leave too few groups, or if too few responses are left to train on; ServerDied if
+        servers are gone that are needed for the step.
+        """
+        if self._collected[0] != step:
+            self._collected = (step, self._collect(step))
+        self.drawn = self._collected[1]
+        self.rollouts = self._rewards.leave_out(self.drawn)
+        task = self._sampled_task  # None until the thread samples
+        self._figures |= version_figures(self.rollouts, step)
+        self._figures |= turn_figures(self.rollouts) if task is None else task.take_figures(self.rollouts)
+        trained, figures = truncated.trained(self.rollouts, self._config, step)
+        self._figures |= figures
+        return trained
+
+    def take_figures(self) -> dict[str, float]:
+        """Figures of the step that was just collected, for its row; once."""
+        figures, self._figures = self._figures, {}
+        return figures
+
+    def _collect(self, step: int) -> list[Rollout]:
+        if self._config.rollout.replay is not None:
+            with self._phase("rollout"):
+                return read_replay(self._config, self._inputs.spec.vocab_size, step)
+        first = self._buffer.begin(step)
+        with self._phase("journal"):
+            drawn_by = self._step_identity(first)
+            recorded = self._find(step, drawn_by)
+        if recorded is not None:
+            return recorded
+        if self._thread is None:
+            with self._signals.interruptible():
+                self._sample(self._buffer.is_ready)
+        else:
+            self._wait(self._thread)
+        batch, filtered, figures = self._buffer.take()
+        rollouts = self._as_rollouts(batch, filtered, step)
+        self._figures |= figures
+        with self._phase("journal"):
+            # The entry last: what it is found with must be there.
+            if self._is_dynamic:
+                self._store.write_state(step, {"drawn_by": drawn_by, "figures": figures, "after": self._buffer.state()})
+            self._journal.write(step, rollouts, drawn_by, self._rewards.failed)
+            self._store.keep_only([group.number for group in self._buffer.pending()])
+        return rollouts
+
+    def _find(self, step: int, drawn_by: str) -> list[Rollout] | None:
+        """The step as an interrupted run left it, with what it drew and carried over."""
+        if self._thread is not None and self._thread.is_running:
+            return None  # what is sampled follows what an interrupted run has left
+        after = self._store.read_state(step) if self._is_dynamic else None
+        if self._is_dynamic and (after is None or after.get("drawn_by") != drawn_by):
+            return None
+        entry = self._journal.find(step, drawn_by, stalest=most_stale(self._config, step))
+        if entry is None:
+            return None
+        self._rewards.failed = entry.failed_rewards
+        if self._thread is None:
+            self._buffer.skip_step(None if after is None else after["after"])
+            self._figures |= {} if after is None else after["figures"]
+        else:
+            problems = {rollout.group: rollout.problem_id for rollout in entry.rollouts}
+            self._figures |= self._buffer.skip(list(problems.values()))
+        return entry.rollouts
+
+    def _as_rollouts(self, batch: Sequence[Group], filtered: Sequence[Group], step: int) -> list[Rollout]:
+        """The batch's rollouts as they are recorded. Failed rewards count over all decided groups."""
+        decided = [*batch, *filtered]
+        rollouts = [replace(rollout, group=index) for index, group in enumerate(decided) for rollout in group.rollouts()]
+        results = [group.results[sample] for group in decided for sample in range(len(group.samples))]
+        rewarded = self._rewards.reward(rollouts, results, step)
+        return [rollout for rollout in rewarded if rollout.group < len(batch)]
+
+    def _wait(self, thread: BackgroundThread) -> None:
+        """Until the thread has a batch."""
+        thread.start()
+        moves, buffer = self._moves, self._buffer
+        with self._phase("rollout"), self._signals.interruptible(), buffer.changed:
+            while True:
+                is_ready = buffer.is_ready()
+                thread.raise_error(unless_died=is_ready)
+                if is_ready:
+                    return
+                buffer.changed.wait(POLL_INTERVAL_S)
+                if moves != self._moves:
+                    moves = self._moves
+                    self._heartbeat.moved()
+
+    # -- sampling, in the thread of window k -----------------------------------------------------------------------------
+
+    def _sample(self, ended: Ended) -> None:
+        if self._sampled_task is None:
+            self._sampled_task = self._task.another()
+        if self._collect_custom is not None:
+            self._sample_custom(self._collect_custom, self._sampled_task, ended)
+            return
+        fleet, sampling = self._fleet, self._config.rollout.sampling
+        assert fleet is not None
+        worker = GroupWorker(
+            self._buffer,
+            self._sampled_task,
+            self._store,
+            self._clock,
+            decode=self._inputs.tokenizer.decode,
+            seed=self._config.seed,
+            partial=self._config.rollout.partial and self._thread is None,
+            on_progress=self._note_progress,
+            **({"phase": self._phase} if self._thread is None else {}),
+        )
+        samples = fleet.sample_stream(sampling, sampling_mask=sampling.truncates, on_move=self._note_move)
+        with self._sampled_task.stream(samples, lambda number: self._buffer.running[number].problem) as stream:
+            worker.run(stream, ended)
+
+    def _sample_custom(self, collect: Collect, task: Task, ended: Ended) -> None:
+        """Has the user's generation step draw whole batches. In window k, its number is that of a batch."""
+        buffer, rollout = self._buffer, self._config.rollout
+        assert self._fleet is not None
+        buffer.requeue()
+        while not ended():
+            groups = buffer.claim_batch()
+            if not groups:
+                buffer.wait_for_room(POLL_INTERVAL_S, rollout.prompts_per_step)
+                continue
+            problems, first = [group.problem for group in groups], groups[0]
+            step = first.number // rollout.prompts_per_step if first.step is None else first.step
+            sampler = StepSampler(self._config, self._inputs, self._fleet, task, step, self._note_move)
+            with self._phase_here("rollout"):
+                self._clock.set(True)
+                try:
+                    returned = call_collect(str(rollout.collect), collect, problems, sampler)
+                finally:
+                    self._clock.set(False)
+                rollouts = arranged(
+                    str(rollout.collect),
+                    returned,
+                    problems,
+                    step=step,
+                    drawn_by=step if self._thread is None else None,
+                    samples=rollout.samples_per_prompt,
+                    vocab_size=self._inputs.spec.vocab_size,
+                )
+            with self._phase_here("reward"):
+                results = iter(with_results(rollouts, problems, task))
+            drawn = iter(rollouts)
+            for group in groups:
+                for sample in range(len(group.samples)):
+                    group.samples[sample] = next(drawn)
+                    group.score(sample, next(results))
+                buffer.decide(group)
+
+    def _phase_here(self, name: str) -> AbstractContextManager[None]:
+        return self._phase(name) if self._thread is None else nullcontext()
+
+    def _note_progress(self) -> None:
+        """A response or a reward is there."""
+        if self._thread is None:
+            size = self._config.rollout.prompts_per_step
+            self._heartbeat.moved(min(len(self._buffer.done), size), size)
+        else:
+            self._moves += 1
+
+    def _note_move(self) -> None:
+        """A server makes tokens."""
+        if self._thread is None:
+            self._heartbeat.moved()
+        else:
+            self._moves += 1
+
+    # -- weights and the time of the servers -----------------------------------------------------------------------------
+
+    def published(self, version: WeightsVersion) -> None:
+        """All servers have these weights, and sample with them."""
+        with self._buffer.changed:
+            self._buffer.version = version
+        if self._thread is not None:
+            self._thread.resume()
+
+    def hold_clock(self) -> AbstractContextManager[None]:
+        """Context in which the servers receive weights or work on an evaluation: they are neither idle nor busy."""
+        return self._clock.hold()
+
+    def idle_shares(self, split: Mapping[str, float]) -> dict[str, float]:
+        """Idle shares of the step that ends now. ``split``: its seconds by phase."""
+        return idle_shares(split, self._clock.take())
+
+    # -- the order of the problems ---------------------------------------------------------------------------------------
+
+    def drop_step(self, step: int) -> None:
+        """The step is given up, if it was started: its problems are drawn again."""
+        self._buffer.drop_step(step)
+        self._collected = (-1, [])
+
+    def go_back(self) -> None:
+        """The next steps draw other problems than the undone ones, also for the same step numbers."""
+        self._buffer.forget()
+        self._collected = (-1, [])
+
+    def state(self) -> dict[str, Any]:
+        """The order of the problems and the groups that were drawn and not trained on, for a checkpoint."""
+        return self._buffer.state()
+
+    def restore(self, state: Mapping[str, Any]) -> str | None:
+        """Continues in the data where the saved run stopped; see :func:`restore_data`."""
+        restart = restore_data(self._buffer.order, state, self._config.train.allow_change)
+        if restart is None:
+            self._buffer.restore(state["sampler"])
+        return restart
+
+    def close(self) -> None:
+        """Ends the thread of window k, and its verifiers."""
+        if self._thread is not None:
+            self._thread.close()
+            if self._sampled_task is not None:
+                self._sampled_task.close()
+
+    def _identity(self, group: Group) -> str:
+        """A digest of what decides a group: what decides a step's rollouts, and the group's place in the run."""
+        drawn_by = self._journal.identity([group.problem], [group.prompt_ids], group.version)
+        return f"{drawn_by}/{group.number}/{group.step}/{group.place}"
+
+    def _step_identity(self, first: Sequence[Group]) -> str:
+        version, train = self._buffer.version, self._config.train
+        if self._thread is None:
+            problems, prompts = [group.problem for group in first], [group.prompt_ids for group in first]
+            return self._journal.identity(problems, prompts, version)
+        window = {"schedule": train.schedule, "k": train.max_staleness, "stale": train.stale, "kv_cache": train.kv_cache}
+        return self._journal.identity((), (), version, schedule=window)
+
+
+def idle_shares(split: Mapping[str, float], busy_s: float) -> dict[str, float]:
+    """``idle/trainer`` and ``idle/servers``: the shares of a step, without its evaluation, in which the trainer waits for
+    rollouts, and in which the servers have nothing to sample. ``split``: seconds of the step by phase.
+    """
+    seconds = split["time/step"] - split["time/eval"]
+    if seconds <= 0:
+        return {}
+    waited = sum(split[f"time/{name}"] for name in WAITING_PHASES)
+    return {"idle/trainer": min(1.0, waited / seconds), "idle/servers": min(1.0, max(0.0, 1 - busy_s / seconds))}

@@ -1,0 +1,296 @@
+"""Sampling and scoring of the groups of a buffer: each response goes to its verifier as soon as it is finished.
+
+In window 0 the main thread does it within a step; in window k a thread of rank 0 does it all the time, and the servers' weights
+change under it. An error ends the stream of samples. The main thread alone revives servers and sends weights; after that all
+unfinished responses are asked for again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tepo_megatron.core.rollout import Response, Rollout
+from tepo_megatron.run.sampling.groups import UNFINISHED, Group, GroupBuffer
+from tepo_megatron.run.sampling.step_rewards import answer_of
+from tepo_megatron.run.step.minibatches import derive_seed
+from tepo_megatron.sampler.protocol import ServerDied
+from tepo_megatron.sampler.sampling import prompt_seed
+from tepo_megatron.tasks.protocol import ResponseStream, Task
+
+POLL_INTERVAL_S = 0.2
+"""The longest wait for one event."""
+
+FAST_POLL_S = 0.02
+"""The longest wait for a response while verifiers have answers outstanding."""
+
+Ended = Callable[[], bool]
+
+
+class GroupFiles(Protocol):
+    """Groups on disk (``journal.GroupStore``)."""
+
+    def fill(self, group: Group, *, partial: bool) -> bool: ...
+    def write(self, group: Group) -> None: ...
+
+
+class BusyClock:
+    """Seconds in which the servers have something to sample. For several threads. ``clock`` returns monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._busy, self._holds = False, 0
+        self._seconds, self._mark = 0.0, clock()
+
+    def set(self, busy: bool) -> None:
+        with self._lock:
+            self._charge()
+            self._busy = busy
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Context in which no time counts: the servers receive weights, or work on an evaluation."""
+        self._add_hold(1)
+        try:
+            yield
+        finally:
+            self._add_hold(-1)
+
+    def take(self) -> float:
+        """The seconds since the last call."""
+        with self._lock:
+            self._charge()
+            seconds, self._seconds = self._seconds, 0.0
+            return seconds
+
+    def _add_hold(self, count: int) -> None:
+        with self._lock:
+            self._charge()
+            self._holds += count
+
+    def _charge(self) -> None:
+        now = self._clock()
+        if self._busy and not self._holds:
+            self._seconds += now - self._mark
+        self._mark = now
+
+
+@dataclass
+class GroupWorker:
+    """Takes groups from a buffer to its done ones. ``decode`` makes text of token ids; ``on_progress`` is called after every
+    response and reward; ``phase`` is entered as ``rollout`` while servers sample, and as ``reward`` while only verifiers work.
+    """
+
+    buffer: GroupBuffer
+    task: Task
+    files: GroupFiles
+    clock: BusyClock
+    decode: Callable[[Sequence[int]], str]
+    seed: int
+    partial: bool = False
+    """Whether the end of a run aborts what is unfinished, and keeps the partial responses for the next one."""
+    on_progress: Callable[[], None] = lambda: None
+    phase: Callable[[str], AbstractContextManager[None]] = lambda name: contextlib.nullcontext()
+    _sampling: int = field(init=False, default=0)
+    """Outstanding responses."""
+    _scoring: int = field(init=False, default=0)
+    """Outstanding answers of verifiers."""
+
+    def run(self, stream: ResponseStream, ended: Ended) -> None:
+        """Returns when ``ended`` is true. Raises what stream, verifiers and filters raise; groups keep what is finished."""
+        self.buffer.requeue()
+        self.task.reset()
+        self._sampling = self._scoring = 0
+        try:
+            with self.phase("rollout"):
+                self._ask(stream)
+            while not ended():
+                if not self._sampling and not self._scoring:
+                    assert self.buffer.window, "a step that is not ready has something outstanding"
+                    self.buffer.wait_for_room(POLL_INTERVAL_S)
+                    self._ask(stream)
+                    continue
+                with self.phase("rollout" if self._sampling else "reward"):
+                    self._pump(stream, ended)
+            if self.partial:
+                self._put_aside(stream)
+        finally:
+            self.clock.set(False)
+
+    def _pump(self, stream: ResponseStream, ended: Ended) -> None:
+        """Returns at the end, or when the other side is waited for."""
+        samples = self._sampling > 0
+        while (self._sampling > 0) == samples and (self._sampling or self._scoring) and not ended():
+            if samples:
+                self._receive(stream.next(FAST_POLL_S if self._scoring else POLL_INTERVAL_S))
+            self._take_rewards(0.0 if samples else POLL_INTERVAL_S)
+            self._ask(stream)
+
+    def _ask(self, stream: ResponseStream) -> None:
+        """Asks for what claimed groups lack. One that an earlier process had is decided at once, which may claim others."""
+        while claimed := self.buffer.claim():
+            for group in claimed:
+                self._ask_for(group, stream)
+        self.clock.set(self._sampling > 0)
+
+    def _ask_for(self, group: Group, stream: ResponseStream) -> None:
+        if not any(group.samples):
+            self.files.fill(group, partial=self.partial)
+        group.asked = set(group.results)
+        if group.is_complete:
+            self._decide(group)
+            return
+        missing = [index for index in range(len(group.samples)) if not group.is_finished(index)]
+        parts = {index: _part(rollout) for index in missing if (rollout := group.samples[index]) is not None}
+        self._sampling += len(missing)
+        if missing:
+            seed = self._seed_of(group)
+            stream.submit(group.number, group.prompt_ids, seed, len(group.samples), continued=parts, only=missing)
+        self._ask_verifiers(group)
+
+    def _seed_of(self, group: Group) -> int:
+        if group.step is None:
+            return derive_seed(self.seed, group.number, "group")
+        return prompt_seed(derive_seed(self.seed, group.step, "rollout"), group.place)
+
+    def _receive(self, result: tuple[Hashable, int, Response] | None) -> None:
+        if result is None:
+            return
+        number, sample, response = result
+        assert isinstance(number, int)
+        group = self.buffer.running.get(number)
+        if group is None or group.is_finished(sample):
+            return  # forgotten meanwhile
+        self._sampling -= 1
+        is_whole = response.finish_reason != UNFINISHED
+        group.samples[sample] = Rollout.of(
+            response,
+            problem_id=group.problem.id,
+            group=sample,
+            prompt_ids=group.prompt_ids,
+            text=self.decode(response.response_ids.tolist()) if is_whole else "",
+            reward=None,
+        )
+        self.on_progress()
+        self._ask_verifiers(group)
+
+    def _ask_verifiers(self, group: Group) -> None:
+        """Submits finished responses; a verifier of whole groups receives a group when all of it is finished."""
+        size = len(group.samples)
+        ready = [index for index in range(size) if group.is_finished(index)]
+        if self.task.scores_groups:
+            ready = ready if len(ready) == size else []
+            if len(group.results) < size and group.asked == set(group.results):
+                group.asked.clear()  # responses from disk without an answer are judged with their whole group
+        for index in ready:
+            rollout = group.samples[index]
+            if index not in group.asked and rollout is not None:
+                group.asked.add(index)
+                self._scoring += 1
+                answer = answer_of(rollout)
+                self.task.submit((group.number, index), group.problem, answer, group=group.number, group_size=size)
+
+    def _take_rewards(self, timeout_s: float) -> None:
+        for key, result in self.task.poll(timeout_s):
+            assert isinstance(key, tuple)
+            self._scoring -= 1
+            group = self.buffer.running.get(key[0])
+            if group is None:
+                continue
+            group.score(key[1], result)
+            self.on_progress()
+            if group.is_complete:
+                self._decide(group)
+
+    def _decide(self, group: Group) -> None:
+        if not (self.partial and self.buffer.is_full):
+            self.buffer.decide(group)
+        self.files.write(group)
+
+    def _put_aside(self, stream: ResponseStream) -> None:
+        """Unfinished responses keep their tokens; finished ones get their rewards."""
+        with self.phase("rollout"):
+            for result in stream.abort():
+                self._receive(result)
+        self._sampling = 0
+        with self.phase("reward"):
+            while self._scoring:
+                self._take_rewards(POLL_INTERVAL_S)
+        for group in self.buffer.running.values():
+            self.files.write(group)
+
+
+class BackgroundThread:
+    """Repeats ``work`` in a thread from :meth:`start` to :meth:`close`, while the servers have weights. ``work`` returns when
+    the function that it is called with returns true.
+    """
+
+    def __init__(self, work: Callable[[Ended], None], buffer: GroupBuffer) -> None:
+        self._work, self._buffer = work, buffer
+        self._is_ready = self._is_closed = False
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None
+
+    def start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="sample-ahead", daemon=True)
+            self._thread.start()
+
+    def resume(self) -> None:
+        """All servers have weights again: a stream that broke is opened anew."""
+        with self._buffer.changed:
+            self._is_ready = True
+            if isinstance(self._error, ServerDied):
+                self._error = None
+            self._buffer.changed.notify_all()
+
+    def raise_error(self, *, unless_died: bool) -> None:
+        """Raises the error that ended the work, once; with ``unless_died`` not if it is a server's death."""
+        with self._buffer.changed:
+            if self._error is not None and not (unless_died and isinstance(self._error, ServerDied)):
+                error, self._error = self._error, None
+                raise error
+
+    def close(self) -> None:
+        """Ends the thread, within seconds unless user code blocks it; safe to call twice."""
+        with self._buffer.changed:
+            self._is_closed = True
+            self._buffer.changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(10 * POLL_INTERVAL_S)
+
+    def _run(self) -> None:
+        changed = self._buffer.changed
+        while True:
+            with changed:
+                changed.wait_for(lambda: self._is_closed or self._is_ready)
+                if self._is_closed:
+                    return
+                generation = self._buffer.generation
+            try:
+                self._work(lambda: self._is_closed or self._buffer.generation != generation)  # noqa: B023 read in this round
+            except Exception as error:  # the main thread raises it
+                with changed:
+                    self._error, self._is_ready = error, False
+                    changed.notify_all()
+
+
+def _part(rollout: Rollout) -> Response:
+    return Response(
+        rollout.response_ids,
+        rollout.sampler_logprobs,
+        rollout.finish_reason,
+        rollout.versions,
+        rollout.routed_experts,
+        rollout.loss_mask,
+        rollout.sampling_mask,
+    )
