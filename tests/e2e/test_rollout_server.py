@@ -137,42 +137,6 @@ def sample(fleet: Fleet, seed: int, temperature: float = 1.0, n: int = 8, length
     return fleet.generate(PROMPTS, n=n, temperature=temperature, max_new_tokens=length, seed=seed)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-def test_logprobs_are_those_of_the_distribution_that_was_sampled(
-    fleet: Fleet, first_weights: torch.nn.Module, temperature: float
-) -> None:
-    for prompt, group in zip(PROMPTS, sample(fleet, seed=1, temperature=temperature), strict=True):
-        for response in group:
-            expected = logprobs_oracle(first_weights, prompt, response.response_ids.tolist(), temperature)
-            torch.testing.assert_close(torch.tensor(response.logprobs.tolist()).double(), expected, rtol=0, atol=1e-4)
-
-
-def test_a_response_ends_with_its_end_token_or_at_the_length(fleet: Fleet, first_weights: torch.nn.Module) -> None:
-    responses = [response for group in sample(fleet, seed=2, n=32) for response in group]
-    for response in responses:
-        assert EOS not in response.response_ids[:-1]
-        if response.finish_reason == "stop":
-            assert response.response_ids[-1] == EOS
-        else:
-            assert response.finish_reason == "length"
-            assert len(response.response_ids) == 24
-            assert response.response_ids[-1] != EOS
-    assert {response.finish_reason for response in responses} == {"stop", "length"}
-
-
-def test_samples_differ_within_a_group_and_between_groups_and_repeat_with_the_seed(
-    fleet: Fleet, first_weights: torch.nn.Module
-) -> None:
-    groups = sample(fleet, seed=3)
-    twice = (groups[0], groups[-1])  # one prompt
-    drawn = [tuple(response.response_ids.tolist()) for group in twice for response in group]
-    assert len(set(drawn)) == len(drawn)
-    again = sample(fleet, seed=3)
-    assert again == groups
-    other = {tuple(response.response_ids.tolist()) for response in sample(fleet, seed=4)[0]}
-    assert other.isdisjoint(drawn)
-
-
 def test_samples_are_those_of_n_in_one_request_of_vllms_own_route(fleet: Fleet, first_weights: torch.nn.Module) -> None:
     (client,) = fleet._clients
     params = {"n": 6, "temperature": 0.9, "max_tokens": 24, "seed": 77, "stop_token_ids": [EOS], "logprobs": 0}
@@ -187,55 +151,6 @@ def test_samples_are_those_of_n_in_one_request_of_vllms_own_route(fleet: Fleet, 
     assert [ours[index] for index in range(6)] == theirs
 
 
-def test_responses_are_ended_in_the_middle_and_gone_on_with_by_other_weights(
-    fleet: Fleet, first_weights: torch.nn.Module
-) -> None:
-    other, version = random_model(3), WeightsVersion(5, "d")
-    with fleet.sample_stream(Sampling(1.0, 100)) as stream:
-        for seed in range(5, 5 + ATTEMPTS):
-            stream.submit("a", PROMPTS[0], seed, 48)
-            ended = [stream.next(None), *stream.abort()]
-            parts = {index: each for _, index, each in ended if each.finish_reason == "abort"}
-            if len(parts) > 5:
-                break
-        assert len(parts) > 5
-        assert {index for _, index, _ in ended} == set(range(48))  # all had begun
-        for each in list(parts.values())[:4]:
-            expected = logprobs_oracle(first_weights, PROMPTS[0], each.response_ids.tolist(), 1.0)
-            torch.testing.assert_close(torch.tensor(each.logprobs.tolist()).double(), expected, rtol=0, atol=1e-4)
-        sync(fleet, other, version)
-        stream.submit("a", PROMPTS[0], seed, 48, continued=parts, only=list(parts))
-        for _, index, whole in stream:
-            length = len(parts[index].response_ids)
-            assert whole.versions == ((0, WeightsVersion(0)), (length, version))
-            assert whole.response_ids[:length].tolist() == parts[index].response_ids.tolist()
-            old, new = (
-                logprobs_oracle(model, PROMPTS[0], whole.response_ids.tolist(), 1.0) for model in (first_weights, other)
-            )
-            expected = torch.cat([old[:length], new[length:]])
-            torch.testing.assert_close(torch.tensor(whole.logprobs.tolist()).double(), expected, rtol=0, atol=1e-4)
-
-
-def test_an_update_in_the_middle_of_responses_shows_in_their_versions(fleet: Fleet, first_weights: torch.nn.Module) -> None:
-    version = WeightsVersion(6, "e")
-    for seed in range(5, 5 + ATTEMPTS):
-        with fleet.sample_stream(Sampling(1.0, 100)) as stream:
-            stream.submit("a", PROMPTS[0], seed, 48)
-            drawn = [stream.next(None)[2]]
-            sync(fleet, random_model(4), version)
-            drawn += [each for _, _, each in stream]
-        spans = {tuple(each for _, each in response.versions) for response in drawn}
-        if len(spans) > 1:
-            break
-        sync(fleet, first_weights, WeightsVersion(0))
-    assert len(drawn) == 48
-    assert spans == {(WeightsVersion(0),), (WeightsVersion(0), version)}
-    for response in drawn:  # until the update all is the first weights'
-        end = {each: start for start, each in response.versions}.get(version, len(response.logprobs))
-        expected = logprobs_oracle(first_weights, PROMPTS[0], response.response_ids.tolist(), 1.0)[:end]
-        torch.testing.assert_close(torch.tensor(response.logprobs[:end].tolist()).double(), expected, rtol=0, atol=1e-4)
-
-
 def test_first_tokens_follow_the_distribution(fleet: Fleet, first_weights: torch.nn.Module) -> None:
     """Also across prompts that share a seed: 60 groups of one prompt are 480 independent draws."""
     prompt, temperature = PROMPTS[0], 0.8
@@ -245,25 +160,6 @@ def test_first_tokens_follow_the_distribution(fleet: Fleet, first_weights: torch
         expected = 480 * (first_weights(torch.tensor([prompt])).logits[0, -1].double() / temperature).softmax(-1)
     chi_squared = float(((counts - expected) ** 2 / expected).sum())
     assert chi_squared < 63 + 6 * (2 * 63) ** 0.5  # mean and six standard deviations of chi-squared with 63 degrees of freedom
-
-
-def test_greedy_tokens_are_those_of_transformers(fleet: Fleet, first_weights: torch.nn.Module) -> None:
-    assert greedy(fleet) == greedy_oracle(first_weights)
-
-
-def test_progress_is_reported_until_all_prompts_are_done(fleet: Fleet, first_weights: torch.nn.Module) -> None:
-    seen: list[tuple[int, int]] = []
-    fleet.generate(
-        PROMPTS, n=2, temperature=1.0, max_new_tokens=4, seed=6, on_progress=lambda done, total: seen.append((done, total))
-    )
-    assert seen == [(done, len(PROMPTS)) for done in range(1, len(PROMPTS) + 1)]
-
-
-def test_an_empty_prompt_and_a_greedy_group_are_refused(fleet: Fleet, first_weights: torch.nn.Module) -> None:
-    with pytest.raises(ValueError, match="prompt 1 is empty"):
-        fleet.generate([(1,), ()], n=1, temperature=1.0, max_new_tokens=4, seed=0)
-    with pytest.raises(ValueError, match="n = 2"):
-        fleet.generate([(1,)], n=2, temperature=0.0, max_new_tokens=4, seed=0)
 
 
 def test_a_prompt_that_is_too_long_is_an_error_and_no_death(fleet: Fleet, first_weights: torch.nn.Module) -> None:

@@ -1,0 +1,154 @@
+"""The fleet of vLLM servers and the reference sampler keep the sampler's contract, and the contract sees who does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.core.rollout import Response, WeightsVersion
+from tepo_megatron.sampler.protocol import KeyedResponse, Sampler, SamplerFactory
+from tepo_megatron.sampler.registry import make_sampler, sampler_spec
+from tepo_megatron.weights.transfer.full_tensors import TensorManifest
+from tests.contracts.sampler_contract import CHECKS, EOS, MAX_LENGTH, contract_failures, write_model
+from tests.support.reference_sampler import ReferenceSampler, ReferenceStream, _Draw
+
+SAMPLERS: dict[str, SamplerFactory] = {"reference": ReferenceSampler, "vllm": make_sampler}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def make(factory: Any, model_dir: Path) -> Sampler:
+    config = ServerConfig(max_model_len=MAX_LENGTH, max_num_seqs=16)
+    sampler: Sampler = factory(
+        config, model_dir=model_dir, dtype="float32", stop_token_ids=[EOS], log_dir=model_dir.parent / "logs"
+    )
+    return sampler
+
+
+@pytest.fixture(scope="module", params=SAMPLERS)
+def sampler(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[Sampler]:
+    with make(SAMPLERS[request.param], model_dir) as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_sampler_keeps_the_contract(sampler: Sampler, name: str) -> None:
+    CHECKS[name](sampler)
+
+
+def test_an_unknown_sampler_is_a_sentence() -> None:
+    with pytest.raises(ValueError, match=r"there is no sampler 'sglang'; there is vllm"):
+        sampler_spec("sglang")
+
+
+class NoCachedLogprobs(ReferenceSampler):
+    cached_logprobs: Any = property(lambda self: getattr(self, "absent"))  # noqa: B009
+
+
+class OneSeed(ReferenceSampler):
+    """Draws every sample with the same numbers."""
+
+    def draw_token(self, draw: _Draw, sampling: Any) -> None:
+        if draw.generator is not None:
+            draw.generator.manual_seed(0)
+        super().draw_token(draw, sampling)
+
+
+class UntemperedLogprobs(ReferenceSampler):
+    def draw_token(self, draw: _Draw, sampling: Any) -> None:
+        super().draw_token(draw, sampling)
+        draw.logprobs[-1] *= sampling.temperature or 1.0
+
+
+class IgnoresStopTokens(ReferenceSampler):
+    def sample_stream(self, sampling: Any, *, sampling_mask: bool = False, on_move: Any = lambda: None) -> ReferenceStream:
+        stream = super().sample_stream(sampling, sampling_mask=sampling_mask, on_move=on_move)
+        stream._sampling = stream._sampling._replace(stop_token_ids=())
+        return stream
+
+
+class KeepsOldWeights(ReferenceSampler):
+    def update_weights_from_tensors(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
+        weights = dict(self._weights)
+        super().update_weights_from_tensors(version, manifest, tensors)
+        self._weights = weights
+
+
+class ForgetsTheFirstVersion(ReferenceSampler):
+    def draw_token(self, draw: _Draw, sampling: Any) -> None:
+        super().draw_token(draw, sampling)
+        draw.versions = [(0, draw.versions[-1][1])]
+
+
+class SwapsGroups(ReferenceSampler):
+    def generate(self, *args: Any, **kwargs: Any) -> list[list[Response]]:
+        return super().generate(*args, **kwargs)[::-1]
+
+
+class FinishedParts(ReferenceSampler):
+    """Says that aborted responses have finished."""
+
+    def sample_stream(self, sampling: Any, *, sampling_mask: bool = False, on_move: Any = lambda: None) -> ReferenceStream:
+        stream = super().sample_stream(sampling, sampling_mask=sampling_mask, on_move=on_move)
+        abort: Callable[[], list[KeyedResponse]] = stream.abort
+        finished = lambda: [(key, index, replace_reason(part)) for key, index, part in abort()]  # noqa: E731
+        stream.abort = finished  # type: ignore[method-assign]
+        return stream
+
+
+def replace_reason(part: Response) -> Response:
+    return Response(part.response_ids, part.logprobs, "stop", part.versions)
+
+
+class NeverWakes(ReferenceSampler):
+    def wake_up(self) -> None:
+        return None
+
+
+class ConsumesNothing(ReferenceSampler):
+    """Leaves the tensors that come after one that does not fit."""
+
+    def update_weights_from_tensors(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
+        taken = []
+        for (_, shape, _), tensor in zip(manifest, tensors, strict=False):
+            taken.append(tensor)
+            if len(shape) == 1 and shape[0] == 3:
+                break
+        super().update_weights_from_tensors(version, manifest, taken)
+
+
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [
+        (OneSeed, "generate: the same seed draws the same tokens"),
+        (UntemperedLogprobs, "generate: log-probs are those"),
+        (IgnoresStopTokens, "generate: responses end"),
+        (KeepsOldWeights, "update_weights_from_tensors: later tokens"),
+        (ForgetsTheFirstVersion, "update_weights_from_tensors: a response in progress"),
+        (SwapsGroups, "generate: groups are in the order"),
+        (FinishedParts, "abort: parts come back"),
+        (NeverWakes, "sleep: an update and wake_up"),
+        (ConsumesNothing, "update_weights_from_tensors: tensors that do not fit"),
+    ],
+)
+def test_a_misbehaving_member_is_named(kind: type[ReferenceSampler], check: str, model_dir: Path) -> None:
+    (name,) = (name for name in CHECKS if name.startswith(check))
+    member = name.partition(":")[0]
+    with make(kind, model_dir) as sampler, pytest.raises((AssertionError, RuntimeError)) as error:
+        CHECKS[name](sampler)
+    assert isinstance(error.value, RuntimeError) or member in str(error.value) or "versions" in str(error.value)
+
+
+def test_a_missing_member_is_named(model_dir: Path) -> None:
+    with make(NoCachedLogprobs, model_dir) as sampler:
+        failures = contract_failures(sampler)
+    assert "Sampler.cached_logprobs is missing" in failures.pop("Sampler: its members")
+    assert list(failures) == ["prompt_logprobs: every server scores a prompt"]

@@ -1,0 +1,302 @@
+"""A sampler in this process: a Llama in plain float64 torch that draws token by token, without batching or caches."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Unpack
+
+import torch
+from numpy.typing import ArrayLike
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+
+from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.core.rollout import Response, WeightsVersion, token_ids
+from tepo_megatron.core.sampling_mask import SamplingMask
+from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, NO_SERVERS, KeyedResponse, SamplerOptions
+from tepo_megatron.sampler.sampling import Sampling, SamplingSettings, join_parts, make_sample, prompt_seed
+from tepo_megatron.weights.transfer.full_tensors import TensorManifest
+
+
+@torch.no_grad()
+def llama_logits(weights: dict[str, Tensor], config: Mapping[str, Any], ids: Sequence[int]) -> Tensor:
+    """Logits [tokens, vocabulary] after each of ``ids``."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    tokens, eps = len(ids), config["rms_norm_eps"]
+    theta = (config.get("rope_parameters") or config).get("rope_theta", 1e4)
+    angles = torch.outer(torch.arange(tokens).double(), theta ** (-torch.arange(0, size, 2).double() / size)).repeat(1, 2)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weights[name]
+
+    def rotate(x: Tensor) -> Tensor:  # [heads, tokens, size]
+        turned = torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1)
+        return x * angles.cos() + turned * angles.sin()
+
+    x = weights["model.embed_tokens.weight"][torch.tensor(ids)]
+    for number in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{number}."
+        normed = norm(x, f"{layer}input_layernorm.weight")
+        q, k, v = (
+            (normed @ weights[f"{layer}self_attn.{name}_proj.weight"].T).view(tokens, -1, size).transpose(0, 1)
+            for name in "qkv"
+        )
+        k, v = (part.repeat_interleave(heads // kv_heads, 0) for part in (rotate(k), v))
+        attended = functional.scaled_dot_product_attention(rotate(q), k, v, is_causal=True).transpose(0, 1)
+        x = x + attended.reshape(tokens, -1) @ weights[f"{layer}self_attn.o_proj.weight"].T
+        normed = norm(x, f"{layer}post_attention_layernorm.weight")
+        gate, up = (normed @ weights[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (functional.silu(gate) * up) @ weights[f"{layer}mlp.down_proj.weight"].T
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    return norm(x, "model.norm.weight") @ head.T
+
+
+def truncate(logprobs: Tensor, sampling: Sampling) -> Tensor:
+    """The log-probs [vocabulary] of the tokens that may be drawn, normalised; the others are -inf."""
+    if sampling.min_p or sampling.top_p < 1 or sampling.stop or sampling.bad_words:
+        raise ValueError("the reference sampler knows temperature, top_k and stop tokens only")
+    if sampling.top_k is None:
+        return logprobs
+    return logprobs.masked_fill(logprobs < logprobs.topk(sampling.top_k).values[-1], -math.inf).log_softmax(-1)
+
+
+class ReferenceSampler:
+    """A :class:`Sampler` for full tensors of a Llama. ``sleep`` drops the weights, as a sampler on the trainer's GPUs does."""
+
+    def __init__(self, config: ServerConfig, **options: Unpack[SamplerOptions]) -> None:
+        self._options = options
+        self._config: dict[str, Any] = json.loads((options["model_dir"] / "config.json").read_text())
+        self._weights: dict[str, Tensor] = {}
+        self._version: WeightsVersion | None = None
+        self._is_running = self._is_awake = False
+        self._updating = threading.Lock()
+
+    @property
+    def weights_version(self) -> WeightsVersion | None:
+        return self._version
+
+    @property
+    def addresses(self) -> list[str]:
+        return ["reference"]
+
+    def start(self) -> None:
+        files = self._options["model_dir"].glob("*.safetensors")
+        self._weights = {name: tensor.double() for file in files for name, tensor in load_file(file).items()}
+        self._version, self._is_running, self._is_awake = INITIAL_WEIGHTS, True, True
+
+    def stop(self) -> None:
+        self._is_running = False
+
+    def __enter__(self) -> ReferenceSampler:
+        self.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.stop()
+
+    def revive(self) -> bool:
+        if self._is_running and self._weights:
+            return False
+        self.start()
+        self._version = None
+        return True
+
+    def sleep(self) -> None:
+        self._is_awake, self._version = False, None
+
+    def wake_up(self) -> None:
+        self._is_awake = True
+
+    def figures(self) -> dict[str, float]:
+        return dict(NO_SERVERS)
+
+    def update_weights_from_tensors(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
+        with self._updating:
+            received = list(tensors)
+            shapes = {name: tensor.shape for name, tensor in self._weights.items()}
+            if [tensor.shape for tensor in received] != [shapes.get(name) for name, _, _ in manifest]:
+                self._weights, self._version = {}, None
+                raise ValueError(f"weights {version.step}: the tensors do not fit the model")
+            self._weights |= {name: tensor.double() for (name, _, _), tensor in zip(manifest, received, strict=True)}
+            self._version = version
+
+    def update_weights_from_shards(self, version: WeightsVersion, sender: Any) -> None:
+        raise RuntimeError("the reference sampler takes full tensors only; set rollout.server.transfer = gather")
+
+    def update_adapters(
+        self, version: WeightsVersion, manifest: TensorManifest, tensors: Any, settings: Mapping[str, Any]
+    ) -> None:
+        raise RuntimeError("the reference sampler takes full tensors only; set model.lora.serve = merged")
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int,
+        temperature: float,
+        max_new_tokens: int,
+        seed: int,
+        top_p: float = 1.0,
+        top_k: int | None = None,
+        min_p: float = 0.0,
+        stop: tuple[str, ...] = (),
+        bad_words: tuple[str, ...] = (),
+        numbers: Sequence[int] | None = None,
+        on_group: Any = lambda index, group: None,
+        on_progress: Any = lambda done, total: None,
+        on_move: Callable[[], None] = lambda: None,
+    ) -> list[list[Response]]:
+        groups: list[dict[int, Response]] = [{} for _ in prompts]
+        sampling = Sampling(temperature, max_new_tokens, (), top_p, top_k, min_p, stop, bad_words)
+        with self.sample_stream(sampling, on_move=on_move) as stream:
+            for index, prompt in enumerate(prompts):
+                stream.submit(index, prompt, prompt_seed(seed, index if numbers is None else numbers[index]), n)
+            for index, sample, response in stream:
+                groups[index][sample] = response
+                if len(groups[index]) == n:
+                    on_group(index, [groups[index][number] for number in range(n)])
+                    on_progress(sum(len(group) == n for group in groups), len(prompts))
+        return [[group[number] for number in range(n)] for group in groups]
+
+    def sample_stream(
+        self, sampling: SamplingSettings, *, sampling_mask: bool = False, on_move: Callable[[], None] = lambda: None
+    ) -> ReferenceStream:
+        if self._version is None:
+            raise RuntimeError("the sampler does not have the current weights; start it and update its weights")
+        stop_ids = tuple(self._options["stop_token_ids"])
+        return ReferenceStream(self, Sampling.of(sampling, stop_ids, sampling_mask=sampling_mask), on_move)
+
+    def prompt_logprobs(self, prompt: Sequence[int]) -> dict[str, list[float]]:
+        logprobs = self._logits(prompt)[:-1].log_softmax(-1)
+        return {"reference": logprobs.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()}
+
+    def cached_logprobs(self, prompt: Sequence[int], n: int) -> dict[str, tuple[list[float], list[float]]]:
+        ((response,),) = self.generate([prompt], n=1, temperature=1.0, max_new_tokens=n, seed=0)
+        return {"reference": (response.logprobs.tolist(), response.logprobs.tolist())}
+
+    def _logits(self, ids: Sequence[int]) -> Tensor:
+        if not (self._is_running and self._is_awake and self._weights):
+            raise RuntimeError("the sampler is stopped or asleep")
+        return llama_logits(self._weights, self._config, ids)
+
+    def draw_token(self, draw: _Draw, sampling: Sampling) -> None:
+        """Adds a token to ``draw``, with the weights as they are now."""
+        with self._updating:
+            logits = self._logits([*draw.prompt, *draw.ids])[-1]
+            logprobs, version = truncate((logits / (sampling.temperature or 1.0)).log_softmax(-1), sampling), self._version
+        assert version is not None
+        token = int(logits.argmax())
+        if draw.generator is not None:
+            drawn = torch.rand((), generator=draw.generator, dtype=torch.float64)
+            possible = logprobs.isfinite().nonzero()[:, 0]
+            token = int(possible[min(int((logprobs[possible].exp().cumsum(0) <= drawn).sum()), possible.numel() - 1)])
+        if not draw.versions or draw.versions[-1][1] != version:
+            draw.versions.append((len(draw.ids) - draw.done, version))
+        draw.others.append([other for other in logprobs.isfinite().nonzero()[:, 0].tolist() if other != token])
+        draw.ids.append(token)
+        draw.logprobs.append(float(logprobs[token]))
+
+
+@dataclass
+class _Draw:
+    """A sample that is being drawn; ``done`` of ``ids`` are of an earlier part."""
+
+    prompt: list[int]
+    room: int
+    generator: torch.Generator | None
+    part: Response | None
+    ids: list[int]
+    done: int
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, WeightsVersion]] = field(default_factory=list)
+    others: list[list[int]] = field(default_factory=list)
+
+    def response(self, reason: str, *, has_mask: bool) -> Response:
+        mask = SamplingMask([len(ids) for ids in self.others], [token for ids in self.others for token in ids])
+        spans, new = tuple(self.versions), self.ids[self.done :]
+        return join_parts(self.part, Response(new, self.logprobs, reason, spans, sampling_mask=mask if has_mask else None))
+
+
+class ReferenceStream:
+    """A :class:`SampleStream` that draws one token of every sample in turn, while it is asked for the next response."""
+
+    def __init__(self, sampler: ReferenceSampler, sampling: Sampling, on_move: Callable[[], None]) -> None:
+        self._sampler, self._sampling, self._on_move = sampler, sampling, on_move
+        self._open: dict[tuple[Hashable, int], _Draw] = {}
+        self._ready: deque[KeyedResponse] = deque()
+
+    def __enter__(self) -> ReferenceStream:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._open.clear()
+
+    def __iter__(self) -> Iterator[KeyedResponse]:
+        while (result := self.next(None)) is not None:
+            yield result
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._open) + len(self._ready)
+
+    @property
+    def weights_version(self) -> Any:
+        return self._sampler.weights_version
+
+    def submit(
+        self,
+        key: Hashable,
+        prompt_ids: ArrayLike,
+        seed: int,
+        n: int = 1,
+        *,
+        continued: Mapping[int, Response] | None = None,
+        only: Sequence[int] | None = None,
+        room: int | None = None,
+        home: Hashable = None,
+    ) -> None:
+        prompt: list[int] = token_ids(prompt_ids).tolist()
+        if not prompt:
+            raise ValueError(f"prompt {key} is empty")
+        if self._sampling.temperature == 0 and n != 1:
+            raise ValueError("greedy decoding gives one response per prompt")
+        limit = self._sampling.max_new_tokens
+        sampling = self._sampling._replace(max_new_tokens=min(room or limit, limit))
+        for index in range(n) if only is None else only:
+            part = (continued or {}).get(index)
+            sample = make_sample(index, seed, sampling, part)
+            generator = None if sample.seed is None else torch.Generator().manual_seed(sample.seed)
+            before = sample.prefix.tolist()
+            self._open[key, index] = _Draw(prompt, sample.max_new_tokens, generator, part, before, len(before))
+
+    def next(self, timeout_s: float | None) -> KeyedResponse | None:
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self._ready and self._open:
+            for (key, index), draw in list(self._open.items()):
+                self._sampler.draw_token(draw, self._sampling)
+                reason = "stop" if draw.ids[-1] in self._sampling.stop_token_ids else "length"
+                if reason == "stop" or len(draw.logprobs) == draw.room:
+                    del self._open[key, index]
+                    self._ready.append((key, index, draw.response(reason, has_mask=self._sampling.sampling_mask)))
+            self._on_move()
+            if time.monotonic() > deadline:
+                break
+        return self._ready.popleft() if self._ready else None
+
+    def abort(self) -> list[KeyedResponse]:
+        results, self._ready = list(self._ready), deque()
+        parts = [(key, index, draw) for (key, index), draw in self._open.items() if draw.logprobs]
+        results += [(key, index, draw.response("abort", has_mask=self._sampling.sampling_mask)) for key, index, draw in parts]
+        self._open.clear()
+        return results
+
+    def leave(self, home: Hashable) -> None:
+        return None
