@@ -8,7 +8,7 @@ check: ## style, types, directions of imports, shell scripts, sizes
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/sizes.py
-	$(BIN)/shellcheck scripts/*.sh benchmarks/*.sh tepo_megatron/launch/templates/*.sh .ci/run
+	$(BIN)/shellcheck scripts/*.sh tepo_megatron/launch/templates/*.sh .ci/run
 
 docs: ## the documentation and the pages of the public names, in site/
 	bash scripts/build_docs.sh

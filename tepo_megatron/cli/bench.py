@@ -11,8 +11,10 @@ import typer
 from tepo_megatron.cli.console import show_table
 from tepo_megatron.cli.errors import user_errors
 from tepo_megatron.cli.options import AsJson
-from tepo_megatron.tools.bench import gpu, page_load, recipes, reshard, rollouts, scores, step
+from tepo_megatron.tools.bench import chromium, gpu, recipes, reshard, rollouts
+from tepo_megatron.tools.bench.scores import score_bench as scores
 from tepo_megatron.tools.bench.settings import RecipeSetting, ReshardSetting, ScoreMeasurement, StepSetting
+from tepo_megatron.tools.bench.step import step_bench as step
 
 app = typer.Typer(no_args_is_help=True, help="Measure parts of the system on this machine.")
 
@@ -28,7 +30,7 @@ def scores_command(
     ] = "",
     dtype: Annotated[str, typer.Option("--dtype", help="bf16, fp32, with commas. Default: both; cuda: bf16.")] = "",
     repeats: Annotated[int, typer.Option("--repeats", help="The best counts.")] = 5,
-    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("benchmarks/results"),
+    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("docs/results/data"),
     as_json: AsJson = False,
 ) -> None:
     """Time and peak memory of log-prob and entropy with backward, over logits that are sharded over the vocabulary.
@@ -71,7 +73,7 @@ def reshard_command(
     layers: Annotated[int, typer.Option("--layers", help="12 make 206 M parameters.")] = 12,
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "bfloat16",
     repeats: Annotated[int, typer.Option("--repeats", help="The best counts.")] = 5,
-    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("benchmarks/results"),
+    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("docs/results/data"),
     as_json: AsJson = False,
 ) -> None:
     """Time, bytes and memory of a weight update between processes of this machine, over gloo; the servers are without vLLM.
@@ -100,7 +102,7 @@ def recipes_command(
     length: Annotated[int, typer.Option("--length", help="Tokens of each response.", min=1)] = 1024,
     dtype: Annotated[str, typer.Option("--dtype", help="bfloat16 or float32.")] = "bfloat16",
     micro_batch_tokens: Annotated[int, typer.Option("--micro-batch-tokens", help="As engine.micro_batch_tokens.")] = 8192,
-    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("benchmarks/results"),
+    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("docs/results/data"),
     as_json: AsJson = False,
 ) -> None:
     """Time and memory of scoring and updating a random model, for one recipe after the other, and how far the policies part.
@@ -134,7 +136,7 @@ def step_command(
     mean_length: Annotated[int, typer.Option("--mean-length", help="Mean tokens of a sequence.", min=8)] = 128,
     micro_batch_tokens: Annotated[int, typer.Option("--micro-batch-tokens", help="As engine.micro_batch_tokens.")] = 1280,
     repeats: Annotated[int, typer.Option("--repeats", help="Steps of each, in turn; the median counts.", min=1)] = 5,
-    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("benchmarks/results"),
+    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("docs/results/data"),
     as_json: AsJson = False,
 ) -> None:
     """Tokens/s and memory of a training step on ranks of this machine's CPU, beside Megatron-Core's own and an older state.
@@ -172,7 +174,7 @@ def rollouts_command(
     repeats: Annotated[int, typer.Option("--repeats", help="Draws of each side, in turn; the median counts.", min=1)] = 5,
     responses: Annotated[int, typer.Option("--responses", help="Responses of a step, for rank 0's part.", min=1)] = 1024,
     length: Annotated[int, typer.Option("--length", help="Tokens of each of them.", min=1)] = 32768,
-    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("benchmarks/results"),
+    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("docs/results/data"),
     as_json: AsJson = False,
 ) -> None:
     """Tokens/s of a rollout server and its client beside vLLM's offline engine, and what a step's responses cost rank 0.
@@ -216,8 +218,8 @@ def report_command(
 
     written = write_report(outputs, page, Options())
     parts = ("overview", "curves", "time", "settings", "faults", "samples")
-    loads = page_load.measure(page, parts, repeats, state=state, pictures=pictures)
-    show_table(page_load.COLUMNS, [page_load.cells(load) for load in loads], as_json=as_json)
+    loads = chromium.measure(page, parts, repeats, state=state, pictures=pictures)
+    show_table(chromium.COLUMNS, [chromium.cells(load) for load in loads], as_json=as_json)
     typer.echo(f"{written.path}: {written.bytes / 1e6:.2f} MB, {written.samples} samples of {written.runs} runs", err=as_json)
 
 
@@ -225,7 +227,7 @@ def report_command(
 @user_errors()
 def gpu_command(
     only: Annotated[str, typer.Option("--only", help="Parts, separated by commas; default: all.")] = "",
-    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("benchmarks/results"),
+    output: Annotated[Path, typer.Option("--output", help="Folder for the results.")] = Path("docs/results/data"),
     as_json: AsJson = False,
 ) -> None:
     """Tests, kernels, FP8 training steps and a weight sync on this machine's GPU; parts whose packages are missing are reported

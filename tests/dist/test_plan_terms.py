@@ -6,7 +6,7 @@ import os
 import warnings
 from pathlib import Path
 
-from benchmarks.measure_plan import compare, configs, counts, write_random_model
+from tepo_megatron.tools.bench.studies.measure_plan import compare, configs, counts, write_random_model
 from tests.support.launch import run_dist
 
 TOLERANCE = {"weights": 0.01, "gradients": 0.01, "optimizer": 0.01, "a step's batch": 0.03}

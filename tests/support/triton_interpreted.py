@@ -14,7 +14,7 @@ from tepo_megatron.core.scores.combine import combine, merge
 from tepo_megatron.core.scores.dense import dense_logprob_and_entropy
 from tepo_megatron.core.scores.shard import LocalLabels, Scoring
 from tepo_megatron.core.scores.triton_sweep import gradient, statistics
-from tepo_megatron.tools.bench.score_methods import methods
+from tepo_megatron.tools.bench.scores.methods import methods
 from tests.support.score_cases import cases, compare, loss
 
 

@@ -17,7 +17,7 @@ from tepo_megatron.config.loading.schema import schema_rows
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tepo_megatron"
-FOLDERS = ("tepo_megatron", "tests", "docs", "scripts", "examples", "benchmarks", "docker", "requirements", ".ci")
+FOLDERS = ("tepo_megatron", "tests", "docs", "scripts", "examples", "docker", "requirements", ".ci")
 SECTIONS = (
     "model",
     "data",
@@ -35,6 +35,7 @@ SECTIONS = (
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/README.md"))
+    if ROOT / "docs/results/data" not in path.parents
 )
 
 NAMED_AS_ABSENT = {"tepo_megatron.api"}
@@ -255,9 +256,9 @@ def test_the_tree_in_the_readme_has_every_part_of_the_package() -> None:
     assert not [name for name in named if not any((home / name).exists() for home in (ROOT, PACKAGE))]
 
 
-@pytest.mark.parametrize("results", sorted(path.name for path in (ROOT / "benchmarks/results").glob("*.md")))
+@pytest.mark.parametrize("results", sorted(path.name for path in (ROOT / "docs/results/data").glob("*.md")))
 def test_every_table_of_results_is_quoted_as_it_was_written(results: str) -> None:
-    rows = [line for line in text_of(f"benchmarks/results/{results}").splitlines() if line.startswith("|")]
+    rows = [line for line in text_of(f"docs/results/data/{results}").splitlines() if line.startswith("|")]
     quoted = {line for document in DOCUMENTS for line in text_of(document).splitlines()}
     assert rows
     assert not [row for row in rows if row not in quoted]

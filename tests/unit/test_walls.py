@@ -73,7 +73,7 @@ PLANTED = (
     Planted("weights/layouts/table.py", "import torch", "torch"),  # launch reaches it
     Planted("trainer/megatron/model/model.py", "from tepo_megatron.sampler.fleet.fleet import Fleet", "rooms"),
     Planted("sampler/fleet/sync.py", "import tepo_megatron.trainer.megatron.engine", "rooms"),
-    Planted("run/loop.py", "from tepo_megatron.tools.bench import results", "rooms"),
+    Planted("run/loop.py", "from tepo_megatron.tools import results", "rooms"),
     Planted("core/types.py", "from tepo_megatron.config import RunConfig", "config"),
     Planted("runtime/leftovers.py", "from tepo_megatron.core.types import Batch", "rooms"),
     Planted("weights/geometry.py", "from tepo_megatron.config import RunConfig", "config"),
@@ -115,7 +115,7 @@ def cases() -> dict[str, dict[str, str]]:
     texts = {str(path.relative_to(ROOT)): path.read_text() for path in sources().values()}
     found: dict[str, dict[str, str]] = {
         "as it is": {},
-        "an exception that nothing needs": {f"{PACKAGE}/tools/bench/score_methods.py": '"""Empty."""\n'},
+        "an exception that nothing needs": {f"{PACKAGE}/tools/bench/scores/methods.py": '"""Empty."""\n'},
     }
     for fault, way in FAULTS:
         path = f"{PACKAGE}/{fault.file}"
@@ -170,4 +170,4 @@ def test_what_is_new_must_be_placed(what: str, reports: Mapping[str, tuple[int, 
 def test_an_exception_that_nothing_needs_is_an_error(reports: Mapping[str, tuple[int, str]]) -> None:
     status, printed = reports["an exception that nothing needs"]
     assert status == 1
-    assert "tepo_megatron.tools.bench.score_methods -> megatron" in printed
+    assert "tepo_megatron.tools.bench.scores.methods -> megatron" in printed

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tepo_megatron.tools.bench.gpu_checks import PARTS, Part
-from tepo_megatron.tools.bench.results import markdown, write_report
+from tepo_megatron.tools.results import markdown, write_report
 from tepo_megatron.versions import installed_version
 
 NO_GPU = 3

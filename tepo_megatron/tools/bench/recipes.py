@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.tools.bench.results import markdown, write_report
 from tepo_megatron.tools.bench.settings import RecipeMeasurement, RecipeSetting
+from tepo_megatron.tools.results import markdown, write_report
 
 _LLAMA3 = {
     "rope_type": "llama3",

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tepo_megatron.tools.bench.results import markdown, write_report
 from tepo_megatron.tools.bench.settings import ReshardMeasurement, ReshardSetting
+from tepo_megatron.tools.results import markdown, write_report
 
 
 def run(setting: ReshardSetting, repeats: int) -> list[ReshardMeasurement]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from tepo_megatron.runtime import proc
 from tepo_megatron.tools.bench.rank0 import Rank0Measurement, measure_rank0
-from tepo_megatron.tools.bench.results import markdown, write_report
+from tepo_megatron.tools.results import markdown, write_report
 
 Ask = Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -118,7 +118,7 @@ def _model_and_prompts(setting: RolloutSetting, scratch: Path) -> tuple[Path, li
     from tepo_megatron.tasks.data.problems import load_problems
     from tepo_megatron.tasks.data.tokenizer import load_tokenizer
     from tepo_megatron.tools.bench.recipe_run import make_model
-    from tepo_megatron.tools.bench.step import SIZES
+    from tepo_megatron.tools.bench.step.step_bench import SIZES
 
     if setting.size == "builtin":
         model = resolve_model_path("builtin:tiny")

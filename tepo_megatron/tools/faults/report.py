@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.tools.bench.machine import describe_machine
-from tepo_megatron.tools.bench.results import markdown
 from tepo_megatron.tools.faults.classes import CLASSES
 from tepo_megatron.tools.faults.record import Record
 from tepo_megatron.tools.faults.run import ENDING
 from tepo_megatron.tools.faults.silent import CHECKS
+from tepo_megatron.tools.results import describe_machine, markdown
 
 COLUMNS = ("faults", "injected", "survived", "refused", "lost", "recovery, median", "longest")
 SILENT_COLUMNS = ("silent fault", "caught by", "prompt", "cache", "rollouts", "smallest error caught, as a share of the whole")

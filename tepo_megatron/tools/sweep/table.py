@@ -15,7 +15,7 @@ from typing import Any
 
 from tepo_megatron.run.metrics.metrics import read_metrics
 from tepo_megatron.tasks.evaluate.estimators import T_975
-from tepo_megatron.tools.bench.results import markdown
+from tepo_megatron.tools.results import markdown
 from tepo_megatron.tools.sweep.file import SweepFile, SweepRun
 from tepo_megatron.tools.sweep.runner import is_done
 

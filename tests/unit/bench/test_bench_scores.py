@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.bench import app
-from tepo_megatron.tools.bench.scores import COLUMNS, cells, run
+from tepo_megatron.tools.bench.scores.score_bench import COLUMNS, cells, run
 from tepo_megatron.tools.bench.settings import FLOOR, MEGATRON, SLOPE, ScoreMeasurement
 
 

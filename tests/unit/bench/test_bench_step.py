@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.tools.bench.checkout import own_root, source_of
 from tepo_megatron.tools.bench.settings import OLDER, OURS, PACKED, ROWS, StepMeasurement, StepSetting
-from tepo_megatron.tools.bench.step import COLUMNS, _measure_ratio, run, table
-from tepo_megatron.tools.bench.step_data import draw_lengths
-from tepo_megatron.tools.bench.step_world import World
+from tepo_megatron.tools.bench.step.checkout import own_root, source_of
+from tepo_megatron.tools.bench.step.step_bench import COLUMNS, _measure_ratio, run, table
+from tepo_megatron.tools.bench.step.step_data import draw_lengths
+from tepo_megatron.tools.bench.step.step_world import World
 
 
 def setting(**changes: object) -> StepSetting:

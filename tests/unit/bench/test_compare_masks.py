@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.compare_masks import by_entropy, describe
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.loading.load import dump_resolved
 from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.tools.bench.recipe_run import make_model, make_rollouts
 from tepo_megatron.tools.bench.recipes import SIZES
 from tepo_megatron.tools.bench.settings import RecipeSetting
+from tepo_megatron.tools.bench.studies.compare_masks import by_entropy, describe
 
 ROOT = Path(__file__).parents[3]
 CHOSEN = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)
@@ -56,7 +56,16 @@ def test_a_recorded_run(tmp_path):
         "train": {"steps": 2, "minibatches": 2},
     }
     (run / "resolved.yaml").write_text(dump_resolved(RunConfig.model_validate(document)))
-    command = [sys.executable, "benchmarks/compare_masks.py", str(run), "--steps", "2", "--output", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "tepo_megatron.tools.bench.studies.compare_masks",
+        str(run),
+        "--steps",
+        "2",
+        "--output",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     record = json.loads((tmp_path / "masks-float32.json").read_text())

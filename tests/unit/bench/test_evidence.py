@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.evidence import record
-from benchmarks.evidence.claims import CLAIMS, NOT_HALF, half_the_time, judged, less, more
-from benchmarks.evidence.figures import FIGURES, Estimate, interval, jitter, largest_fall, paired
-from benchmarks.evidence.page import MOST_BYTES, SWEEPS, as_text, evidence_of, fill, make
-from benchmarks.evidence.pictures import mean_curve, shown
-from benchmarks.evidence.record import COLUMNS
-from benchmarks.evidence.tables import Figures, _effects, make_tables
+from tepo_megatron.tools.bench.evidence import record
+from tepo_megatron.tools.bench.evidence.claims import CLAIMS, NOT_HALF, half_the_time, judged, less, more
+from tepo_megatron.tools.bench.evidence.figures import FIGURES, Estimate, Figures, interval, jitter, largest_fall, paired
+from tepo_megatron.tools.bench.evidence.page import MOST_BYTES, SWEEPS, as_text, evidence_of, fill, make
+from tepo_megatron.tools.bench.evidence.pictures import mean_curve, shown
+from tepo_megatron.tools.bench.evidence.record import COLUMNS
+from tepo_megatron.tools.bench.evidence.tables import _effects, make_tables
 from tepo_megatron.tools.sweep.file import read_sweep, runs_of
 
 ROOT = Path(__file__).parents[3]
@@ -230,10 +230,10 @@ def test_the_page_is_what_the_command_makes_of_the_metrics_that_are_kept() -> No
     """No number of a table was put in by hand."""
     sweeps = [evidence_of(ROOT, name) for name in SWEEPS]
     tables = make_tables(*sweeps)
-    assert (ROOT / "benchmarks/results/evidence/tables.md").read_text() == as_text(tables)
+    assert (ROOT / "docs/results/data/evidence/tables.md").read_text() == as_text(tables)
     page = (ROOT / "docs/results/evidence.md").read_text()
     assert page == fill(page, {**tables, **shown(*sweeps)})
-    kept = [path for path in (ROOT / "benchmarks/results/evidence").rglob("*") if path.is_file()]
+    kept = [path for path in (ROOT / "docs/results/data/evidence").rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in kept) < MOST_BYTES
 
 

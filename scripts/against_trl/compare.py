@@ -1,4 +1,4 @@
-"""Runs TRL's GRPO and `tepo train` in alternation and compares their steps. `bash benchmarks/against_trl.sh` makes both
+"""Runs TRL's GRPO and `tepo train` in alternation and compares their steps. `bash scripts/against_trl.sh` makes both
 environments first.
 
 Each round starts every side once, one after the other, on all cores of the machine; a side's step is the median of
@@ -25,7 +25,7 @@ from sizes import SIZES, WARM_UP, Size  # type: ignore[import-not-found]  # besi
 
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.tasks.addition import train_problems
-from tepo_megatron.tools.bench.results import markdown, write_report
+from tepo_megatron.tools.results import markdown, write_report
 from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.layouts.table import tensor_shapes
 from tepo_megatron.weights.storage.hf_folder import write_model
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(SIZES), help="of: " + ", ".join(SIZES))
     parser.add_argument("--sides", default=";".join(SIDES), help="ours, of: " + "; ".join(SIDES))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--output", type=Path, default=Path("docs/results/data"))
     parser.add_argument("overrides", nargs="*", help="of every run of ours, such as rollout.server.cpu_threads=0|1")
     args = parser.parse_args()
     trl = _run([args.trl_python, "-c", "import importlib.metadata as m; print(m.version('trl'))"]).strip()

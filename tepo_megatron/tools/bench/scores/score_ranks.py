@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tepo_megatron.tools.bench.score_methods import methods
-from tepo_megatron.tools.bench.score_peers import Method, Outputs
+from tepo_megatron.tools.bench.scores.methods import methods
+from tepo_megatron.tools.bench.scores.peers import Method, Outputs
 from tepo_megatron.tools.bench.settings import DENSE
-from tepo_megatron.tools.bench.step_rank import peak_bytes
+from tepo_megatron.tools.bench.step.step_rank import peak_bytes
 from tepo_megatron.weights.transfer.transport import connect
 
 R = TypeVar("R")

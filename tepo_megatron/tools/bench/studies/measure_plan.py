@@ -1,6 +1,6 @@
 """The terms of a plan beside what engines on CPU ranks really hold and write, and the rates that a plan takes for granted.
 
-    python benchmarks/measure_plan.py     # two ranks, a minute
+    python -m tepo_megatron.tools.bench.studies.measure_plan     # two ranks, a minute
 
 Bytes are counted tensor by tensor after one update, and file by file after a checkpoint; nothing of them depends on the
 machine. Rates are those of one core of this one. Writes Markdown and JSON to --output.
@@ -34,7 +34,7 @@ from tepo_megatron.plan.time import (
     checkpoint_bytes,
     checkpoint_bytes_of_a_rank,
 )
-from tepo_megatron.tools.bench.results import markdown, write_report
+from tepo_megatron.tools.results import markdown, write_report
 from tepo_megatron.trainer.megatron.batching.batch import pack
 from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.layouts.table import tensor_shapes
@@ -195,7 +195,7 @@ def rank_main(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--output", type=Path, default=Path("docs/results/data"))
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank is not None:
@@ -207,7 +207,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         write_random_model(folder / "model")
-        if code := launch(["--rank", str(folder)], 2, module="benchmarks.measure_plan"):
+        if code := launch(["--rank", str(folder)], 2, module="tepo_megatron.tools.bench.studies.measure_plan"):
             sys.exit(code)
         ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
         given = configs(folder / "model")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.run.metrics.metrics import read_metrics
-from tepo_megatron.tools.bench.machine import describe_machine
+from tepo_megatron.tools.results import describe_machine
 from tepo_megatron.tools.sweep.file import SweepFile, SweepRun, read_sweep, runs_of
 from tepo_megatron.tools.sweep.runner import is_done
 

@@ -3,10 +3,10 @@
     tepo sweep examples/evidence/tiny.yaml                 # goes on where it was interrupted
     tepo sweep examples/evidence/stack_machine.yaml
     tepo sweep examples/evidence/overhead.yaml
-    python -m benchmarks.evidence --tiny out/evidence-tiny --stack-machine out/evidence-stack-machine \\
+    python -m tepo_megatron.tools.bench.evidence --tiny out/evidence-tiny --stack-machine out/evidence-stack-machine \\
         --overhead out/evidence-overhead
 
-The folders may be unfinished or left out: what was collected before stays in benchmarks/results/evidence, and the page says
+The folders may be unfinished or left out: what was collected before stays in docs/results/data/evidence, and the page says
 which seeds are there. Without a folder, tables and pictures are made anew from what is there.
 """
 
@@ -15,17 +15,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.evidence.page import SWEEPS, make
+from tepo_megatron.tools.bench.evidence.page import SWEEPS, make
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.evidence", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tepo_megatron.tools.bench.evidence", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for name in SWEEPS:
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=Path, metavar="FOLDER", help=f"output of examples/evidence/{name}.yaml"
         )
-    parser.add_argument("--root", type=Path, default=Path(__file__).parents[2], help="repository whose page is made")
+    parser.add_argument("--root", type=Path, default=Path(__file__).parents[4], help="repository whose page is made")
     given = parser.parse_args()
     folders = {name: folder for name in SWEEPS if (folder := getattr(given, name)) is not None}
     try:

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.evidence.record import Row
+from tepo_megatron.tools.bench.evidence.record import Evidence, Key, Row
 from tepo_megatron.tools.sweep.table import Spread, area
 
 LAST_STEPS = 10
@@ -214,3 +214,31 @@ def paired(figure: Figure, one: Mapping[int, float | None], other: Mapping[int, 
     logs = interval([math.log(a / b) for a, b in pairs if a > 0 and b > 0])
     mean, low, high = map(math.exp, (logs.mean, logs.low, logs.high))
     return Estimate(mean, low, high, logs.seeds, at_most, at_least)
+
+
+class Figures:
+    """The figures of every run of a sweep, each computed once."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+        self.budget = float(max((rows[-1]["step"] for runs in evidence.runs.values() for rows in runs.values()), default=0))
+        self._known: dict[tuple[str, Key], dict[int, float | None]] = {}
+
+    def of(self, name: str, key: Key) -> Mapping[int, float | None]:
+        """Seed → the figure, of a combination; empty where none is done."""
+        if (name, key) not in self._known:
+            runs = self.evidence.runs.get(key, {})
+            self._known[name, key] = {seed: FIGURES[name].of(runs[seed]) for seed in self.evidence.seeds(key)}
+        return self._known[name, key]
+
+    def cell(self, name: str, key: Key) -> str:
+        """The mean over the seeds that have the figure with its interval, and how many those are where not all do."""
+        values = self.of(name, key)
+        known = [value for value in values.values() if value is not None]
+        text = interval(known).text(FIGURES[name])
+        if len(known) == len(values):
+            return text
+        return f"{text} [{len(known)} of {len(values)}]" if known else "never" if FIGURES[name].reached else "–"
+
+    def against(self, name: str, one: Key, other: Key) -> Estimate:
+        return paired(FIGURES[name], self.of(name, one), self.of(name, other), self.budget)

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.evidence.pictures import draw, shown
-from benchmarks.evidence.record import Evidence, collect, read
-from benchmarks.evidence.tables import make_tables
+from tepo_megatron.tools.bench.evidence.pictures import draw, shown
+from tepo_megatron.tools.bench.evidence.record import Evidence, collect, read
+from tepo_megatron.tools.bench.evidence.tables import make_tables
 
 SWEEPS = ("tiny", "stack_machine", "overhead")
 MOST_BYTES = 5_000_000
@@ -29,7 +29,7 @@ def make(root: Path, folders: Mapping[str, Path]) -> list[str]:
     tiny, second, overhead = (evidence_of(root, name) for name in SWEEPS)
     tables = make_tables(tiny, second, overhead)
     pictures = draw(tiny, second, overhead, root / "docs/images")
-    written = root / "benchmarks/results/evidence/tables.md"
+    written = root / "docs/results/data/evidence/tables.md"
     written.parent.mkdir(parents=True, exist_ok=True)
     written.write_text(as_text(tables), encoding="utf-8")
     page = root / "docs/results/evidence.md"
@@ -41,7 +41,7 @@ def make(root: Path, folders: Mapping[str, Path]) -> list[str]:
 
 
 def results_of(root: Path, name: str) -> Path:
-    return root / "benchmarks/results/evidence" / name
+    return root / "docs/results/data/evidence" / name
 
 
 def evidence_of(root: Path, name: str) -> Evidence:

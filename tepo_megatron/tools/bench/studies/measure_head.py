@@ -1,7 +1,7 @@
 """Memory and time of `engine.head = fused` beside `logits`: scores and gradients of one micro-batch, on one rank.
 
-    python benchmarks/measure_head.py                                   # a CPU: 8 192 tokens, vocabulary 128 256, both dtypes
-    python benchmarks/measure_head.py --hidden 4096 --dtypes bfloat16   # on a GPU where there is one
+    python -m tepo_megatron.tools.bench.studies.measure_head   # a CPU: 8 192 tokens, vocabulary 128 256, both dtypes
+    python -m tepo_megatron.tools.bench.studies.measure_head --hidden 4096 --dtypes bfloat16   # on a GPU
 
 A random Llama of one layer is scored and differentiated by the engine as in a run, all tokens in one micro-batch. Every head
 is measured in a process of its own, in turn, and the best of the repeats counts. Peaks are what a pass adds to what is held
@@ -31,7 +31,7 @@ from torch import Tensor
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch, TokenScores
-from tepo_megatron.tools.bench.results import markdown, write_report
+from tepo_megatron.tools.results import markdown, write_report
 from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.layouts.table import tensor_shapes
 from tepo_megatron.weights.storage.hf_folder import write_model
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--hidden", type=int, default=128, help="a multiple of 64 (default 128)")
     parser.add_argument("--dtypes", default="bfloat16,float32", help="separated by commas")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder for the results")
+    parser.add_argument("--output", type=Path, default=Path("docs/results/data"), help="folder for the results")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.child:

@@ -10,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.tools.bench.checkout import own_root, source_of
-from tepo_megatron.tools.bench.results import markdown, write_report
 from tepo_megatron.tools.bench.settings import OLDER, OURS, PACKED, ROWS, StepMeasurement, StepSetting
-from tepo_megatron.tools.bench.step_data import draw_lengths, rank_arguments
+from tepo_megatron.tools.bench.step.checkout import own_root, source_of
+from tepo_megatron.tools.bench.step.step_data import draw_lengths, rank_arguments
+from tepo_megatron.tools.results import markdown, write_report
 
 BEFORE = "f25011252ef0de80c74794d9c16986690b4bb9a2"
 """The last commit whose pipelines padded every micro-batch to the longest, and which balanced micro-batches by tokens alone."""
@@ -67,7 +67,7 @@ def _measure_layout(
     setting: StepSetting, layout: str, model: Path, older: Path | None, say: Callable[[str], None]
 ) -> list[StepMeasurement]:
     """Two worlds of ranks, of this state and of the older one; while the ranks of one compute, those of the other wait."""
-    from tepo_megatron.tools.bench.step_world import World
+    from tepo_megatron.tools.bench.step.step_world import World
 
     with ExitStack() as stack:
         now = stack.enter_context(World(own_root(), model, setting, layout))

@@ -13,7 +13,7 @@ from tepo_megatron.core.scores import logprob_and_entropy
 from tepo_megatron.core.scores.backend import Backend, BackendName, get_backend
 from tepo_megatron.core.scores.combine import RowScores, combine
 from tepo_megatron.core.scores.shard import Scoring, plan_scoring
-from tepo_megatron.tools.bench.score_peers import Method, Outputs, peer_methods
+from tepo_megatron.tools.bench.scores.peers import Method, Outputs, peer_methods
 from tepo_megatron.tools.bench.settings import DENSE, FLOOR, MEGATRON, SLOPE
 
 

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.tools.bench.settings import StepSetting
-from tepo_megatron.tools.bench.step_data import rank_arguments
+from tepo_megatron.tools.bench.step.step_data import rank_arguments
 
 _SCRIPT = Path(__file__).with_name("step_rank.py")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from benchmarks.evidence.claims import claims, summary
-from benchmarks.evidence.figures import FIGURES, Estimate, interval, paired
-from benchmarks.evidence.record import Evidence, Key
-from tepo_megatron.tools.bench.results import markdown
+from tepo_megatron.tools.bench.evidence.claims import claims, summary
+from tepo_megatron.tools.bench.evidence.figures import FIGURES, Estimate, Figures, interval
+from tepo_megatron.tools.bench.evidence.record import Evidence
+from tepo_megatron.tools.results import markdown
 
 LEARNING = ("70", "80", "90", "area", "greedy", "avg", "pass4", "pass16")
 DYNAMICS = ("entropy", "entropy90", "masked", "unmasked", "mask", "kl", "gradient", "spike", "clipped", "jitter", "fall")
@@ -16,34 +16,6 @@ COMPARED = ("80", "90", "area", "greedy", "avg", "entropy", "gradient")
 TIMES = ("rollout", "score", "update", "step", "drawn")
 OVERHEAD = ("score", "update", "rollout", "step")
 BASELINE = "grpo"
-
-
-class Figures:
-    """The figures of every run of a sweep, each computed once."""
-
-    def __init__(self, evidence: Evidence) -> None:
-        self.evidence = evidence
-        self.budget = float(max((rows[-1]["step"] for runs in evidence.runs.values() for rows in runs.values()), default=0))
-        self._known: dict[tuple[str, Key], dict[int, float | None]] = {}
-
-    def of(self, name: str, key: Key) -> Mapping[int, float | None]:
-        """Seed → the figure, of a combination; empty where none is done."""
-        if (name, key) not in self._known:
-            runs = self.evidence.runs.get(key, {})
-            self._known[name, key] = {seed: FIGURES[name].of(runs[seed]) for seed in self.evidence.seeds(key)}
-        return self._known[name, key]
-
-    def cell(self, name: str, key: Key) -> str:
-        """The mean over the seeds that have the figure with its interval, and how many those are where not all do."""
-        values = self.of(name, key)
-        known = [value for value in values.values() if value is not None]
-        text = interval(known).text(FIGURES[name])
-        if len(known) == len(values):
-            return text
-        return f"{text} [{len(known)} of {len(values)}]" if known else "never" if FIGURES[name].reached else "–"
-
-    def against(self, name: str, one: Key, other: Key) -> Estimate:
-        return paired(FIGURES[name], self.of(name, one), self.of(name, other), self.budget)
 
 
 SECOND = "second-"

@@ -12,13 +12,9 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from benchmarks.evidence.figures import FIGURES, Estimate
-from tepo_megatron.tools.bench.results import markdown
-
-if TYPE_CHECKING:
-    from benchmarks.evidence.tables import Figures
+from tepo_megatron.tools.bench.evidence.figures import FIGURES, Estimate, Figures
+from tepo_megatron.tools.results import markdown
 
 BEST = "best of each"
 """The learning rate with the largest area under the greedy curve, for each objective by itself."""

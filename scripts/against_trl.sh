@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # A training step beside that of TRL's GRPO: the same model, task and sizes, in alternation, on this machine's CPU.
 #
-#   bash benchmarks/against_trl.sh                      # both sizes, five rounds: about 45 minutes on two idle cores
-#   bash benchmarks/against_trl.sh --sizes tiny --rounds 2 --output out/against-trl
+#   bash scripts/against_trl.sh                      # both sizes, five rounds: about 45 minutes on two idle cores
+#   bash scripts/against_trl.sh --sizes tiny --rounds 2 --output out/against-trl
 #
 # The first call makes .venv-trl, an environment of its own with TRL. Writes against-trl.md and .json.
 set -euo pipefail
@@ -18,4 +18,4 @@ if ! [[ -x $trl/bin/python ]] || ! "$trl/bin/python" -c 'import trl' 2>/dev/null
     "$trl/bin/python" -m pip install -qq --no-deps --index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" "torch==$torch"
   "$trl/bin/python" -m pip install -qq "trl==$TRL_VERSION" sentencepiece protobuf
 fi
-exec "$here/.venv/bin/python" "$here/benchmarks/against_trl/compare.py" --trl-python "$trl/bin/python" "$@"
+exec "$here/.venv/bin/python" "$here/scripts/against_trl/compare.py" --trl-python "$trl/bin/python" "$@"

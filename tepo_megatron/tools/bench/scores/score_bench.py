@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.tools.bench.results import markdown, write_report
 from tepo_megatron.tools.bench.settings import AREAL, FLOOR, MEGATRON, SLOPE, VERL, ScoreMeasurement
+from tepo_megatron.tools.results import markdown, write_report
 
 DEFAULTS = {
     "cpu": {"tp": 2, "tokens": "1024,4096", "vocab": "32000,128256", "dtype": "bf16,fp32"},
@@ -38,7 +38,7 @@ def run(*, tp: int, device: str, shapes: Sequence[tuple[int, int, str]], repeats
             raise ValueError(f"--dtype {dtype} is unknown; give bf16, fp32 or both")
         if size % tp:
             raise ValueError(f"--vocab {size} cannot be split into {tp} equal shards; give a multiple of --tp")
-    from tepo_megatron.tools.bench.score_ranks import HOST, worker
+    from tepo_megatron.tools.bench.scores.score_ranks import HOST, worker
     from tepo_megatron.weights.transfer.transport import listen
 
     _, place = listen(HOST)

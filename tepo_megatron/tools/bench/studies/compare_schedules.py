@@ -1,6 +1,6 @@
 """`sync` beside `overlap` where lengths have a heavy tail: seconds for each response token that is trained on, and idle shares.
 
-    python benchmarks/compare_schedules.py --repeats 3
+    python -m tepo_megatron.tools.bench.studies.compare_schedules --repeats 3
 
 The lengths are constructed: a model of the tiny one's shape attends to the first digit of the prompt, and ends a response with
 a probability that this digit sets, so that one prompt in ten has responses twenty times as long. Both schedules train it on the
@@ -30,7 +30,7 @@ from torch import Tensor
 from tepo_megatron.run.metrics.metrics import read_metrics
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.tokenizer import load_tokenizer
-from tepo_megatron.tools.bench.results import markdown, write_report
+from tepo_megatron.tools.results import markdown, write_report
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.layouts import tensor_shapes
 
@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--longest", type=int, default=640, help="largest length of a response (default 640)")
     parser.add_argument("--mean-long", type=float, default=320, help="mean length after a long prompt, uncut (default 320)")
     parser.add_argument("--mean-short", type=float, default=16, help="mean length after the others (default 16)")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder for the results")
+    parser.add_argument("--output", type=Path, default=Path("docs/results/data"), help="folder for the results")
     given = parser.parse_args(arguments)
     found: dict[str, list[Measured]] = {"sync": [], "overlap": []}
     with tempfile.TemporaryDirectory(prefix="tepo-schedules-") as name:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from benchmarks.evidence.figures import FIGURES, points
-from benchmarks.evidence.record import Evidence, Key
-from benchmarks.evidence.tables import BASELINE, Figures
+from tepo_megatron.tools.bench.evidence.figures import FIGURES, Figures, points
+from tepo_megatron.tools.bench.evidence.record import Evidence, Key
+from tepo_megatron.tools.bench.evidence.tables import BASELINE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

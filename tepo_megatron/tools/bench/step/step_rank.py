@@ -105,7 +105,7 @@ def timed(work: Callable[[], R]) -> tuple[R, float]:
 def make_method(name: str, engine: Engine) -> Method:
     if name.startswith("tepo_megatron"):
         return Ours(engine)
-    from tepo_megatron.tools.bench.step_megatron import MegatronStep  # which an older checkout does not have
+    from tepo_megatron.tools.bench.step.megatron_step import MegatronStep  # which an older checkout does not have
 
     return MegatronStep(engine, rows="rows" in name)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-from tepo_megatron.tools.bench.machine import describe_machine
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -39,3 +38,12 @@ def write_report(
     paths[0].write_text(json.dumps({**head, **record}, indent=1) + "\n")
     paths[1].write_text(" · ".join([head["date"], head["machine"], str(head["versions"]), note]) + "\n\n" + table)
     return paths
+
+
+def describe_machine() -> str:
+    """Returns cores, processor and load as text."""
+    cpu = platform.processor() or platform.machine()
+    if (info := Path("/proc/cpuinfo")).is_file():
+        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0] if names else cpu
+    return f"{os.cpu_count()} × {cpu}, load average {os.getloadavg()[0]:.1f}"

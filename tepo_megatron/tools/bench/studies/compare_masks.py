@@ -1,7 +1,7 @@
 """How far the three interpretations of "the entropy falls" agree on the recorded rollouts of a run.
 
     tepo train examples/tiny/run.yaml output=out/tiny rollout.record=true train.steps=10
-    python benchmarks/compare_masks.py out/tiny --steps 10
+    python -m tepo_megatron.tools.bench.studies.compare_masks out/tiny --steps 10
 
 Goes through the run's first steps again from its first weights, on one rank and without servers: the run's own objective trains
 on the rollouts that were recorded, and at every update all three ways of `objective.kl_mask.falling` choose their tokens. Only
@@ -30,7 +30,7 @@ from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.sampler.rollout_file import read_rollouts
 from tepo_megatron.tasks.data.builtin import resolve_model_path
-from tepo_megatron.tools.bench.results import markdown, write_report
+from tepo_megatron.tools.results import markdown, write_report
 
 WAYS = ("measured", "covariance", "first_order")
 PAIRS = tuple(combinations(range(len(WAYS)), 2))
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=10, help="steps to go through, from the first (default 10)")
     parser.add_argument("--quantiles", type=int, default=4, help="parts of the tokens by entropy (default 4)")
     parser.add_argument("--dtype", help="float32 or bfloat16; default: the run's")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"), help="folder for the results")
+    parser.add_argument("--output", type=Path, default=Path("docs/results/data"), help="folder for the results")
     given = parser.parse_args(arguments)
     layout = {"tp": "1", "pp": "1", "dp": "1", "ep": "1", "etp": "null", "sequence_parallel": "false"}
     changes = [f"engine.parallel.{name}={value}" for name, value in layout.items()]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 def own_root() -> Path:
     """The folder that this package is imported from."""
-    return Path(__file__).parents[3]
+    return Path(__file__).parents[4]
 
 
 @contextmanager
