@@ -1,4 +1,4 @@
-"""Finds the folder of a model: the user's, or the one that ships with the package."""
+"""Finds a model folder: the user's, or a built-in one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ _BUILTIN = "builtin:"
 
 
 def resolve_model_path(source: str) -> Path:
-    """Returns the Hugging Face folder of a model, after checking that it has ``config.json``, safetensors and a tokenizer.
-
-    Args:
-        source: ``builtin:NAME``, or a folder.
+    """The Hugging Face folder of a model, checked for ``config.json``, safetensors and a tokenizer. ``source``:
+    ``builtin:NAME`` or a folder.
 
     Raises:
-        ValueError: an unknown built-in model, or a folder that is missing, incomplete or damaged; all that is wrong is named.
+        ValueError: an unknown built-in model, or a folder that is missing, incomplete or damaged, with all faults.
     """
     folder = _builtin_folder(source.removeprefix(_BUILTIN)) if source.startswith(_BUILTIN) else Path(source).expanduser()
     if not folder.is_dir():
@@ -70,7 +68,6 @@ def _weight_problems(folder: Path) -> list[str]:
 
 
 def _damage(path: Path) -> str | None:
-    """A sentence if a safetensors file is damaged, by its header and size, else None."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -87,7 +84,6 @@ def _tokenizer_problems(folder: Path) -> list[str]:
 
 
 def _read_json(path: Path) -> Any:
-    """The file's value, or None if it is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Chat messages as token ids, by a Hugging Face tokenizer's own template."""
+"""Chat messages as token ids, with a Hugging Face tokenizer's template."""
 
 from __future__ import annotations
 
@@ -7,25 +7,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 AnyMessage = tuple[str, str] | Mapping[str, Any]
-"""A (role, content) pair; or a message as templates read it, with ``role``, ``content``, and what else it has, such as
-``tool_calls``."""
+"""A (role, content) pair, or a mapping with ``role``, ``content`` and further keys that templates read (``tool_calls``)."""
 
 _PRIVATE = range(0xE000, 0xF900)
-"""Characters of no script, one of which stands for text that looks like a special token while the template is filled."""
+"""Private-use characters; one of them replaces text that looks like a special token while the template is rendered."""
 
 
 def chat_ids(
     tokenizer: Any, messages: Sequence[AnyMessage], special: Sequence[str], tools: Sequence[Mapping[str, Any]] | None = None
 ) -> list[int]:
-    """The ids of messages in the chat template of a transformers tokenizer, up to where the answer begins. ``tools``: functions
-    that the template describes to the model, as the OpenAI protocol has them.
+    """The ids of messages in the chat template of a transformers tokenizer, up to the beginning of the answer. ``tools``:
+    functions in the OpenAI format that the template describes.
 
-    A content may hold the text of a special token (``special``), such as ``<|im_end|>``: a template would write it among its
-    own, and the user's text could end the user's turn. It is taken out before the template is filled, and encoded as plain
-    text in its place; what the template itself writes stays special.
-
-    Raises:
-        ValueError: the template does not take these messages; with its own words.
+    The text of a special token (``special``) in a content, such as ``<|im_end|>``, is encoded as plain text: it must not end
+    the user's turn. Special tokens that the template writes stay special. Raises ValueError if the template refuses the
+    messages.
     """
     hidden: list[str] = []
     plain = [as_mapping(each) for each in messages]
@@ -58,17 +54,15 @@ def chat_ids(
 
 
 def as_mapping(message: AnyMessage) -> Mapping[str, Any]:
-    """The message as templates read it."""
     return message if isinstance(message, Mapping) else {"role": message[0], "content": message[1]}
 
 
 def special_pattern(special: Sequence[str]) -> re.Pattern[str]:
-    """Finds the texts of special tokens."""
     return re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) or r"(?!)")
 
 
 def with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A message or a tool with each text in it changed, but for the names of its fields."""
+    """The message or tool with ``change`` applied to each text except keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -83,20 +77,20 @@ def _texts(value: Any) -> list[str]:
 
 
 _ANSWER = "\ue000"
-"""Stands for what the model has written, which is not rendered again. A character of no script."""
+"""Placeholder for the model's answer, which is not rendered again; a private-use character."""
 
 _HIDDEN = "\ue001"
-"""Stands on both sides of the number of a piece of text that looks like a special token."""
+"""Delimits the number of a replaced special token's text."""
 
 
 def turn_ids(
     tokenizer: Any, messages: Sequence[AnyMessage], *, ended: bool, special: Sequence[str], end_ids: Collection[int]
 ) -> list[int]:
-    """The ids of the end of an answer, of messages, and of what begins the next answer, in the chat template of a transformers
-    tokenizer. ``ended``: the answer has its end token already, which is one of ``end_ids`` and is left out.
+    """The ids that follow an answer: its end token, the messages, and the beginning of the next answer. ``ended``: the answer
+    has its end token (one of ``end_ids``), which is left out.
 
-    The text of a special token (``special``) in a content stays text: it cannot end a turn. Raises ValueError where there is no
-    template, or it does not take these messages.
+    The text of a special token in a content stays plain text. Raises ValueError if there is no template or it refuses the
+    messages.
     """
     if not tokenizer.chat_template:
         raise ValueError("the environment returned messages, and the model's tokenizer has no chat template; return text")

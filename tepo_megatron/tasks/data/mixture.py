@@ -1,4 +1,4 @@
-"""Problems of several sources in one order, each source with its share."""
+"""The order in which problems are drawn: shuffled epochs of a source, and several sources by their weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tepo_megatron.tasks.data.sources import order_keys
 
 
 def make_sampler(problems: Sequence[Problem], config: DataConfig, seed: int) -> Sampler:
-    """The order in which ``config.train``'s problems are drawn; ``problems``: all of them, each with its source's name."""
+    """The sampler of ``config.train``. ``problems``: of all sources."""
     if isinstance(config.train, str):
         return ProblemSampler(problems, seed, order_keys(config.order, problems))
     samplers, weights = {}, {}
@@ -26,13 +26,10 @@ def make_sampler(problems: Sequence[Problem], config: DataConfig, seed: int) -> 
 
 
 class ProblemSampler:
-    """Draws problems in shuffled epochs: each problem once in an epoch, every epoch in an order of its own.
+    """Draws problems in epochs, each in another random order.
 
-    The order depends on the seed, the epoch, the number of problems and ``keys`` alone, so ``state`` is small and restores
-    exactly. ``keys``: a number for each problem; those with smaller ones come first, and equal ones are shuffled.
-
-    Raises:
-        ValueError: there is no problem.
+    The order depends only on the seed, the epoch, the number of problems and ``keys``: a small state restores it exactly.
+    ``keys``: problems with smaller keys come first; equal keys are shuffled. Raises ValueError without problems.
     """
 
     def __init__(self, problems: Sequence[Problem], seed: int, keys: Sequence[float] | None = None) -> None:
@@ -44,7 +41,6 @@ class ProblemSampler:
         self._start_epoch(0)
 
     def next(self, n: int) -> list[Problem]:
-        """Returns the next ``n`` problems; at the end of an epoch the next one begins."""
         batch: list[Problem] = []
         while len(batch) < n:
             if self._position == len(self._problems):
@@ -56,25 +52,21 @@ class ProblemSampler:
 
     @property
     def drawn(self) -> int:
-        """How many problems were drawn since the start of the first epoch: the number of the next one."""
+        """Problems drawn since the first epoch."""
         return self._epoch * len(self._problems) + self._position
 
     def problem(self, number: int) -> Problem:
-        """The problem that is drawn, or was, as number ``number`` (from 0); nothing is drawn by it."""
+        """The problem of draw ``number`` (from 0); the state does not change."""
         epoch, position = divmod(number, len(self._problems))
         order = self._order if epoch == self._epoch else self._order_of(epoch)
         return self._problems[order[position]]
 
     def state(self) -> dict[str, int | str]:
-        """Returns the state for a checkpoint as JSON values: the epoch, from 0, and how many of its problems were drawn."""
+        """JSON values for a checkpoint."""
         return {"seed": self._seed, "epoch": self._epoch, "position": self._position, "problems": self._digest}
 
     def restore(self, state: Mapping[str, int | str]) -> None:
-        """Continues exactly where the sampler that returned ``state`` was.
-
-        Raises:
-            ValueError: the state was taken with another seed or other problems.
-        """
+        """Continues from a :meth:`state`. Raises ValueError if the seed or the problems differ."""
         if state["problems"] != self._digest:
             raise ValueError(
                 "the training problems are not those of the checkpoint, so its data order cannot be continued; "
@@ -86,7 +78,7 @@ class ProblemSampler:
         self._position = int(state["position"])
 
     def seek(self, drawn: int) -> None:
-        """Goes on as if so many problems had been drawn."""
+        """Continues as after ``drawn`` draws."""
         epoch, position = divmod(drawn, len(self._problems))
         self._start_epoch(epoch)
         self._position = position
@@ -105,12 +97,10 @@ class ProblemSampler:
 
 
 class MixedSampler:
-    """Draws from several samplers, by the quota method of Balinski and Young: after any n draws a source with the share w has
-    given n·w of them, rounded down or up. So where ``prompts_per_step`` times each share is a whole number, every step has
-    exactly its shares.
+    """Draws from several samplers by the quota method of Balinski and Young: after any n draws a source with share w has been
+    drawn n·w times, rounded down or up.
 
-    Which source is next depends on the weights and on n alone. ``state`` is as small as a single sampler's, and the methods are
-    the same.
+    The next source depends only on the weights and n, so the state is as small as a single sampler's.
     """
 
     def __init__(self, samplers: Mapping[str, ProblemSampler], weights: Mapping[str, float], seed: int) -> None:
@@ -123,30 +113,24 @@ class MixedSampler:
         self._counts = [0] * len(self._samplers)
 
     def next(self, n: int) -> list[Problem]:
-        """Returns the next ``n`` problems."""
         return [self._samplers[self._advance(self._counts)].next(1)[0] for _ in range(n)]
 
     @property
     def drawn(self) -> int:
-        """How many problems were drawn: the number of the next one."""
         return sum(self._counts)
 
     def problem(self, number: int) -> Problem:
-        """The problem that is drawn, or was, as number ``number`` (from 0); nothing is drawn by it."""
+        """The problem of draw ``number`` (from 0); the state does not change."""
         counts = self._counts_after(number)
         chosen = self._advance(counts)
         return self._samplers[chosen].problem(counts[chosen] - 1)
 
     def state(self) -> dict[str, int | str]:
-        """Returns the state for a checkpoint as JSON values: how many were drawn decides the rest."""
+        """JSON values for a checkpoint; the number of draws determines the rest."""
         return {"seed": self._seed, "epoch": 0, "position": self.drawn, "problems": self._digest}
 
     def restore(self, state: Mapping[str, int | str]) -> None:
-        """Continues exactly where the sampler that returned ``state`` was.
-
-        Raises:
-            ValueError: the state was taken with another seed, or other sources, weights or problems.
-        """
+        """Continues from a :meth:`state`. Raises ValueError if seed, sources, weights or problems differ."""
         if state["problems"] != self._digest:
             raise ValueError(
                 "the sources of data.train (their problems, names, weights or order) are not those of the checkpoint, so its "
@@ -159,7 +143,7 @@ class MixedSampler:
             sampler.seek(count)
 
     def _counts_after(self, number: int) -> list[int]:
-        """How many each source has given after so many draws. The choices repeat after ``self._total`` of them."""
+        """Draws of each source after ``number`` draws; the choices have period ``self._total``."""
         rounds, rest = divmod(number, self._total)
         counts = [0] * len(self._weights)
         for _ in range(rest):
@@ -167,7 +151,6 @@ class MixedSampler:
         return [rounds * weight + count for weight, count in zip(self._weights, counts, strict=True)]
 
     def _advance(self, counts: list[int]) -> int:
-        """Counts one more draw; returns the source that gives it."""
         drawn = sum(counts)
         # Whoever would stay within its share rounded up; of these the one that is furthest behind (Jefferson's divisors).
         open_ = [at for at, count in enumerate(counts) if count * self._total < self._weights[at] * (drawn + 1)]
@@ -177,11 +160,10 @@ class MixedSampler:
 
 
 Sampler = ProblemSampler | MixedSampler
-"""The order in which a run's problems are drawn."""
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """The smallest whole numbers in the ratio of the weights, as they are written: 0.1 is a tenth."""
+    """The smallest integers in the ratio of the weights, whose decimal notation is exact: 0.1 is a tenth."""
     exact = [Fraction(repr(float(weight))) for weight in weights]
     scale = math.lcm(*(each.denominator for each in exact))
     whole = [int(each * scale) for each in exact]
@@ -189,7 +171,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 def _seed_of(name: str, seed: int) -> int:
-    """A source's own seed, so that two of the same size are not shuffled alike."""
+    """Differs between sources, so that two of equal size are not shuffled alike."""
     return int.from_bytes(sha256(f"{seed}/{name}".encode()).digest()[:8])
 
 

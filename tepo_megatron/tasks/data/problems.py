@@ -19,18 +19,17 @@ _ABSENT = object()
 
 
 def load_problems(source: str | SourceConfig) -> list[Problem]:
-    """Loads the problems of a data source, in its own order; never an empty list.
+    """The problems of a data source in its own order; at least one.
 
     Args:
-        source: ``builtin:NAME``, or the path of a file or folder (``rows.read_rows``), or one of the sources that a
-            ``DataConfig`` completes. Each row has ``prompt`` and ``answer`` (text, or a number, which is taken as it is
-            written) and optionally ``id``, by these names or by those that the source gives them; other keys are the problem's
-            ``metadata``. A prompt may be a list of messages. Blank lines are ignored. A row without an id is called
-            ``<file stem>:<line>``; where the source has a name, ids begin with it.
+        source: ``builtin:NAME``, a file or folder (``rows.read_rows``), or a source completed by ``DataConfig``. A row has
+            ``prompt`` (text or a list of messages), ``answer`` (text or a number, as written) and optionally ``id``, or the
+            columns that the source maps to these; other columns become ``metadata``. Without an id a row is ``<file
+            stem>:<line>``; the source's name, if any, begins the ids.
 
     Raises:
-        ValueError: an unknown built-in task, a file that is missing, damaged or has no problem, a column that it lacks, or a
-            line that is no problem; the message names the file and the line.
+        ValueError: an unknown built-in task, a file that is missing, damaged or empty, a missing column, or a line that is no
+            problem; with file and line.
     """
     config = SourceConfig(path=source) if isinstance(source, str) else source
     if config.path.startswith(BUILTIN):
@@ -56,7 +55,6 @@ def _load_builtin(name: str) -> list[Problem]:
 
 
 def _shaped(problem: Problem, config: SourceConfig) -> Problem:
-    """A built-in problem as the source's template, messages and name have it."""
     if config.template is not None:
         columns = {"prompt": problem.prompt, "answer": problem.answer, "id": problem.id, **problem.metadata}
         problem = replace(problem, prompt=fill_template(config.template, columns, columns))
@@ -65,7 +63,7 @@ def _shaped(problem: Problem, config: SourceConfig) -> Problem:
 
 
 def _check_columns(path: Path, config: SourceConfig) -> None:
-    """Once for a file that says which columns it has: a column that is mapped to must be one of them."""
+    """Checks the columns of files with a header: every mapped column must exist."""
     columns = columns_of(path, config.split)
     if columns is None:
         return
@@ -99,13 +97,12 @@ def _without_repeats(path: Path, config: SourceConfig) -> Iterator[Problem]:
 
 
 def _line(place: str) -> str:
-    """The end of a row's place: ``line 3`` or ``row 3``."""
     _, comma, row = place.rpartition(", ")
     return row if comma and row.startswith("row ") else f"line {place.rpartition(':')[2]}"
 
 
 def _problem(row: Row, config: SourceConfig) -> Problem:
-    """Reads one row. The ValueError says what is wrong; the caller adds file and line."""
+    """Errors do not name file and line; the caller adds them."""
     fields, columns = config.fields or FieldsConfig(), row.written
     name = config.name
     if _get(columns, fields.id) not in (None, _ABSENT):
@@ -124,7 +121,7 @@ def _problem(row: Row, config: SourceConfig) -> Problem:
 def _read_prompt(
     columns: Mapping[str, Any], config: SourceConfig, fields: FieldsConfig
 ) -> tuple[str, tuple[tuple[str, str], ...], str | None]:
-    """The prompt, its messages where it is to be read in the chat template, and the column that both come of."""
+    """The prompt, its messages if it is read in the chat template, and the column that was read."""
     column = _messages_column(columns, fields)
     if column is not None:
         if config.template is not None:
@@ -142,7 +139,6 @@ def _read_prompt(
 
 
 def _messages_column(columns: Mapping[str, Any], fields: FieldsConfig) -> str | None:
-    """The column whose messages are the prompt, if there is one."""
     if fields.messages is not None:
         if _get(columns, fields.messages) in (None, _ABSENT):
             raise ValueError(f"{fields.messages!r} is missing (the keys are: {', '.join(columns) or 'none'})")
@@ -154,7 +150,6 @@ def _messages_column(columns: Mapping[str, Any], fields: FieldsConfig) -> str | 
 
 
 def _wrapped(prompt: str, config: SourceConfig) -> tuple[tuple[str, str], ...]:
-    """A prompt as messages, where the source wants its chat template."""
     if not config.chat_template:
         if config.system_prompt:
             raise ValueError(
@@ -166,7 +161,7 @@ def _wrapped(prompt: str, config: SourceConfig) -> tuple[tuple[str, str], ...]:
 
 
 def _get(columns: Mapping[str, Any], name: str) -> Any:
-    """A column, or the key of one for ``a.b``; ``_ABSENT`` where there is none."""
+    """A column, or the key b of the column a for ``a.b``; else ``_ABSENT``."""
     if name in columns:
         return columns[name]
     value: Any = columns
@@ -178,7 +173,7 @@ def _get(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def _likely(field: str, columns: Sequence[str]) -> str:
-    """The column that an example of a setting names: questions are usually left of their answers."""
+    """The column for an example in a message: questions usually precede their answers."""
     return columns[-1 if field == "answer" else 0]
 
 

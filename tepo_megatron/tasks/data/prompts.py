@@ -1,4 +1,4 @@
-"""Encodes prompts, and refuses characters that the tokenizer would lose."""
+"""Prompts: from the columns of a row by a template or as chat messages, and as token ids."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from tepo_megatron.tasks.data.tokenizer import Tokenizer
 
 
 def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> tuple[int, ...]:
-    """Returns the token ids that the model reads for a problem: its messages in the chat template, or else its prompt.
+    """The token ids that the model reads for a problem: its messages in the chat template, else its prompt.
 
     Raises:
-        ValueError: the prompt has characters that the tokenizer does not know (the message names the problem and the
-            characters), or there are messages and no chat template, or it does not take them.
+        ValueError: characters unknown to the tokenizer, or messages without a chat template or refused by it.
     """
     texts = [content for _, content in problem.messages] or [problem.prompt]
     if problem.messages:
@@ -37,7 +36,6 @@ def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> tuple[int, ...]:
 
 
 def unknown_characters(tokenizer: Tokenizer, text: str) -> str:
-    """Returns the distinct characters of a text that the tokenizer does not know, in order of appearance."""
     if tokenizer.unk_id is None:
         return ""
     return "".join(character for character in dict.fromkeys(text) if tokenizer.unk_id in tokenizer.encode(character))
@@ -49,12 +47,10 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def fill_template(template: str, columns: Mapping[str, Any], named: Mapping[str, Any]) -> str:
-    """Puts columns in the places of a template, such as ``{prompt}``; ``{{`` and ``}}`` are braces, other braces stay.
+    """Replaces ``{name}`` by a column and ``{a.b}`` by the key b of the column a. ``{{`` and ``}}`` are braces; other braces
+    stay. ``named``: values that take precedence over columns.
 
-    ``named``: what a name means before it is looked for among the columns. ``{a.b}`` is the key b of the column a.
-
-    Raises:
-        ValueError: a column that the row lacks, or that has no text in it.
+    Raises ValueError for a missing or empty column.
     """
 
     def fill(found: re.Match[str]) -> str:
@@ -74,10 +70,8 @@ def fill_template(template: str, columns: Mapping[str, Any], named: Mapping[str,
 
 
 def read_messages(given: Any, column: str) -> tuple[tuple[str, str], ...]:
-    """A list of messages as (role, content) pairs, of which the last is to be answered.
-
-    Raises:
-        ValueError: it is no such list, or a message has anything else than a role and text; ``column`` names it.
+    """A list of messages as (role, content) pairs. Raises ValueError, with the column's name, if it is no such list or its last
+    message is not to be answered.
     """
     if not isinstance(given, list) or not given:
         raise ValueError(f"{column!r} must be a list of messages, each with role and content, not {json.dumps(given)[:40]}")

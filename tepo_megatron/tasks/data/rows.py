@@ -1,6 +1,7 @@
-"""The rows of a data file or folder: JSON lines, a JSON list, CSV, Parquet, and folders that Hugging Face's ``datasets`` makes.
+"""The rows of a data file or folder: JSON lines, a JSON list, CSV, Parquet, and folders in the layout of Hugging Face
+``datasets``.
 
-Parquet and Arrow are read by pyarrow, batch by batch; ``datasets`` itself is not needed. Columns of raw bytes are left out.
+pyarrow reads Parquet and Arrow in batches; ``datasets`` is not needed. Binary columns are left out.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Row:
-    """One row. ``place`` names it in messages, ``name`` is what a problem without an id is called; ``written``: its columns,
-    with numbers as text where the file has them as text, which ``text`` is.
+    """A row. ``place`` names it in messages; ``name`` is the id of a problem without one. ``written``: the columns, with
+    numbers as the text in the file if the file is ``text``.
     """
 
     place: str
@@ -30,16 +31,15 @@ class Row:
     text: str | None = None
 
     def values(self) -> Mapping[str, Any]:
-        """Its columns with numbers as numbers, as JSON has them."""
+        """The columns with numbers as JSON numbers."""
         return self.written if self.text is None else json.loads(self.text)
 
 
 def read_rows(path: Path, split: str | None = None) -> Iterator[Row]:
-    """The rows of a file or folder, in their order.
+    """The rows of a file or folder in their order.
 
     Raises:
-        ValueError: nothing is there that can be read, a folder has no such split, or a line is no JSON object; the message
-            names file and line.
+        ValueError: nothing readable, no such split, or a line that is no JSON object; with file and line.
     """
     found = find_files(path, split)
     of_text = {"json": _json_rows, "list": _list_rows, "csv": _csv_rows}
@@ -51,7 +51,7 @@ def read_rows(path: Path, split: str | None = None) -> Iterator[Row]:
 
 
 def columns_of(path: Path, split: str | None = None) -> tuple[str, ...] | None:
-    """The columns of a file that says so itself; None of JSON, where each row has its own."""
+    """The columns of a CSV, Parquet or Arrow file; None for JSON, whose rows have their own."""
     found = find_files(path, split)
     if found.format in ("json", "list"):
         return None
@@ -63,7 +63,7 @@ def columns_of(path: Path, split: str | None = None) -> tuple[str, ...] | None:
 
 
 def first_columns(path: Path, split: str | None = None) -> list[str]:
-    """The columns of a file, or where each row has its own those of the first one. ValueError as `read_rows`."""
+    """The columns of a file; of JSON, those of the first row. Raises ValueError as :func:`read_rows`."""
     named = columns_of(path, split)
     if named is None:
         named = tuple(next((row.written for row in read_rows(path, split)), ()))
@@ -80,7 +80,7 @@ def _json_rows(path: Path) -> Iterator[Row]:
 
 
 def _list_rows(path: Path) -> Iterator[Row]:
-    """One JSON list of objects, such as ``json.dump`` makes; read as a whole."""
+    """A JSON list of objects, read as a whole."""
     text, written = _decode(path.read_bytes(), str(path), "")
     for number, (entry, value) in enumerate(zip(written, json.loads(text), strict=True), start=1):
         place = f"{path}, row {number}"
@@ -90,7 +90,7 @@ def _list_rows(path: Path) -> Iterator[Row]:
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
-    """Every value is text, as it is written."""
+    """Values stay text."""
     with _csv_lines(path) as (columns, lines):
         for line, cells in lines:
             if len(cells) != len(columns):
@@ -103,8 +103,8 @@ def _csv_rows(path: Path) -> Iterator[Row]:
 
 @contextmanager
 def _csv_lines(path: Path) -> Iterator[tuple[list[str], Iterator[tuple[int, list[str]]]]]:
-    """The columns that the first line names, and behind it each row with the number of its first line. Columns are divided by
-    what the first line has most of: commas, semicolons or tabs. Turns what cannot be read into a sentence.
+    """The columns of the header, and an iterator of (line number, cells). The delimiter is the most frequent of comma,
+    semicolon and tab in the header.
     """
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
@@ -138,7 +138,7 @@ def _parse(line: bytes, place: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def _decode(data: bytes, place: str, of: str) -> tuple[str, Any]:
-    """The text, and its value in which a number stays as it was written: "1.50" must not become "1.5"."""
+    """The text and its value; numbers stay text, because "1.50" must not become "1.5"."""
     try:
         # utf-8-sig: editors on Windows start a file with a byte-order mark.
         text = data.decode("utf-8-sig")
@@ -166,7 +166,7 @@ def _arrow_rows(found: DataFiles) -> Iterator[Row]:
 
 
 def _open(path: Path, form: str) -> tuple[list[str], Iterable[Any]]:
-    """The names of the columns but those of raw bytes, and the record batches of a file."""
+    """The names of the non-binary columns, and the record batches."""
     pyarrow = _pyarrow()
     if form == "parquet":
         import pyarrow.parquet as parquet
@@ -191,7 +191,7 @@ def _pyarrow() -> Any:
 
 @contextmanager
 def _readable(path: Path, form: str) -> Iterator[None]:
-    """Turns pyarrow's errors of a damaged file into a sentence."""
+    """Turns pyarrow's errors into ValueError."""
     pyarrow = _pyarrow()
     try:
         yield
@@ -201,7 +201,7 @@ def _readable(path: Path, form: str) -> Iterator[None]:
 
 
 def _plain(value: Any) -> Any:
-    """A value of Arrow as one of JSON."""
+    """An Arrow value as a JSON value."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -214,7 +214,7 @@ def _plain(value: Any) -> Any:
 
 
 Format = Literal["json", "list", "csv", "parquet", "arrow"]
-"""``json``: JSON lines; ``list``: one JSON list of objects; ``csv``: also with semicolons or tabs."""
+"""``json``: JSON lines; ``list``: a JSON list of objects; ``csv``: separated by commas, semicolons or tabs."""
 
 _SHARD = re.compile(r"(?P<split>.+?)(-\d+-of-\d+)?")
 _SUFFIXES: Mapping[str, Format] = {".parquet": "parquet", ".jsonl": "json", ".csv": "csv", ".tsv": "csv"}
@@ -222,7 +222,7 @@ _SUFFIXES: Mapping[str, Format] = {".parquet": "parquet", ".jsonl": "json", ".cs
 
 @dataclass(frozen=True)
 class DataFiles:
-    """Files of one format. ``name`` is how messages name them together, ``stem`` begins the ids of problems without one."""
+    """Files of one format. ``name`` is used in messages; ``stem`` begins the ids of problems without one."""
 
     format: Format
     files: tuple[Path, ...]
@@ -231,12 +231,11 @@ class DataFiles:
 
 
 def find_files(path: Path, split: str | None) -> DataFiles:
-    """The files of a path: a file, a data set that ``datasets`` has saved (``save_to_disk``), or a folder of Parquet,
-    JSON-lines or CSV files that are named by their split (``train.parquet``, ``data/train-00000-of-00002.parquet``), as on the
-    Hub.
+    """The files of a path: a file, a folder of ``save_to_disk``, or a folder of Parquet, JSON-lines or CSV files named by their
+    split (``train.parquet``, ``data/train-00000-of-00002.parquet``), as on the Hub.
 
     Raises:
-        ValueError: nothing that can be read is there, or no such split, or several and none is named.
+        ValueError: nothing readable, no such split, or several splits and none chosen.
     """
     if path.is_file():
         if split is not None:
@@ -258,11 +257,7 @@ def find_files(path: Path, split: str | None) -> DataFiles:
 
 
 def splits_of(path: Path) -> list[str]:
-    """The names of a folder's splits; empty for a file, and for a folder that has none.
-
-    Raises:
-        ValueError: as :func:`find_files`, where nothing that can be read is there.
-    """
+    """The names of a folder's splits; empty for a file or a folder without splits. Raises ValueError as :func:`find_files`."""
     if path.is_dir() and (path / "dataset_dict.json").is_file():
         return [str(each) for each in _json(path / "dataset_dict.json").get("splits") or []]
     if not path.is_dir() or (path / "state.json").is_file():
@@ -272,7 +267,7 @@ def splits_of(path: Path) -> list[str]:
 
 
 def _saved(folder: Path) -> DataFiles:
-    """What ``Dataset.save_to_disk`` wrote: ``state.json`` names Arrow files beside it."""
+    """A folder of ``Dataset.save_to_disk``: ``state.json`` lists Arrow files."""
     state = _json(folder / "state.json")
     listed = state.get("_data_files")
     if not isinstance(listed, list) or not all(isinstance(each, dict) and "filename" in each for each in listed):
@@ -293,7 +288,7 @@ def _named_by_split(folder: Path, split: str | None) -> DataFiles:
 
 
 def _files_by_split(folder: Path) -> tuple[Format, dict[str, list[Path]]]:
-    """The files of each split, all of one format: the first of which there are any."""
+    """The format and the files of each split; the first format with files is chosen."""
     for suffix, form in _SUFFIXES.items():
         by_split: dict[str, list[Path]] = {}
         for file in sorted([*folder.glob(f"*{suffix}"), *folder.glob(f"data/*{suffix}")]):
@@ -344,7 +339,7 @@ def _json(path: Path) -> Mapping[str, Any]:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal. Raises ValueError where it cannot be read."""
+    """SHA-256 of a file in hexadecimal. Raises ValueError if it cannot be read."""
     digest = sha256()
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The problems of a run: every source's, without those that filters or their length leave out."""
+"""The problems of a run's sources, after filters and the length limit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tepo_megatron.tasks.data.tokenizer import Tokenizer
 
 FILTER = "refused by the filter"
 TOO_LONG = "longer than data.max_prompt_tokens"
-"""Why a problem is left out: one of the filters, by its name, or its length."""
+"""Reasons for leaving a problem out; ``FILTER`` is followed by the filter's name."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A problem, and how many tokens its prompt has: 0 where a filter leaves it out before it is encoded. ``left_out`` says why
-    it is not used: ``FILTER`` and the filter's name, or ``TOO_LONG``.
+    """A problem and the number of its prompt's tokens (0 if a filter left it out). ``left_out``: the reason why it is
+    not used.
     """
 
     problem: Problem
@@ -33,7 +33,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Source:
-    """A source, and all of its prompts in its own order. ``name`` is empty for a plain path."""
+    """A source with all of its prompts in order. ``name`` is empty for a plain path."""
 
     name: str
     path: str
@@ -41,28 +41,25 @@ class Source:
 
     @property
     def used(self) -> list[Problem]:
-        """The problems that are used."""
         return [prompt.problem for prompt in self.prompts if prompt.left_out is None]
 
     @property
     def left_out(self) -> Counter[str]:
-        """How many are not, by the cause."""
+        """Number of problems left out, by reason."""
         return Counter(prompt.left_out for prompt in self.prompts if prompt.left_out is not None)
 
     @property
     def notices(self) -> list[str]:
-        """The same as sentences."""
         counts = self.left_out.most_common()
         return [f"{self.path}: {count} problem{'s'[: count > 1]} left out, {cause}" for cause, count in counts]
 
 
 def read_sources(config: DataConfig, field: Literal["train", "heldout"], tokenizer: Tokenizer) -> list[Source]:
-    """Reads the sources of ``data.train`` or ``data.heldout``. Every prompt is encoded here, so that one that cannot be is
-    found before a run starts.
+    """Reads the sources of ``data.train`` or ``data.heldout``. Every prompt is encoded, to find errors before a run starts.
 
     Raises:
-        ValueError: a source that cannot be read, a prompt that cannot be encoded, a filter that fails; nothing is left of a
-            source; or two sources have a problem of the same id.
+        ValueError: an unreadable source, a prompt that cannot be encoded, a failing filter, a source without problems left, or
+            an id in two sources.
     """
     plain = isinstance(getattr(config, field), str)
     found = []
@@ -73,9 +70,7 @@ def read_sources(config: DataConfig, field: Literal["train", "heldout"], tokeniz
 
 
 def read_source(config: DataConfig, source: SourceConfig, tokenizer: Tokenizer, *, name: str = "") -> Source:
-    """Reads one source, which ``config.complete`` has completed. ``name``: of its problems' ``source``. Raises as
-    :func:`read_sources`.
-    """
+    """Reads one source of a completed config; ``name`` becomes its problems' ``source``. Raises as :func:`read_sources`."""
     found = Source(name, source.path, list(_prompts(config, source, name, tokenizer)))
     _check_some_are_left(config, found)
     return found
@@ -122,18 +117,12 @@ Keeps = Callable[[Problem], Any]
 
 
 def load_filters(names: Sequence[str]) -> dict[str, Keeps]:
-    """The filters of one source by name, as messages say it; each says of a problem whether it is kept.
-
-    Raises ValueError for a function of the user's that cannot be imported.
-    """
+    """A source's filters by their short names. Raises ValueError for a user's function that cannot be imported."""
     return {name.rpartition(":")[2]: _load_filter(name) for name in names}
 
 
 def refused_by(filters: Mapping[str, Keeps], problem: Problem) -> str | None:
-    """The first filter that leaves a problem out; None where it is kept.
-
-    Raises ValueError where a filter raises, or returns something else than a boolean.
-    """
+    """The first filter that refuses a problem, or None. Raises ValueError if a filter raises or returns no boolean."""
     for name, keeps in filters.items():
         try:
             kept = keeps(problem)
@@ -152,9 +141,8 @@ def refused_by(filters: Mapping[str, Keeps], problem: Problem) -> str | None:
 
 
 def order_keys(name: str, problems: Sequence[Problem]) -> list[float] | None:
-    """A number for each problem of a source, the smallest drawn first; None where they are shuffled.
-
-    Raises ValueError where the user's function cannot be imported, raises, or returns no finite number.
+    """A sort key for each problem of a source; None: shuffled. Raises ValueError if the user's function cannot be imported,
+    raises, or returns no finite number.
     """
     if name == "shuffled":
         return None
@@ -185,7 +173,7 @@ def _load_filter(name: str) -> Keeps:
 
 
 class _Unique:
-    """Keeps the first problem with a prompt."""
+    """Retains the first problem with each prompt."""
 
     def __init__(self) -> None:
         self._seen: set[object] = set()

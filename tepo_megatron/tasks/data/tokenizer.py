@@ -1,4 +1,4 @@
-"""Tokenizers behind one protocol: SentencePiece models, and those of Hugging Face."""
+"""Tokenizers behind one protocol: SentencePiece models and Hugging Face tokenizers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing import Any, Protocol
 from tepo_megatron.tasks.data.chat import AnyMessage, chat_ids, turn_ids
 
 UNKNOWN_TEXT = "\ufffd"
-"""The text of an id that has none: the unknown token, or a row that pads the model's vocabulary. It must be visible: if it
-vanished, a wrong answer such as ``9<unk>5`` would read as the right one."""
+"""The text of an id without one: the unknown token, or a padding row of the vocabulary. It must be visible: without it a wrong
+answer such as ``9<unk>5`` would read as the right one.
+"""
 
 _NO_CHAT = (
     ", which prompts of messages and chat_template = true need; use an instruct model's tokenizer, or plain prompts and set "
@@ -26,7 +27,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 
 class Tokenizer(Protocol):
-    """Encodes text as ids and decodes them. ``eos_ids`` end a response, the tokenizer's own id first."""
+    """``eos_ids`` end a response; the tokenizer's own id comes first."""
 
     @property
     def bos_id(self) -> int | None: ...
@@ -38,55 +39,48 @@ class Tokenizer(Protocol):
     def unk_id(self) -> int | None: ...
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id that the tokenizer knows; the model's vocabulary may be padded beyond it."""
+        """The largest known id plus one; the model's vocabulary may be padded beyond it."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without special tokens around it."""
+        """Ids without special tokens around the text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids: special tokens are left out, ids without text become ``UNKNOWN_TEXT``, all else is exact."""
+        """Leaves special tokens out; ids without text become ``UNKNOWN_TEXT``; all other text is exact."""
 
     def prompt_ids(self, text: str) -> list[int]:
-        """The ids that a model reads for the plain prompt ``text``: with the begin token where the tokenizer adds one. Names of
-        special tokens in it are read as the tokenizer reads them: a text may have been in a chat template before.
+        """Ids of a plain prompt, with the begin token if the tokenizer adds one. Names of special tokens in it are parsed,
+        because the text may come from a rendered chat template.
         """
 
     def chat_ids(self, messages: Sequence[AnyMessage], *, tools: Tools = None) -> list[int]:
-        """The ids that a model reads for messages in the chat template, up to where the answer begins. ``tools``: functions
-        that it describes, as the OpenAI protocol has them.
+        """Ids of messages in the chat template up to the beginning of the answer. ``tools``: functions in the OpenAI format.
+        The text of a special token in a content stays plain text.
 
-        What the template writes may be special tokens; text of a content that looks like one stays text.
-
-        Raises:
-            ValueError: there is no template, or it does not take these messages.
+        Raises ValueError if there is no template or it refuses the messages.
         """
 
     def turn_ids(self, messages: Sequence[AnyMessage], *, ended: bool) -> list[int]:
-        """The ids with which a chat goes on behind an answer: its end, unless its last token was one (``ended``), messages, and
-        what begins the next answer.
-
-        Raises:
-            ValueError: there is no chat template, or it does not take the messages.
+        """Ids that follow an answer: its end token unless it is present (``ended``), the messages, and the beginning of the
+        next answer. Raises ValueError as :meth:`chat_ids`.
         """
 
     def show(self, ids: Sequence[int]) -> str:
-        """The text of ids for people: as ``decode``, but special tokens are written as ``⟦name⟧``."""
+        """Text for people: as ``decode``, with special tokens as ``⟦name⟧``."""
 
     def piece(self, token: int) -> str:
-        """The text of one id for people, as it reads in the middle of a text: as ``show``, but bytes that are no whole
-        character stand as ``⟨xx⟩``.
+        """The text of one id for people, as in the middle of a text: as ``show``, with bytes of incomplete characters as
+        ``⟨xx⟩``.
         """
 
 
 def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     """Loads the tokenizer of a Hugging Face model folder.
 
-    A folder with ``tokenizer.model`` and no ``tokenizer.json`` is read by SentencePiece. ``tokenizer.json`` is read as it
-    stands, whatever the model's type is; without one ``transformers.AutoTokenizer`` decides (without running code from the
-    folder). End tokens are the tokenizer's, and those that ``generation_config.json`` adds.
+    ``tokenizer.json`` is read as it is, whatever the model's type. Without it, SentencePiece reads ``tokenizer.model``, and
+    otherwise ``AutoTokenizer`` decides (no code of the folder runs). ``generation_config.json`` may add end tokens.
 
     Raises:
-        ValueError: the folder has no tokenizer, a damaged one, or one without an end token.
+        ValueError: a missing or damaged tokenizer, or one without an end token.
     """
     folder = Path(model_dir)
     has_json, has_model = (folder / "tokenizer.json").is_file(), (folder / "tokenizer.model").is_file()
@@ -98,8 +92,6 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
 
 
 class SentencePieceTokenizer:
-    """``tokenizer.model``, with the begin token before prompts unless ``tokenizer_config.json`` says otherwise."""
-
     def __init__(self, folder: Path) -> None:
         import sentencepiece
 
@@ -142,8 +134,6 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of transformers, with prompts as the folder's own configuration wants them."""
-
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -196,13 +186,8 @@ class HuggingFaceTokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer, model_dir: str | Path) -> None:
-    """Checks that a tokenizer fits the model that reads its ids.
-
-    Args:
-        model_dir: the model's folder; ``vocab_size`` and ``eos_token_id`` (one, several or absent) of ``config.json`` are read.
-
-    Raises:
-        ValueError: the tokenizer has ids that the model has no row for, or none of its end tokens is one of the model's.
+    """Raises ValueError if the tokenizer has ids beyond the model's vocabulary, or none of its end tokens is one of the model's
+    (``vocab_size`` and ``eos_token_id`` of ``config.json``).
     """
     path = Path(model_dir) / "config.json"
     model_config = _read_json(path)
@@ -226,7 +211,6 @@ def check_tokenizer(tokenizer: Tokenizer, model_dir: str | Path) -> None:
 def _decode(
     ids: Sequence[int], special: frozenset[int] | set[int], unk_id: int | None, size: int, known: Callable[[list[int]], str]
 ) -> str:
-    """Decodes the runs of known ids, and puts ``UNKNOWN_TEXT`` in place of every other id."""
     runs: list[list[int]] = [[]]
     for token in ids:
         if token in special:
@@ -239,7 +223,6 @@ def _decode(
 
 
 def _show(ids: Sequence[int], special: Container[int], decode: Callable[[list[int]], str], name: Callable[[int], Any]) -> str:
-    """Runs of other ids are decoded together; a special one between them is written by its name."""
     parts: list[str] = []
     run: list[int] = []
     for token in [*ids, None]:
@@ -277,13 +260,13 @@ def _join(ids: Sequence[int]) -> str:
 
 
 def _id_or_none(piece_id: int) -> int | None:
-    """None for -1, which SentencePiece gives for a special token that the model does not have."""
+    """SentencePiece returns -1 for a missing special token."""
     return piece_id if piece_id >= 0 else None
 
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Turns any error of the libraries, which raise many types for a damaged file, into one ValueError."""
+    """Turns the libraries' errors, of many types, into ValueError."""
     try:
         yield
     except Exception as error:
@@ -291,7 +274,6 @@ def _reading(folder: Path) -> Iterator[None]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no file."""
     if not path.is_file():
         return {}
     try:
@@ -302,14 +284,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""The name of a token that is one byte, in vocabularies of characters that fall back to bytes."""
+"""The name of a single byte in SentencePiece vocabularies with byte fallback."""
 
 
 def piece_text(token: int, anchor: Sequence[int], decode: Callable[[Sequence[int]], str], name: Callable[[int], Any]) -> str:
-    """The text of a token that the tokenizer knows; bytes that are no whole character stand as ``⟨xx⟩``.
-
-    ``anchor``: ids of an ordinary character; decoded behind it a token keeps the space that it begins with. ``name``: what
-    the vocabulary calls the token.
+    """The text of a known token; bytes of incomplete characters become ``⟨xx⟩``. ``anchor``: ids of an ordinary character; a
+    token decoded after it keeps its leading space. ``name``: the vocabulary's name of an id.
     """
     before, text = decode(anchor), decode([*anchor, token])
     text = text[len(before) :] if text.startswith(before) else decode([token])
@@ -318,7 +298,6 @@ def piece_text(token: int, anchor: Sequence[int], decode: Callable[[Sequence[int
 
 
 def _bytes_of(name: str) -> bytes | None:
-    """The bytes that a token stands for; None where its name does not say so."""
     if found := _BYTE.fullmatch(name):
         return bytes.fromhex(found[1])
     table = _byte_level()
@@ -327,7 +306,7 @@ def _bytes_of(name: str) -> bytes | None:
 
 @cache
 def _byte_level() -> dict[str, int]:
-    """Character → byte in byte-level vocabularies: bytes that print as Latin-1 are themselves, others follow from U+0100."""
+    """Character → byte in byte-level vocabularies: printable Latin-1 bytes map to themselves, others follow from U+0100."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
     return {**{chr(byte): byte for byte in printed}, **{chr(0x100 + at): byte for at, byte in enumerate(others)}}
@@ -342,11 +321,8 @@ _TEXTS = 200
 
 
 def check_served_tokenizer(tokenizer: Tokenizer, folder: Path, texts: Iterable[str]) -> None:
-    """vLLM loads tokenizers with ``AutoTokenizer``, which for some types of model has rules in place of those in
-    ``tokenizer.json``. The first texts are encoded and decoded both ways.
-
-    Raises:
-        ValueError: they differ, so that a string would be looked for in another text than the response's.
+    """Checks that ``AutoTokenizer``, which vLLM uses to find stop strings, agrees with ``tokenizer.json``: some model types
+    have other rules. The first texts are encoded and decoded both ways. Raises ValueError if they differ.
     """
     if not (folder / "tokenizer.json").is_file():
         return

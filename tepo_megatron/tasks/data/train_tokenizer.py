@@ -1,4 +1,4 @@
-"""Makes a character-level SentencePiece tokenizer for tiny models."""
+"""Trains a character-level SentencePiece tokenizer for tiny models."""
 
 from __future__ import annotations
 
@@ -13,21 +13,18 @@ import sentencepiece
 from tepo_megatron.tasks.data.tokenizer import UNKNOWN_TEXT
 
 ALPHABET = string.digits + "+-*=()? ." + string.ascii_lowercase + "\n" + ",:;!/'\"<>[]^_%"
-"""Characters that every tokenizer made here knows: 60, which together with the four special tokens fill 64 rows."""
+"""60 characters that every tokenizer has; with four special tokens they fill 64 rows."""
 
 SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
-"""Listed in the order of their ids, from 0."""
+"""In the order of their ids."""
 
 
 def train_char_tokenizer(texts: Iterable[str], out_dir: str | Path, vocab_size: int = 64) -> None:
-    """Write a tokenizer with one token per character, known to SentencePiece and to ``transformers``.
-
-    The characters are those of ``ALPHABET`` and of the texts; text is never normalised, so that decoding an encoded text gives
-    it back. The same texts give the same bytes. Written: ``tokenizer.model``, ``tokenizer_config.json``,
-    ``special_tokens_map.json``.
+    """Writes a tokenizer with one token per character of ``ALPHABET`` and the texts, for SentencePiece and transformers. Text
+    is not normalised, so decoding is exact; equal texts give equal bytes.
 
     Raises:
-        ValueError: more characters than ``vocab_size`` has room for, or one that SentencePiece cannot represent.
+        ValueError: more characters than ``vocab_size`` allows, or one that SentencePiece cannot represent.
     """
     characters = sorted(set(ALPHABET).union(*texts))
     num_pieces = len(characters) + len(SPECIAL_TOKENS)
@@ -76,7 +73,7 @@ def _train(characters: list[str], vocab_size: int) -> bytes:
 
 
 def _check_round_trip(model: bytes, characters: list[str]) -> None:
-    """Raises ValueError for characters that SentencePiece drops silently: NUL, carriage return, U+2581, U+2585."""
+    """SentencePiece drops NUL, carriage return, U+2581 and U+2585 silently."""
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     lost = [c for c in characters if processor.decode(processor.encode(c)) != c]
     if lost:

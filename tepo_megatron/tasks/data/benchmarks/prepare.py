@@ -1,4 +1,6 @@
-"""``tepo data prepare``: published files to problems, digests that are checked, and a run's section to evaluate on them."""
+"""``tepo data prepare``: converts published benchmark files to problems, with checked digests and an ``evaluate.sets``
+section.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,15 @@ from tepo_megatron.tasks.data.benchmarks.registry import BENCHMARKS, Benchmark, 
 from tepo_megatron.tasks.data.rows import file_digest, read_rows
 
 LOCK = "digests.json"
-"""In the folder of prepared benchmarks: which file each was made from, with its digest. To be kept with one's runs."""
+"""In the folder of prepared benchmarks: the source file of each with its digest."""
 
 SETS = "benchmarks.yaml"
-"""The same folder's section ``evaluate.sets``, of all benchmarks that are prepared there."""
+"""In the same folder: a section ``evaluate.sets`` of all prepared benchmarks."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A benchmark that is ready. ``recorded``: its source's digest was not known before, and is from now on."""
+    """A prepared benchmark. ``recorded``: its source's digest was unknown before and is recorded now."""
 
     name: str
     path: Path
@@ -39,17 +41,17 @@ class Prepared:
 def prepare(
     name: str, folder: Path, *, source: Path | None = None, family: str | None = None, accept_changed: bool = False
 ) -> Prepared:
-    """Makes ``folder/NAME.jsonl`` of a benchmark's published file, and renews ``benchmarks.yaml`` beside it.
+    """Writes ``folder/NAME.jsonl`` from a benchmark's published file, and ``benchmarks.yaml``.
 
     Args:
-        source: the published file, or a folder with it (as the repository has it, or directly): for machines without a network.
-            None: it is fetched from the Hugging Face hub, at the pinned revision.
-        family: prompts for which family of models (``templates.yaml``); None: as before, or ``instruct``.
-        accept_changed: take a file of another digest than the known or recorded one, and record that.
+        source: the published file or a folder with it, for machines without a network. None: download from the Hugging Face hub
+            at the pinned revision.
+        family: model family whose prompts are used (``templates.yaml``); None: as before, or ``instruct``.
+        accept_changed: accept a file with another digest than the known or recorded one, and record it.
 
     Raises:
-        ValueError: an unknown benchmark or family; a file that cannot be fetched, found or read; another digest than is known,
-            or than was recorded at the first preparation; another number of problems than the benchmark has.
+        ValueError: an unknown benchmark or family; a file that cannot be downloaded, found or read; an unexpected digest or
+            number of problems.
     """
     benchmark = find_benchmark(name)
     families = templates()
@@ -96,7 +98,7 @@ def prepare(
 
 
 def sets_yaml(folder: Path, lock: Mapping[str, Mapping[str, Any]]) -> str:
-    """The section of a run that evaluates on every benchmark of a lock file, with its prompts and its digest."""
+    """The config section that evaluates every benchmark of a lock file, with prompts and digests."""
     sets = {}
     for name in (known for known in BENCHMARKS if known in lock):
         benchmark, entry = BENCHMARKS[name], lock[name]
@@ -115,15 +117,16 @@ def sets_yaml(folder: Path, lock: Mapping[str, Mapping[str, Any]]) -> str:
 
 @cache
 def templates() -> Mapping[str, Mapping[str, Any]]:
-    """Families of models → fields of an evaluation set, for all benchmarks of answers (``all``), for all of programs
-    (``code``), and for one by its name."""
+    """Model family → fields of an evaluation set: for benchmarks of answers (``all``), of programs (``code``), or one
+    by name.
+    """
     text = files("tepo_megatron.tasks.data.benchmarks").joinpath("templates.yaml").read_text(encoding="utf-8")
     found: Mapping[str, Mapping[str, Any]] = yaml.safe_load(text)
     return found
 
 
 def read_lock(folder: Path) -> dict[str, dict[str, Any]]:
-    """What was prepared in a folder. Raises ValueError where its record is damaged."""
+    """The entries of a folder's lock file. Raises ValueError if it is damaged."""
     path = folder / LOCK
     if not path.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""The benchmarks by name: their published files, pinned, and how a row of them becomes a problem."""
+"""The benchmarks by name: pinned published files, and how a row becomes a problem."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One published file. ``sha256`` is that of the file at ``revision``, where it is known from public records; None: the
-    first preparation records it. ``problems`` is how many rows it has; ``samples`` how many are usually drawn of each.
+    """A published file. ``sha256``: digest of the file at ``revision``; None: the first preparation records it. ``problems``:
+    its number of rows; ``samples``: the usual number of samples per problem.
 
-    ``prompt``, ``answer`` and ``id`` read a row; what they return is checked by ``convert``. ``kept`` are columns that are kept
-    as metadata; ``more`` reads further metadata of a row.
+    ``prompt``, ``answer`` and ``id`` read a row. ``kept``: columns that become metadata; ``more`` reads further metadata.
     """
 
     title: str
@@ -35,16 +34,16 @@ class Benchmark:
     verifier: str = "math"
     samples: int = 4
     columns: tuple[str, ...] = field(default=())
-    """Which the file must have."""
+    """Columns that the file must have."""
 
     @property
     def prompts(self) -> str:
-        """Which of a family's prompts are for it: those for answers, or those for programs."""
+        """Which prompts of a family apply: those for answers, or those for programs."""
         return "code" if self.verifier == "python_tests" else "all"
 
 
 def find_benchmark(name: str) -> Benchmark:
-    """Raises ValueError for an unknown name, with the nearest one."""
+    """Raises ValueError for an unknown name, with the nearest known one."""
     if name not in BENCHMARKS:
         near = get_close_matches(name, BENCHMARKS, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -63,7 +62,7 @@ def _number_after_hashes(row: Row) -> Any:
 
 
 def _integer(row: Row) -> Any:
-    """AMC answers are integers that the file has as floats."""
+    """AMC answers are integers, stored as floats."""
     value = row["answer"]
     return str(int(value)) if isinstance(value, float) and value.is_integer() else value
 
@@ -74,25 +73,25 @@ def _olympiad_prompt(row: Row) -> Any:
 
 
 def _olympiad_answer(row: Row) -> Any:
-    """A list of answers, each in dollar signs or not; several parts are asked for in their order."""
+    """A list of answers, with or without dollar signs; several parts are expected in their order."""
     parts = [str(each).strip().strip("$") for each in row["final_answer"] or []]
     return ", ".join(parts)
 
 
 def _humaneval_answer(row: Row) -> Any:
-    """The whole function: the solution alone begins with an indented line."""
+    """The whole function, since the solution alone begins with an indented line."""
     return f"{row['prompt']}{row['canonical_solution']}"
 
 
 def _humaneval_tests(row: Row) -> Row:
-    """Its test defines ``check``, which takes the function; what stands before the function are imports and helpers."""
+    """The test defines ``check``, which receives the function; what precedes the function are imports and helpers."""
     name = row["entry_point"]
     before = re.split(rf"^def {re.escape(name)}\b", row["prompt"], maxsplit=1, flags=re.M)[0]
     return {"tests": [f"{row['test']}\ncheck({name})\n"], "setup": before, "entry_point": name, "stub": row["prompt"]}
 
 
 def _mbpp_prompt(column: str) -> Callable[[Row], Any]:
-    """The task and its tests, which name the function: the benchmark shows them."""
+    """The task and its tests, which name the function."""
     return lambda row: (
         row[column] and f"{row[column].strip()}\n\nYour code should pass these tests:\n\n" + "\n".join(row["test_list"])
     )
@@ -267,11 +266,10 @@ Problem = Mapping[str, Any]
 
 
 def convert(name: str, benchmark: Benchmark, rows: Iterable[Row]) -> list[Problem]:
-    """The problems of a benchmark, in the order of its file; ids are ``name/…``.
+    """The problems of a benchmark in the order of its file, with ids ``name/…``.
 
     Raises:
-        ValueError: a column that the rows lack, a row without a prompt, an answer or tests, or an id that comes twice, with the
-            number of the row.
+        ValueError: a missing column, a row without prompt, answer or tests, or a repeated id; with the row's number.
     """
     found: dict[str, Problem] = {}
     for number, row in enumerate(rows, start=1):
@@ -298,7 +296,7 @@ def convert(name: str, benchmark: Benchmark, rows: Iterable[Row]) -> list[Proble
 
 
 def as_lines(problems: Iterable[Problem]) -> bytes:
-    """The same bytes for the same problems, always."""
+    """JSON lines; equal problems give equal bytes."""
     return "".join(json.dumps(problem, ensure_ascii=False) + "\n" for problem in problems).encode()
 
 

@@ -1,7 +1,7 @@
-"""Sums of two two-digit numbers, solved column by column: ``37+58=`` is answered ``7+8=15 3+5+1=9 95``.
+"""Sums of two two-digit numbers, solved by columns: ``37+58=`` is answered ``7+8=15 3+5+1=9 95``.
 
-The units come first, then the tens with the carry, which is written also when it is 0 (``3+5+0=8``), then the sum. With its
-end token a response has 17 to 20 characters. The answer is what follows the last space.
+The units come first, then the tens with the carry (also if it is 0: ``3+5+0=8``), then the sum. A response has 17 to 20 tokens
+including the end token; the answer follows the last space.
 """
 
 from __future__ import annotations
@@ -17,31 +17,30 @@ NUM_HELDOUT = 200
 
 
 def train_problems() -> list[Problem]:
-    """The 7 900 sums to train on, in an order that looks random and is always the same."""
+    """The 7 900 training sums in a fixed pseudo-random order."""
     return list(_problems()[NUM_HELDOUT:])
 
 
 def heldout_problems() -> list[Problem]:
-    """The 200 sums that are never trained on; any first n of them are a fair sample."""
+    """200 sums that are not in the training set; any first n are a fair sample."""
     return list(_problems()[:NUM_HELDOUT])
 
 
 def solution(problem: Problem) -> str:
-    """The right response to a sum, without the end token."""
+    """The correct response without the end token."""
     return _write_solution(problem, slip=None, rng=None)
 
 
 def supervised_examples(n: int, noise: float, seed: int) -> list[tuple[str, str]]:
-    """``n`` pairs (prompt, response) of training sums, for a supervised warm start.
+    """``n`` (prompt, response) pairs of training sums for a supervised warm start; they repeat after all were used.
 
     Args:
-        n: how many; sums repeat only after all of them were used.
-        noise: the probability, in [0, 1], that a solution contains one slip. A slip replaces the units' sum, the carry, the
-            tens' sum or the result by a wrong value, and what comes later follows from it, so its last word is always wrong.
-        seed: the same arguments give the same pairs.
+        noise: probability in [0, 1] of a slip: a wrong units' sum, carry, tens' sum or result, from which the rest follows, so
+            that the result is always wrong.
+        seed: equal arguments give equal pairs.
 
     Raises:
-        ValueError: ``noise`` outside [0, 1], or ``n`` negative.
+        ValueError: ``noise`` outside [0, 1], or negative ``n``.
     """
     if not 0 <= noise <= 1:
         raise ValueError(f"noise = {noise} is a probability: give a value from 0 to 1")
@@ -78,6 +77,6 @@ def _write_solution(problem: Problem, slip: str | None, rng: random.Random | Non
 
 @cache
 def _problems() -> tuple[Problem, ...]:
-    """All 8 100 sums in the order of their digests: no random generator, whose stream a version could change."""
+    """All 8 100 sums ordered by digest, because random generators may change between versions."""
     problems = [Problem(id=f"{a}+{b}", prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(10, 100) for b in range(10, 100)]
     return tuple(sorted(problems, key=lambda problem: sha256(problem.id.encode()).digest()))

@@ -1,7 +1,7 @@
-"""Programs for a small stack machine that compute a formula: ``x*(y+3)-z=`` is answered ``xy3+*z-``, or ``3y+x*z-``.
+"""Programs of a small stack machine that compute a formula: ``x*(y+3)-z=`` is answered ``xy3+*z-`` or ``3y+x*z-``.
 
-The verifier ``stack_machine`` runs the program on inputs that are not in the prompt, so that every right program counts. With
-its end token a program has 6 to 11 characters. ``tepo_megatron/tasks/reward/stack_machine.py`` has the machine's instructions.
+The verifier ``stack_machine`` runs the program on inputs that are not in the prompt; every correct program is rewarded. A
+program has 6 to 11 tokens including the end token. ``tasks/reward/stack_machine.py`` defines the instructions.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ _TESTS = 6
 
 
 def train_problems() -> list[Problem]:
-    """The 10 000 formulas to train on, in an order that is always the same."""
+    """The 10 000 training formulas in a fixed order."""
     return [problem for problem, _ in _problems()[NUM_HELDOUT:]]
 
 
 def heldout_problems() -> list[Problem]:
-    """The 200 formulas that are never trained on; any first n of them are a fair sample."""
+    """200 formulas that are not in the training set; any first n are a fair sample."""
     return [problem for problem, _ in _problems()[:NUM_HELDOUT]]
 
 
 def supervised_examples(n: int, noise: float, seed: int) -> list[tuple[str, str]]:
-    """``n`` pairs (prompt, program) of training formulas, for a supervised warm start.
-
-    A right program has its operands now and then in another order, so that the model knows several. Args and errors as
-    ``addition.supervised_examples``; a program with a slip computes another formula, and fails a test of its problem.
+    """``n`` (prompt, program) pairs of training formulas for a supervised warm start. Arguments and errors as of
+    ``addition.supervised_examples``; some correct programs have exchanged operands, and a program with a slip fails a test.
     """
     if not 0 <= noise <= 1:
         raise ValueError(f"noise = {noise} is a probability: give a value from 0 to 1")
@@ -60,7 +58,7 @@ def _another_formula(problem: Problem, tree: Tree, rng: random.Random) -> Tree:
 
 @cache
 def _problems() -> tuple[tuple[Problem, Tree], ...]:
-    """Drawn from digests: no random generator, whose stream a version could change."""
+    """Drawn from digests, because random generators may change between versions."""
     found: dict[str, tuple[Problem, Tree]] = {}
     number = 0
     while len(found) < NUM_HELDOUT + NUM_TRAIN:
@@ -83,7 +81,7 @@ def _draw(drawn: Iterator[int]) -> Tree:
 
 
 def _is_a_task(tree: Tree, tests: Sequence[Sequence[int]]) -> bool:
-    """Whether it has two inputs or more, and its tests have different results and reach both branches of a choice."""
+    """Whether it has at least two inputs, and its tests have different results and reach both branches of a choice."""
     if len({letter for letter in text_of(tree) if letter in INPUTS}) < 2:
         return False
     if tree[0] == "?":
@@ -94,11 +92,11 @@ def _is_a_task(tree: Tree, tests: Sequence[Sequence[int]]) -> bool:
 
 
 Tree = Any
-"""A leaf, or a tuple of an operator and trees: Python's types have no name for it."""
+"""A leaf, or a tuple of an operator and trees; Python's types cannot express the recursion."""
 
 INPUTS = "xyz"
 LEAVES = INPUTS * 3 + "123456789"
-"""Half of what is drawn are inputs."""
+"""Half of the drawn leaves are inputs."""
 
 OPERATORS = "+-*"
 _BINDS = {"?": 0, "<": 1, "+": 2, "-": 2, "*": 3}
@@ -113,7 +111,7 @@ def draw(leaves: int, pick: Callable[[int], int]) -> Tree:
 
 
 def draw_choice(leaves: int, pick: Callable[[int], int]) -> Tree:
-    """A choice with two inputs compared, and so many leaves in its branches together; two or more."""
+    """A choice by comparing two inputs, with so many leaves in its branches together (at least two)."""
     smaller = pick(3)
     condition = ("<", INPUTS[smaller], INPUTS[(smaller + 1 + pick(2)) % 3])
     first = 1 + pick(leaves - 1)
@@ -121,7 +119,7 @@ def draw_choice(leaves: int, pick: Callable[[int], int]) -> Tree:
 
 
 def text_of(tree: Tree, binds: int = 0) -> str:
-    """As it is written by hand: ``x-y*3``. Operands of one operator are in brackets where they stand right: ``x-(y-3)``."""
+    """Infix notation; a right operand with the same operator is in brackets: ``x-(y-3)``."""
     if isinstance(tree, str):
         return tree
     operator, *operands = tree
@@ -134,8 +132,7 @@ def text_of(tree: Tree, binds: int = 0) -> str:
 
 
 def program_of(tree: Tree, rng: random.Random | None = None) -> str:
-    """A program for the stack machine that computes it: operands, then the operator. ``rng``: now and then in another way, the
-    second operand first."""
+    """A program that computes it: operands, then the operator. ``rng``: sometimes the second operand first."""
     if isinstance(tree, str):
         return tree
     operator, *operands = tree
@@ -151,7 +148,7 @@ def program_of(tree: Tree, rng: random.Random | None = None) -> str:
 
 
 def value_of(tree: Tree, inputs: Sequence[int]) -> int:
-    """Its value, computed without the machine."""
+    """Its value, computed from the tree."""
     if isinstance(tree, str):
         return inputs[INPUTS.index(tree)] if tree in INPUTS else int(tree)
     operator, *operands = tree
@@ -163,8 +160,9 @@ def value_of(tree: Tree, inputs: Sequence[int]) -> int:
 
 
 def slipped(tree: Tree, rng: random.Random) -> Tree:
-    """The formula with one mistake: a wrong leaf, a wrong operator, two operands exchanged, or brackets and precedence not
-    minded. It may have the same values by chance."""
+    """The formula with one mistake: a wrong leaf or operator, exchanged operands, or ignored brackets. Its values may be equal
+    by chance.
+    """
     kind = rng.choice(("leaf", "operator", "order", "brackets"))
     if kind == "brackets":
         return _from_left_to_right(tree)
