@@ -1,4 +1,4 @@
-"""Responses to problems, drawn and scored: what every evaluation is made of."""
+"""Samples and scores responses to problems; used by every evaluation."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.tasks.protocol import RewardResult
 
 Sampler = Callable[..., Sequence[Sequence[Response]]]
-"""A sampler that tells of each prompt's responses as they are complete: ``Sampler.generate``. It also takes ``numbers``, which
-name the prompts for their seeds, ``on_group``, called with a prompt's place and its responses, ``top_p`` and others."""
+"""``Sampler.generate``, with more keywords than ``Generate``: ``numbers`` (prompt numbers that determine seeds), ``on_group``
+(called with a prompt's index and its complete responses), ``top_p`` and others.
+"""
 
 
 class Scorer(Protocol):
-    """Scores responses: a ``Task`` or a ``RewardPool``."""
+    """A ``Task`` or a ``RewardPool``."""
 
     def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable]) -> list[RewardResult]: ...
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A response with its verdict. ``num_tokens``: the end token included."""
+    """A response with its result. ``num_tokens`` includes the end token."""
 
     text: str
     num_tokens: int
@@ -42,11 +43,7 @@ def score_groups(
     pool: Scorer,
     correct_at: float,
 ) -> list[list[Scored]]:
-    """The verdicts on ``n`` responses to each of the problems.
-
-    Raises:
-        RuntimeError: the sampler returned another number of responses than was asked for.
-    """
+    """The scored ``n`` responses to each problem. Raises RuntimeError for another number of responses."""
     if len(groups) != len(problems) or any(len(group) != n for group in groups):
         counts = sorted({len(group) for group in groups})
         raise RuntimeError(
@@ -68,14 +65,14 @@ def score_groups(
 
 
 def mean_reward(responses: Sequence[Scored]) -> float | None:
-    """Over those responses that have one; None where none has."""
+    """The mean over responses with a reward; None without any."""
     results = [response.result for response in responses]
     found = [result.reward for result in results if result.error is None and result.reward is not None]
     return fmean(found) if found else None
 
 
 def answers_row(problem: Problem, greedy: Scored | None, sampled: Sequence[Scored]) -> dict[str, Any]:
-    """A problem with its responses, as samples.jsonl has them."""
+    """A problem with its responses, as a row of samples.jsonl."""
     row: dict[str, Any] = {
         "problem": problem.id,
         "prompt": problem.prompt,
@@ -101,5 +98,5 @@ def _readable(response: Scored) -> dict[str, Any]:
 
 
 def _is_correct(result: RewardResult, correct_at: float) -> bool:
-    """One that could not be scored is not, whatever reward a failure is given."""
+    """A failed response is not correct, whatever ``failed_reward`` is."""
     return result.error is None and result.reward is not None and result.reward >= correct_at

@@ -1,4 +1,4 @@
-"""Estimators of accuracy from n samples of a problem: of which c are correct, or which agree in their answers."""
+"""Estimators of accuracy from n samples of a problem, and confidence intervals over problems."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ import numpy.typing as npt
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Estimates the probability that at least one of k samples is correct: an unbiased estimate from n >= k samples.
+    """Unbiased estimate from n >= k samples of the probability that at least one of k is correct: 1 - C(n - c, k) / C(n, k),
+    computed as a product (Chen et al. 2021, "Evaluating Large Language Models Trained on Code").
 
-    It is the share of the k-element subsets of the samples that contain a correct one, 1 - C(n - c, k) / C(n, k), written as
-    a product so that no binomial is formed (Chen et al. 2021, "Evaluating Large Language Models Trained on Code").
-
-    Raises:
-        ValueError: not 0 <= c <= n, or not 1 <= k <= n.
+    Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
     """
     _check(num_samples, num_correct)
     if not 1 <= k <= num_samples:
@@ -29,11 +26,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def avg_at_k(num_samples: int, num_correct: int) -> float:
-    """Returns the share of correct samples: the accuracy of one sample, averaged over k of them.
-
-    Raises:
-        ValueError: there is no sample, or not 0 <= c <= n.
-    """
+    """The share of correct samples. Raises ValueError unless 0 <= c <= n and n > 0."""
     _check(num_samples, num_correct)
     if num_samples == 0:
         raise ValueError("avg@k needs at least one sample")
@@ -41,19 +34,17 @@ def avg_at_k(num_samples: int, num_correct: int) -> float:
 
 
 def maj_at_k(answers: Sequence[tuple[int, int]], num_samples: int, k: int) -> float:
-    """Estimates the accuracy of the most frequent answer of k samples: an unbiased estimate from n >= k samples.
-
-    It is the mean over the k-element subsets of the samples. Where several answers are the most frequent of a subset, each
-    counts the same share, as if one of them were drawn. A sample without an answer has no vote, and a subset in which none has
-    one is wrong.
+    """Unbiased estimate from n >= k samples of the accuracy of the most frequent answer of k samples: the mean over all
+    k-element subsets. Tied answers count equal shares. A sample without an answer has no vote; a subset without votes is
+    wrong.
 
     Args:
-        answers: of each different answer, (samples that gave it, how many of these are correct).
-        num_samples: n, with the samples that gave no answer.
+        answers: (samples, correct samples) of each distinct answer.
+        num_samples: n, including samples without an answer.
         k: samples that vote.
 
     Raises:
-        ValueError: more votes than samples, more correct ones than votes, or not 1 <= k <= n.
+        ValueError: inconsistent counts, or not 1 <= k <= n.
     """
     if not 1 <= k <= num_samples:
         raise ValueError(f"maj@{k} cannot be estimated from {num_samples} samples; draw at least k, with k at least 1")
@@ -66,10 +57,10 @@ def maj_at_k(answers: Sequence[tuple[int, int]], num_samples: int, k: int) -> fl
 
 
 def _chance_to_win(own: int, counts: Sequence[int], silent: int, k: int) -> float:
-    """Of an answer that ``own`` samples gave, in a random k-element subset; a tie counts as its share.
+    """Of an answer given by ``own`` samples, in a random k-element subset; a tie counts its share.
 
-    For each number m of its votes, the subsets in which no other answer has more are counted by a polynomial: ``ways[t][s]``
-    are the ways to take s of the others' samples such that t answers also have m.
+    For each number m of its votes, a polynomial counts the subsets in which no other answer has more: ``ways[t][s]`` ways to
+    draw s of the other samples so that t answers also have m.
     """
     others = list(counts)
     others.remove(own)
@@ -103,19 +94,19 @@ def _check(num_samples: int, num_correct: int) -> None:
 
 _NORMAL = NormalDist()
 _CHUNK = 4_000_000
-"""Draws at a time, so that memory stays small however many problems there are."""
+"""Bootstrap draws at a time, which bounds the memory."""
 
 T_975 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
-"""Student's t at 97.5 %, by degrees of freedom from 1; the normal's 1.96 beyond 30 is 4 % too small at most."""
+"""Student's t at 97.5 % by degrees of freedom from 1; beyond 30 the normal's 1.96 is at most 4 % too small."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with the interval that holds the true one with the confidence asked for."""
+    """A mean and its confidence interval."""
 
     mean: float
     low: float
@@ -135,20 +126,12 @@ def bootstrap(
     seed: int = 0,
     share: bool = False,
 ) -> Interval:
-    """The mean of one figure of each problem, with an interval by bootstrap over the problems.
+    """The mean of a figure per problem, with a bootstrap interval over problems: percentiles, widened to the tails of Student's
+    t with n - 1 degrees of freedom and by sqrt(n / (n - 1)), because the plain interval is too narrow for few problems
+    (Hesterberg 2015, "What Teachers Should Know About the Bootstrap").
 
-    The problems are taken for a sample of all that could have been asked, so that the interval says what other problems of the
-    kind would change; with the samples' own noise, as that is in the figures. It is the percentile interval, its tails widened
-    to those of Student's t with n - 1 degrees of freedom and the factor sqrt(n / (n - 1)): the plain one is too narrow for few
-    problems (Hesterberg 2015, "What Teachers Should Know About the Bootstrap").
-
-    Where all values are the same the bootstrap would have no width. For a ``share`` (figures from 0 to 1) of 0 or 1 the
-    interval is then that of a binomial share, ``(1 - confidence) / 2`` on its one side; else it is the mean alone.
-
-    The same ``seed`` gives the same interval.
-
-    Raises:
-        ValueError: there is no value, or one is not finite.
+    If all values are equal, the interval is the mean alone; for a ``share`` of 0 or 1 it is one-sided binomial with tail ``(1 -
+    confidence) / 2``. Equal seeds give equal intervals. Raises ValueError without values, or if one is not finite.
     """
     array = np.asarray(values, dtype=np.float64)
     if not array.size or not np.isfinite(array).all():
@@ -165,8 +148,8 @@ def bootstrap(
 
 
 def student_quantile(probability: float, freedom: int) -> float:
-    """A quantile of Student's t: exact for 1 and 2 degrees of freedom, else by the Cornish-Fisher expansion (error below 1e-2
-    at 3 degrees, 1e-3 from 6 on, at 0.975).
+    """A quantile of Student's t: exact for 1 and 2 degrees of freedom, else by the Cornish-Fisher expansion (at 0.975: error
+    below 1e-2 at 3 degrees, 1e-3 from 6).
     """
     if freedom == 1:
         return float(np.tan(np.pi * (probability - 0.5)))

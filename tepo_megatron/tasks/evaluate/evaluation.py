@@ -1,4 +1,4 @@
-"""The held-out problems and the evaluation sets together, each with its verifier. Rank 0 only."""
+"""Evaluates the held-out problems and the evaluation sets. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from tepo_megatron.tasks.reward.pool import RewardPool
 
 
 class VerifierPools:
-    """The scorer of each evaluation set: the run's task if the set names its verifier, else a pool of workers, rehearsed and
-    closed here. Sets are answered in one turn, also if the task plays episodes. A context manager.
-
-    Raises:
-        ValueError: as ``RewardPool`` and its rehearsal, with the name of the set.
+    """The scorer of each evaluation set: the run's task if the set uses its verifier, else a pool of workers, rehearsed and
+    closed here. Sets are answered in one turn, also if the task plays episodes. A context manager. Raises ValueError as
+    ``RewardPool`` and its rehearsal, with the set's name.
     """
 
     def __init__(self, config: RunConfig, sets: Sequence[EvaluationSet], task: Task) -> None:
@@ -64,7 +62,7 @@ class VerifierPools:
 def what_is_due(
     config: RunConfig, heldout: Sequence[Problem], sets: Sequence[EvaluationSet], step: int
 ) -> tuple[Sequence[Problem], list[EvaluationSet]]:
-    """Of the held-out problems and the sets, those that are evaluated after ``step`` steps of a run."""
+    """The held-out problems and the sets that are evaluated after ``step`` steps."""
     evaluate, last = config.evaluate, config.train.steps
     due = [each for each in sets if evaluate.is_due(each.name, step, last)]
     return heldout if evaluate.is_due(None, step, last) else (), due
@@ -81,9 +79,8 @@ def evaluate_all(
     pools: VerifierPools,
     seed: Callable[[str], int],
 ) -> EvaluationResult:
-    """Evaluates the held-out problems, if there are any, and the sets, one after the other. ``seed`` maps a
-    purpose to a seed; ``generate_heldout`` answers the held-out problems, ``generate`` the sets. Raises as ``evaluate`` and
-    ``evaluate_set``.
+    """Evaluates the held-out problems, if any, and the sets. ``seed`` maps a purpose to a seed; ``generate_heldout`` answers
+    the held-out problems, ``generate`` the sets. Raises as ``evaluate`` and ``evaluate_set``.
     """
     result = EvaluationResult({}, 0, 0, 0.0, 0, [])
     if heldout:
@@ -113,7 +110,7 @@ def evaluate_all(
 
 
 def what_failed(result: EvaluationResult) -> list[str]:
-    """A sentence for the held-out problems and for each set where responses could not be scored."""
+    """A sentence for the held-out problems and each set with failed responses."""
     heldout = result.failures - sum(each.failures for each in result.sets)
     counts = [("evaluation", heldout, result.first_failure)]
     counts += [(f"evaluation of {each.name}", each.failures, each.first_failure) for each in result.sets]
@@ -128,12 +125,11 @@ def what_failed(result: EvaluationResult) -> list[str]:
 class EvaluationResult:
     """The result of an evaluation.
 
-    ``metrics`` holds ``accuracy/greedy`` and, when samples were drawn, ``accuracy/avg@k`` and ``accuracy/pass@k`` for the
-    ``k`` given here (0: greedy only); and ``heldout/reward_greedy`` and ``heldout/reward_sampled``, the mean rewards of the
-    responses that have one, where any has. ``mean_response_len`` is in tokens over the greedy responses, the end token
-    included. ``failures`` counts responses that the verifier could not score, which are not correct; ``first_failure`` says why
-    of the first. ``samples`` are rows for ``samples.jsonl``. Where evaluation sets were evaluated too, their results are in
-    ``sets``, and their metrics among the others; without held-out problems there is nothing else.
+    ``metrics``: ``accuracy/greedy``; if samples were drawn, ``accuracy/avg@k`` and ``accuracy/pass@k`` for ``k`` samples (0:
+    greedy only); the mean rewards ``heldout/reward_greedy`` and ``heldout/reward_sampled`` if any response has one; and the
+    metrics of ``sets``. ``mean_response_len``: tokens of the greedy responses including the end token. ``failures``: responses
+    that the verifier could not score, which count as wrong; ``first_failure``: the first cause. ``samples``: rows of
+    ``samples.jsonl``.
     """
 
     metrics: dict[str, float]
@@ -156,14 +152,12 @@ def evaluate(
     sampling: SamplingConfig,
     seed: int,
 ) -> EvaluationResult:
-    """Answers held-out problems greedily, and ``config.samples`` times at the training temperature.
-
-    Called on rank 0 alone. The first ``config.problems`` are used, so that evaluations of a run compare; ``seed`` is for the
-    samples.
+    """Answers held-out problems greedily, and ``config.samples`` times at the training temperature. Rank 0 only. The first
+    ``config.problems`` are used, so that evaluations are comparable; ``seed`` is for the samples.
 
     Raises:
-        ValueError: there is no problem, or a prompt that the tokenizer cannot represent.
-        RuntimeError: the sampler returned another number of responses than was asked for.
+        ValueError: no problem, or a prompt that cannot be encoded.
+        RuntimeError: the sampler returned another number of responses.
     """
     chosen = list(problems[: config.problems])
     if not chosen:
@@ -198,7 +192,7 @@ def _accuracies(greedy: Sequence[Scored], sampled: Sequence[Sequence[Scored]], k
 
 
 def _mean_rewards(greedy: Sequence[Scored], sampled: Sequence[Sequence[Scored]]) -> dict[str, float]:
-    """Over the responses that have a reward; of samples the mean of each problem first, as in avg@k."""
+    """Over responses with a reward; of samples, the mean of each problem first, as in avg@k."""
     found = {}
     if (of_greedy := mean_reward(greedy)) is not None:
         found["heldout/reward_greedy"] = of_greedy

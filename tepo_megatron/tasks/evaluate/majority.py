@@ -1,4 +1,4 @@
-"""Which responses to a problem give the same answer, for maj@k."""
+"""Decides which responses to a problem give the same answer, for maj@k."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tepo_megatron.tasks.reward.verifiers import last_number_in
 
 Notion = Literal["verifier", "text"]
 Tallies = list[list[tuple[int, int]]]
-"""Of each problem and each different answer to it, (responses that gave it, how many of these are correct)."""
+"""For each problem: (responses, correct responses) of each distinct answer."""
 
 _ANNOUNCED = re.compile(r"(?:answer|result|solution)\s*(?:is|:|=)\s*:?\s*", re.I)
 _LONGEST = 100
-"""Digits of a number beyond which its exponent is kept."""
+"""Digits beyond which a number keeps its exponent."""
 _SIMPLE_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
 def notion_of(majority: str, verifier: str) -> Notion | None:
-    """When two answers are the same, from ``evaluate.sets.NAME.majority``; None: it is not asked."""
+    """How answers are compared, from ``evaluate.sets.NAME.majority``; None: no maj@k."""
     if majority == "auto" and verifier in ("python_tests", "stack_machine"):
         return None  # two programs that do the same are seldom the same text
     if majority == "auto":
@@ -42,11 +42,10 @@ def tally_answers(
     pool: Scorer,
     correct_at: float,
 ) -> Tallies:
-    """Counts the responses to each problem by their answers; those without a final answer are in none.
+    """Counts the responses to each problem by their answers; responses without a final answer are left out.
 
-    Where the verifier says when two answers are the same, the correct ones are, since they are all the expected one; and of two
-    different texts it is asked whether one would be right if the other were expected, in one call for all problems. Two numbers
-    are compared by their values. Raises as ``pool.score``.
+    If the verifier compares, all correct answers are equal, and two other texts are equal if one is correct when the other is
+    expected; one call of ``pool.score`` asks this for all problems. Numbers are compared by value. Raises as ``pool.score``.
     """
     answers = [[final_answer(response.text, verifier) for response in group] for group in groups]
     found = [_classes(each) for each in answers]
@@ -61,10 +60,9 @@ def tally_answers(
 
 
 def final_answer(text: str, verifier: str) -> str | None:
-    r"""What a response gives as its answer, for comparing; None where it gives none.
-
-    For exact, last_word and last_number what they compare. Else the content of the last ``\boxed{…}``; or what stands behind
-    the last "answer is", to the end of its line; or the last number for math, the last line for other verifiers.
+    r"""The answer that a response gives, for comparison; None without one: for exact, last_word and last_number what they
+    compare; else the last ``\boxed{…}``, the rest of the line after the last "answer is", the last number (math), or the
+    last line.
     """
     if verifier == "exact":
         return text.strip() or None
@@ -88,7 +86,7 @@ def final_answer(text: str, verifier: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last ``\boxed{…}`` that is closed; None without one."""
+    r"""The content of the last closed ``\boxed{…}``; None without one."""
     for start in reversed([match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)]):
         depth = 1
         for at in range(start, len(text)):
@@ -99,8 +97,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _normalised(text: str) -> str | None:
-    """The text without what does not change an answer: case, spaces, dollar signs, sizes of brackets, a full stop at its end,
-    the way in which a number is written."""
+    """Removes differences of case, spaces, dollar signs, sizes of brackets, a final full stop, and number formats."""
     text = unicodedata.normalize("NFKC", text).casefold().replace("\\left", "").replace("\\right", "")
     text = re.sub(r"\\[,;!:]|[$\s]|\*\*", "", text).rstrip(".")
     number = _number(text)
@@ -116,7 +113,7 @@ def _number(text: str) -> Decimal | None:
 
 
 def _plain_number(number: Decimal) -> str:
-    """Equal numbers are the same text: ``-0.50`` is -0.5, ``1E2`` is 100; very large ones keep their exponent."""
+    """Equal numbers become equal texts: ``-0.50`` is -0.5, ``1E2`` is 100; very large ones keep their exponent."""
     sign, digits, exponent = number.as_tuple()
     if not number or not isinstance(exponent, int):
         return "0"
@@ -128,7 +125,7 @@ def _plain_number(number: Decimal) -> str:
 
 
 def _classes(answers: Sequence[str | None]) -> dict[str, str]:
-    """Each different answer → the one that stands for it: at first itself."""
+    """Distinct answer → its representative, at first itself."""
     return {answer: answer for answer in answers if answer is not None}
 
 

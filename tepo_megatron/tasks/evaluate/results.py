@@ -1,4 +1,4 @@
-"""The results of evaluation sets on a disk: each problem with its figures, and the figures with their intervals."""
+"""Results of evaluation sets on disk, and their comparison: figures of each problem, with intervals over problems."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tepo_megatron.tasks.evaluate.estimators import Interval, bootstrap
 from tepo_megatron.tasks.evaluate.sets import EvaluationSet, SetResult
 
 RESULTS = "results"
-"""The folder below the output of ``tepo eval``: ``NAME.json`` and ``NAME.jsonl`` of each set."""
+"""Folder below the output of ``tepo eval``, with ``NAME.json`` and ``NAME.jsonl`` of each set."""
 
 
 @dataclass(frozen=True)
 class StoredSet:
-    """A set's results as they were written: its settings, and of each problem its digest and figures, by id."""
+    """A set's stored settings, and the digest and figures of each problem by id."""
 
     name: str
     settings: Mapping[str, Any]
@@ -28,7 +28,7 @@ class StoredSet:
 
 
 def interval(figure: str, values: Sequence[float]) -> Interval:
-    """The mean of a figure over problems with its 95 % interval; see ``intervals.bootstrap``."""
+    """The mean of a figure over problems with its 95 % interval (``bootstrap``)."""
     return bootstrap(values, share=figure in ("greedy", "truncated") or "@" in figure)
 
 
@@ -39,7 +39,7 @@ def set_intervals(result: SetResult) -> dict[str, Interval]:
 
 
 def settings_of(of: EvaluationSet, model: Path | str, seed: int) -> dict[str, Any]:
-    """What a set's figures depend on, as values of JSON; two results of other settings are compared with that said."""
+    """JSON values that a set's figures depend on; a comparison reports differences."""
     prompts = sha256(repr(of.prompts).encode()).hexdigest()[:16]
     return {
         "model": str(model),
@@ -75,9 +75,8 @@ def write_results(folder: Path, result: SetResult, settings: Mapping[str, Any]) 
 
 
 def read_results(folder: Path) -> dict[str, StoredSet]:
-    """The sets whose results lie in a folder: the output of ``tepo eval``, or what lies in it.
-
-    Raises ValueError where there is none, or a file is damaged, with its line.
+    """The sets whose results are in a folder: the output of ``tepo eval``, or a folder in it. Raises ValueError without
+    results, or for a damaged file, with its line.
     """
     place = next((each for each in (folder / "eval" / RESULTS, folder / RESULTS, folder) if any(each.glob("*.jsonl"))), None)
     found = {} if place is None else {path.stem: _read_set(path) for path in sorted(place.glob("*.jsonl")) if _summary(path)}
@@ -87,7 +86,7 @@ def read_results(folder: Path) -> dict[str, StoredSet]:
 
 
 def problem_digest(problem: Problem) -> str:
-    """Of what makes a problem: two runs are compared on problems with the same one."""
+    """Two results are compared on problems with equal digests."""
     return sha256(repr((problem.prompt, problem.answer)).encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
@@ -114,7 +113,7 @@ def _read_set(path: Path) -> StoredSet:
 
 @dataclass(frozen=True)
 class FigureDifference:
-    """A figure of two results on their common problems, and the difference of the second from the first, problem by problem."""
+    """A figure of two results on their common problems, and the mean difference (second minus first) per problem."""
 
     first: Interval
     second: Interval
@@ -123,9 +122,7 @@ class FigureDifference:
 
 @dataclass(frozen=True)
 class SetComparison:
-    """``left_out`` counts problems that only one of the two has, or that are not the same; ``settings`` are those that differ,
-    but for the model.
-    """
+    """``left_out``: problems that are not in both results or differ; ``settings``: settings that differ, except the model."""
 
     name: str
     problems: int
@@ -135,12 +132,8 @@ class SetComparison:
 
 
 def compare_results(first: Path, second: Path) -> list[SetComparison]:
-    """Compares the results of two models, on the sets that both have.
-
-    The differences are paired: of each problem the second's figure minus the first's, and a bootstrap over the problems. What
-    makes a problem hard for both cancels, so that the interval is narrower than those of the two.
-
-    Raises ValueError where a folder has no results, or they have no set with common problems.
+    """Compares the results of two models on their common sets. Differences are paired by problem, so that a problem's
+    difficulty cancels and the interval is narrower. Raises ValueError without results or common problems.
     """
     one, other = read_results(first), read_results(second)
     found = [_compare_sets(one[name], other[name]) for name in one if name in other]

@@ -1,4 +1,4 @@
-"""Evaluation sets (``evaluate.sets``): problems by name, each set with its own verifier and sampling."""
+"""Evaluation sets (``evaluate.sets``): named problems with their own verifier and sampling."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tepo_megatron.tasks.reward.verifiers import resolve_verifier
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A set that is ready to be answered: what it does not say itself is the run's. ``prompts``: token ids of each problem.
-    ``truncation``: ``top_p`` and the like, which its samples are drawn with. ``notion``: when two answers are the
-    same; None: no maj@k. ``left_out`` counts problems with too long a prompt.
+    """A loaded set, completed by the run's settings. ``prompts``: token ids of each problem. ``truncation``: ``top_p`` and the
+    like for its samples. ``notion``: how answers are compared; None: no maj@k. ``left_out``: problems with too long a
+    prompt.
     """
 
     name: str
@@ -47,9 +47,8 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """The responses to one problem, and its figures by name, whose means over the problems are the set's: ``greedy``,
-    ``avg@n``, ``pass@k``, ``maj@k``, ``reward_greedy``, ``reward_sampled``, ``response_len`` and ``truncated`` (0 to 1, of its
-    responses). One that the problem does not have is absent.
+    """The responses to one problem, and its figures by name: ``greedy``, ``avg@n``, ``pass@k``, ``maj@k``, ``reward_greedy``,
+    ``reward_sampled``, ``response_len`` and ``truncated`` (share in [0, 1]). Figures that do not apply are absent.
     """
 
     problem: Problem
@@ -64,8 +63,8 @@ class ProblemResult:
 
 @dataclass(frozen=True)
 class SetResult:
-    """The result of a set. ``metrics``: ``eval/NAME/…``, the mean of each figure over the problems that have it, and how many
-    responses the verifier could not score. ``first_failure`` says why of the first. ``samples`` are rows for ``samples.jsonl``.
+    """The result of a set. ``metrics``: ``eval/NAME/…``, the mean of each figure over the problems that have it, and the number
+    of failed responses. ``first_failure``: the first cause. ``samples``: rows of ``samples.jsonl``.
     """
 
     name: str
@@ -77,9 +76,8 @@ class SetResult:
 
 
 def load_sets(config: RunConfig, tokenizer: Tokenizer, names: Iterable[str] | None = None) -> list[EvaluationSet]:
-    """The sets of ``config.evaluate``, or those of these names, in the order in which they are given.
-
-    Raises ValueError for an unknown name, problems that cannot be read, or a prompt that cannot be encoded; it names the set.
+    """The sets of ``config.evaluate``, or those with the given names, in the config's order. Raises ValueError, with the set's
+    name, for an unknown name, unreadable problems, or a prompt that cannot be encoded.
     """
     known = config.evaluate.sets
     chosen = list(known) if names is None else list(names)
@@ -127,9 +125,8 @@ def _load_set(config: RunConfig, tokenizer: Tokenizer, name: str) -> EvaluationS
 
 
 def evaluate_set(of: EvaluationSet, *, generate: Sampler, tokenizer: Tokenizer, pool: Scorer, seed: int) -> SetResult:
-    """Answers the problems of a set and scores the answers. Rank 0 alone; ``pool`` runs the set's verifier.
-
-    Raises RuntimeError as ``generate`` and ``pool.score``.
+    """Answers and scores the problems of a set. Rank 0 only; ``pool`` runs the set's verifier. Raises RuntimeError as
+    ``generate`` and ``pool.score``.
     """
     prompts, problems = list(of.prompts), of.problems
 
@@ -146,7 +143,7 @@ def evaluate_set(of: EvaluationSet, *, generate: Sampler, tokenizer: Tokenizer, 
 def set_result(
     of: EvaluationSet, greedy: Sequence[Scored | None], sampled: Sequence[Sequence[Scored]], pool: Scorer
 ) -> SetResult:
-    """The figures of a set whose responses were scored; ``pool`` says which answers are the same."""
+    """The figures of a scored set; ``pool`` compares answers."""
     tallies: Sequence[list[tuple[int, int]] | None] = [None] * len(of.problems)
     if of.notion is not None and of.samples:
         tallies = tally_answers(

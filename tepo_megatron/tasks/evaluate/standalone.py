@@ -1,4 +1,4 @@
-"""``tepo eval``: a model folder, served and evaluated without a trainer, on held-out problems and on evaluation sets."""
+"""``tepo eval``: serves and evaluates a model folder without a trainer."""
 
 from __future__ import annotations
 
@@ -34,20 +34,19 @@ from tepo_megatron.weights.architecture import read_model_spec
 def evaluate_model(
     config: RunConfig, model: Path | str, *, table: bool = True, sets: Sequence[str] | None = None, resume: bool = False
 ) -> EvaluationResult:
-    """Evaluates a Hugging Face folder on ``config.data.heldout`` and on the sets of ``config.evaluate``, prints a table unless
-    told not to, and writes samples of the answers.
+    """Evaluates a Hugging Face folder on ``config.data.heldout`` and on the sets of ``config.evaluate``; prints a table if
+    ``table``.
 
-    Everything but the model comes from ``config``: verifiers, sampling, servers, ``evaluate``. Where there are sets, held-out
-    problems that were not given are left out: the built-in ones are the demonstration's. ``sets``: only these, by name.
-    ``resume``: take the responses that an evaluation of the same model and settings, which was ended, has left in the folder.
-    ``<output>/eval`` gets ``metrics.json``, ``samples.jsonl``, the servers' logs, and of each set ``results/NAME.jsonl`` with
-    every response and ``results/NAME.json`` with the figures' intervals. One process calls; servers and verifiers are ended
-    however it returns.
+    Everything but the model comes from ``config``. With sets, the default held-out problems are left out, because they belong
+    to the demonstration. ``sets``: only these names. ``resume``: reuse the responses that an interrupted evaluation of the same
+    model and settings left. ``<output>/eval`` receives ``metrics.json``, ``samples.jsonl``, the servers' logs, and
+    ``results/NAME.jsonl`` (responses) and ``results/NAME.json`` (figures with intervals) of each set. One process calls;
+    servers and verifiers are always ended.
 
     Raises:
-        ValueError: nothing to evaluate on; a model or a data source that cannot be used; a verifier that cannot, or scores none
-            of the first problems; a model that ``rollout.server.tp`` cannot split; external servers that start without weights.
-        RuntimeError: a server does not come up.
+        ValueError: nothing to evaluate; an unusable model or data source; a verifier that cannot be made or scores none of the
+            first problems; a model that ``rollout.server.tp`` cannot split; external servers that start without weights.
+        RuntimeError: a server does not start.
     """
     folder = resolve_model_path(str(model))
     spec = read_model_spec(folder)
@@ -103,7 +102,7 @@ def evaluate_model(
 
 
 def _heldout(config: RunConfig, tokenizer: Tokenizer, sets: Sequence[str] | None) -> tuple[list[Problem], int]:
-    """The held-out problems, and how many were left out; none where only sets are evaluated."""
+    """The held-out problems and the number left out; none if only sets are evaluated."""
     others = bool(config.evaluate.sets)
     if sets or (others and "heldout" not in config.data.model_fields_set):
         return [], 0
@@ -116,8 +115,8 @@ def _heldout(config: RunConfig, tokenizer: Tokenizer, sets: Sequence[str] | None
 
 
 def without_trainer(server: ServerConfig) -> ServerConfig:
-    """The same server settings for a run without a trainer: colocated servers become local ones, which never sleep; and they
-    read the model's weights, since nobody sends them any.
+    """Server settings without a trainer: colocated servers become local ones that never sleep, and they read the model's
+    weights.
     """
     if server.placement == "external":
         return server
@@ -158,7 +157,6 @@ def _table(model: Path | str, source: str, result: EvaluationResult, left_out: i
 
 
 def _sets_table(model: Path | str, sets: Sequence[EvaluationSet], results: Sequence[SetResult]) -> Table:
-    """A row for each set and figure, with its 95 % interval over problems."""
     table = Table("set", "", "value", "95 %", title=f"{model} on {len(sets)} sets", title_justify="left")
     for given, result in zip(sets, results, strict=True):
         left_out = f" ({given.left_out} left out, too long)" if given.left_out else ""
@@ -176,19 +174,17 @@ _NO_WEIGHTS = WeightsVersion(0)
 
 
 class StoredResponses:
-    """A sampler that writes every prompt's responses to a file as soon as they are complete, and draws only those that the file
-    lacks. What is drawn is the same in any case: a prompt's seed is made of its place.
-
-    ``of`` is what the responses depend on beside what each call says, such as the model: others in the file are not taken.
-    Log-probs are not kept.
+    """A sampler that stores every prompt's complete responses in a file and draws only those that the file lacks; a prompt's
+    seed depends on its index alone, so the result is the same. ``of``: what the responses depend on besides a call's
+    arguments, such as the model; responses with another value are ignored. Log-probs are not stored.
     """
 
     def __init__(self, path: Path, generate: Sampler, of: str) -> None:
-        """Raises ValueError with the line of a file that is damaged in its middle; a last line that was cut off is dropped."""
+        """Raises ValueError, with the line, for a file damaged in its middle; an incomplete last line is dropped."""
         self._path, self._generate, self._of = path, generate, of
         self._known = _read(path)
         self.taken = 0
-        """Prompts of which responses were taken from the file."""
+        """Number of prompts whose responses came from the file."""
 
     def __call__(
         self, prompts: list[tuple[int, ...]], *, n: int, temperature: float, max_new_tokens: int, seed: int, **truncation: Any
@@ -222,7 +218,7 @@ class StoredResponses:
 
 
 def model_identity(folder: Path) -> str:
-    """Of the weights in a folder, without reading them: names, sizes and times of its files."""
+    """Identifies the weights of a folder without reading them: names, sizes and times of its files."""
     parts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir()) if path.is_file()]
     return sha256(repr(parts).encode()).hexdigest()
 

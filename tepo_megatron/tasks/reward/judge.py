@@ -1,4 +1,4 @@
-"""A verifier that asks another model: one behind an address that speaks OpenAI's chat completions, such as a vLLM server."""
+"""A verifier that asks another model, served with the OpenAI chat completions protocol."""
 
 from __future__ import annotations
 
@@ -31,29 +31,28 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class JudgeError(RuntimeError):
-    """The judge gave no score. The response has failed then; it is not a wrong answer."""
+    """The judge gave no score; the response counts as failed, not as wrong."""
 
 
 class Judge:
-    """Asks a model for a score of each response. Made once a worker; a worker has ``reward.concurrency`` questions under way.
+    """Asks a model to score each response; a worker has up to ``reward.concurrency`` requests open.
 
-    An answer that does not come, a status other than 200, and a reply without a score raise :class:`JudgeError`: the response
-    has failed, and is not counted as wrong. What may pass (no connection, status 408, 409, 425, 429 or 5xx) is tried again
-    ``retries`` times, after 0.5, 1, 2, … seconds or as long as the server asks for. ``reward.timeout_s`` is the limit for a
-    response with all its tries, and should be several times ``timeout_s``. The same question is asked once a worker: the last
-    ``cache`` replies are remembered.
+    A missing reply, a status other than 200 and a reply without a score raise :class:`JudgeError`. Transient errors (no
+    connection, status 408, 409, 425, 429 or 5xx) are retried ``retries`` times, after 0.5, 1, 2, … seconds or as the server
+    asks. ``reward.timeout_s`` limits all tries of a response together and should be several times ``timeout_s``. Each worker
+    remembers the last ``cache`` replies.
 
     Args:
-        base_url: the address up to ``/v1``, without user or password.
-        model: the model's name there.
-        prompt: the question; ``{prompt}``, ``{answer}`` and ``{response}`` in it are replaced.
-        pattern: a regular expression whose first group is the score; its last match in the reply counts.
-        api_key_env: the environment variable that holds the key; None: no key is sent. The key is never shown.
-        timeout_s: seconds for one try.
+        base_url: address up to ``/v1``, without user or password.
+        model: the model's name at the server.
+        prompt: the question, with ``{prompt}``, ``{answer}`` and ``{response}`` replaced.
+        pattern: a regular expression whose first group is the score; the last match in the reply counts.
+        api_key_env: environment variable with the key; None: no key. The key is never shown.
+        timeout_s: seconds of one try.
         body: further fields of a request, such as ``{"top_p": 0.9}``.
 
     Raises:
-        ValueError: an address that is none, or a variable that is not set.
+        ValueError: an invalid address, or an unset variable.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Judge:
         self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers, trust_env=trust_env)
 
     async def score(self, problem: Problem, response: ResponseText) -> float:
-        """The score that the judge gives. To be overridden where its score is one component of several."""
+        """The judge's score. Override it if the score is one component of several."""
         values = {"prompt": problem.prompt, "answer": problem.answer, "response": str(response)}
         # Not str.format: the prompt may have braces of its own, and what is put in is not looked through.
         question = re.sub(r"\{(prompt|answer|response)\}", lambda found: values[found[1]], self._prompt)
@@ -100,11 +99,7 @@ class Judge:
         return float(found[-1])
 
     async def ask(self, question: str) -> str:
-        """The model's reply to a question; from memory, where it was asked before.
-
-        Raises:
-            JudgeError: no reply, after all tries.
-        """
+        """The model's reply to a question, possibly remembered. Raises JudgeError if all tries fail."""
         if question in self._replies:
             self._replies.move_to_end(question)
             return self._replies[question]
@@ -126,7 +121,7 @@ class Judge:
         raise JudgeError(f"the judge at {self._url} gave no reply: {last}")
 
     async def _try(self, question: str) -> tuple[str | None, str, float | None]:
-        """The reply, or why there is none and how long to wait before the next try: 0 as usual, None where none will help."""
+        """The reply; or an error and the pause before the next try (0: the usual pause, None: no further try)."""
         try:
             answer = await self._client.post(
                 self._url, json={**self._body, "messages": [{"role": "user", "content": question}]}
@@ -150,7 +145,7 @@ class Judge:
             self._replies.popitem(last=False)
 
     def _shown(self, text: str) -> str:
-        """The beginning of what a server said, without the key, which it may have repeated."""
+        """The beginning of a server's text without the key, which it may have repeated."""
         text = text.replace(self._key, "***") if self._key else text
         return text if len(text) <= 200 else f"{text[:200]}…"
 

@@ -1,4 +1,4 @@
-"""Compares mathematical answers as expressions, by the math-verify library (Apache-2.0)."""
+"""Compares mathematical answers as expressions with the math-verify library (Apache-2.0)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from math_verify.errors import TimeoutException
 from tepo_megatron.core.problem import Problem
 
 _SOFT_LIMIT_S = 5
-"""Limit of math-verify's own alarm, which works in a main thread only: the pool's workers run verifiers there. The pool ends
-what the alarm cannot interrupt.
+"""Limit of math-verify's own alarm, which needs the main thread, where workers run verifiers. The pool's limit covers
+the rest.
 """
 
 
 def math(problem: Problem, response: str) -> float:
-    r"""Returns 1 if the response's final answer equals the problem's as a mathematical expression, else 0.
+    r"""1 if the response's final answer equals the problem's as a mathematical expression, else 0.
 
-    The final answer is what math-verify finds: ``\boxed{...}`` first, then other LaTeX and plain expressions. The problem's
-    answer may be written with or without dollar signs.
+    math-verify finds the final answer: ``\boxed{...}`` first, then other LaTeX and plain expressions. Dollar signs around the
+    problem's answer are optional.
 
     Raises:
-        ValueError: the problem's answer cannot be read as an expression.
+        ValueError: the problem's answer is no expression.
         TimeoutError: the comparison takes too long.
     """
     try:

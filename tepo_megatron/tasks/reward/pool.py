@@ -1,4 +1,4 @@
-"""A pool of worker processes that run the verifier beside rank 0, with limits for each response."""
+"""A pool of worker processes on rank 0 that run a verifier with limits for each response."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ _REHEARSED = 4
 
 
 class RewardPool:
-    """Runs one verifier in ``config.workers`` processes; they are ready when the constructor returns.
+    """Runs one verifier in ``config.workers`` processes, ready when the constructor returns.
 
-    Responses are submitted one by one, as they come, and their rewards fetched with :meth:`poll`; :meth:`score` does both for
-    a whole step. A verifier of groups gets a group once all of its responses were submitted.
+    Responses are submitted one by one and results fetched with :meth:`poll`, or all at once with :meth:`score`. A verifier of
+    groups receives a group when all its responses were submitted.
 
-    If a verifier raises, returns no finite number, or passes a limit (``config.timeout_s``, ``memory_mb``, ``file_mb``), only
-    that response is affected: it gets ``config.failed_reward`` and an error text with the problem's id. The same response to
-    the same problem then fails with the same text, without being tried again; only where the verifier has a network, whose
-    fault it may have been, is it tried again after a :meth:`reset`. A worker that hangs, dies or has grown is replaced; a
-    response under which one dies or is stopped (SIGSTOP) gets a second chance. Workers end when the parent does, however it
-    ends, and do not receive the terminal's Ctrl-C. Only rank 0 needs a pool. A pool is not safe for several threads.
+    If a verifier raises, returns no finite number or exceeds a limit (``config.timeout_s``, ``memory_mb``, ``file_mb``), only
+    that response fails: its reward is ``config.failed_reward``, with an error text. An equal response to the same problem then
+    fails without another try; after a :meth:`reset`, verifiers with a network try again. A worker that hangs, dies or has grown
+    is replaced, and a response during which a worker dies or is stopped (SIGSTOP) is tried once more. Workers end with the
+    parent and do not receive the terminal's Ctrl-C. Not thread-safe.
 
-    ``notice`` says which limit this machine's kernel does not grant; None: it grants all. ``scores_groups``: whether the
-    verifier is one of groups. ``components``: the names that it returns, in their order, once that is known; empty: none.
+    ``notice``: a limit that the kernel does not support. ``components``: the verifier's component names in order, once known;
+    empty: none.
 
     Raises:
         ValueError: an unknown verifier, or one that cannot be imported or made.
@@ -42,8 +41,8 @@ class RewardPool:
     """
 
     def __init__(self, config: RewardConfig, components: Sequence[str] | None = None, given: Any = None) -> None:
-        """``components``: what a rehearsal of another pool has found, where ``config.weights`` does not say. ``given``: the
-        verifier itself, an object of this process; ``config.verifier`` is then its name in messages.
+        """``components``: as learnt by another pool's rehearsal. ``given``: the verifier as an object of this process;
+        ``config.verifier`` is then only its name in messages.
         """
         self._config, self.given = config, given
         self._queue = JobQueue()
@@ -64,31 +63,28 @@ class RewardPool:
         return self._workers.of_groups
 
     def another(self) -> RewardPool:
-        """A second one, with the components that this one has found: a pool is one thread's."""
+        """An equal pool for another thread, with the components learnt here."""
         return RewardPool(self._config, self.components, self.given)
 
     # -- what is to be scored --------------------------------------------------------------------------------------------
 
     def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:
-        """Has a response scored; :meth:`poll` returns the result with ``key``, which must differ from the others'.
+        """Requests a result, which :meth:`poll` returns with the unique ``key``.
 
         Args:
-            response: the text, as :class:`ResponseText` where token ids and finish reason are known. It must not change later.
-            group, group_size: names the group and says how many responses it has; a verifier of groups needs them. Without
-                them the response is a group of its own.
+            response: the text, as :class:`ResponseText` if token ids and finish reason are known; it must not change later.
+            group, group_size: the group's name and its number of responses, for a verifier of groups; by default a group of
+                one.
 
         Raises:
-            RuntimeError: the pool is closed, or a worker that had to be replaced does not start again.
+            RuntimeError: the pool is closed, or a replaced worker does not start.
         """
         self._add(key, problem, response, group, group_size)
         self._guarded(self._workers.move)
 
     def poll(self, timeout_s: float | None = 0.0) -> list[tuple[Hashable, RewardResult]]:
-        """The (key, result) pairs that are new since the last call, in no order; waits up to ``timeout_s`` for the first of
-        them, None: as long as it takes. Empty where there is none in time, or where nothing is under way.
-
-        Raises:
-            RuntimeError: as :meth:`submit`.
+        """New (key, result) pairs in any order; waits up to ``timeout_s`` (None: no limit) for the first. Empty if none came in
+        time or none is pending. Raises RuntimeError as :meth:`submit`.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
@@ -107,17 +103,16 @@ class RewardPool:
 
     @property
     def under_way(self) -> bool:
-        """Whether :meth:`poll` has something to return, or to wait for."""
+        """Whether :meth:`poll` can return or wait for something."""
         return bool(self._finished) or self._workers.busy
 
     @property
     def unfinished(self) -> int:
-        """Responses submitted whose results :meth:`poll` has not returned yet, those of incomplete groups included."""
+        """Responses submitted and not returned by :meth:`poll`, including those of incomplete groups."""
         return self._unfinished
 
     def reset(self) -> None:
-        """Begins a step anew: what was submitted and not returned is dropped, and a verifier with a network is asked again for
-        what failed before."""
+        """Drops what was submitted and not returned. A verifier with a network forgets its failures."""
         self._workers.drop()
         self._queue.clear()
         self._incomplete.clear()
@@ -127,12 +122,8 @@ class RewardPool:
             self._queue.failures = RememberedFailures()
 
     def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable] | None = None) -> list[RewardResult]:
-        """Returns the rewards of (problem, response) pairs, in their order, after a :meth:`reset`.
-
-        ``groups``: what names the group of each, for a verifier of groups; None: each response is a group of its own.
-
-        Raises:
-            RuntimeError: the pool is closed, or a worker that had to be replaced does not start again.
+        """The results of (problem, response) pairs in their order, after a :meth:`reset`. ``groups``: the group of each pair;
+        None: groups of one. Raises RuntimeError as :meth:`submit`.
         """
         self.reset()
         named = range(len(items)) if groups is None else groups
@@ -145,10 +136,8 @@ class RewardPool:
         return [results[index] for index in range(len(items))]
 
     def rehearse(self, problems: Sequence[Problem]) -> None:
-        """Scores the answers of the first few problems, as a run will its responses, and learns the components' names.
-
-        Raises:
-            ValueError: none of them could be scored; with the line of the verifier that raised, where it did.
+        """Scores the first few problems with their own answers, and learns the components' names. Raises ValueError if none can
+        be scored, with the line of the verifier that raised.
         """
         tried = problems[:_REHEARSED]
         copies = 2 if self.scores_groups else 1
@@ -163,7 +152,7 @@ class RewardPool:
             self.components = next((tuple(result.parts) for result in results if not result.error), None)
 
     def close(self) -> None:
-        """Ends the workers. It may be called more than once."""
+        """Safe to call twice."""
         self._workers.close()
 
     def __enter__(self) -> RewardPool:
@@ -231,15 +220,15 @@ class RewardPool:
 def weigh(
     value: float | Mapping[str, float], weights: Mapping[str, float] | None, names: Sequence[str] | None
 ) -> tuple[float, dict[str, float]]:
-    """The reward, and its components; none where the verifier returns a number.
+    """The reward and its components (none if the verifier returns a number).
 
     Args:
-        value: what the verifier returned, each number finite.
-        weights: ``reward.weights``. None: each component weighs 1.
-        names: which components are expected, in the order in which they are returned here; empty: a number. None: any.
+        value: the verifier's result, all numbers finite.
+        weights: ``reward.weights``; None: each component weighs 1.
+        names: the expected components in the returned order; empty: a number; None: any.
 
     Raises:
-        ValueError: other components than expected, one that cannot be a metric, or a sum that is not finite.
+        ValueError: unexpected components, one that cannot be a metric, or a sum that is not finite.
     """
     expected = list(weights) if weights is not None else names
     if not isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Python programs that a model wrote, scored by the problem's tests in a sandbox."""
+"""Scores Python programs written by the model with the problem's tests, in a sandbox."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ _LINE_BYTES = 100
 
 
 class PythonTests:
-    """Scores a program by the problem's tests: 1 if it passes all of them, else 0. ``partial``: the share that it passes.
+    """1 if a program passes all of the problem's tests, else 0; ``partial``: the share of passed tests.
 
-    The problem has, beside ``prompt`` and ``answer``:
+    The problem has, besides ``prompt`` and ``answer``:
 
-    - ``tests``: a list of Python texts, each of which raises where it fails, such as ``assert double(2) == 4``;
-    - ``setup``, or not: what is run before the program, such as imports;
-    - ``entry_point``, or not: the function that the program must define;
-    - ``stub``, or not: the text that a response without that function continues, up to its first line that is not indented.
+    - ``tests``: a list of Python texts that raise if they fail, such as ``assert double(2) == 4``;
+    - optionally ``setup``: code that runs before the program, such as imports;
+    - optionally ``entry_point``: the function that the program must define;
+    - optionally ``stub``: text that a response without that function continues, up to its first line that is not indented.
 
-    The program is the last block of code in the response that defines the function, or the whole response where it has no
-    block; what a model thinks before ``</think>`` is left out. A program's own ``abs`` does not stand in for Python's in the
-    tests, unless the answer defines one too. Each program runs in a process of its own with the standard library alone, for
-    ``seconds`` of the clock and of processor time, which should be fewer than ``reward.timeout_s``, and with ``memory_mb``. A
-    program that ends early, or passes a limit, has not passed the tests that are left. Needs ``reward.run_code``, and a kernel
-    that takes the network away from the worker; made elsewhere it raises RuntimeError.
+    The program is the response's last code block that defines the function, or the whole response without a block; text before
+    ``</think>`` is ignored. A program's own ``abs`` does not replace Python's in the tests, unless the answer defines one too.
+    Each program runs in a process of its own with only the standard library, for ``seconds`` of wall and processor time (choose
+    fewer than ``reward.timeout_s``) and with ``memory_mb``. After an early end or an exceeded limit the remaining tests count
+    as failed. Needs ``reward.run_code`` and a kernel that can cut the worker's network; raises RuntimeError otherwise.
     """
 
     runs_code = True
@@ -44,7 +43,7 @@ class PythonTests:
         self._sandbox, self._partial = Sandbox(seconds, memory_mb), partial
 
     async def score(self, problem: Problem, response: ResponseText) -> float:
-        """Raises ValueError where the problem has no tests, RuntimeError where the sandbox does not start."""
+        """Raises ValueError if the problem has no tests, RuntimeError if the sandbox does not start."""
         tests = problem.metadata.get("tests")
         if not isinstance(tests, list) or not tests or not all(isinstance(each, str) for each in tests):
             raise ValueError('the problem has no tests; give it "tests": ["assert f(1) == 2", …] beside prompt and answer')
@@ -69,7 +68,6 @@ class PythonTests:
 
 
 def program_in(response: str, problem: Problem) -> str:
-    """The program that a response gives to a problem."""
     text = response.rpartition("</think>")[2]
     entry_point, stub = problem.metadata.get("entry_point"), problem.metadata.get("stub")
     first = _FENCE.search(text)
@@ -89,7 +87,7 @@ def _defines(program: str, name: Any) -> bool:
 
 
 def _indented(text: str) -> str:
-    """A function's body: up to the first line that is not indented."""
+    """A function's body ends at the first line that is not indented."""
     lines: list[str] = []
     for line in text.splitlines(keepends=True):
         if line.strip() and line[0] not in " \t":
@@ -99,6 +97,6 @@ def _indented(text: str) -> str:
 
 
 def _said(written: bytes, key: str) -> Sequence[str]:
-    """What the runner wrote with its key; the program does not have it."""
+    """What the runner wrote with its key, which the program does not know."""
     lines = written.decode("utf-8", "replace").splitlines()
     return [line.removeprefix(f"{key} ") for line in lines if line.startswith(f"{key} ")]

@@ -1,4 +1,4 @@
-"""Responses from a file, to score them again without a trainer: a run's ``samples.jsonl``, or JSON lines of one's own."""
+"""Responses from a file, to score them without a trainer: a run's ``samples.jsonl`` or other JSON lines."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _OF_A_LINE = ("id", "prompt", "answer", "response", "responses", "finish_reason"
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """Responses to one problem that a verifier of groups sees together."""
+    """Responses to one problem, which a verifier of groups receives together."""
 
     problem: Problem
     responses: list[ResponseText]
 
 
 def read_recorded(path: Path) -> list[RecordedGroup]:
-    """The groups of a file, in its order; never an empty list.
+    """The groups of a file in its order; at least one.
 
-    A line is one of ``samples.jsonl``, with ``problem`` (its id), ``prompt``, ``answer``, ``greedy`` and ``sampled``; or an
-    object with ``prompt``, ``answer``, and ``response`` or a list ``responses``, whose other keys are the problem's metadata.
+    A line is a row of ``samples.jsonl`` (``problem``, ``prompt``, ``answer``, ``greedy``, ``sampled``), or an object with
+    ``prompt``, ``answer`` and ``response`` or ``responses``, whose other keys are metadata.
 
     Raises:
-        ValueError: the file cannot be read or has no response, or a line is neither; the message names the file and the line.
+        ValueError: an unreadable file, no response, or an invalid line; with file and line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -1,7 +1,7 @@
-"""Runs a program and its tests within a sandbox, as a script with the standard library alone.
+"""Runs a program and its tests within a sandbox; a script that needs only the standard library.
 
-It reads one JSON object: ``key``, ``setup``, ``program``, ``tests``, ``may_hide``, ``all``. It writes ``KEY begun``, then
-``KEY n`` for each test n that passes; with ``all`` it stops at the first that does not. What the program prints goes nowhere.
+Input: a JSON object with ``key``, ``setup``, ``program``, ``tests``, ``may_hide``, ``all``. Output: ``KEY begun``, then ``KEY
+n`` for each passed test n; with ``all`` it stops at the first failure. The program's own output is discarded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BEGUN = "begun"
 
 
 def main() -> None:
-    """Ends the process with status 0, also where tests fail."""
+    """Ends the process with status 0, also if tests fail."""
     task = json.load(sys.stdin)
     key, replies = task.pop("key"), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)

@@ -1,15 +1,15 @@
-"""Programs for a small stack machine, run on tests that the model does not see. No import but the standard library's.
+"""A small stack machine whose programs are scored by tests that the model does not see. Needs only the standard library.
 
-Each character of a program is an instruction; spaces and line ends are none:
+Each character of a program is an instruction; white space is ignored:
 
     0 … 9     push the digit
     x y z     push the first, second or third input
-    + - * <   take b, then a; push a + b, a - b, a * b, or 1 where a < b and else 0
-    ?         take b, then a, then c; push a where c is not 0, and b where it is
-    d s p     push the topmost value once more; exchange the two topmost; take the topmost away
-    [ ]       repeat what stands between them as long as the topmost value is not 0, which stays there
+    + - * <   pop b, then a; push a + b, a - b, a * b, or 1 if a < b and else 0
+    ?         pop b, then a, then c; push a if c is not 0, else b
+    d s p     duplicate the top; exchange the two topmost values; pop
+    [ ]       repeat the instructions between them while the top is not 0; the top stays
 
-The result is the value that is left; a program that leaves none or several has no result.
+The result is the only remaining value; with none or several there is no result.
 """
 
 from __future__ import annotations
@@ -30,16 +30,14 @@ _TWO_TAKEN: Mapping[str, Callable[[int, int], int]] = {
 
 
 class MachineError(ValueError):
-    """The program has no result, and why."""
+    """A program without a result, with the reason."""
 
 
 class StackMachine:
-    """Scores a program by the problem's tests: 1 if it passes all of them, else 0.
+    """1 if a program passes all of the problem's tests, else 0; ``partial``: the share of passed tests.
 
-    The problem's ``tests`` are pairs of inputs (three numbers at most) and the expected result: ``[[[3, 5, 1], 16], …]``. A
-    test is passed where the program's result is the expected one; a program that has none, runs longer than ``steps``
-    instructions, holds more than ``depth`` values or one beyond 10¹² has not passed. ``partial``: the reward is the share of
-    tests passed.
+    ``tests`` are pairs of inputs (at most three numbers) and the expected result: ``[[[3, 5, 1], 16], …]``. A program fails
+    without a result, beyond ``steps`` instructions or ``depth`` values, or with a value beyond 10¹².
     """
 
     def __init__(self, steps: int = 1000, depth: int = 100, partial: bool = False) -> None:
@@ -49,7 +47,7 @@ class StackMachine:
         self._steps, self._depth, self._partial = steps, depth, partial
 
     def score(self, problem: Problem, response: str) -> float:
-        """Raises ValueError where the problem has no tests."""
+        """Raises ValueError if the problem has no tests."""
         tests = problem.metadata.get("tests")
         if not tests:
             raise ValueError('the problem has no tests; give it "tests": [[inputs, result], …] beside prompt and answer')
@@ -64,11 +62,8 @@ class StackMachine:
 
 
 def run(program: str, inputs: Sequence[int], *, steps: int = 1000, depth: int = 100) -> int:
-    """The result of a program.
-
-    Raises:
-        MachineError: it has none, has an instruction that is none or an input that is not there, or passes a limit: ``steps``
-            instructions, ``depth`` values at a time, values of 10¹².
+    """The result of a program. Raises MachineError: no result, an invalid instruction, a missing input, or an exceeded limit
+    (``steps``, ``depth``, values of 10¹²).
     """
     code = "".join(program.split())
     partner = _partners(code)
@@ -130,7 +125,7 @@ def _need(stack: Sequence[int], count: int, instruction: str) -> None:
 
 
 def _partners(code: str) -> dict[int, int]:
-    """The place of each bracket's other one."""
+    """Position of each bracket → position of its partner."""
     found: dict[int, int] = {}
     opened: list[int] = []
     for at, instruction in enumerate(code):

@@ -1,8 +1,7 @@
-"""Verifiers are functions ``(problem, response) -> float`` that rate a response; 1 is a correct answer.
-docs/guides/rewards.md has the
-other forms.
+"""Built-in verifiers, and how a verifier is found: a function ``(problem, response) -> float`` or one of the forms in
+docs/guides/rewards.md.
 
-The built-in ones here return 0 or 1. This module imports nothing heavy, so that a worker with a simple verifier starts at once.
+This module imports only light modules, so that a worker with a simple verifier starts quickly.
 """
 
 from __future__ import annotations
@@ -22,40 +21,36 @@ VERIFIERS: Mapping[str, str] = {
     "last_word": "tepo_megatron.tasks.reward.verifiers:last_word",
     "math": "tepo_megatron.tasks.reward.math_verifier:math",
 }
-"""The built-in verifiers by name, as ``module:function``."""
+"""Name → ``module:function``."""
 
 VERIFIER_CLASSES: Mapping[str, str] = {
     "judge": "tepo_megatron.tasks.reward.judge:Judge",
     "python_tests": "tepo_megatron.tasks.reward.python_tests:PythonTests",
     "stack_machine": "tepo_megatron.tasks.reward.stack_machine:StackMachine",
 }
-"""The built-in verifiers that are made with ``reward.kwargs``, as ``module:class``."""
+"""Name → ``module:class``, made with ``reward.kwargs``."""
 
 GIVEN = "(python):"
-"""Before the name of a function in ``reward.verifier`` that was given as an object, not by a name that others can import."""
+"""Prefix of ``reward.verifier`` for a function that was passed as an object and cannot be imported by name."""
 
 # A sign counts only where no operand stands before it: the last number of "7-5" is 5.
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
 def last_word(problem: Problem, response: str) -> float:
-    """Returns 1 if the text after the last whitespace is the answer, else 0."""
+    """1 if the text after the last white space is the answer, else 0."""
     words = response.split()
     return float(bool(words) and words[-1] == problem.answer.strip())
 
 
 def exact(problem: Problem, response: str) -> float:
-    """Returns 1 if the response is the answer, apart from whitespace around it, else 0."""
+    """1 if the response is the answer up to surrounding white space, else 0."""
     return float(response.strip() == problem.answer.strip())
 
 
 def last_number(problem: Problem, response: str) -> float:
-    """Returns 1 if the last number in the response has the value of the last number in the answer, else 0.
-
-    ``1,234.50`` and ``1234.5`` are the same number.
-
-    Raises:
-        ValueError: the answer has no number in it.
+    """1 if the last numbers of response and answer have the same value (``1,234.50`` equals ``1234.5``), else 0. Raises
+    ValueError if the answer has no number.
     """
     expected = last_number_in(problem.answer)
     if expected is None:
@@ -64,11 +59,8 @@ def last_number(problem: Problem, response: str) -> float:
 
 
 def check_reachable(name: str, problems: Iterable[Problem]) -> int:
-    """How many of the problems no response can solve, since a built-in verifier refuses the expected answer itself; 0 for
-    ``math`` and ``judge``, whose verdict is not known beforehand, and for the user's own.
-
-    Raises:
-        ValueError: none of them can be solved.
+    """The number of problems that no response can solve, because a built-in verifier refuses the expected answer; 0 for
+    ``math``, ``judge`` and user-defined verifiers. Raises ValueError if no problem can be solved.
     """
     verifier = {"exact": exact, "last_number": last_number, "last_word": last_word}.get(name)
     if verifier is None:
@@ -91,10 +83,8 @@ def _solves_itself(verifier: Callable[[Problem, str], float], problem: Problem) 
 
 
 def resolve_verifier(name: str) -> str:
-    """Returns where a verifier is, without importing it: ``module:name``, or ``/path/of/file.py:name``.
-
-    Raises:
-        ValueError: neither a built-in verifier, nor ``package.module:name``, nor ``file.py:name`` of a file that is there.
+    """The place of a verifier, not imported: ``module:name`` or ``/path/of/file.py:name``. Raises ValueError for an unknown
+    name, another form, or a missing file.
     """
     if name.startswith(GIVEN):
         function = name.removeprefix(GIVEN)
@@ -117,10 +107,8 @@ def resolve_verifier(name: str) -> str:
 
 
 def load_verifier(name: str) -> Any:
-    """Imports a verifier: a built-in one by its name, or the user's as ``path/file.py:name`` or ``package.module:name``.
-
-    Raises:
-        ValueError: an unknown name, a file that cannot be imported, or nothing of that name in it.
+    """Imports a verifier by its built-in name, ``path/file.py:name`` or ``package.module:name``. Raises ValueError if that
+    fails.
     """
     what = f"the verifier {name!r}"
     verifier = load_user_code(resolve_verifier(name), what)
@@ -130,6 +118,6 @@ def load_verifier(name: str) -> Any:
 
 
 def last_number_in(text: str) -> Decimal | None:
-    """The last number of a text, thousands' separators left out; None without one."""
+    """The last number of a text without thousands' separators; None without a number."""
     numbers = _NUMBER.findall(text)
     return Decimal(numbers[-1].replace(",", "")) if numbers else None

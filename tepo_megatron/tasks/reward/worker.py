@@ -1,11 +1,15 @@
-"""The worker process of ``RewardPool``, which runs a verifier. It reads and writes JSON lines, and imports no torch.
+"""The worker process of ``RewardPool``: makes a verifier, calls it and checks its results. Reads and writes JSON lines; imports
+no torch.
 
-Input: one object with the fields of :data:`SETUP`, then lists of calls ``[number, problem, responses]``, a problem
-``[id, prompt, answer, metadata, messages, source]``, each response ``[text, packed ids in base 64, finish reason]``. Output:
+Input: an object with the fields of :data:`SETUP`, then lists of calls ``[number, problem, responses]`` with problems ``[id,
+prompt, answer, metadata, messages, source]`` and responses ``[text, packed ids in base 64, finish reason]``. Output:
 ``{"ready": true, "notice": text or null, "of_groups": …, "concurrent": …}`` or ``{"error": text}``, then for each call
-``[number, outcomes, seconds, last]``, each outcome ``[reward or components, null]`` or ``[null, error]``; ``last`` says that
-the process has grown too large for another one, and ends. Calls are answered in their order unless the verifier is ``async``.
-The process ends when its input ends, and whatever it has started with it.
+``[number, outcomes, seconds, last]`` with outcomes ``[reward or components, null]`` or ``[null, error]``. ``last``: the process
+has grown too large and ends. Calls are answered in order unless the verifier is ``async``.
+
+A verifier is a function ``(problem, response)``, a function ``score_group(problem, responses)``, or a class with a method
+``score`` or ``score_group``, made once per worker; each may be ``async``. It returns a number or components by name, a list of
+them for a group.
 """
 
 from __future__ import annotations
@@ -40,11 +44,11 @@ from tepo_megatron.runtime.workers.limits import (
 from tepo_megatron.tasks.reward.verifiers import load_verifier
 
 SETUP = ("kwargs", "timeout_s", "memory_mb", "file_mb", "run_code")
-"""Fields of ``reward`` that a worker is told, beside ``verifier``, ``network`` and ``path``, where modules are looked for."""
+"""Fields of ``reward`` in a worker's setup, besides ``verifier``, ``network`` and ``path`` (the module search path)."""
 
 
 def main() -> None:
-    """Scores what the parent sends, until the parent closes the pipe or dies."""
+    """Scores the parent's calls until the pipe closes or the parent dies."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm warns all processes of a step; the trainer acts on it
     try:
         _serve()
@@ -53,7 +57,7 @@ def main() -> None:
 
 
 def serve_in_fork(given: Any) -> None:
-    """As :func:`main`, in a fork of the process whose verifier is ``given``."""
+    """As :func:`main`, in a fork of the process that has the verifier object ``given``."""
     forget_memory_file()
     try:
         _serve(given)
@@ -96,7 +100,7 @@ def _serve(given: Any = None) -> None:
 
 
 async def _serve_concurrently(served: _Served, inbox: SimpleQueue[Any]) -> None:
-    """Starts each call as it comes; the parent bounds how many are under way."""
+    """The parent limits the number of open calls."""
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
     running: set[asyncio.Task[None]] = set()
@@ -126,7 +130,7 @@ async def _serve_concurrently(served: _Served, inbox: SimpleQueue[Any]) -> None:
 
 @dataclass(frozen=True)
 class _Served:
-    """A verifier under its limits, and the pipe for its rewards. ``loaded``: its memory before its first call, in bytes."""
+    """``loaded``: memory in bytes before the first call."""
 
     verifier: Verifier
     setup: Mapping[str, Any]
@@ -134,12 +138,11 @@ class _Served:
     loaded: int
 
     def begin(self) -> None:
-        """Before a call."""
         limit_processor_time(self.setup["timeout_s"])
         limit_file_size(self.setup["file_mb"])
 
     def reply(self, number: int, outcomes: Sequence[Outcome], seconds: float) -> bool:
-        """After a call; whether the process has grown too large for another one."""
+        """Returns whether the process has grown too large for another call."""
         last = has_grown(self.loaded, self.setup["memory_mb"]) or not has_a_free_file()
         reply(self.replies, [number, outcomes, seconds, last])
         return last
@@ -153,12 +156,12 @@ def _read_call(call: Any) -> tuple[int, Problem, list[ResponseText]]:
 
 Value = float | dict[str, float]
 Outcome = tuple[Value | None, str | None]
-"""What one response got: its reward or components, or why it has none."""
+"""The reward or components of one response, or the reason for their absence."""
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """A verifier that is ready to be called. ``setup``: the limits that it runs under, by their names in ``reward``."""
+    """A verifier that can be called. ``setup``: its limits by their names in ``reward``."""
 
     function: Callable[..., Any]
     of_groups: bool
@@ -166,11 +169,11 @@ class Verifier:
 
     @property
     def concurrent(self) -> bool:
-        """Whether several calls may be under way at once."""
+        """Whether several calls may be open at once."""
         return inspect.iscoroutinefunction(self.function)
 
     def score(self, problem: Problem, responses: Sequence[ResponseText]) -> list[Outcome]:
-        """One outcome for each response; nothing that the verifier does raises here."""
+        """One outcome per response; the verifier's exceptions become outcomes."""
         try:
             return self._check(self.function(problem, self._argument(responses)), len(responses))
         # SystemExit too: a verifier that calls sys.exit() must not end the worker.
@@ -178,7 +181,7 @@ class Verifier:
             return self._failed(why_it_raised(error, self.function, self.setup), len(responses))
 
     async def score_concurrently(self, problem: Problem, responses: Sequence[ResponseText]) -> list[Outcome]:
-        """As ``score``, of an ``async`` verifier, within its limit of time."""
+        """As :meth:`score` for an ``async`` verifier, with its time limit."""
         timeout_s = self.setup["timeout_s"]
         try:
             async with asyncio.timeout(timeout_s) as limit:
@@ -211,11 +214,8 @@ class Verifier:
 
 
 def make_verifier(name: str, kwargs: Mapping[str, Any], setup: Mapping[str, Any], given: Any = None) -> Verifier:
-    """Imports a verifier, unless it is ``given``, and makes it, where it is a class.
-
-    Raises:
-        ValueError: it cannot be imported or made, with the line of its own file; it has no form that can be called; or it runs
-            what a model writes without ``run_code``.
+    """Imports a verifier (unless ``given``) and makes it if it is a class. Raises ValueError if that fails, if it cannot be
+    called, or if it runs the model's programs without ``run_code``.
     """
     found = load_verifier(name) if given is None else given
     if getattr(found, "runs_code", False) and not setup["run_code"]:
@@ -243,12 +243,13 @@ def make_verifier(name: str, kwargs: Mapping[str, Any], setup: Mapping[str, Any]
 
 
 def took_too_long(timeout_s: float) -> str:
-    """The sentence for a limit of time."""
     return f"the verifier took longer than reward.timeout_s = {timeout_s:g} s"
 
 
 def check_value(value: Any, *, what: str = "verifier") -> Outcome:
-    """What a verifier returned for one response, as a number or numbers by name; or why it is neither. ``what`` returned it."""
+    """The result for one response as a number or numbers by name, or the reason why it is neither. ``what``: the source in
+    messages.
+    """
     if not isinstance(value, Mapping):
         number, fault = _number(value)
         return number, fault and f"the {what} returned {fault}"

@@ -1,4 +1,4 @@
-"""The worker processes of a pool: started, given jobs, listened to, and replaced where they hang, die or have grown."""
+"""The worker processes of a reward pool and their queue of jobs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ from tepo_megatron.tasks.reward.verifiers import resolve_verifier
 from tepo_megatron.tasks.reward.worker import SETUP, Outcome, serve_in_fork, took_too_long
 
 _SLACK_S = 2.0
-"""An ``async`` verifier's worker ends a call that is late itself; one that cannot is given so long."""
+"""Extra time for an ``async`` verifier's worker, which ends late calls itself."""
 
 
 class Workers:
-    """``config.workers`` processes that take jobs from ``queue``; ready when the constructor returns.
+    """``config.workers`` processes that process jobs of ``queue``, ready when the constructor returns.
 
-    ``given``: the verifier itself, where it is an object of this process; the workers are forks of it then.
-
-    ``done`` is called with each job that is finished, what its responses got, and the seconds that it took; not with dropped
-    ones. ``notice`` says which limit this machine's kernel does not grant; ``of_groups`` whether the verifier is one of groups.
+    ``given``: a verifier object; the workers are then forks of this process. ``done`` is called with each finished job that was
+    not dropped, its outcomes and seconds. ``of_groups``: whether the verifier scores groups.
     """
 
     def __init__(
@@ -61,17 +59,16 @@ class Workers:
 
     @property
     def busy(self) -> bool:
-        """Whether there is a job, under way or waiting."""
         return bool(self._queue) or any(worker.pending for worker in self._workers)
 
     def drop(self) -> None:
-        """Nobody waits for the jobs that are under way; workers finish them."""
+        """Drops the open jobs; workers finish them."""
         for worker in self._workers:
             for job in worker.pending:
                 job.dropped = True
 
     def close(self) -> None:
-        """Ends the workers. It may be called more than once."""
+        """Safe to call twice."""
         self._workers.close()
 
     def _start(self) -> Worker[Job]:
@@ -85,14 +82,16 @@ class Workers:
         return worker
 
     def move(self, timeout_s: float | None = 0.0) -> None:
-        """Takes replies, waiting up to ``timeout_s`` for the first of them (None: as long as it takes), and sends what can be
-        sent. Raises RuntimeError where a worker that had to be replaced does not start again."""
+        """Receives replies, waiting up to ``timeout_s`` (None: no limit) for the first, and sends jobs. Raises RuntimeError if
+        a replaced worker does not start.
+        """
         self._wait(timeout_s)  # an idle worker writes nothing, so one that can be read has ended, and is replaced
         self._send()
 
     def _send(self) -> None:
-        """Sends to every idle worker, and to no other unless it takes several calls at once: an idle worker reads at once, so
-        that writing does not block."""
+        """Sends to idle workers only, unless calls are concurrent: an idle worker reads at once, so that writing does not
+        block.
+        """
         for worker in self._workers:
             if not worker.ready or not self._queue:
                 continue
@@ -117,8 +116,7 @@ class Workers:
         return chunk
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Takes the replies that have come, waiting until the next deadline for the first, ``timeout_s`` at most; replaces
-        workers that are late."""
+        """Receives replies until the next deadline or ``timeout_s``; replaces late workers."""
         patience = 0.0 if all(worker.idle for worker in self._workers) else float("inf") if timeout_s is None else timeout_s
         for worker, has_written in self._workers.wait(patience):
             if has_written:
@@ -155,8 +153,9 @@ class Workers:
             self.notice, self.of_groups = reply["notice"], reply["of_groups"]
 
     def _replace(self, worker: Worker[Job], why: str | None = None, *, forgive: bool = False) -> None:
-        """Ends a worker; the rest of what it has goes to whoever is free. ``why``: its current response has failed, unless it
-        is to be forgiven and has not been before, or is one of several that may have been the cause."""
+        """Replaces a worker and returns its remaining jobs to the queue. ``why``: its current job has failed, unless
+        ``forgive`` grants it a second try or several jobs may be the cause.
+        """
         if not worker.ready:
             raise RuntimeError(f"a worker for reward.verifier = {self._config.verifier!r} did not start: {why}")
         self._workers.kill(worker)
@@ -180,12 +179,12 @@ class Workers:
 
 _LARGEST_CHUNK = 128
 _CHARACTERS = 1_000_000
-"""Of a chunk of several calls; a worker holds all of it, under its limit of memory."""
+"""Limit of a chunk of several calls, which counts to the worker's memory limit."""
 
 
 @dataclass(eq=False)
 class Job:
-    """One call of the verifier: a response to a problem, or all responses of a group. ``keys``: what they were submitted as."""
+    """One call of the verifier: a response, or all responses of a group. ``keys``: as submitted."""
 
     number: int
     problem: Problem
@@ -194,18 +193,16 @@ class Job:
     digest: bytes = field(init=False)
     deadline: float = 0.0
     forgiven: bool = False
-    """A worker ended under it, and it was given a second chance."""
+    """A worker ended during it, and it is tried again."""
     alone: bool = False
-    """A worker ended under it and others; to find out which it was, it gets a worker to itself."""
+    """A worker ended during it and others; it gets a worker to itself, to find the cause."""
     dropped: bool = False
-    """Nobody waits for it any longer."""
 
     def __post_init__(self) -> None:
         self.digest = _key_of(self.problem, self.responses)
 
     @property
     def message(self) -> list[Any]:
-        """The call as it is sent to a worker."""
         problem = self.problem
         texts = [[str(text), b64encode(text.packed_ids).decode(), text.finish_reason] for text in self.responses]
         asked = [problem.id, problem.prompt, problem.answer, dict(problem.metadata), problem.messages, problem.source]
@@ -213,27 +210,27 @@ class Job:
 
     @property
     def size(self) -> int:
-        """About how many characters its message has."""
+        """Approximate characters of its message."""
         problem = self.problem
         parts = sum(len(text) + 2 * len(text.packed_ids) for text in self.responses)
         return len(problem.id) + len(problem.prompt) + len(problem.answer) + parts
 
 
 class JobQueue:
-    """Jobs in the order in which they are to be sent. ``failures``: what is known to fail, and is not sent."""
+    """Jobs in sending order. ``failures``: causes of failed jobs, which are not sent again."""
 
     def __init__(self) -> None:
         self.failures = RememberedFailures()
         self._waiting: deque[Job] = deque()
         self._first: dict[bytes, Job] = {}
         self._alike: dict[Job, list[Job]] = {}
-        """A job that is under way or waits → others that are the same, which wait for it: if it fails they do too."""
+        """Job → equal jobs, which wait for its result and fail with it."""
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     def add(self, job: Job) -> str | None:
-        """Queues a job; returns why it fails, if the same one has failed before."""
+        """Queues a job; returns the cause if an equal job has failed before."""
         cause = self.failures.get(job.digest)
         if cause is None and job.digest in self._first:
             self._alike[self._first[job.digest]].append(job)
@@ -244,11 +241,11 @@ class JobQueue:
         return cause
 
     def put_back(self, jobs: Sequence[Job]) -> None:
-        """Queues jobs that a worker did not get to, before all others."""
+        """Puts jobs that were not processed before all others."""
         self._waiting.extendleft(job for job in reversed(jobs) if not job.dropped)
 
     def take_chunk(self, workers: int) -> list[Job]:
-        """The next jobs for one of so many workers: fewer towards the end, so that slow ones do not keep the others waiting."""
+        """The next jobs for a worker; chunks become smaller towards the end, to balance slow jobs."""
         size = max(1, min(_LARGEST_CHUNK, len(self._waiting) // (4 * workers)))
         chunk: list[Job] = []
         characters = 0
@@ -260,31 +257,31 @@ class JobQueue:
         return chunk
 
     def take_beside(self, pending: Sequence[Job]) -> Job | None:
-        """The next job for a worker that has these under way; None where it can take no more."""
+        """The next job for a worker with these open jobs; None if it can accept no more."""
         if not self._waiting or any(job.alone for job in pending) or (pending and self._waiting[0].alone):
             return None
         return self._waiting.popleft()
 
     def succeeded(self, job: Job) -> None:
-        """Those that are the same are scored too: a verifier need not give the same response the same reward."""
+        """Queues equal jobs: a verifier need not be deterministic."""
         self._first.pop(job.digest, None)
         self._waiting.extend(self._alike.pop(job, []))
 
     def failed(self, job: Job, cause: str) -> list[Job]:
-        """Remembers why; returns the jobs that failed: this one, and those that are the same."""
+        """Remembers the cause; returns this job and the equal ones."""
         self._first.pop(job.digest, None)
         self.failures.add(job.digest, cause)
         return [job, *self._alike.pop(job, [])]
 
     def clear(self) -> None:
-        """Forgets the jobs, not the failures."""
+        """Removes the jobs, not the failures."""
         self._waiting.clear()
         self._first.clear()
         self._alike.clear()
 
 
 def _key_of(problem: Problem, responses: Sequence[ResponseText]) -> bytes:
-    """16 bytes that stand for the responses to a problem, and for all that a verifier sees of them."""
+    """16 bytes that identify all that a verifier sees of a call."""
     digest = blake2b(digest_size=16)
     texts = [problem.id, problem.prompt, problem.answer, json.dumps([problem.metadata, problem.messages], sort_keys=True)]
     for response in responses:
