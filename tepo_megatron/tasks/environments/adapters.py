@@ -1,6 +1,5 @@
-"""Environments of other libraries, made to follow this package's protocol. None of the libraries is imported here.
-
-An adapter is made for each episode from what ``environment.name`` names and ``environment.kwargs``.
+"""Adapters for environments of other libraries, none of which is imported here. One is made per episode, from the object that
+``environment.name`` names and ``environment.kwargs``.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from tepo_megatron.tasks.environments.protocol import Observation, StepResult
 
 
 class Gymnasium:
-    """A text environment with Gymnasium's interface: ``reset(seed=…, options=…)`` gives (observation, info), ``step(text)``
-    gives (observation, reward, terminated, truncated, info).
+    """A text environment with Gymnasium's interface: ``reset(seed=…, options=…)`` returns (observation, info), ``step(text)``
+    returns (observation, reward, terminated, truncated, info).
 
-    ``options`` are the problem's: its id, prompt, answer and metadata. An info with a true ``tool_error`` counts as one.
+    ``options``: the problem's id, prompt, answer and metadata. An info with a true ``tool_error`` counts as one.
     """
 
     def __init__(self, found: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
@@ -39,11 +38,11 @@ class Gymnasium:
 
 
 class SkyrlGym:
-    """A ``BaseTextEnv`` of SkyRL-Gym: ``init(prompt)``, then ``step(text)``, which gives a dictionary of observations as
-    messages, reward and done.
+    """A ``BaseTextEnv`` of SkyRL-Gym: ``init(prompt)``, then ``step(text)``, which returns a dictionary of observations
+    (messages), reward and done.
 
     It is made with ``env_config`` (``environment.kwargs``) and ``extras`` (the problem's metadata, with its answer as
-    ``reward_spec.ground_truth`` unless it has its own). Its ``init`` may not change the prompt, which is the data's.
+    ``reward_spec.ground_truth`` by default). ``init`` must not change the prompt.
     """
 
     def __init__(self, found: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
@@ -70,11 +69,10 @@ class SkyrlGym:
 
 
 class OpenEnv:
-    """A client of an OpenEnv environment, which runs in a server of its own: ``reset()``, and ``step(action)`` with an action
-    of the environment's class, give observation, reward and done.
+    """A client of an OpenEnv environment in a server: ``reset()`` and ``step(action)`` return observation, reward and done.
 
-    Of ``environment.kwargs`` it takes ``action`` (its class as ``package.module:Class``), ``action_field`` (where the text
-    goes) and ``observation_field`` (where the text is; default: the whole observation); the rest makes the client, such as
+    ``environment.kwargs``: ``action`` (the action's class as ``package.module:Class``), ``action_field`` (its field for the
+    text), ``observation_field`` (the observation's text; default: the whole observation); the others make the client, such as
     ``base_url``.
     """
 
@@ -108,7 +106,7 @@ ADAPTERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "skyrl_gym": SkyrlGym,
     "openenv": OpenEnv,
 }
-"""``environment.adapter`` → what makes an episode."""
+"""``environment.adapter`` → class of an episode."""
 
 
 async def _awaited(found: Any) -> Any:
@@ -116,7 +114,7 @@ async def _awaited(found: Any) -> Any:
 
 
 def _readable(observation: Any) -> Observation:
-    """Text, token ids and messages as they are; what else there is as text."""
+    """Text, token ids and messages unchanged; other values as text."""
     if observation is None or isinstance(observation, str):
         return observation
     if isinstance(observation, Sequence) and all(type(each) is int or isinstance(each, Mapping) for each in observation):

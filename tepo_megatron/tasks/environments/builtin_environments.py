@@ -1,4 +1,4 @@
-"""A calculator as a tool, and the expressions that it takes. Nothing that the model writes is run as a program."""
+"""Environments of the package: a calculator, a guessing game, and a Python tool."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Decimal, Decimal], Decimal]] =
 
 
 class Calculator:
-    """What the model writes between ``begin`` and ``end`` is computed, and it reads the result between ``open`` and ``close``;
-    a turn without an expression is its answer, which a verifier rates.
+    """Computes the expression between ``begin`` and ``end``; the model reads the result between ``open`` and ``close``. A turn
+    without an expression is the answer, which a verifier scores.
 
-    Numbers, ``+ - * / // %`` and brackets. An expression that cannot be computed is answered with ``error`` and the reason, and
-    counts as a tool error. ``verifier``: a built-in one, or ``package.module:function``, of one response; it gets what the
-    model wrote in its last turn. ``penalty`` is taken off for each tool error.
+    Expressions have numbers, ``+ - * / // %`` and brackets; no program runs. An invalid one is answered by ``error`` and the
+    reason, and counts as a tool error. ``verifier``: a built-in one or ``package.module:function`` of one response, called with
+    the model's last turn. ``penalty`` is subtracted for each tool error.
     """
 
     def __init__(
@@ -64,9 +64,8 @@ class Calculator:
 
 
 def compute(expression: str) -> str:
-    """The value of an arithmetic expression, as it is written by hand: ``3/4`` gives ``0.75``.
-
-    Raises ValueError: not arithmetic, a division by zero, or too long or too large.
+    """The value of an arithmetic expression in plain decimal notation: ``3/4`` gives ``0.75``. Raises ValueError: not
+    arithmetic, division by zero, too long or too large.
     """
     if len(expression) > _LONGEST:
         raise ValueError(f"longer than {_LONGEST} characters")
@@ -96,12 +95,11 @@ _NUMBER = re.compile(r"\d+")
 
 
 class GuessNumber:
-    """The problem's answer is a number that the model guesses: it is told ``<`` where the number is smaller than its guess,
-    ``>`` where it is larger.
+    """The model guesses the number in the problem's answer and reads ``<`` if the number is smaller than its guess, ``>`` if it
+    is larger.
 
-    The guess is the first number that the model writes in a turn. The reward is 1 when it is found, and nothing otherwise: who
-    halves what is left finds one of 2^k − 1 numbers in k turns. A turn without a number is answered ``?``, and counts as a tool
-    error. ``turns``: after so many the game is over.
+    The first number in a turn is the guess; the reward is 1 if it is found. Bisection finds one of 2^k − 1 numbers in k turns.
+    A turn without a number is answered by ``?`` and counts as a tool error. ``turns``: length of the game.
     """
 
     def __init__(self, turns: int = 3) -> None:
@@ -122,15 +120,14 @@ class GuessNumber:
 
 
 class PythonTool:
-    """What the model writes between ``begin`` and ``end`` is run as a program, and it reads the output between ``open`` and
-    ``close``; a turn without a program is its answer, which ``verifier`` rates.
+    """Runs the program between ``begin`` and ``end``; the model reads the output between ``open`` and ``close``. A turn without
+    a program is the answer, which ``verifier`` scores.
 
-    Each program starts anew, in an empty folder: nothing is kept between two of them. It has ``seconds`` of the clock and of
-    processor time, ``memory_mb`` of memory, ``output`` characters of output, 64 open files of 10 MB each, and starts no process
-    (unless this user is root); it imports the standard library, and not what is installed beside it. A program that raises,
-    prints nothing or passes a limit is answered with the last line that it wrote or why it was ended, and counts as a tool
-    error. Of a worker's episodes 16 run a program at a time. Needs ``environment.run_code``, and a kernel that takes the
-    network away from the worker; made elsewhere it raises RuntimeError.
+    Each program starts in an empty folder without state of earlier ones. Limits: ``seconds`` of wall and processor time,
+    ``memory_mb``, ``output`` characters, 64 open files of 10 MB, no child processes (except as root); only the standard library
+    can be imported. A program that raises, prints nothing or exceeds a limit is answered by its last line or the reason, and
+    counts as a tool error. At most 16 programs of a worker's episodes run at a time. Needs ``environment.run_code`` and a
+    kernel that can cut the worker's network; raises RuntimeError otherwise.
     """
 
     runs_code = True
@@ -166,7 +163,7 @@ class PythonTool:
         return StepResult(f"{self._open}{said}{self._close}", tool_error=failed)
 
     async def _run(self, program: str) -> tuple[str, bool]:
-        """What a program printed, and whether it failed."""
+        """The program's output, and whether it failed."""
         ran = await self._sandbox.run(("-c", program), kept=4 * self._output)
         if ran.limit is not None:
             return f"error: {ran.limit}", True

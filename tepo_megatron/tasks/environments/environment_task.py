@@ -29,7 +29,7 @@ from tepo_megatron.tasks.reward.verifier_task import VerifierTask, reward_config
 from tepo_megatron.weights.architecture import ModelSpec
 
 _KEPT = 1 << 16
-"""Results that are kept until somebody asks for them."""
+"""Number of results retained until they are requested."""
 
 _REHEARSED = 4
 _LOST = "its episode was played before the interruption, and what came of it is not known any more"
@@ -37,7 +37,7 @@ _LOST = "its episode was played before the interruption, and what came of it is 
 
 @dataclass
 class _Counts:
-    """Of the episodes since the last row."""
+    """Since the last row of metrics."""
 
     episodes: int = 0
     tool_errors: int = 0
@@ -62,11 +62,11 @@ class EnvironmentTask:
     host: EnvironmentHost = field(init=False)
     components: tuple[str, ...] | None = field(init=False, default=None)
     _results: OrderedDict[tuple[str, bytes], deque[RewardResult]] = field(init=False, default_factory=OrderedDict)
-    """By problem and tokens. Two episodes with the same tokens may differ in their rewards; either gets one of the two."""
+    """By problem and tokens. Two episodes with equal tokens may have different rewards; they may be exchanged."""
     _finished: list[tuple[Hashable, RewardResult]] = field(init=False, default_factory=list)
     _counts: _Counts = field(init=False, default_factory=_Counts)
     _numbers: Iterator[int] = field(init=False, default_factory=count)
-    """Of episodes: one that was ended has its number to itself, whatever answers of it still come."""
+    """An episode's number is never reused, since answers to an ended one may still arrive."""
 
     def __post_init__(self) -> None:
         environment, weights = self.config.environment, self.config.reward.weights
@@ -107,7 +107,6 @@ class EnvironmentTask:
         return len(self._finished)
 
     def stream(self, inner: SampleStream, problem_of: Callable[[Any], Problem]) -> EpisodeStream:
-        """A stream of episodes over a stream of samples, to be entered; ``problem_of`` gives the problem of a key."""
         tokenizer = self.tokenizer
         return EpisodeStream(
             inner,
@@ -138,8 +137,8 @@ class EnvironmentTask:
         on_move: Callable[[], None] = lambda: None,
         **truncation: Any,
     ) -> list[list[Response]]:
-        """As ``Sampler.generate``, ``n`` episodes of each of the problems, whose ``prompts`` are in the same order;
-        ``max_new_tokens`` of a turn. ``truncation``: what else ``Sampling`` has.
+        """As ``Sampler.generate``: ``n`` episodes for each problem, whose ``prompts`` are in the same order. ``max_new_tokens``
+        is per turn; ``truncation``: further fields of ``Sampling``.
         """
         groups: list[dict[int, Response]] = [{} for _ in prompts]
         counted, self._counts = self._counts, _Counts()  # a row counts the step's episodes alone
@@ -157,7 +156,6 @@ class EnvironmentTask:
         return [[group[at] for at in range(n)] for group in groups]
 
     def note(self, problem: Problem, response: Response, end: EpisodeEnd) -> None:
-        """An episode has ended."""
         counts = self._counts
         counts.episodes += 1
         counts.tool_errors += end.tool_errors
@@ -170,7 +168,7 @@ class EnvironmentTask:
             self._results.popitem(last=False)
 
     def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:
-        """The result of the response, one that this pool has played, comes with the next :meth:`poll`."""
+        """The next :meth:`poll` returns the result; the response must come from this task's stream."""
         self._finished.append((key, self._take(problem, response)))
 
     def poll(self, timeout_s: float | None = 0.0) -> list[tuple[Hashable, RewardResult]]:
@@ -178,18 +176,14 @@ class EnvironmentTask:
         return found
 
     def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable] | None = None) -> list[RewardResult]:
-        """The results of (problem, response) pairs, in their order."""
         return [self._take(problem, response) for problem, response in items]
 
     def reset(self) -> None:
-        """Forgets what was submitted and not returned."""
         self._finished.clear()
 
     def rehearse(self, problems: Sequence[Problem]) -> None:
-        """Has the environment begin an episode of each of the first few problems. Agents outside may come later, and are not
-        rehearsed.
-
-        Raises ValueError where none of them begins: with the line that raised, where it did.
+        """Begins an episode of each of the first few problems; not with external agents, which may start later. Raises
+        ValueError if none begins, with the line that raised.
         """
         tried = problems[: _REHEARSED if self._environment.name != OUTSIDE else 0]
         errors: list[str] = []
@@ -226,11 +220,9 @@ class EnvironmentTask:
         }
 
     def another(self) -> EnvironmentTask:
-        """One like it, for another thread."""
         return EnvironmentTask(self.config, self.tokenizer, self.vocab_size, self.max_length)
 
     def close(self) -> None:
-        """Ends the environments. It may be called more than once."""
         self.host.close()
 
     def __enter__(self) -> EnvironmentTask:
@@ -269,15 +261,14 @@ class EnvironmentTask:
 
 
 def open_host(config: EnvironmentConfig, sampling: SamplingConfig) -> EnvironmentHost:
-    """What runs a run's environments: processes of this machine, or servers. Raises as either. ``sampling``: how it draws."""
+    """Runs a run's environments in local processes or on servers. ``sampling``: the run's sampling settings. Raises as
+    either.
+    """
     return RemoteEnvironments(config, sampling) if config.servers else EnvironmentWorkers(config, sampling)
 
 
 def open_task(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, given: Any = None) -> VerifierTask | EnvironmentTask:
-    """The task of a run. ``given``: a verifier that is an object of this process, for a name that cannot be imported.
-
-    Raises ValueError and RuntimeError as the task's class.
-    """
+    """``given``: a verifier that is an object of this process. Raises ValueError and RuntimeError as the task's class."""
     if config.environment is None or config.rollout.replay is not None:
         return VerifierTask(reward_configs(config.reward, config.data), given=given)
     return EnvironmentTask(config, tokenizer, spec.vocab_size, config.rollout.server.max_model_len or spec.max_positions)

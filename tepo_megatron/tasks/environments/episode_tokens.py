@@ -1,4 +1,4 @@
-"""What an environment says, as token ids: nothing that a model has read or written is ever encoded again."""
+"""Prompts and observations of episodes as token ids. Nothing that the model has read or written is encoded again."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from tepo_megatron.tasks.data.tokenizer import Tokenizer
 class Observations:
     """Encodes observations for one model.
 
-    ``encode`` gives the ids of text, without special tokens around it; ``turn_ids`` those with which a chat goes on behind an
-    answer: its end, unless its last token was one (``ended``), then messages, up to where the next answer begins; ``chat_ids``
-    those of a whole chat up to there, with the tools that it names. Without the latter an agent's messages are read as plain
-    text. ``unknown``: the id of characters that the tokenizer does not know. Ids are below ``vocab_size``.
+    ``encode``, ``turn_ids``, ``chat_ids``: as of ``Tokenizer``; without ``chat_ids`` an agent's messages are read as plain
+    text. ``unknown``: id of unknown characters. Ids are below ``vocab_size``.
     """
 
     encode: Callable[[str], Sequence[int]]
@@ -31,12 +29,11 @@ class Observations:
     chat_ids: Callable[[Sequence[AnyMessage], Any], Sequence[int]] | None = None
 
     def ids(self, observation: Sequence[Any] | None, *, ended: bool | None, opening: TokenIds | None = None) -> TokenIds:
-        """The ids of an observation as workers send it (``calls``); none for None. ``ended``: whether the turn before it ended
-        with an end token; None: there was no turn. ``opening``: the prompt with which an agent's chat begins (``openings``),
-        which is left out of it.
+        """The ids of an observation in the worker's format; none for None. ``ended``: whether the preceding turn has an end
+        token; None: no turn precedes. ``opening``: an agent's prompt (:func:`opening_of`), which is left out of its chat.
 
-        Raises ValueError, with a sentence: ids outside the vocabulary, text that the tokenizer does not know, messages where
-        nothing was written yet or there is no chat template.
+        Raises ValueError: ids outside the vocabulary, characters unknown to the tokenizer, messages before the first turn or
+        without a chat template.
         """
         if observation is None:
             return token_ids(())
@@ -56,7 +53,7 @@ class Observations:
         return self._known(self.turn_ids(pairs, ended), " ".join(content for _, content in pairs))
 
     def _chat(self, request: Mapping[str, Any], *, ended: bool | None, opening: TokenIds | None) -> TokenIds:
-        """Of what an agent asks (``ChatRequest``): the whole chat where it begins, else its new messages."""
+        """Ids of an agent's ``ChatRequest``: of the whole chat if it begins, else of the new messages."""
         messages, tools = request["messages"], request["tools"]
         text = " ".join(message["content"] for message in messages)
         if self.chat_ids is None:
@@ -98,19 +95,17 @@ class Observations:
 
 
 def prompt_of(environment: EnvironmentConfig | None, tokenizer: Tokenizer, problem: Problem) -> tuple[int, ...]:
-    """The token ids of a problem's prompt. What an agent says first is its own, and differs from episode to episode: it is read
-    behind a prompt of the token that every chat begins with, and counts as the environment's.
-
-    Raises ValueError as ``encode_prompt`` and :func:`opening_of`.
+    """The token ids of a problem's prompt. Agents write their own first messages, which differ between episodes: their prompt
+    is the token that begins every chat, and the messages count as the environment's. Raises ValueError as ``encode_prompt``
+    and :func:`opening_of`.
     """
     opening = opening_of(environment, tokenizer)
     return encode_prompt(tokenizer, problem) if opening is None else opening
 
 
 def opening_of(environment: EnvironmentConfig | None, tokenizer: Tokenizer) -> tuple[int, ...] | None:
-    """The prompt of all episodes of agents, one token; None where the run has no agent.
-
-    Raises ValueError: there is no chat template; or none is used, and the tokenizer puts no token before a text.
+    """The prompt of all agents' episodes, one token; None without agents. Raises ValueError if there is no chat template, or
+    none is used and the tokenizer has no begin token.
     """
     if environment is None or environment.adapter != "agent":
         return None

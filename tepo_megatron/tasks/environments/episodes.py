@@ -1,6 +1,4 @@
-"""Drives episodes: the servers of a fleet write, environments answer, and whole episodes come out as responses do of a
-stream.
-"""
+"""Drives episodes: servers sample turns, environments answer, and whole episodes are returned as responses."""
 
 from __future__ import annotations
 
@@ -23,21 +21,21 @@ from tepo_megatron.tasks.environments.episode_tokens import Observations
 from tepo_megatron.tasks.environments.host import EnvironmentHost, EpisodeAnswer, reset_call, step_call
 
 _LOOK_S = 1.0
-"""How long one wait for servers or environments lasts at most."""
+"""Maximum of one wait for servers or environments."""
 
 _MOST_RESTARTS = 20
-"""Of an episode, however often others were the cause."""
+"""Of an episode, whatever the cause."""
 
 _GLANCE_S = 0.005
-"""The same where the other side may have something first."""
+"""Maximum of one wait while the other side may have something first."""
 
 Reward = float | dict[str, float]
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """``max_turns`` of the model; ``max_tokens`` behind the prompt, None: no bound of its own; ``max_length`` of prompt and all
-    turns, which the model takes; ``max_restarts`` of an episode that may have been the cause of its worker's end.
+    """``max_turns`` of the model; ``max_tokens`` after the prompt (None: no limit); ``max_length`` of prompt and all turns;
+    ``max_restarts`` of an episode that may have ended its worker.
     """
 
     max_turns: int
@@ -46,15 +44,15 @@ class EpisodeLimits:
     max_restarts: int = 1
 
     def room(self, prompt: int, behind: int) -> int:
-        """Tokens that there may still be."""
+        """Tokens left."""
         most = self.max_length - prompt
         return min(most, self.max_tokens if self.max_tokens is not None else most) - behind
 
 
 @dataclass(frozen=True)
 class EpisodeEnd:
-    """How an episode went. ``reward``: the sum over its turns; ``error``: it failed, and why. ``seconds``: of the environment.
-    ``new_histories``: how often an agent began its conversation anew.
+    """The outcome of an episode. ``reward``: sum over turns; ``error``: the cause if it failed. ``seconds``: of the
+    environment. ``new_histories``: how often an agent began its conversation again.
     """
 
     turns: int
@@ -67,7 +65,7 @@ class EpisodeEnd:
 
 
 class EpisodeSink(Protocol):
-    """Is told of each episode before its response comes out of the stream."""
+    """Is notified of each episode before its response is returned."""
 
     def note(self, problem: Problem, response: Response, end: EpisodeEnd) -> None: ...
 
@@ -79,33 +77,32 @@ class _Episode:
     problem: Problem
     prompt: TokenIds
     seed: int
-    """Of the group; the sample's own is ``seed`` + ``index``."""
+    """Of the group; the sample's seed is ``seed`` + ``index``."""
     restarts: int = 0
     suspected: int = 0
-    """How often a worker ended while a call of this episode was under way in it."""
+    """How often a worker ended during a call of this episode."""
     drawn: Response | None = None
-    """What there is up to the model's last token."""
+    """Tokens up to the model's last one."""
     context: Response | None = None
-    """The same with what the environment has said since."""
+    """The same with the environment's tokens after it."""
     turns: int = 0
     reward: Reward = 0.0
     tool_errors: int = 0
     new_histories: int = 0
     most: int | None = None
-    """Tokens of the next turn, where an agent bounds it."""
+    """Limit of the next turn in tokens, set by an agent."""
     seconds: float = 0.0
 
 
 @dataclass
 class EpisodeStream:
-    """A stream of samples whose samples are episodes: the model writes a turn, the environment answers,
-    and its tokens go before the next request as they are. A context manager; entering enters ``inner``, leaving ends all
-    episodes.
+    """A ``ResponseStream`` of episodes: the model writes a turn, the environment answers, and its tokens precede the next
+    request unchanged. Entering enters ``inner``; exiting ends all episodes.
 
-    ``problem_of`` gives the problem of a key that was submitted. ``decode`` makes text of token ids, for environments alone.
-    An episode is a response: ``stop`` or ``length`` as its last turn where the environment was done; ``length`` where a limit
-    cut it. One that fails comes out too, with what the model has written; ``sink`` is told why. ``numbers`` are those that
-    ``host`` knows its episodes by: no two streams over one host may share any, since answers to what was ended may still come.
+    ``problem_of`` maps a submitted key to its problem. ``decode`` makes text for environments. An episode's finish reason is
+    that of its last turn if the environment ended it, and ``length`` at a limit. A failed episode is returned with the tokens
+    so far; ``sink`` receives the cause. ``numbers``: episode numbers at ``host``, never shared by two streams, since answers to
+    ended episodes may still arrive.
     """
 
     inner: SampleStream
@@ -131,7 +128,6 @@ class EpisodeStream:
 
     @property
     def unfinished(self) -> int:
-        """Episodes that were asked for and not given out yet."""
         return len(self._open) + len(self._ready)
 
     def submit(
@@ -144,15 +140,14 @@ class EpisodeStream:
         continued: Mapping[int, Response] | None = None,
         only: Sequence[int] | None = None,
     ) -> None:
-        """As ``SampleStream.submit``, but nothing can be continued: an environment's state is gone with its episode."""
+        """As ``SampleStream.submit``; episodes cannot be continued, since the environment's state is lost."""
         assert not continued, "episodes cannot be continued; the configuration refuses rollout.partial"
         for index in range(n) if only is None else only:
             self._begin(_Episode(key, index, self.problem_of(key), token_ids(prompt_ids), seed))
 
     def next(self, timeout_s: float | None) -> KeyedResponse | None:
-        """The next episode that ends; None where none does within ``timeout_s`` seconds (None: no limit), or none is open.
-
-        Raises as ``SampleStream.next``, and RuntimeError where environments cannot be run any longer.
+        """The next episode that ends; None if none does within ``timeout_s`` seconds (None: no limit), or none is open. Raises
+        as ``SampleStream.next``, and RuntimeError if environments cannot run any longer.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._ready and self._open:
@@ -169,7 +164,7 @@ class EpisodeStream:
         return self._ready.popleft() if self._ready else None
 
     def abort(self) -> list[KeyedResponse]:
-        """Ends all open episodes; those that have just ended."""
+        """Ends all open episodes; returns those that have ended before."""
         for number in list(self._open):
             self._leave(number)
         found = list(self._ready)
@@ -184,7 +179,7 @@ class EpisodeStream:
         self.host.call(number, reset_call(episode.problem, episode.seed, alone=episode.suspected > 0))
 
     def _ask(self, number: int, episode: _Episode) -> None:
-        """Has the model write a turn behind all that is there. Its seed is that of a response that goes on there."""
+        """Requests a turn after all tokens so far, with the seed of a response continued there."""
         behind = token_ids(()) if episode.context is None else episode.context.response_ids
         seed = episode.seed + episode.index
         if behind.size:
@@ -227,7 +222,7 @@ class EpisodeStream:
             self._finish(found.episode, "stop", str(error))
 
     def _note(self, episode: _Episode, answer: Mapping[str, Any]) -> bool:
-        """Adds a turn's reward; whether the episode is done."""
+        """Adds a turn's reward; returns whether the episode is done."""
         episode.tool_errors += answer["tool_error"]
         episode.reward = add_rewards(episode.reward, answer["reward"])
         return bool(answer["done"])
@@ -251,7 +246,7 @@ class EpisodeStream:
         self._ask(number, episode)
 
     def _hear(self, episode: _Episode, request: Mapping[str, Any]) -> None:
-        """An agent's request: how long the answer may be, and whether what was said before is dropped."""
+        """Reads an agent's request: the limit of the answer, and whether earlier messages are dropped."""
         episode.most = request["max_tokens"]
         if request["begins"] and episode.drawn is not None:
             episode.drawn = episode.context = None
@@ -285,7 +280,7 @@ class EpisodeStream:
         self._ready.append((episode.key, episode.index, response))
 
     def _nothing(self) -> Response:
-        """Of an episode that failed before the model wrote anything."""
+        """Of an episode that failed before the first turn."""
         return Response((), (), "stop", self.inner.weights_version)
 
     def _leave(self, number: int) -> None:
@@ -295,9 +290,8 @@ class EpisodeStream:
 
 
 def add_rewards(total: Reward, turn: Reward) -> Reward:
-    """The sum of the rewards so far and a turn's: numbers, or components by name; a plain 0 adds to either.
-
-    Raises ValueError where an environment gives numbers in some turns and components in others.
+    """The sum of rewards: numbers, or components by name; 0 adds to either. Raises ValueError if turns mix numbers and
+    components.
     """
     if isinstance(total, dict) and isinstance(turn, dict):
         return {name: total.get(name, 0.0) + turn.get(name, 0.0) for name in {**total, **turn}}

@@ -1,4 +1,4 @@
-"""Where episodes run, as those who drive them see it: processes of this machine, or servers of others."""
+"""The interface to the processes or servers that run episodes; its calls, and its key files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from tepo_megatron.core.problem import Problem, ResponseText
 
 @dataclass(frozen=True)
 class EpisodeAnswer:
-    """What came of a call to an episode. ``answer``: as the worker sent it (``calls``), without ``error``; empty otherwise.
-
-    ``error``: the episode has failed, and why. ``lost``: its worker ended, and why; it can be begun again. ``suspect``: a call
-    of this episode was under way then, and may have been the cause. ``seconds``: how long the environment took.
+    """The answer to a call. ``answer``: as sent by the worker, without ``error``. ``error``: the episode has failed, with the
+    cause. ``lost``: its worker ended, with the cause; the episode can begin again. ``suspect``: a call of this episode was
+    open then and may be the cause. ``seconds``: of the environment.
     """
 
     episode: int
@@ -31,53 +30,50 @@ class EpisodeAnswer:
 
 
 class EnvironmentHost(Protocol):
-    """Runs episodes, which their drivers number; each has one call under way at most. Used from one thread."""
+    """Runs episodes, numbered by their driver, with at most one open call each. Used from one thread."""
 
     @property
     def notice(self) -> str | None:
-        """Which limit a kernel does not grant; None: it grants all."""
+        """A limit that the kernel does not support."""
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is owed."""
+        """Whether an answer is outstanding."""
 
     def call(self, episode: int, call: list[Any]) -> None:
-        """Hands a call over (``reset_call``, ``step_call``); its answer comes by :meth:`poll`."""
+        """Sends a call (``reset_call``, ``step_call``); :meth:`poll` returns its answer."""
 
     def end(self, episode: int) -> None:
-        """Nothing more is asked of an episode, and no answer of it comes any longer."""
+        """Ends an episode; no further answer of it is returned."""
 
     def poll(self, timeout_s: float) -> Sequence[EpisodeAnswer]:
-        """The answers that are new; waits up to ``timeout_s`` for the first, not at all where none is owed.
-
-        Raises RuntimeError where environments cannot be run any longer.
+        """New answers; waits up to ``timeout_s`` for the first if one is outstanding. Raises RuntimeError if environments
+        cannot run any longer.
         """
 
     def close(self) -> None:
-        """Ends all. It may be called more than once."""
+        """Safe to call twice."""
 
 
 def reset_call(problem: Problem, seed: int, *, alone: bool = False) -> list[Any]:
-    """The call that begins an episode; ``alone``: in a worker that has no other."""
+    """The call that begins an episode; ``alone``: in a worker without others."""
     messages = [list(pair) for pair in problem.messages]
     given = [problem.id, problem.prompt, problem.answer, dict(problem.metadata), messages, problem.source]
     return ["reset", given, seed, alone]
 
 
 def read_problem(given: list[Any]) -> Problem:
-    """The problem of such a call."""
     identity, prompt, answer, metadata, messages, source = given
     pairs = tuple((role, content) for role, content in messages)
     return Problem(identity, prompt, answer, metadata, messages=pairs, source=source)
 
 
 def step_call(action: ResponseText) -> list[Any]:
-    """The call that tells an episode what the model wrote."""
+    """The call that sends the model's turn."""
     return ["step", str(action), b64encode(action.packed_ids).decode(), action.finish_reason, action.prompt_tokens]
 
 
 def read_action(given: list[Any]) -> ResponseText:
-    """What the model wrote, of such a call."""
     text, ids, finish_reason, *prompt_tokens = given
     action = ResponseText.unpack(text, b64decode(ids), finish_reason)
     if prompt_tokens:  # trainers of before did not say
@@ -86,16 +82,15 @@ def read_action(given: list[Any]) -> ResponseText:
 
 
 END = ["end"]
-"""The last call of an episode; it has no answer."""
+"""The last call of an episode, without an answer."""
 
 
 SETTING = "environment.key_file"
 
 
 def make_key(path: Path, setting: str = SETTING) -> str:
-    """The key in a file that only its owner reads; made if it is not there. ``setting`` names the file in sentences.
-
-    Raises ValueError for one that others can read.
+    """The key in a file that only its owner can read; the file is written if missing. ``setting``: its name in messages. Raises
+    ValueError as :func:`read_key`.
     """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +100,7 @@ def make_key(path: Path, setting: str = SETTING) -> str:
 
 
 def read_key(path: Path, setting: str = SETTING) -> str:
-    """The key of a file. Raises ValueError: there is none, or others than its owner can read or write it."""
+    """The key in a file. Raises ValueError if it is missing, or accessible to others than its owner."""
     try:
         found, key = path.stat(), path.read_text(encoding="utf-8").strip()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What an environment is: the protocol that a user's class follows (docs/guides/environments.md). Imports no NumPy."""
+"""The protocol of user-defined environments (docs/guides/environments.md). Imports no NumPy."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from typing import Any, Protocol
 from tepo_megatron.core.problem import Problem, ResponseText
 
 Message = Mapping[str, Any]
-"""A message of a chat: ``{"role": "user" or "tool" or "system", "content": "…"}``, with what else the chat template reads."""
+"""A chat message: ``{"role": "user" or "tool" or "system", "content": "…"}``, with further keys that the chat template
+reads.
+"""
 
 Observation = str | Sequence[int] | Sequence[Message] | None
-"""What the model reads next: text, which is encoded as it stands; token ids, which are taken as they are; messages, which the
-model's chat template renders; None: nothing."""
+"""What the model reads next: text, encoded without special tokens; token ids, unchanged; messages, rendered by the chat
+template; None: nothing.
+"""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an environment answers to what the model wrote.
+    """The environment's answer to a turn.
 
-    ``reward``: of this turn alone, a number, or components by name as verifiers return them; an episode's reward is the sum
-    over its turns. ``done``: the episode ends, and nothing is read of ``observation``. ``tool_error``: the model used a tool
-    wrongly; it is counted (``environment/tool_errors``), and nothing else follows from it.
+    ``reward``: of this turn, a number or components by name; an episode's reward is the sum over its turns. ``done``: the
+    episode ends, and ``observation`` is ignored. ``tool_error``: the model used a tool wrongly, which is only counted
+    (``environment/tool_errors``).
     """
 
     observation: Observation = None
@@ -30,21 +33,20 @@ class StepResult:
     done: bool = False
     tool_error: bool = False
     info: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """For the environment's own use and for adapters; nothing reads it here."""
+    """For the environment and adapters; not read here."""
 
 
 class Environment(Protocol):
-    """One episode. The class is made anew for each, with ``environment.kwargs`` as keyword arguments.
+    """One episode. The class is instantiated for each, with ``environment.kwargs``.
 
-    Each method may be ``async`` or not. A worker process runs many episodes of an ``async`` environment side by side, and one
-    call at a time of any other.
+    Methods may be ``async``. A worker process runs many episodes of an ``async`` environment concurrently, and one call at a
+    time of others.
     """
 
     def reset(self, problem: Problem, seed: int) -> Observation | Awaitable[Observation]:
-        """Begins. The model reads the problem's prompt, and then what this returns: text or token ids, or None.
-
-        ``seed``: the same for all episodes of a group, so that they begin alike.
+        """Begins the episode. Returns what the model reads after the problem's prompt: text, token ids or None. ``seed`` is the
+        same for all episodes of a group.
         """
 
     def step(self, action: ResponseText) -> StepResult | Awaitable[StepResult]:
-        """The model has written ``action``: a ``str`` that also has its ``token_ids`` and its ``finish_reason``."""
+        """The model has written ``action``: a ``str`` with ``token_ids`` and ``finish_reason``."""

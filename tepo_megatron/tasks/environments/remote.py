@@ -1,4 +1,4 @@
-"""Episodes on other machines: the client of ``tepo environment serve`` (``service``)."""
+"""The client of ``tepo environment serve``: episodes on other machines."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tepo_megatron.tasks.environments.host import END, EpisodeAnswer, read_key
 from tepo_megatron.tasks.environments.service import SESSION, described
 
 _WAIT_S = 10.0
-"""How long a server is asked to wait for an answer."""
+"""How long a server may wait for an answer."""
 
 _SLACK_S = 20.0
-"""How much longer than that it may take."""
+"""Extra time for the server's reply."""
 
 
 @dataclass(eq=False)
@@ -35,13 +35,12 @@ class _Server:
 
 
 class RemoteEnvironments:
-    """Environments of the servers that ``config.servers`` names; an ``EnvironmentHost``.
+    """Environments of the servers ``config.servers``; an ``EnvironmentHost``.
 
-    An episode goes to the server that has the fewest. One that does not answer is asked no more; its episodes are lost, and
-    begun again on the others. Two threads for each server hand calls over and wait for answers.
+    An episode goes to the server with the fewest. A server that does not answer is not used again; its episodes are lost and
+    begin again on the others. Two threads per server send calls and wait for answers.
 
-    Raises ValueError: no key, another key than a server's, or a server that runs another environment; RuntimeError: none
-    answers.
+    Raises ValueError: no key, another key, or another environment than a server's; RuntimeError: no server answers.
     """
 
     def __init__(self, config: EnvironmentConfig, sampling: SamplingConfig | None = None) -> None:
@@ -152,7 +151,7 @@ class RemoteEnvironments:
                 self._found.append(EpisodeAnswer(episode, answer, error, lost, suspect, seconds))
 
     def _hand_over(self, server: _Server) -> None:
-        """In a thread."""
+        """Runs in a thread."""
         while not self._closed.is_set():
             calls = [server.outbox.get()]
             while not server.outbox.empty():
@@ -162,7 +161,7 @@ class RemoteEnvironments:
             self._post(server, f"{SESSION}/{server.session}/calls", calls)
 
     def _listen(self, server: _Server) -> None:
-        """In a thread."""
+        """Runs in a thread."""
         while not self._closed.is_set():
             answers = self._post(server, f"{SESSION}/{server.session}/answers", {"wait_s": _WAIT_S})
             if answers is None:

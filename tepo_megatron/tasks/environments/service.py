@@ -1,9 +1,8 @@
-"""``tepo environment serve``: runs environments for trainers on other machines. JSON over HTTP, under a key; nothing is
+"""``tepo environment serve``: runs environments for trainers on other machines. JSON over HTTP with a key; nothing is
 unpickled.
 
-A trainer opens a session (``POST /sessions`` with what it wants to run), hands calls over (``…/calls``: a list of ``[episode,
-call]``) and waits for answers (``…/answers``: a list of ``[episode, answer, error, lost, suspect, seconds]``), as ``host`` has
-them.
+A trainer opens a session (``POST /sessions`` with the environment), sends calls (``…/calls``: a list of ``[episode, call]``)
+and waits for answers (``…/answers``: a list of ``[episode, answer, error, lost, suspect, seconds]``) as of ``host``.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from tepo_megatron.tasks.environments.host import EpisodeAnswer
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers, shared_setup
 
 SESSION = "/sessions"
-"""The route under which all others are."""
+"""Prefix of all other routes."""
 
 _LARGEST = 64 * 2**20
-"""Bytes of a request."""
+"""Maximum bytes of a request."""
 
 _FORGOTTEN_S = 300.0
-"""A session that nobody asks for so long is ended."""
+"""A session without requests for so long is ended."""
 
 _LOOK_S = 0.002
-"""How often a new call is looked for while environments work."""
+"""Interval of looking for new calls while environments work."""
 
 _IDLE_S = 0.5
 
 
 def described(config: EnvironmentConfig, sampling: SamplingConfig | None) -> dict[str, Any]:
-    """What trainer and server must agree on."""
+    """Settings that trainer and server must share."""
     agent = {"agent": shared_setup(config.agent_settings, sampling)} if config.adapter == "agent" else {}
     return {"name": config.name, "adapter": config.adapter, "kwargs": config.kwargs, **agent}
 
@@ -50,16 +49,16 @@ def described(config: EnvironmentConfig, sampling: SamplingConfig | None) -> dic
 class _Session:
     answers: SimpleQueue[EpisodeAnswer] = field(default_factory=SimpleQueue)
     numbers: dict[int, int] = field(default_factory=dict)
-    """The trainer's number of an episode → ours."""
+    """The trainer's number of an episode → the server's."""
     seen: float = field(default_factory=time.monotonic)
 
 
 class EnvironmentService:
-    """Serves ``config``'s environment at ``host``:``port`` (0: any free one) until :meth:`stop`; ``url`` is where.
-    ``sampling``: how the run draws, which agents must know.
+    """Serves ``config``'s environment at ``host``:``port`` (0: any free one) until :meth:`stop`. ``sampling``: the run's
+    settings, for agents.
 
-    Whoever reaches the address and has ``key`` can run the environment. Raises as ``EnvironmentWorkers``; OSError where the
-    address cannot be had.
+    Whoever reaches the address and has ``key`` can run the environment. Raises as ``EnvironmentWorkers``, and OSError if the
+    address is not available.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class EnvironmentService:
         return self._workers.notice
 
     def serve(self) -> None:
-        """Returns after :meth:`stop`. Raises RuntimeError where a worker that had to be replaced does not start."""
+        """Returns after :meth:`stop`. Raises RuntimeError if a replaced worker does not start."""
         threading.Thread(target=self._http.serve_forever, name="environment-http", daemon=True).start()
         try:
             while not self._stopped.is_set():
@@ -96,7 +95,7 @@ class EnvironmentService:
             self._workers.close()
 
     def stop(self) -> None:
-        """From any thread, and from a signal's handler."""
+        """May be called from any thread or signal handler."""
         self._stopped.set()
 
     # -- the thread that serves --------------------------------------------------------------------------------------------
@@ -146,7 +145,7 @@ class EnvironmentService:
     # -- the threads of requests -------------------------------------------------------------------------------------------
 
     def answer(self, method: str, path: str, key: str, body: Any) -> tuple[int, Any]:
-        """Status and value of an answer."""
+        """Status and body of an answer."""
         if not hmac.compare_digest(key.encode(), f"Bearer {self._key}".encode()):
             return 401, {"error": "another key"}
         parts = path.strip("/").split("/")
@@ -240,4 +239,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a line for each turn would be the whole log."""
+        """Suppressed: one line per turn would fill the log."""

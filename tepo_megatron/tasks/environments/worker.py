@@ -1,9 +1,13 @@
-"""The worker process of ``EnvironmentWorkers``, which runs episodes. It reads and writes JSON lines, and imports no torch.
+"""The worker process of ``EnvironmentWorkers``: runs episodes and checks what environments return. Reads and writes JSON lines;
+imports neither torch nor NumPy.
 
-Input: one object with the fields of :data:`SETUP`, then lists of ``[call's number, episode's number, call]`` (``calls``).
-Output: ``{"ready": true, "notice": text or null, "concurrent": …}`` or ``{"error": text}``, then for each call
-``[call's number, answer, seconds, last]``; ``last`` says that the process has grown too large, holds no episode, and ends.
-Calls are answered in their order unless the environment is ``async``.
+Input: an object with the fields of :data:`SETUP`, then lists of ``[call's number, episode's number, call]``. A call is
+``["reset", [id, prompt, answer, metadata, messages, source], seed, alone]``, ``["step", text, packed ids in base 64, finish
+reason, tokens before]`` or ``["end"]``. Output: ``{"ready": true, "notice": text or null, "concurrent": …}`` or ``{"error":
+text}``, then for each call ``[call's number, answer, seconds, last]``; ``last``: the process has grown too large, has no
+episode, and ends. An answer is ``{"error": text}``, empty for ``end``, or the fields of a :class:`StepResult` with the
+observation as ``["text", text]``, ``["ids", numbers]``, ``["messages", messages]``, ``["chat", ChatRequest]`` or null. Calls
+are answered in order unless the environment is ``async``.
 """
 
 from __future__ import annotations
@@ -41,15 +45,16 @@ from tepo_megatron.tasks.environments.protocol import StepResult
 from tepo_megatron.tasks.reward.worker import check_value
 
 SETUP = ("name", "adapter", "kwargs", "timeout_s", "memory_mb", "file_mb", "run_code")
-"""Fields of ``environment`` that a worker is told, beside ``concurrency``, ``network``, ``agent`` (``agent_setup``'s, or null)
-and ``path``, where modules are looked for."""
+"""Fields of ``environment`` in a worker's setup, besides ``concurrency``, ``network``, ``agent`` (from ``agent_setup`` or null)
+and ``path`` (the module search path).
+"""
 
 _FILES_OF_AGENT = 8
-"""Files and sockets that an agent's episode may take: its side of a connection, the address's, and an event loop of its own."""
+"""Files and sockets of an agent's episode: both sides of a connection, and an event loop."""
 
 
 def main() -> None:
-    """Answers what the parent asks, until the parent closes the pipe or dies."""
+    """Answers the parent's calls until the pipe closes or the parent dies."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm warns all processes of a step; the trainer acts on it
     try:
         _serve()
@@ -82,7 +87,7 @@ def _serve() -> None:
 
 @dataclass
 class _Served:
-    """The desk under its limits, and the pipe for its answers. ``loaded``: its memory before its first call, in bytes."""
+    """``loaded``: memory in bytes before the first call."""
 
     desk: Desk
     setup: Mapping[str, Any]
@@ -109,7 +114,7 @@ async def _answer_in_turn(served: _Served, inbox: SimpleQueue[Any]) -> None:
 
 
 async def _answer_all(served: _Served, inbox: SimpleQueue[Any]) -> None:
-    """Begins each call as it comes; the parent bounds how many episodes there are."""
+    """The parent limits the number of episodes."""
     loop = asyncio.get_running_loop()
 
     def begin(calls: list[Any]) -> None:
@@ -133,19 +138,17 @@ BUILTIN: Mapping[str, str] = {
     "calculator": "tepo_megatron.tasks.environments.builtin_environments:Calculator",
     "python": "tepo_megatron.tasks.environments.builtin_environments:PythonTool",
 }
-"""The environments that ship with the package, as ``module:class``."""
+"""Name → ``module:class``."""
 
 OUTSIDE = "outside"
-"""Agents that run elsewhere; there is nothing to import."""
+"""External agents; nothing is imported."""
 
 Answer = dict[str, Any]
 
 
 def resolve_environment(name: str) -> str:
-    """Returns where an environment is, without importing it: ``module:Class``, or ``/path/of/file.py:Class``; ``outside`` as it
-    is.
-
-    Raises ValueError: neither a built-in one, nor of one of these forms, nor in a file that is there.
+    """The place of an environment, not imported: ``module:Class``, ``/path/of/file.py:Class``, or ``outside``. Raises
+    ValueError for an unknown name, another form, or a missing file.
     """
     if ":" in name:
         return locate_user_code(name, f"the environment {name!r}")
@@ -160,10 +163,12 @@ def resolve_environment(name: str) -> str:
 
 
 class Desk:
-    """Episodes by their numbers. ``setup``: fields of ``environment`` by their names, and how it is called in sentences."""
+    """The episodes of this process by number. ``setup``: fields of ``environment`` by name, and ``what`` and ``section`` for
+    messages.
+    """
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        """Raises ValueError: the environment cannot be imported or made, or has no ``reset`` and ``step``."""
+        """Raises ValueError if the environment cannot be imported or made, or lacks ``reset`` or ``step``."""
         self._setup = setup
         self._agents: Any = None
         self._make = self._maker()
@@ -176,19 +181,19 @@ class Desk:
                     "(docs/guides/environments.md), and one of another library needs environment.adapter"
                 )
         self.concurrent = any(inspect.iscoroutinefunction(getattr(first, method)) for method in ("reset", "step"))
-        """Whether several episodes may be asked at once."""
+        """Whether several episodes may have open calls at once."""
 
     def __bool__(self) -> bool:
         return bool(self._episodes)
 
     @property
     def worn(self) -> bool:
-        """Whether too many of the agents that it ran go on after their episodes."""
+        """Whether too many of its agents still run after their episodes."""
         return self._agents is not None and not self and self._agents.worn
 
     async def answer(self, number: int, call: Sequence[Any]) -> Answer:
-        """Answers a call to an episode, within its limit of time where it is ``async``. Nothing that the environment does
-        raises here. What goes wrong with its ``close`` is printed too: the episode is over, and has its reward.
+        """Answers a call, with the time limit if it is ``async``. The environment's exceptions become answers; those of
+        ``close`` are also printed, since the episode already has its reward.
         """
         kind, *given = call
         method: Callable[..., Any] = self._make
@@ -229,7 +234,7 @@ class Desk:
         return (lambda: ADAPTERS[adapter](found, kwargs)) if adapter != "none" else (lambda: found(**kwargs))
 
     def _first(self) -> Any:
-        """One that is made only to see that it can be."""
+        """Made only to find errors early."""
         kwargs = self._setup["kwargs"]
         try:
             return self._make()
@@ -256,13 +261,12 @@ class Desk:
 
 
 def took_too_long(timeout_s: float, kind: str) -> str:
-    """The sentence for a limit of time."""
     method = "close" if kind == "end" else kind
     return f"the environment took longer in {method} than environment.timeout_s = {timeout_s:g} s"
 
 
 def _nothing() -> None:
-    """What an environment without ``close`` does at its end."""
+    """``close`` of an environment without one."""
 
 
 def _agents(name: str, kwargs: Mapping[str, Any], setup: Mapping[str, Any]) -> Any:
@@ -283,7 +287,7 @@ async def _value(found: Any) -> Any:
 
 
 def _observation(given: Any) -> tuple[list[Any] | None, str | None]:
-    """An observation as it travels, or why it is none."""
+    """An observation as JSON, or the reason why it is invalid."""
     if isinstance(given, ChatRequest):
         return ["chat", given.as_json()], None
     if given is None or isinstance(given, str):

@@ -1,4 +1,4 @@
-"""Worker processes that run episodes beside their driver: each episode in one of them, with limits for each call."""
+"""Worker processes that run episodes for a driver, with limits for each call."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tepo_megatron.tasks.environments.worker import SETUP, resolve_environment, 
 from tepo_megatron.tasks.reward.verifiers import resolve_verifier
 
 _SLACK_S = 2.0
-"""An ``async`` environment's worker ends a call that is late itself; one that cannot is given so long."""
+"""Extra time for an ``async`` environment's worker, which ends late calls itself."""
 
 
 @dataclass(eq=False)
 class _Call:
-    """A call under way. ``number`` is the worker's for it. ``awaited``: its episode goes on, and waits for the answer."""
+    """An open call. ``number``: at the worker. ``awaited``: its episode has not been ended."""
 
     number: int
     episode: int
@@ -36,20 +36,19 @@ class _Call:
 @dataclass(eq=False)
 class _Worker(Worker[_Call]):
     alone: bool = False
-    """For one episode at a time, under which another worker ended."""
+    """For one episode at a time, which may have ended another worker."""
     episodes: set[int] = field(default_factory=set)
     outbox: list[Any] = field(default_factory=list)
-    """What is to be sent once it is ready: before that it does not read."""
+    """Calls to send when it is ready; before that it does not read."""
 
 
 class EnvironmentWorkers:
-    """``config.workers`` processes, ready when the constructor returns; an ``EnvironmentHost``. ``sampling``: how the run
-    draws, which agents must know.
+    """``config.workers`` processes, ready when the constructor returns; an ``EnvironmentHost``. ``sampling``: the run's
+    settings, for agents.
 
-    An episode goes to the worker that has the fewest, at most ``config.concurrency`` of them; more wait for one to end. If a
-    call raises, returns what is no answer or passes a limit, its episode has failed. A worker that hangs or dies is replaced:
-    the episode whose call was late has failed, the others that it had are lost. Those that may have been the cause are begun
-    again in a worker of their own, one more process, one by one.
+    An episode goes to the worker with the fewest, up to ``config.concurrency``; more wait. If a call raises, returns something
+    invalid or exceeds a limit, its episode fails. A worker that hangs or dies is replaced: the episode with the late call
+    fails, the worker's others are lost. Suspected ones begin again one by one in an additional worker.
 
     Raises ValueError: an environment that cannot be found, imported or made. RuntimeError: a worker does not start.
     """
@@ -62,7 +61,7 @@ class EnvironmentWorkers:
         self._numbers = count()
         self._home: dict[int, _Worker] = {}
         self._waiting: dict[int, list[Any]] = {}
-        """First calls of episodes that no worker has room for."""
+        """First calls of episodes that wait for a worker."""
         self._found: list[EpisodeAnswer] = []
         self._notice: str | None = None
         try:
@@ -141,7 +140,7 @@ class EnvironmentWorkers:
             worker.outbox = []
 
     def _room(self, reset: list[Any]) -> _Worker | None:
-        """The worker for an episode that begins so; None where it must wait."""
+        """The worker for an episode with this first call; None if it must wait."""
         alone = bool(reset[3])
         if alone and not any(worker.alone for worker in self._workers):
             self._workers.add(self._start(alone=True))
@@ -161,12 +160,11 @@ class EnvironmentWorkers:
             self.call(episode, call)
 
     def _deadline(self, worker: _Worker) -> float:
-        """Of a call that begins now. One that waits behind others gets another when its turn comes."""
+        """Of a call that begins now; a call that waits for others gets a new deadline when its turn comes."""
         return time.monotonic() + self._config.timeout_s + (_SLACK_S if worker.concurrent else 0.0)
 
     def _wait(self, timeout_s: float) -> None:
-        """Takes the answers that have come, waiting until the next deadline for the first, ``timeout_s`` at most; replaces
-        workers that are late."""
+        """Receives answers until the next deadline or ``timeout_s``; replaces late workers."""
         for worker, has_written in self._workers.wait(timeout_s):
             if has_written:
                 self._take_answers(worker)
@@ -222,7 +220,7 @@ class EnvironmentWorkers:
         self._replace(worker, took_too_long(self._config.timeout_s, kind))
 
     def _replace(self, worker: _Worker, why: str) -> None:
-        """Ends a worker, and starts another in its place; the episodes that it still has are lost."""
+        """Replaces a worker; its remaining episodes are lost."""
         if not worker.ready:
             raise RuntimeError(f"a worker for environment.name = {self._config.name!r} did not start: {why}")
         self._workers.kill(worker)
@@ -235,7 +233,7 @@ class EnvironmentWorkers:
 
 
 def shared_setup(settings: AgentConfig, sampling: SamplingConfig | None) -> dict[str, Any]:
-    """What decides how an agent's episode goes, as JSON values. ``sampling``: how the run draws; None: as by default."""
+    """Settings that determine an agent's episode, as JSON values. ``sampling``: the run's; None: defaults."""
     drawn = sampling or SamplingConfig()
     return {
         "history": settings.history,
@@ -254,10 +252,8 @@ def shared_setup(settings: AgentConfig, sampling: SamplingConfig | None) -> dict
 
 
 def agent_setup(config: EnvironmentConfig, sampling: SamplingConfig | None) -> dict[str, Any] | None:
-    """The same with what belongs to one machine; None where the environment is no agent. Writes the key of agents outside if
-    there is none.
-
-    Raises ValueError: an unknown verifier, or a key that others can read.
+    """The same with the settings of one machine; None if the environment is no agent. Writes the key file of external agents if
+    it is missing. Raises ValueError for an unknown verifier or a readable key.
     """
     if config.adapter != "agent":
         return None

@@ -1,4 +1,4 @@
-"""An agent's episode, as its requests make it: one request after another, each answered once by the model."""
+"""An agent's episode: requests one after another, each answered once by the model."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ OVER = "the episode is over"
 
 
 class EpisodeError(Exception):
-    """An episode fails, and its text is the sentence for it."""
+    """An episode fails; the text is the cause."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The agent is done: with what it returned, or posted as reward; or with an error that it raised."""
+    """The agent has ended, with a returned value or posted reward, or with an exception."""
 
     result: Any = None
     error: BaseException | None = None
@@ -35,7 +35,7 @@ class Ended:
 
 @dataclass
 class _Turn:
-    """A request under way, or the last one; ``answer``: the body of its answer. ``waiting``: HTTP requests that wait for it."""
+    """The current or last request. ``answer``: body of its answer. ``waiting``: HTTP requests that wait for it."""
 
     asked: AskedFor
     answer: asyncio.Future[dict[str, Any]]
@@ -44,25 +44,24 @@ class _Turn:
 
 @dataclass(eq=False)
 class Talk:
-    """Between an agent, which asks over HTTP, and the one who plays its episode: :meth:`ask` is the agent's side, :meth:`wait`
-    and :meth:`give` are the other's. Used from one event loop.
+    """Connects an agent, which asks over HTTP (:meth:`ask`), with the driver of its episode (:meth:`wait`, :meth:`give`). Used
+    from one event loop.
 
-    Whatever is refused fails the episode: an agent that goes on after an error would be rated for something else than what it
-    does. ``history``: what becomes of one that sends other messages than were said (``AgentConfig``).
+    A refused request fails the episode: an agent that continues after an error would be rewarded for something else.
+    ``history``: what happens if earlier messages were changed (``AgentConfig``).
     """
 
     history: Literal["fail", "restart"]
     tool_calls: str
     reward_ends: bool = False
-    """Whether the agent is done when it has sent its reward."""
+    """Whether posting the reward ends the agent."""
     posted: Any = None
-    """The reward that the agent has sent."""
     malformed: bool = False
-    """Whether the model's last answer has a call of a tool that is none."""
+    """Whether the model's last answer has an invalid tool call."""
     _conversation: Conversation = field(default_factory=Conversation)
     _turn: _Turn | None = None
     _ask: ChatRequest | None = None
-    """What is asked and was not fetched by :meth:`wait` yet."""
+    """The request that :meth:`wait` has not returned yet."""
     _ended: Ended | None = None
     _failure: str | None = None
     _closed: bool = False
@@ -71,8 +70,8 @@ class Talk:
     # -- the agent's side --------------------------------------------------------------------------------------------------
 
     async def ask(self, asked: AskedFor, *, again: bool) -> dict[str, Any]:
-        """The body of the answer to a request. ``again``: the client says that it sends it once more; then it gets the same
-        answer. Raises RefusedError.
+        """The body of the answer to a request. ``again``: the client repeats the request and receives the same answer. Raises
+        RefusedError.
         """
         turn = self._begun(asked, again=again) or self._begin(asked)
         turn.waiting += 1
@@ -82,12 +81,11 @@ class Talk:
             turn.waiting -= 1
 
     def refuse(self, sentence: str) -> None:
-        """The episode fails, since a request cannot be answered."""
         self._failure = self._failure or sentence
         self._news.set()
 
     def _begun(self, asked: AskedFor, *, again: bool) -> _Turn | None:
-        """The turn that the request is about, where it is one that was asked before."""
+        """The turn of an earlier request that is equal, if any."""
         if self._closed or self._ended is not None or self._failure is not None:
             raise RefusedError(
                 OVER if self._failure is None else f"the episode has failed: {self._failure}", code="episode_over"
@@ -125,13 +123,11 @@ class Talk:
         return self._turn
 
     def post(self, reward: Any) -> None:
-        """The agent sends its reward."""
         self.posted = reward
         if self.reward_ends:
             self.end(Ended())
 
     def end(self, ended: Ended) -> None:
-        """The agent is done."""
         if self._ended is None:
             self._ended = ended
             self._news.set()
@@ -139,7 +135,7 @@ class Talk:
     # -- the other side ----------------------------------------------------------------------------------------------------
 
     async def wait(self) -> ChatRequest | Ended:
-        """What the agent does next. Raises EpisodeError where it asked something that is refused."""
+        """The agent's next request or end. Raises EpisodeError for a refused request."""
         while self._ask is None and self._ended is None and self._failure is None:
             self._news.clear()
             await self._news.wait()
@@ -152,7 +148,7 @@ class Talk:
         return ask
 
     def give(self, action: ResponseText) -> None:
-        """What the model wrote."""
+        """The model's answer."""
         turn = self._turn
         assert turn is not None, "nothing was asked"
         answer: Answer = read_answer(action, self.tool_calls)
@@ -162,7 +158,7 @@ class Talk:
             turn.answer.set_result(completion(turn.asked, answer, action))
 
     def close(self) -> None:
-        """Whatever the agent still asks is refused."""
+        """Refuses further requests."""
         self._closed = True
         turn = self._turn
         if turn is not None and not turn.answer.done():

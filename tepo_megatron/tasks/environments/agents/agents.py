@@ -1,7 +1,7 @@
-"""Agents as environments: a function that calls the model over the OpenAI protocol, turned around into ``reset`` and ``step``.
+"""Agents as environments: a function that calls the model over the OpenAI protocol becomes ``reset`` and ``step``.
 
-The agent waits for the model in its request, and the driver of the episode waits for the agent's next one. So an agent's
-episode is played, limited, recorded and counted as any other.
+The agent waits for the model in its request, and the episode's driver waits for the agent's next request, so an agent's episode
+is driven, limited, recorded and counted like any other.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from tepo_megatron.tasks.environments.protocol import StepResult
 from tepo_megatron.tasks.reward.verifiers import load_verifier
 
 _STACK = 2 * 2**20
-"""Bytes of an agent's thread, of which there are as many as episodes; they count to ``environment.memory_mb``."""
+"""Stack bytes of an agent's thread, one per episode; they count to ``environment.memory_mb``."""
 
 _MOST_STUCK = 32
-"""Agents that run on after their episodes ended, before their process is replaced."""
+"""Agents that still run after their episodes, before their process is replaced."""
 
 
 class Agents:
-    """Makes the episodes of one process. ``solve``: the agent, None where agents outside take the episodes. ``setup``: fields
-    of ``environment`` by their names, with the ``agent``'s settings and how the run draws (``agent_setup``).
+    """Makes the episodes of one process. ``solve``: the agent; None: external agents fetch the episodes. ``setup``: fields of
+    ``environment`` by name, with ``agent`` as from ``agent_setup``.
 
-    Raises ValueError: what ``name`` names is no function of (problem, base_url, api_key), or the verifier is none.
+    Raises ValueError if ``name`` is no function of (problem, base_url, api_key), or the verifier is invalid.
     """
 
     def __init__(self, solve: Callable[..., Any] | None, kwargs: Mapping[str, Any], setup: Mapping[str, Any]) -> None:
@@ -57,12 +57,12 @@ class Agents:
 
     @property
     def worn(self) -> bool:
-        """Whether so many agents run on after their episodes that this process is better replaced; asked when it has none."""
+        """Whether this process should be replaced, because too many agents still run after their episodes."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         return len(self._threads) > _MOST_STUCK
 
     async def begin(self, problem: Problem, seed: int, talk: Talk, key: str) -> None:
-        """Starts the agent of an episode, or has one outside take it."""
+        """Starts the agent of an episode, or offers it to external agents."""
         url = await self.address.url()
         if self.solve is None:
             self.address.offer(_as_json(problem), key, seed)
@@ -85,7 +85,7 @@ class Agents:
 
 
 class AgentEpisode:
-    """One episode of an agent, with an environment's methods."""
+    """An agent's episode with the methods of an environment."""
 
     def __init__(self, agents: Agents, talk: Talk) -> None:
         self._agents, self._talk = agents, talk
@@ -94,7 +94,7 @@ class AgentEpisode:
         self._last = ResponseText("")
 
     async def reset(self, problem: Problem, seed: int) -> ChatRequest:
-        """What the agent asks first."""
+        """The agent's first request."""
         self._problem = problem
         self._key = self._agents.address.open(self._talk)
         await self._agents.begin(problem, seed, self._talk, self._key)
@@ -105,7 +105,7 @@ class AgentEpisode:
         raise EpisodeError("the agent ended without asking the model anything")
 
     async def step(self, action: ResponseText) -> StepResult:
-        """What the agent asks next; or it is done, and has its reward."""
+        """The agent's next request, or its reward at the end."""
         self._last = action
         self._talk.give(action)
         mistake = self._talk.malformed
@@ -121,14 +121,14 @@ class AgentEpisode:
         self._talk.close()
 
     def _check(self, ended: Ended) -> None:
-        """Raises EpisodeError where the agent raised."""
+        """Raises EpisodeError if the agent raised."""
         if ended.error is not None:
             assert self._agents.solve is not None
             raise EpisodeError(why_it_raised(ended.error, self._agents.solve, {**self._agents.setup, "what": "agent"}))
 
     def _reward(self, result: Any) -> Any:
-        """What the agent returned or sent, or what the verifier gives for its answer: what it returned as text, or else what
-        the model wrote last.
+        """What the agent returned or posted; else the verifier's reward of its answer: the returned text, or the model's last
+        message.
         """
         if result is not None and not isinstance(result, str):
             return result
@@ -150,7 +150,7 @@ class AgentEpisode:
 
 
 def _run(solve: Callable[..., Any] | None, problem: Problem, given: Mapping[str, Any]) -> Ended:
-    """In a thread of its own."""
+    """Runs in its own thread."""
     assert solve is not None
     try:
         result = solve(problem, **given)
@@ -164,7 +164,7 @@ async def _awaited(found: Any) -> Any:
 
 
 def _takes_seed(solve: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> bool:
-    """Whether the agent takes the seed. Raises ValueError: it does not take what it is called with."""
+    """Whether the agent accepts the seed. Raises ValueError if it does not accept the other arguments."""
     try:
         signature = inspect.signature(solve)
         parameters = signature.parameters.values()

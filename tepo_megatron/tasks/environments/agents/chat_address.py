@@ -1,4 +1,4 @@
-"""The address that agents take for a model's: OpenAI's protocol on loopback, a key for each episode."""
+"""A server on loopback with the OpenAI protocol, which agents call as the model; one key per episode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST_WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class Offer:
-    """An episode for an agent outside: what it is asked, and the key of its requests."""
+    """An episode for an external agent, with the key of its requests."""
 
     problem: Mapping[str, Any]
     key: str
@@ -30,10 +30,10 @@ class Offer:
 
 
 class ChatAddress:
-    """``POST /v1/chat/completions`` and ``/v1/reward``, ``GET /v1/models``; for agents outside ``POST /episodes``.
+    """``POST /v1/chat/completions`` and ``/v1/reward``, ``GET /v1/models``; for external agents ``POST /episodes``.
 
-    The key of a request says which episode it is of. ``sampling`` and ``ignored``: what requests may say (``read_request``).
-    ``outside_key``: with which agents outside ask for episodes; None: there are none. Used from one event loop.
+    A request's key identifies its episode. ``sampling``, ``ignored``: as of ``read_request``. ``outside_key``: key of requests
+    for episodes; None: no external agents. Used from one event loop.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ChatAddress:
         self._starting: asyncio.Task[str] | None = None
 
     async def url(self) -> str:
-        """Where it is, ``/v1`` included; it listens from the first call on. Raises OSError where the port cannot be had."""
+        """The address including ``/v1``; listens from the first call on. Raises OSError if the port is not available."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
@@ -64,11 +64,11 @@ class ChatAddress:
         return key
 
     def close(self, key: str) -> None:
-        """Nothing more is asked under a key."""
+        """Invalidates a key."""
         self._talks.pop(key, None)
 
     def offer(self, problem: Mapping[str, Any], key: str, seed: int) -> None:
-        """Has an agent outside take the episode of this key."""
+        """Offers the episode of this key to external agents."""
         self._offers.put_nowait(Offer(problem, key, seed))
 
     # -- within ------------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ async def _body(request: web.Request) -> Any:
 
 @web.middleware
 async def _with_errors(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Errors as OpenAI's clients read them."""
+    """Errors in the format of OpenAI's clients."""
     try:
         return await handler(request)
     except RefusedError as refused:

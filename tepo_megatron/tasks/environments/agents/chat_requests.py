@@ -1,4 +1,6 @@
-"""Requests and answers of the OpenAI protocol: what of a request is taken, and what is refused since the run decides on it."""
+"""Requests and answers of the OpenAI protocol: which fields are accepted, and which are refused because the run decides them;
+and the conversation that they form.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _WITHOUT_EFFECT = frozenset(
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     }
 )
-"""Fields of a request that are read elsewhere, or say nothing about what the model writes."""
+"""Accepted fields that do not change what the model writes."""
 
 _USUAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -35,30 +37,30 @@ _USUAL: Mapping[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "verbosity": (),
 }
-"""Fields → what they may be: what leaves the model's distribution as it is."""
+"""Field → allowed values, which leave the model's distribution unchanged."""
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
 
 
 class RefusedError(Exception):
-    """A request that is not answered; its text is a sentence for the agent."""
+    """A refused request; the text is for the agent."""
 
     def __init__(self, sentence: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> None:
         super().__init__(sentence)
         self.status, self.code, self.param = status, code, param
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI's clients read it."""
+        """In the format of OpenAI's clients."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What the model is asked: an observation of an agent's episode.
+    """An observation of an agent's episode: what the model is asked.
 
-    ``messages`` are those that are new; all of them where the conversation ``begins``, with the ``tools`` that its template
-    shows. ``max_tokens`` of the answer, where the agent bounds it.
+    ``messages``: the new messages; all of them if the conversation ``begins``, with ``tools`` for the template. ``max_tokens``:
+    limit of the answer, if the agent sets one.
     """
 
     messages: tuple[Message, ...]
@@ -73,7 +75,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class AskedFor:
-    """A request as it was read: ``messages`` with all that was said before."""
+    """A parsed request; ``messages`` include the earlier ones."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
@@ -84,10 +86,8 @@ class AskedFor:
 
 
 def read_request(body: Any, sampling: Mapping[str, Any], ignored: frozenset[str]) -> AskedFor:
-    """Reads the body of ``/v1/chat/completions``.
-
-    ``sampling``: how the run draws (temperature, top_p, top_k, min_p, stop); a request may say the same or nothing. What is in
-    ``ignored`` is not looked at. Raises RefusedError.
+    """Parses the body of ``/v1/chat/completions``. ``sampling``: the run's temperature, top_p, top_k, min_p and stop, which a
+    request may repeat but not change. Fields in ``ignored`` are skipped. Raises RefusedError.
     """
     if not isinstance(body, dict):
         raise RefusedError("the body must be a JSON object")
@@ -171,7 +171,7 @@ def _short(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model wrote, as a message; ``malformed``: it wrote a call of a tool that is none."""
+    """The model's answer as a message; ``malformed``: it has an invalid tool call."""
 
     message: Message
     finish_reason: str
@@ -179,7 +179,7 @@ class Answer:
 
 
 def read_answer(action: ResponseText, tool_calls: str) -> Answer:
-    """What the model wrote as a message of the conversation; ``tool_calls``: how it writes them (``AgentConfig``)."""
+    """Parses the model's answer; ``tool_calls``: the format of tool calls (``AgentConfig``)."""
     text, calls, malformed = str(action), [], False
     if tool_calls == "hermes":
         for found in _CALL.findall(text):
@@ -222,7 +222,7 @@ def completion(asked: AskedFor, answer: Answer, action: ResponseText) -> dict[st
 
 
 def chunks(whole: Mapping[str, Any], *, usage: bool) -> list[dict[str, Any]]:
-    """The same as a stream has it: all that was written in one part."""
+    """The answer as a stream with one part."""
     (choice,) = whole["choices"]
     delta = dict(choice["message"])
     if "tool_calls" in delta:
@@ -242,10 +242,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_messages(given: Any) -> list[Message]:
-    """The messages of a request. ``developer`` is ``system`` under another name.
-
-    Raises ValueError, with a sentence: no list of messages, one with something else than text, or a last one that the model is
-    not to answer.
+    """The messages of a request; ``developer`` becomes ``system``. Raises ValueError: no list of messages, content other than
+    text, or a last message that is not to be answered.
     """
     if not isinstance(given, list) or not given:
         raise ValueError("messages must be a list of at least one message")
@@ -259,26 +257,25 @@ def read_messages(given: Any) -> list[Message]:
 
 
 def same_messages(ours: Sequence[Message], theirs: Sequence[Message]) -> bool:
-    """Whether they say the same. What the model wrote is known by its tokens, so that of its messages spaces around the content
-    and the ids of calls are not compared.
+    """Whether two messages are equal. The model's messages are known by their tokens, so white space around their content and
+    ids of calls are not compared.
     """
     return len(ours) == len(theirs) and all(_compared(a) == _compared(b) for a, b in zip(ours, theirs, strict=True))
 
 
 @dataclass
 class Conversation:
-    """What was said so far in an episode: the messages that the agent sent, and those that the model wrote.
-
-    An agent sends all of it with each request. What it sends must begin with what was said, and the rest is new.
+    """The messages of an episode so far, from the agent and the model. Each request contains all of them, and new ones after
+    them.
     """
 
     said: list[Message] = field(default_factory=list)
     tools: Any = None
-    """Those of the first request; a template shows them at the beginning."""
+    """Of the first request, since a template shows them at the beginning."""
 
     def new(self, messages: Sequence[Message], tools: Any) -> list[Message] | None:
-        """The messages behind those that were said: all where nothing was. None where they do not go on with what was said: one
-        of them differs, there are fewer or no new ones, or the tools are others.
+        """The messages after the earlier ones (all at first). None if a message or the tools differ, or if there is no new
+        message.
         """
         if not self.said:
             return list(messages)
@@ -287,7 +284,7 @@ class Conversation:
         return list(messages[known:]) if goes_on else None
 
     def why_not(self, messages: Sequence[Message], tools: Any) -> str:
-        """What of a request that does not go on is other than what was said, as part of a sentence."""
+        """The difference from the earlier messages, as part of a sentence."""
         for at, (ours, theirs) in enumerate(zip(self.said, messages, strict=False)):
             if _compared(ours) != _compared(theirs):
                 if ours["role"] != theirs["role"]:
@@ -298,11 +295,10 @@ class Conversation:
         return f"it has {len(messages)} messages, none of them behind the {len(self.said)} that were said"
 
     def heard(self, messages: Sequence[Message], tools: Any) -> None:
-        """The agent said all of these messages, and the model is to answer."""
+        """Adds the agent's messages, which the model is to answer."""
         self.said, self.tools = list(messages), tools
 
     def answered(self, message: Message) -> None:
-        """The model answered."""
         self.said.append(message)
 
 
