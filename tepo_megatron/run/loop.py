@@ -1,16 +1,18 @@
-"""The algorithm, as every rank runs it. Rank 0 drives: its ``Driver`` alone talks to servers, verifiers and files."""
+"""The algorithm, as every rank runs it. Rank 0 alone talks to servers, verifiers and files: its ``Rank0`` does."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.run.driver import Driver
 from tepo_megatron.run.metrics.summary import summarize
 from tepo_megatron.run.output.resume import newest_whole
+from tepo_megatron.run.rank0 import Rank0
 from tepo_megatron.run.step.canary import due_prompt
 from tepo_megatron.run.step.graceful_stop import Leaving
 from tepo_megatron.run.step.minibatches import mark_recorded, minibatches, trained_sequences
@@ -18,6 +20,7 @@ from tepo_megatron.run.step.nonfinite_updates import SkippedUpdates, describe
 from tepo_megatron.run.step.placement import takes_turns
 from tepo_megatron.run.step.rollback import Rollback
 from tepo_megatron.runtime.preemption import StopRequested
+from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from tepo_megatron.run.weights import WeightPublisher
@@ -28,12 +31,13 @@ T = TypeVar("T")
 
 @dataclass
 class Loop:
-    """One run, from ``step`` completed steps to ``config.train.steps``."""
+    """One run, from ``step`` completed steps to ``config.train.steps``. ``rank0`` is None on all other ranks."""
 
     config: RunConfig
     engine: Trainer
-    driver: Driver
+    rank0: Rank0 | None
     publisher: WeightPublisher
+    heartbeat: Heartbeat
     step: int = 0
     updates_sent: int = 0
     """Weight updates that reached every server; one that a server's death repeated counts once."""
@@ -45,7 +49,7 @@ class Loop:
         self.leaving = Leaving(saved_step=self.step)
         self.leaving.signals.at_risk = lambda: self.leaving.at_risk(self.step)
         allowed = self.config.train.max_skipped
-        self.skipped = SkippedUpdates(allowed, self.driver.keep_skipped, self.engine.broadcast_from_root)
+        self.skipped = SkippedUpdates(allowed, self.keep_skipped, self.engine.broadcast_from_root)
         self.rollback = Rollback(self.config.train.rollback)
 
     def run(self) -> None:
@@ -60,15 +64,15 @@ class Loop:
             raise
 
     def run_steps(self) -> None:
-        driver, engine = self.driver, self.engine
-        engine.offload()
-        self.from_root(driver.wait_until_ready)
+        self.engine.offload()
+        self.heartbeat.phase("servers")
+        self.from_root(lambda rank0: rank0.servers.wait_until_ready())
         self.update_weights()
-        # A first row is missing at the start of a run, and where it ended between a checkpoint and its row.
-        if not self.from_root(lambda: driver.has_logged(self.step)):
+        # A first row is missing at the start of a run, and if it ended between a checkpoint and its row.
+        if not self.from_root(lambda rank0: rank0.output.last_step == self.step):
             self.evaluate()
-            driver.log(self.step, {})
-        while self.from_root(lambda: driver.goes_on(self.step)):
+            self.log({})
+        while self.from_root(lambda rank0: self.step < self.config.train.steps and rank0.callbacks.go_on):
             self.train_step()
         self.finish_save()
         self.onload_trainer()
@@ -78,9 +82,9 @@ class Loop:
 
     def train_step(self) -> None:
         """Sample, reward, score, update K times, save if due, update the servers' weights, evaluate if due."""
-        driver, engine = self.driver, self.engine
-        rollouts = self.with_servers(lambda: driver.collect(self.step))
-        with driver.phase("score"):
+        engine = self.engine
+        rollouts = self.with_servers(lambda rank0: rank0.collect(self.step))
+        with self.phase("score"):
             self.onload_trainer()
             batch = mark_recorded(engine.batch_from_root(rollouts), self.config.log, self.step + 1)
             noise = engine.measure_noise(batch) if self.noise_is_due() else {}
@@ -88,9 +92,9 @@ class Loop:
             # token's place in its micro-batch, cancels in ratios and in differences of entropies (decision 012).
             parts = minibatches(batch, self.config.train.minibatches, seed=self.config.seed, step=self.step)
             scored = [engine.score(part) for part in parts]
-            driver.check_rollouts(self.step, scored)
-        self.from_root(lambda: None, unless=self.leaving.update_fits)  # a step whose updates are too long is dropped
-        with driver.phase("update"), self.leaving.timed_update():
+            self.on_root(lambda rank0: rank0.checks.check_rollouts(self.step, scored, rank0.collector.rollouts))
+        self.safe_point(unless=self.leaving.update_fits)  # a step whose updates are too long is dropped
+        with self.phase("update"), self.leaving.timed_update():
             updates = [engine.update(part, last=at == len(scored)) for at, part in enumerate(scored, start=1)]
             trained = trained_sequences(batch)
             self.skipped.check(self.step, updates, lambda: describe(updates, trained, seed=self.config.seed, step=self.step))
@@ -101,12 +105,12 @@ class Loop:
             return
         self.step += 1
         row |= engine.memory() | engine.take_routing_metrics()
-        driver.note_step(self.step, row, scored, updates)
+        self.on_root(lambda rank0: rank0.note_step(self.step, row, scored, updates))
         self.save_if_due()
-        self.from_root(lambda: None)
+        self.safe_point()
         self.update_weights()
         self.evaluate()
-        driver.log(self.step, row)
+        self.log(row)
 
     def go_back(self, reason: str) -> bool:
         """Trainer and servers get the weights of the newest whole checkpoint again, and the run goes on from its step with
@@ -115,14 +119,14 @@ class Loop:
         self.finish_save()
         found = newest_whole(self.config, self.engine, reason)
         if found is None:
-            self.driver.message(
-                f"step {self.step + 1}: {reason}, but there is no checkpoint yet to go back to; the run goes on"
-            )
+            sentence = f"step {self.step + 1}: {reason}, but there is no checkpoint yet to go back to; the run goes on"
+            self.on_root(lambda rank0: rank0.output.message(sentence))
             return False
         self.rollback.count(reason)
         undone = self.step + 1
         self.step = self.leaving.saved_step = self.engine.checkpoints.load(found.folder, checked=dict(found.state))["step"]
-        self.driver.go_back(found, f"step {undone}: {reason}; back to {found.folder}, with other prompts")
+        sentence = f"step {undone}: {reason}; back to {found.folder}, with other prompts"
+        self.on_root(lambda rank0: rank0.go_back(found, sentence))
         self.update_weights()
         return True
 
@@ -136,13 +140,17 @@ class Loop:
 
     def try_update_weights(self) -> bool:
         """Whether all servers have the weights and sample; not if one died under it, which has been revived."""
-        driver, engine = self.driver, self.engine
-        with driver.phase("sync"):
+        engine, version = self.engine, self.engine.weights.version(self.step)
+        with self.phase("sync"):
             engine.onload_weights_only()
-            died = driver.update_weights(engine.weights.version(self.step), self.publisher)
+            died = False
+            if self.rank0 is None:
+                self.publisher.update_weights(version)
+            else:
+                died = self.rank0.update_weights(version, self.publisher)
             scored = self.score_canary()
             engine.offload()
-            if self.from_root(lambda: driver.revive_or_wake(died)):
+            if self.from_root(lambda rank0: rank0.servers.revive_or_wake(died)):
                 return False
             return scored is None or self.canary_agrees(*scored)
 
@@ -155,12 +163,15 @@ class Loop:
 
     def canary_agrees(self, prompt: Sequence[int], logprobs: Sequence[float]) -> bool:
         """The servers score the prompt too; a difference stops the run. False if a server died under it."""
-        driver = self.driver
-        return not self.from_root(lambda: driver.run_or_revive(lambda: driver.check_canary(self.step, prompt, logprobs))[1])
+
+        def check(rank0: Rank0) -> bool:
+            return rank0.servers.run_or_revive(lambda: rank0.check_canary(self.step, prompt, logprobs))[1]
+
+        return not self.from_root(check)
 
     def onload_trainer(self) -> None:
         """Servers on the trainer's GPUs sleep, and what it needs for training is onloaded. Elsewhere it is there anyway."""
-        self.from_root(self.driver.sleep_servers)
+        self.from_root(lambda rank0: rank0.servers.sleep())
         self.engine.onload()
 
     def noise_is_due(self) -> bool:
@@ -170,20 +181,21 @@ class Loop:
     def evaluate(self) -> None:
         """Where it is due."""
         if self.config.evaluate.any_due(self.step, self.config.train.steps):
-            self.with_servers(lambda: self.driver.evaluate(self.step))
+            self.with_servers(lambda rank0: rank0.evaluate(self.step))
 
     def save_if_due(self) -> None:
         """Right after an update, while the GPUs are the trainer's, and before a server can end the run."""
         config = self.config.train
         by_count = self.step == config.steps or (config.save_every and self.step % config.save_every == 0)
-        if by_count or self.from_root(lambda: self.leaving.save_is_due(config.save_minutes)):
+        if by_count or self.from_root(lambda _: self.leaving.save_is_due(config.save_minutes)):
             self.save()
 
     def save(self) -> None:
         """Training goes on beside it with ``train.async_save``; until ``finish_save`` it counts as not saved."""
         self.finish_save()
         folder, background = self.config.output / "checkpoints", self.config.train.async_save
-        self.engine.checkpoints.begin(folder, step=self.step, state=self.driver.state(), background=background)
+        state = self.on_root(lambda rank0: rank0.state()) or {}
+        self.engine.checkpoints.begin(folder, step=self.step, state=state, background=background)
         if not background:
             self.finish_save()
 
@@ -198,41 +210,63 @@ class Loop:
     def save_before_leaving(self, stop: StopRequested) -> None:
         """Saves what was trained since the last checkpoint. A step that was begun is dropped: its problems are drawn again."""
         self.finish_save()
-        driver, engine, found = self.driver, self.engine, self.leaving.saved_step
-        driver.drop_step(self.step)
+        engine, found = self.engine, self.leaving.saved_step
+        self.on_root(lambda rank0: rank0.collector.drop_step(self.step))
         if self.step > found:
             if takes_turns(self.config):
-                driver.close()  # the GPUs are the servers', who are not needed again
+                self.on_root(lambda rank0: rank0.close())  # the servers have the GPUs, and are not needed again
                 engine.broadcast_from_root(None)  # the others wait for that
             engine.onload()
             self.save()
             self.finish_save()
-        driver.message(self.leaving.describe(stop, saved=self.step > found))
+        sentence = self.leaving.describe(stop, saved=self.step > found)
+        self.on_root(lambda rank0: rank0.output.message(sentence))
 
-    def with_servers(self, work: Callable[[], T | None]) -> T | None:
-        """Rank 0 does the work; if a server died under it, it is revived, all ranks update its weights, and the work is
-        repeated. Other ranks get None.
+    def keep_skipped(self, step: int, skipped: Sequence[Mapping[str, Any]]) -> Path | None:
+        return self.on_root(lambda rank0: rank0.keep_skipped(step, skipped))
+
+    def log(self, row: Mapping[str, float]) -> None:
+        self.on_root(lambda rank0: rank0.log(self.step, row))
+        self.heartbeat.step(self.step)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        if self.rank0 is not None:
+            return self.rank0.phase(name)
+        self.heartbeat.phase(name)
+        return contextlib.nullcontext()
+
+    def with_servers(self, work: Callable[[Rank0], T | None]) -> T | None:
+        """Rank 0 does the work. If a server died under it, it is revived, all ranks update its weights, and the work is
+        repeated. Other ranks return None.
         """
         results: list[T | None] = []
 
-        def attempt() -> bool:
-            result, stale = self.driver.run_or_revive(work)
+        def attempt(rank0: Rank0) -> bool:
+            result, stale = rank0.servers.run_or_revive(lambda: work(rank0))
             results.append(result)
             return stale
 
         while self.from_root(attempt):
             self.update_weights()
-        return results[-1]
+        return results[-1] if results else None
 
-    def from_root(self, work: Callable[[], T], *, unless: Callable[[], bool] = bool) -> T | None:
-        """What ``work`` returns on rank 0, on every rank: anything that JSON carries. Every rank calls and works.
+    def on_root(self, work: Callable[[Rank0], T]) -> T | None:
+        """Rank 0 works, and no rank waits; other ranks return None."""
+        return None if self.rank0 is None else work(self.rank0)
 
-        A safe point: if a signal has asked rank 0 to stop, also in the middle of its work, every rank raises StopRequested;
-        ``unless`` says on rank 0 that it should go on to the next safe point.
+    def safe_point(self, *, unless: Callable[[], bool] = bool) -> None:
+        """If a signal has asked rank 0 to stop, every rank raises StopRequested, except if ``unless`` is true on rank 0. Every
+        rank calls.
+        """
+        self.from_root(lambda rank0: None, unless=unless)
+
+    def from_root(self, work: Callable[[Rank0], T], *, unless: Callable[[], bool] = bool) -> T | None:
+        """Rank 0 works, and every rank returns its result, which is anything that JSON carries. Every rank calls. It is a
+        :meth:`safe_point`, also in the middle of the work.
         """
         answer: T | None = None
-        with contextlib.suppress(StopRequested):  # rank 0 says so to all
-            answer = work()
+        with contextlib.suppress(StopRequested):  # rank 0 tells all below
+            answer = self.on_root(work)
         requested = self.leaving.signals.requested
         stop = None if requested is None or unless() else int(requested)
         agreed: list[Any] = self.engine.broadcast_from_root([stop, answer])

@@ -14,12 +14,11 @@ from tepo_megatron.run.callbacks.extensions import NO_EXTENSIONS, Extensions
 from tepo_megatron.run.callbacks.stop import RunInfo
 from tepo_megatron.run.checks import check_model
 from tepo_megatron.run.display.progress import make_progress
-from tepo_megatron.run.driver import Driver, NonRootDriver
 from tepo_megatron.run.loop import Loop
 from tepo_megatron.run.metrics.metrics import read_metrics
 from tepo_megatron.run.output.output import Output
 from tepo_megatron.run.output.resume import accept, messages, resume
-from tepo_megatron.run.rank0 import RootDriver
+from tepo_megatron.run.rank0 import Rank0
 from tepo_megatron.run.sampling.custom_rollout import load_collect
 from tepo_megatron.run.sampling.inputs import read_inputs
 from tepo_megatron.run.sampling.step_rewards import rehearsed
@@ -54,7 +53,7 @@ def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> No
         callbacks = Callbacks(())
         heartbeat = make_heartbeat(config)
         stack.enter_context(told_at_the_end(heartbeat))
-        driver: Driver = NonRootDriver(heartbeat)
+        rank0: Rank0 | None = None
         if is_root:
             inputs = read_inputs(config, model_dir, has_reward=extensions.reward is not None)
             callbacks = Callbacks(make_callbacks(config, extensions.callbacks))
@@ -71,18 +70,18 @@ def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> No
             if task.notice is not None:
                 output.message(task.notice)
             callbacks.say = output.message
-            driver = RootDriver(config, inputs, output, heartbeat, task, pools, callbacks, collect)
-            stack.callback(driver.close)
+            rank0 = Rank0(config, inputs, output, heartbeat, task, pools, callbacks, collect)
+            stack.callback(rank0.close)
         _silence_upstream()
         # Megatron-Core takes seconds to import; the servers are coming up meanwhile.
         engine = make_trainer(config, model_dir, shares_gpus=takes_turns(config), heartbeat=heartbeat)
         stack.callback(engine.close)
         stack.push(report_before_leaving)
-        fleet = driver.fleet if isinstance(driver, RootDriver) else None
-        loop = Loop(config, engine, driver, WeightPublisher(config, engine.weights, fleet))
+        sampler = None if rank0 is None else rank0.servers.sampler
+        loop = Loop(config, engine, rank0, WeightPublisher(config, engine.weights, sampler), heartbeat)
         # Ranks may see a shared disk differently: rank 0 has looked.
         if engine.broadcast_from_root(output is not None and output.resumes):
-            _resume(loop, driver, output, model_dir)
+            _resume(loop, model_dir)
         _begin(callbacks, loop)
         signals.defer()
         loop.run()
@@ -95,15 +94,16 @@ def train_model(config: RunConfig, extensions: Extensions = NO_EXTENSIONS) -> No
         callbacks.raise_failure(saved_step=loop.leaving.saved_step)
 
 
-def _resume(loop: Loop, driver: Driver, output: Output | None, model_dir: Path) -> None:
+def _resume(loop: Loop, model_dir: Path) -> None:
     found = resume(loop.config, loop.engine, model_dir)
     loop.step = loop.leaving.saved_step = found.step
     loop.updates_sent = found.step  # one a step, so that canaries are due when they would have been
-    if isinstance(driver, RootDriver) and output is not None:
-        driver.lost.add("lost/resume", output.resume_from(loop.step))
-        driver.restore(found.state)
+    rank0 = loop.rank0
+    if rank0 is not None:
+        rank0.lost.add("lost/resume", rank0.output.resume_from(loop.step))
+        rank0.restore(found.state)
         for sentence in [*messages(loop.config, found), *accept(loop.config, found)]:
-            output.message(sentence)
+            rank0.output.message(sentence)
 
 
 def _begin(callbacks: Callbacks, loop: Loop) -> None:

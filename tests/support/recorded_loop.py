@@ -1,4 +1,4 @@
-"""A training loop with a recorder in place of engine, driver and servers, for tests of the order of what it does."""
+"""A training loop with a recorder in place of trainer, rank 0 and servers, for tests of the order of what it does."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tepo_megatron.core.types import Batch
 from tepo_megatron.run.loop import Loop
 from tepo_megatron.run.output.resume import Resumed
 from tepo_megatron.runtime.preemption import StopRequested, StopSignals
+from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.trainer.megatron.batching.batch import pack
 from tepo_megatron.trainer.protocol import SavedCheckpoint, UpdateResult
 from tepo_megatron.weights.storage.manifest import DamagedCheckpoint
@@ -54,7 +55,7 @@ class Calls(list[str]):
 
 
 class Recorder:
-    """Engine, driver and publisher at once; ``dies_at`` names calls under which a server dies, once each.
+    """Trainer, publisher and rank 0 with all its parts; ``dies_at`` names calls under which a server dies, once each.
 
     It keeps count of who has the GPU, where they are shared: two of trainer, servers' weights and servers' caches at most, and
     never the trainer's optimizer beside anything of a server.
@@ -72,25 +73,28 @@ class Recorder:
         output: Path | None = None,
     ) -> None:
         self.calls: list[str] = Calls(self)
-        self.stops_at, self.steps = stops_at, 0
+        self.stops_at = stops_at
         self.signals = StopSignals(grace_s=1000.0)
         self.waits = False
-        self.row = row
+        self.last_step = row
+        self.servers = self.collector = self.output = self.checks = self
+        self.callbacks: Any = SimpleNamespace(go_on=True)
+        self.rollouts: list[Rollout] = []
         self.skips, self.updates = skips, 0
-        self.spikes, self.output = spikes, output
+        self.spikes, self.folder = spikes, output
         self.damaged: tuple[str, ...] = ()
         """Names of checkpoints that are not whole."""
         self.saving: SavedCheckpoint | None = None
         self.dies_at = list(dies_at)
         self.noted = 0
         self.shares_gpus = shares_gpus
-        self.trainer, self.servers = "everything", "absent"
+        self.trainer, self.server_memory = "everything", "absent"
         self.weights = SimpleNamespace(version=self._version)
         self.checkpoints = SimpleNamespace(begin=self._begin, finish=self._finish, check=self._check, load=self._load)
 
     def _check_gpus(self, *, trainer: str, servers: str) -> None:
         if self.shares_gpus:
-            assert (self.trainer, self.servers) == (trainer, servers)
+            assert (self.trainer, self.server_memory) == (trainer, servers)
 
     # memory
     def offload(self) -> None:
@@ -109,7 +113,7 @@ class Recorder:
             "weights": ("asleep",),
             "nothing": ("absent", "asleep", "weights", "gone"),
         }
-        assert not self.shares_gpus or self.servers in allowed[what]
+        assert not self.shares_gpus or self.server_memory in allowed[what]
 
     def memory(self) -> dict[str, float]:
         return {"memory/peak_gib": 1.0}
@@ -117,14 +121,14 @@ class Recorder:
     def take_routing_metrics(self) -> dict[str, float]:
         return {}
 
-    def sleep_servers(self) -> None:
-        assert self.servers == "awake"
-        self.servers = "asleep" if self.shares_gpus else "awake"
+    def sleep(self) -> None:
+        assert self.server_memory == "awake"
+        self.server_memory = "asleep" if self.shares_gpus else "awake"
 
     def revive_or_wake(self, died: bool) -> bool:
         self._check_gpus(trainer="nothing", servers="gone" if died else "weights")
         dies = "wake" in self.dies_at and self._dies("wake")
-        self.servers = "asleep" if died or dies else "awake"  # a server that was revived sleeps
+        self.server_memory = "asleep" if died or dies else "awake"  # a server that was revived sleeps
         return died or dies
 
     def _dies(self, call: str) -> bool:
@@ -184,12 +188,12 @@ class Recorder:
         saved, self.saving = self.saving, None
         if saved is not None and saved.waited_s < saved.write_s:
             self.calls.append(f"saved {saved.step}" if wait else f"saved {saved.step} meanwhile")
-        if saved is not None and self.output is not None:
+        if saved is not None and self.folder is not None:
             saved.path.mkdir(parents=True, exist_ok=True)
             (saved.path / "state.json").write_text("{}")
         return saved
 
-    # driver
+    # rank 0
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
@@ -197,13 +201,13 @@ class Recorder:
         self._check_gpus(trainer="nothing", servers="awake")
         result = work()
         if result == "died":
-            self.servers = "asleep"
+            self.server_memory = "asleep"
             return None, True
         return result, False
 
     def wait_until_ready(self) -> None:
         self._check_gpus(trainer="nothing", servers="absent")
-        self.servers = "asleep"
+        self.server_memory = "asleep"
         self.calls.append("ready")
 
     def collect(self, step: int) -> Any:
@@ -215,7 +219,7 @@ class Recorder:
         assert version == self._version(version.step)
         self._check_gpus(trainer="weights", servers="asleep")
         died = self._dies(f"update weights {version.step}")
-        self.servers = "gone" if died else "weights"
+        self.server_memory = "gone" if died else "weights"
         return died
 
     def _check(self, folder: Path) -> dict[str, int]:
@@ -229,29 +233,23 @@ class Recorder:
         return checked
 
     def go_back(self, found: Resumed, sentence: str) -> None:
-        self.row = found.step
+        self.last_step = found.step
         self.calls.append(f"back {found.step}: {sentence.partition(';')[0]}")
         self.calls.extend(f"passed over {error.folder.name}" for error in found.damaged)
 
     def keep_skipped(self, step: int, skipped: list[dict[str, Any]]) -> None:
         self.calls.append(f"keep {step} {[each['cause'] for each in skipped]}")
 
-    def goes_on(self, step: int) -> bool:
-        return step < self.steps
-
     def check_canary(self, step: int, prompt: tuple[int, ...], logprobs: list[float]) -> Any:
         assert len(logprobs) == len(prompt) - 1
         return "died" if self._dies(f"canary {step}") else None
 
-    def check_rollouts(self, step: int, parts: list[Batch]) -> None:
+    def check_rollouts(self, step: int, parts: list[Batch], collected: list[Rollout]) -> None:
         assert [part.num_sequences for part in parts] == [3, 3]
         assert self.calls[-2:] == ["score 3"] * 2  # all of them, and before the first update
 
     def evaluate(self, step: int) -> Any:
         return "died" if self._dies(f"evaluate {step}") else None
-
-    def has_logged(self, step: int) -> bool:
-        return self.row == step
 
     def note_step(self, step: int, row: dict[str, float], parts: list[Batch], updates: list[UpdateResult]) -> None:
         assert step == self.drawn
@@ -260,8 +258,8 @@ class Recorder:
         self.noted_row = row
 
     def log(self, step: int, row: dict[str, float]) -> None:
-        assert self.row is None or step > self.row
-        self.row = step
+        assert self.last_step is None or step > self.last_step
+        self.last_step = step
         self.calls.append(f"log {step}")
         if row:
             assert row is self.noted_row
@@ -283,7 +281,7 @@ class Recorder:
 
     def close(self) -> None:
         assert self.shares_gpus
-        self.servers = "absent"
+        self.server_memory = "absent"
         self.calls.append("close")
 
 
@@ -331,7 +329,6 @@ def make(
         evaluate=EvaluateConfig(every=every),
     )
     recorder = Recorder(dies_at, shares_gpus=shares_gpus, row=row, stops_at=stops_at, skips=skips, spikes=spikes, output=output)
-    loop = Loop(config, recorder, recorder, recorder, step=resumed)  # type: ignore[arg-type]
+    loop = Loop(config, recorder, recorder, recorder, Heartbeat(), step=resumed)  # type: ignore[arg-type]
     loop.leaving.signals = recorder.signals
-    recorder.steps = steps
     return loop, recorder

@@ -48,20 +48,20 @@ def _announce(folder: Path, phase: str) -> None:
 
 def _announce_phases(folder: Path) -> None:
     from tepo_megatron.run.loop import Loop
-    from tepo_megatron.run.rank0 import RootDriver
+    from tepo_megatron.run.rank0 import Rank0
 
-    enter, save = RootDriver.phase, Loop.save_if_due
+    enter, save = Rank0.phase, Loop.save_if_due
 
-    def phase(self: RootDriver, name: str) -> contextlib.AbstractContextManager[None]:
+    def phase(self: Rank0, name: str) -> contextlib.AbstractContextManager[None]:
         _announce(folder, name)
         return enter(self, name)
 
     def save_if_due(self: Loop) -> None:
-        if isinstance(self.driver, RootDriver):
+        if self.rank0 is not None:
             _announce(folder, "save")
         save(self)
 
-    RootDriver.phase = phase  # type: ignore[method-assign]
+    Rank0.phase = phase  # type: ignore[method-assign]
     Loop.save_if_due = save_if_due  # type: ignore[method-assign]
 
 

@@ -59,7 +59,7 @@ def recorded(callbacks: Sequence[object], steps: int, **options: Any) -> tuple[C
         of.tell("on_step_end", step, step, {"step": step, **row})
 
     recorder.collect, recorder.log = collected, logged  # type: ignore[method-assign]
-    recorder.goes_on = lambda step: step < steps and of.go_on  # type: ignore[method-assign]
+    recorder.callbacks = of
     loop.run()
     return of, recorder.calls, loop.leaving.saved_step
 

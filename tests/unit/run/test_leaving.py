@@ -59,7 +59,7 @@ def test_a_signal_at_any_point_costs_no_trained_step(
     rows = [int(call.split()[1]) for call in calls if call.startswith("log ")]
     rows += [
         int(call.split()[1])
-        for call in run(steps, save_every=save_every, every=every, resumed=loop.step, row=recorder.row)
+        for call in run(steps, save_every=save_every, every=every, resumed=loop.step, row=recorder.last_step)
         if call.startswith("log ")
     ]
     assert rows == list(range(resumed + 1 if resumed else 0, steps + 1))
