@@ -69,6 +69,9 @@ def due_prompt(config: RunConfig, spec: ModelSpec, *, sync: int) -> tuple[int, .
     rollout = config.rollout
     if rollout.replay is not None or not rollout.canary.every or sync % rollout.canary.every:
         return None
+    lora = config.model.lora
+    if sync and config.train.schedule == "overlap" and lora is not None and lora.serve == "adapter":
+        return None  # vLLM 0.32 cannot score a prompt beside other requests of an adapter; the rollouts are compared
     return canary_prompt(spec.vocab_size, rollout.server.max_model_len or spec.max_positions)
 
 

@@ -96,16 +96,18 @@ def test_weights_that_did_not_change_may_have_the_same_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rollout", "due"),
+    ("run", "due"),
     [
         ({}, [0, 1, 2, 3, 4, 5, 6]),
-        ({"canary": {"every": 3}}, [0, 3, 6]),
-        ({"canary": {"every": 0}}, []),
-        ({"replay": "a/folder"}, []),
+        ({"rollout": {"canary": {"every": 3}}}, [0, 3, 6]),
+        ({"rollout": {"canary": {"every": 0}}}, []),
+        ({"rollout": {"replay": "a/folder"}}, []),
+        # Servers that sample with an adapter cannot score a prompt meanwhile.
+        ({"train": {"schedule": "overlap"}, "model": {"lora": {"serve": "adapter"}}, "rollout": {"uncorrected": True}}, [0]),
     ],
 )
-def test_the_prompt_is_due_as_often_as_wanted_where_servers_are(rollout: dict[str, Any], due: list[int]) -> None:
-    config, spec = RunConfig.model_validate({"rollout": rollout}), sizes(64)
+def test_the_prompt_is_due_as_often_as_wanted_where_servers_are(run: dict[str, Any], due: list[int]) -> None:
+    config, spec = RunConfig.model_validate(run), sizes(64)
     prompts = {sync: due_prompt(config, spec, sync=sync) for sync in range(7)}
     assert [sync for sync, prompt in prompts.items() if prompt is not None] == due
     assert {prompt for prompt in prompts.values() if prompt is not None} <= {canary_prompt(50, 64)}
