@@ -1,1 +1,1 @@
-"""Plans a run on a cluster, then launches it through NeMo-Run. Imports no torch."""
+"""Launches a run on a cluster through NeMo-Run. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Checks of a job before anything is submitted. Each error is a sentence with the value that is wrong and what to do."""
+"""Checks of a job before it is submitted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_time_limit(config: RunConfig) -> None:
-    """Raises ValueError for a job that Slurm would warn as soon as it starts, and put back again and again."""
+    """Raises ValueError if Slurm would warn the job as soon as it starts and requeue it forever."""
     days, _, clock = config.cluster.time_limit.rpartition("-")
     hours, minutes, seconds = (int(part) for part in clock.split(":"))
     limit_s = ((24 * int(days or 0) + hours) * 60 + minutes) * 60 + seconds

@@ -1,6 +1,6 @@
-"""What runs on the nodes of a job: the configuration as they read it, and one shell script for each role.
+"""What runs on the nodes of a job: the configuration with absolute paths, and one shell script for each role.
 
-Nothing here knows how a job is submitted; ``tepo_megatron.launch.nemo`` does.
+``tepo_megatron.launch.nemo`` submits it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.base import Section
 
 JOB_END_S = 30
-"""Seconds for the job's own end, after the trainer's, before Slurm's limit."""
+"""Seconds for the job's own end after the trainer's, before Slurm's limit."""
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -25,18 +25,18 @@ TEMPLATES = Path(__file__).parent / "templates"
 BUILTIN = "builtin:"
 
 _CUSTOM_CODE = re.compile(r"[^:\n]+\.py:[A-Za-z_]\w*")
-"""``path/file.py:name``: a verifier, filter, order, environment, callback or any other function or class of the user's."""
+"""``path/file.py:name``: user-defined functions and classes."""
 
 _NOT_OURS = ("cluster", "kwargs", "verifier_kwargs", "template", "system_prompt")
-"""Fields without such names: those of the machine that submits, what the user's own code is given, and text for the model."""
+"""Fields without such names: those of the submitting machine, arguments of custom code, and text for the model."""
 
 _ValueChange = Callable[[str, Any], Any]
-"""What a field's value becomes; called with the field's name, such as ``data.train[1].verifier``, and the value."""
+"""Maps a field's name, such as ``data.train[1].verifier``, and its value to the new value."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """Consecutive nodes of the allocation that do the same: each runs one task, ``script``."""
+    """Consecutive nodes that each run ``script`` once."""
 
     name: str
     first_node: int
@@ -46,7 +46,7 @@ class Role:
 
 
 def roles(config: RunConfig) -> list[Role]:
-    """Returns the trainer's nodes, then the servers' if there are any. ``config`` is one that :func:`on_nodes` returned."""
+    """Returns the trainer's nodes, then the servers' if there are any. ``config`` is a result of :func:`on_nodes`."""
     cluster = config.cluster
     train = Role("train", 0, cluster.train_nodes, train_script(config), cluster.container)
     if not cluster.rollout_nodes:
@@ -56,9 +56,9 @@ def roles(config: RunConfig) -> list[Role]:
 
 
 def on_nodes(config: RunConfig) -> RunConfig:
-    """The configuration as the nodes read it: absolute paths, and external servers where nodes are set aside for them.
+    """Returns the configuration as the nodes read it: absolute paths, and external servers on nodes of their own.
 
-    Raises ValueError for a relative path where the job is submitted through ssh, and for a space in the output's path.
+    Raises ValueError for a relative path submitted through ssh, and for a space in the output's path.
     """
     config = with_absolute_paths(config)
     output = config.output
@@ -73,17 +73,16 @@ def on_nodes(config: RunConfig) -> RunConfig:
 
 
 def ranks_per_node(config: RunConfig) -> int:
-    """The number of trainer ranks on each training node."""
     return config.engine.parallel.world_size // config.cluster.train_nodes
 
 
 def uses_gpus(config: RunConfig) -> bool:
-    """Whether Slurm is asked for GPUs."""
+    """Returns whether Slurm is asked for GPUs."""
     return config.engine.platform != "cpu"
 
 
 def mounts(config: RunConfig) -> list[str]:
-    """The folders that a container of the job sees, as source:target."""
+    """Returns the folders that a container of the job sees, as source:target."""
     folders = {str(config.output), config.model.path}
     adapters = config.model.lora and config.model.lora.path
     speculative = config.rollout.server.speculative
@@ -99,7 +98,7 @@ def mounts(config: RunConfig) -> list[str]:
 
 
 def train_script(config: RunConfig) -> str:
-    """The script that every training node runs; its argument is the address of the first node."""
+    """Returns the script of every training node; its argument is the address of the first node."""
     needed = "transformer-engine" if uses_gpus(config) else ""
     cluster = config.cluster
     text = _fill("train.sh", config, python=cluster.python, nodes=cluster.train_nodes, ranks=ranks_per_node(config))
@@ -107,23 +106,22 @@ def train_script(config: RunConfig) -> str:
 
 
 def serve_script(config: RunConfig) -> str:
-    """The script that every node for rollouts runs."""
+    """Returns the script of every node for rollouts."""
     python = config.cluster.rollout_python or config.cluster.python
     return _fill("serve.sh", config, python=python, nodes=config.cluster.rollout_nodes, grace=math.ceil(config.train.grace_s))
 
 
 def batch_lines(config: RunConfig) -> str:
-    """Shell for the batch script, before it starts the roles: it passes Slurm's warning on, and puts the job back."""
+    """Returns shell for the batch script before it starts the roles: forwards Slurm's warning and requeues the job."""
     return _fill("batch.sh", config, max_requeues=config.cluster.max_requeues)
 
 
 def warning_lead_s(config: RunConfig) -> int:
-    """How many seconds before the end Slurm warns the batch script, with SIGUSR1."""
+    """Returns how many seconds before the end Slurm sends SIGUSR1 to the batch script."""
     return math.ceil(config.train.warning_s) + JOB_END_S
 
 
 def _fill(template: str, config: RunConfig, **values: str | int) -> str:
-    """The template with ``@name@`` replaced by the quoted value."""
     text = (TEMPLATES / template).read_text()
     replacements = {"output": str(config.output), "interface": config.rollout.server.interface or "", **values}
     for name, value in replacements.items():
@@ -132,12 +130,12 @@ def _fill(template: str, config: RunConfig, **values: str | int) -> str:
 
 
 def data_files(config: RunConfig) -> dict[str, str]:
-    """The paths of the run's problems, by their field."""
+    """Returns the paths of the run's problems by field."""
     return config.data.paths
 
 
 def absolute(field: str, path: str, config: RunConfig) -> str:
-    """The path as the nodes read it. Raises ValueError for a relative one where the job is submitted through ssh."""
+    """Returns the path as the nodes read it. Raises ValueError for a relative path submitted through ssh."""
     if path.startswith((BUILTIN, "/")):
         return path
     if config.cluster.ssh is not None:
@@ -148,7 +146,7 @@ def absolute(field: str, path: str, config: RunConfig) -> str:
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The configuration with every path absolute: those of files and folders, of problems, and of the user's own code."""
+    """Returns the configuration with absolute paths of files, folders, problems and custom code."""
 
     def change(field: str, value: Any) -> Any:
         if isinstance(value, Path):
@@ -177,7 +175,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def custom_code_files(config: RunConfig) -> dict[str, str]:
-    """The files of the user's own code, by the field that names one, such as ``data.order``; without plugins."""
+    """Returns the files of custom code, without plugins, by field such as ``data.order``."""
     result = {}
 
     def note(field: str, value: Any) -> Any:
@@ -190,13 +188,12 @@ def custom_code_files(config: RunConfig) -> dict[str, str]:
 
 
 def _custom_code_folders(config: RunConfig) -> set[str]:
-    """The folders with the user's own code; what lies beside a file can be imported by it."""
+    """Custom code can import its neighbours."""
     files = [*custom_code_files(config).values(), *(name for name in config.objective.plugins if name.startswith("/"))]
     return {str(PurePosixPath(file).parent) for file in files}
 
 
 def _changed(value: Any, field: str, change: _ValueChange) -> Any:
-    """The value with ``change`` applied to everything in it that is neither a section nor a collection."""
     if isinstance(value, Section):
         parts = {name: getattr(value, name) for name in type(value).model_fields if name not in _NOT_OURS}
         made = {name: _changed(part, f"{field}.{name}" if field else name, change) for name, part in parts.items()}

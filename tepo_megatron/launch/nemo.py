@@ -1,6 +1,6 @@
 """Submits a job through NeMo-Run, which no other file imports.
 
-On Slurm a job is one allocation with one ``srun`` for each role. When either ends, the job ends with its exit code.
+On Slurm a job is one allocation with one ``srun`` per role. When either ends, the job ends with its exit code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 TITLE = "tepo"
 ROLE_POLL_INTERVAL_S = 5
-"""Seconds between two looks of the batch script at whether a role has ended."""
+"""Interval at which the batch script checks whether a role has ended."""
 
 
 _QUIET: dict[str, Any] = {
@@ -34,14 +34,14 @@ _QUIET: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Scripts:
-    """``sbatch``: the batch script that Slurm gets (empty without Slurm). ``roles``: file name below OUT/launch → its text."""
+    """``sbatch``: the batch script (empty without Slurm). ``roles``: file name below OUT/launch → text."""
 
     sbatch: str
     roles: dict[str, str]
 
 
 def require_nemo_run() -> None:
-    """Raises ValueError where NeMo-Run is not installed."""
+    """Raises ValueError if NeMo-Run is not installed."""
     try:
         import nemo_run  # noqa: F401
     except ImportError as error:
@@ -57,7 +57,7 @@ def connect(cluster: ClusterConfig) -> Tunnel:
 
 
 def write_scripts(config: RunConfig) -> Scripts:
-    """Returns the texts of the job's scripts. Leaves no file behind, opens no connection, and does not call Slurm."""
+    """Returns the texts of the job's scripts. Leaves no file, opens no connection and does not call Slurm."""
     with tempfile.TemporaryDirectory(prefix="tepo-launch-") as folder, _experiment(config, Path(folder)) as experiment:
         experiment.dryrun(log=False, delete_exp_dir=False)
         (sbatch,) = Path(folder).rglob("*_sbatch.sh")
@@ -85,7 +85,7 @@ def submit(config: RunConfig) -> str:
 
 
 def run_locally(config: RunConfig) -> int:
-    """Runs the trainer's script on this machine through NeMo-Run's local executor, waits for it, returns its exit code."""
+    """Runs the trainer's script on this machine and returns its exit code."""
     import nemo_run
     from torchx.specs.api import AppState
 
@@ -98,7 +98,7 @@ def run_locally(config: RunConfig) -> int:
 
 
 def _experiment(config: RunConfig, folder: Path) -> Any:
-    """A context that gives the NeMo-Run experiment with the job's tasks, which can be added only inside its own context."""
+    """Tasks can be added only inside the experiment's own context."""
     from contextlib import contextmanager
 
     import nemo_run
@@ -123,7 +123,7 @@ def _arguments(role: Role) -> list[str]:
 
 
 def _executor(config: RunConfig, role: Role) -> SlurmExecutor:
-    """Describes the whole allocation, which NeMo-Run takes from the first role, and the nodes of this role within it."""
+    """NeMo-Run takes the allocation from the first role, and the nodes of this role within it."""
     import nemo_run
 
     from tepo_megatron.launch.slurm_logs import JobLogs
@@ -157,20 +157,19 @@ def _executor(config: RunConfig, role: Role) -> SlurmExecutor:
 
 
 def _head_address(interface: str | None) -> str:
-    """A line of shell that sets the first node's address, where the batch script runs, to that of the inner network."""
+    """A line of shell that sets the first node's address on the inner network."""
     if interface is None:
         return "head_node_ip=${head_node_ip%% *}"
     return f"head_node_ip=$(ip -4 -o addr show dev {interface} | awk '{{ split($4, part, \"/\"); print part[1]; exit }}')"
 
 
 def _sbatch_options(cluster: ClusterConfig) -> dict[str, Any]:
-    """Options of sbatch as a dictionary: from ``name=value``, or from ``name`` alone for a switch."""
     split = [option.partition("=") for option in cluster.sbatch]
     return {name.lstrip("-"): value if equals else True for name, equals, value in split}
 
 
 def _job_name(config: RunConfig) -> str:
-    """The name of the run's output folder, since ``config.name`` is free text that Slurm would not take."""
+    """``config.name`` is free text that Slurm would refuse."""
     return f"{TITLE}-{config.output.name}"
 
 

@@ -1,7 +1,7 @@
-"""Records what a job ran with, beside its results: git state and command where it was submitted, versions where it runs.
+"""Records what a job ran with: git state and command where it was submitted, versions where it runs.
 
-``python -m tepo_megatron.launch.record FILE [DISTRIBUTION...]`` writes the versions, on the first training node, and fails if
-one of the distributions is not installed.
+``python -m tepo_megatron.launch.record FILE [DISTRIBUTION...]`` writes the versions, on the first training node, and fails
+if one of the distributions is not installed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_JOB_NODELIST", "SLURM_JO
 
 
 def submission(command: list[str]) -> dict[str, Any]:
-    """When and by which command the job was submitted, and the git state of the checkout that this package is in."""
+    """Returns time, command, and git state of the checkout that contains this package."""
     return {"submitted": _now(), "command": command, "git": git_state(Path(__file__).parent), "launcher": environment()}
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Commit and uncommitted changes of the checkout around ``folder``; empty where there is none, or no git."""
+    """Returns commit and uncommitted changes of the checkout around ``folder``; empty without checkout or git."""
     try:
         return {
             "commit": _git(folder, "rev-parse", "HEAD").strip(),
@@ -37,7 +37,7 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """This machine, its interpreter, and the version of every installed distribution."""
+    """Returns this machine, its interpreter, and the version of every installed distribution."""
     packages = {distribution.metadata["Name"]: distribution.version for distribution in metadata.distributions()}
     return {
         "host": platform.node(),

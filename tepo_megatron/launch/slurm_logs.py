@@ -1,4 +1,4 @@
-"""Tells NeMo-Run where Slurm writes its logs: below the run's output folder, named after job and role."""
+"""Log paths for NeMo-Run: below the run's output folder, named after job and role."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nemo_run.core.execution.slurm import SlurmJobDetails
 
 @dataclass(kw_only=True)
 class JobLogs(SlurmJobDetails):  # type: ignore[misc]  # NeMo-Run's types are not followed
-    """Names the logs: ``slurm-JOB.out`` for the batch script, ``ROLE-JOB.RESTART-nodeN.log`` for each node of a role."""
+    """``slurm-JOB.out`` for the batch script, ``ROLE-JOB.RESTART-nodeN.log`` for each node of a role."""
 
     role: str = ""
 

@@ -1,4 +1,4 @@
-"""A job after its submission: its number, its state in Slurm, its logs."""
+"""A job after its submission: number, state in Slurm, logs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ _QUERIES = (
     "scontrol --oneliner show job {job} | grep -o 'JobState=[A-Z_]*' | cut -d= -f2",
     "sacct --noheader --allocations --parsable2 --jobs={job} --format=State",
 )
-"""Asked in turn until one answers: squeue knows waiting and running jobs, scontrol also recent ones, sacct (which not every
-cluster has) all.
-"""
+"""Tried in turn: squeue knows waiting and running jobs, scontrol also recent ones, sacct (not on every cluster) all."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class SubmittedJob:
 
 
 def upload(config: RunConfig, tunnel: Tunnel, scripts: dict[str, str], submission: dict[str, Any]) -> None:
-    """Writes ``launch/run.yaml``, the scripts and ``launch/submission.json`` to the output folder, and ``resolved.yaml``."""
+    """Writes ``launch/run.yaml``, the scripts, ``launch/submission.json`` and ``resolved.yaml`` to the output folder."""
     texts = {f"launch/{name}": text for name, text in scripts.items()}
     texts["launch/run.yaml"] = texts["resolved.yaml"] = dump_resolved(config)
     texts["launch/submission.json"] = json.dumps(submission, indent=2) + "\n"
@@ -60,7 +58,7 @@ def load_job(config: RunConfig, tunnel: Tunnel) -> SubmittedJob:
 
 
 def status(job: str, tunnel: Tunnel) -> str:
-    """Returns Slurm's name of the job's state, such as RUNNING; UNKNOWN if Slurm no longer has the job."""
+    """Returns Slurm's state of the job, such as RUNNING, or UNKNOWN."""
     for query in _QUERIES:
         answer = tunnel.run(query.format(job=job), hide=True, warn=True)
         if answer.ok and answer.stdout.strip():
@@ -86,7 +84,7 @@ def log_pattern(config: RunConfig, submitted: SubmittedJob, role: str, rank: int
 
 
 def tail(tunnel: Tunnel, pattern: str, lines: int, *, follow: bool) -> None:
-    """Prints the ends of the files; with ``follow``, continues until interrupted. Raises ValueError if there is none yet."""
+    """Prints the ends of the files; with ``follow``, until interrupted. Raises ValueError if there is none yet."""
     files = tunnel.run(f"ls -d {pattern} 2>/dev/null", hide=True, warn=True).stdout.split()
     if not files:
         raise ValueError(f"there is no {pattern} yet; see 'tepo launch status'")

@@ -1,7 +1,6 @@
-"""Bytes that a layer keeps for its backward pass, and what recomputation makes of them. Formulas: docs/reference/plan.md.
+"""Bytes that a layer keeps for its backward pass, and padding of micro-batches. Formulas: docs/reference/plan.md.
 
-Symbols as in ``memory.py``. The kind of layers (``model/layers.py``) decides which kernels are fused: Transformer Engine's
-layers keep fewer activations.
+Symbols as in ``memory.py``. Transformer Engine's layers fuse more kernels and keep fewer activations.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from tepo_megatron.weights.architecture import ModelSpec
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 NORM_COPIES = {"te": 2, "local": 3}
-"""Tensors that a norm keeps for its backward pass: input and output, and torch's norm also the normalised input."""
+"""Tensors that a norm keeps for its backward pass: input and output, with torch also the normalised input."""
 
 
 FP8_TOKENS = {"none": 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
@@ -24,37 +23,36 @@ FP8_TOKENS = {"none": 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxf
 
 
 def platform_of(config: RunConfig) -> str:
-    """``cpu`` or ``cuda``: plans take ``auto`` for a GPU."""
+    """Returns ``cpu`` or ``cuda``; plans treat ``auto`` as a GPU."""
     return "cpu" if config.engine.platform == "cpu" else "cuda"
 
 
 def layers_of(config: RunConfig) -> str:
-    """``te`` or ``local``, as ``model/layers.py`` chooses at the start of the run."""
+    """Returns ``te`` or ``local``, as ``model/layers.py`` does at the start of the run."""
     return "te" if platform_of(config) == "cuda" and config.engine.layers != "local" else "local"
 
 
 def chosen_mlps(spec: ModelSpec) -> int:
-    """The number of MLPs that a token passes through in a layer."""
+    """Returns the number of MLPs that a token passes in a layer."""
     return spec.experts.per_token if spec.experts else 1
 
 
 def passed_width(spec: ModelSpec) -> int:
-    """The sizes of all MLPs that a token passes through in a layer, added up; of a layer with experts, where there are some."""
+    """Returns the sum of sizes of the MLPs that a token passes in a layer (with experts, if the model has them)."""
     return chosen_mlps(spec) * spec.ffn_size + (spec.experts.shared_ffn_size if spec.experts else 0)
 
 
 def layer_activations(spec: ModelSpec, config: RunConfig) -> Mapping[str, float]:
-    """Bytes per token that one layer keeps for its backward pass, by what is kept; recomputed modules keep their inputs."""
+    """Returns bytes per token that a layer keeps for its backward pass; recomputed modules keep their inputs."""
     return _activations_without(spec, config, config.engine.recomputed)
 
 
 def recomputed_activations(spec: ModelSpec, config: RunConfig) -> float:
-    """Bytes per token that the backward pass of one layer computes again, and holds while it is in that layer."""
+    """Returns bytes per token that a layer's backward pass recomputes and holds while it is in that layer."""
     return sum(_activations_without(spec, config, ()).values()) - sum(layer_activations(spec, config).values())
 
 
 def _activations_without(spec: ModelSpec, config: RunConfig, again: Collection[str]) -> Mapping[str, float]:
-    """``again``: the modules whose activations are not kept (``engine.recompute_modules``)."""
     parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
     t, s = parallel.tp, parallel.tp if parallel.sequence_parallel else 1
     q, k = spec.num_heads * spec.head_dim / t, spec.num_kv_heads * spec.head_dim / t
@@ -80,7 +78,7 @@ def _activations_without(spec: ModelSpec, config: RunConfig, again: Collection[s
 
 
 def _routing(spec: ModelSpec, config: RunConfig) -> Mapping[str, float]:
-    """Bytes per token that a layer of experts keeps beside those of their MLPs, if all experts get equally many tokens."""
+    """Assumes that all experts get equally many tokens."""
     if spec.experts is None:
         return {}
     parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
@@ -96,21 +94,20 @@ def _routing(spec: ModelSpec, config: RunConfig) -> Mapping[str, float]:
 
 
 def token_multiple(config: RunConfig) -> int:
-    """The number whose multiples micro-batches are padded to, with the tokens of all context-parallel ranks."""
+    """Returns the number whose multiples micro-batches are padded to, over all context-parallel ranks."""
     parallel = config.engine.parallel
     share = (parallel.tp if parallel.sequence_parallel else 1) * FP8_TOKENS[config.engine.fp8.recipe]
     return parallel.cp * math.lcm(2, share) if parallel.cp > 1 else share
 
 
 def padded_tokens(config: RunConfig, tokens: int) -> int:
-    """``tokens`` of a micro-batch, padded; with context parallelism also each sequence, to two equal chunks for each rank."""
+    """Returns ``tokens`` of a micro-batch, padded."""
     multiple = token_multiple(config)
     return -(-tokens // multiple) * multiple
 
 
 def padding_share(config: RunConfig, mean_length: float) -> float:
-    """By how much padding adds to the tokens that are computed, on average: half a step for each micro-batch, and with context
-    parallelism half of 2 · cp for each sequence."""
+    """Returns the mean share of padding: half a multiple per micro-batch, and half of 2 · cp per sequence if cp > 1."""
     parallel = config.engine.parallel
     of_sequences = (2 * parallel.cp - 1) / 2 / mean_length if parallel.cp > 1 else 0.0
     tokens = max(config.engine.micro_batch_tokens, mean_length)

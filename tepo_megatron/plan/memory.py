@@ -1,6 +1,6 @@
-"""Bytes on one training rank, computed from the run's configuration alone. Formulas: docs/reference/plan.md.
+"""Bytes on a training rank's GPU and host. Formulas and sources: docs/reference/plan.md.
 
-Symbols: T tokens of a micro-batch on this rank, h hidden, f MLP size, q and k the widths of all query and all key heads, t
+Symbols: T tokens of a micro-batch on this rank, h hidden, f MLP size, q and k widths of all query and all key heads, t
 tensor-parallel size, b bytes per element, s = t under sequence parallelism and 1 without.
 """
 
@@ -35,47 +35,48 @@ from tepo_megatron.weights.architecture import ModelSpec
 
 GIB = 2**30
 SCORE_WORKSPACE = {"cuda": 128 * 2**20, "cpu": 768 * 2**10}
-"""Memory that ``vocab_parallel`` uses beside the logits, whatever their size."""
+"""Memory of ``core.scores`` besides the logits."""
 
 FUSED_HEAD_CHUNK = {"cuda": 256 * 2**20, "cpu": 32 * 2**20}
-"""Bytes of logits that a fused head holds at once; at least 16 tokens' (``core/scores/fused_linear.py``)."""
+"""Bytes of logits that a fused head holds at once; at least 16 tokens (``core/scores/fused_linear.py``)."""
 
 CUDA_CONTEXT = 1.5 * GIB
-"""CUDA's context (0.5 GiB), kernels as they are loaded, workspaces of cuBLAS, cuDNN and Transformer Engine: an assumption. With
-seven communicators it makes 4 GiB, in the middle of the 3 to 5 that others see with ten of them and a group of 96 ranks."""
+"""CUDA's context (0.5 GiB), loaded kernels, workspaces of cuBLAS, cuDNN and Transformer Engine: an assumption. With seven
+communicators it makes 4 GiB; others report 3 to 5 with ten of them and 96 ranks.
+"""
 
 COMMUNICATOR = 0.35 * GIB
-"""NCCL's buffers for each group of ranks that a rank belongs to: an assumption."""
+"""NCCL's buffers per group of ranks: an assumption."""
 
 VLLM_ASLEEP = 3 * GIB
-"""What a colocated server keeps while it sleeps: context, CUDA graphs, buffers of the sampler. An assumption: vLLM's own test
-of its sleep lets it keep up to 7."""
+"""Memory of a sleeping colocated server: context, CUDA graphs, buffers of the sampler. An assumption: vLLM's own test of its
+sleep allows up to 7.
+"""
 
 USABLE = 0.9
-"""The part of a GPU's memory that a plan may fill; the rest is for the allocator's gaps and what the plan leaves out."""
+"""Part of a GPU's memory that a plan may fill; the rest is for the allocator's gaps and what the plan omits."""
 
 BATCH_BYTES_PER_TOKEN = 29
-"""Every rank holds the step's batch: tokens and labels in 8 bytes each, mask 1, sampler's log-probs, old log-probs and old
-entropy 4 each.
+"""Every rank holds the step's batch: tokens and labels 8 bytes each, mask 1, sampler's log-probs, old log-probs and old entropy
+4 each.
 """
 
 FP8_COPIES = 2
-"""Extra bytes per weight of a layer that is kept in bfloat16 and computed in FP8: a copy by rows, and one by columns for
-gradients.
-"""
+"""Extra bytes per bfloat16 weight of an FP8 layer: a copy by rows and one by columns, for gradients."""
 
 
 MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 PART_ELEMENTS = 2**26
-"""Of how many weights at once a step makes reduced states fp32: ``trainer/megatron/optimizer/adam_states.py``."""
+"""Weights per part when a step makes reduced states fp32 (``trainer/megatron/optimizer/adam_states.py``)."""
 
 HOST_STATE_BYTES = 20
-"""On the host, for each weight whose states are there: fp32 weight and both means 12; its gradient 4, in pinned memory, of
-which torch takes powers of two, up to twice as much."""
+"""Per weight with states on the host: fp32 weight and both means 12, gradient 4 in pinned memory, which torch rounds up to a
+power of two.
+"""
 
 PROCESS = 6 * GIB
-"""A rank's libraries, kernels and Python objects, which are on the host too: an assumption."""
+"""A rank's libraries, kernels and Python objects on the host: an assumption."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +90,18 @@ class RankMemory:
     activations: float
     logits: float
     transient: float
-    """Gathered inputs, gradients of activations and of the largest weight during the backward pass of one layer or the head.
-    Where a step of Adam needs more than all of the backward pass, its fp32 copies, and there are no activations."""
+    """Gathered inputs, gradients of activations and of the largest weight during the backward pass of one layer or the head. If
+    a step of Adam needs more than the whole backward pass, its fp32 copies, without activations.
+    """
 
     communication: float
-    """Activations and gradients that pipeline stages exchange, and the step's batch."""
+    """Activations and gradients between pipeline stages, and the step's batch."""
 
     context: float
     """CUDA's context and NCCL's communicators."""
 
     server: float
-    """What a server that sleeps keeps on the same GPU."""
+    """A sleeping server on the same GPU."""
 
     @property
     def total(self) -> float:
@@ -111,12 +113,12 @@ class RankMemory:
 
 
 def micro_batch_tokens(config: RunConfig, longest: int) -> int:
-    """T: tokens of a micro-batch on a rank, padded. One sequence longer than the bound makes a micro-batch of its own."""
+    """Returns T, padded. A sequence longer than the bound is a micro-batch of its own."""
     return -(-padded_tokens(config, max(config.engine.micro_batch_tokens, longest)) // config.engine.parallel.cp)
 
 
 def rank_memory(spec: ModelSpec, config: RunConfig, stage: int, *, longest: int, step_tokens: float) -> RankMemory:
-    """The peak on a rank of pipeline stage ``stage``, for sequences of up to ``longest`` tokens and ``step_tokens`` a step."""
+    """Returns the peak on a rank of ``stage`` for sequences of at most ``longest`` tokens and ``step_tokens`` a step."""
     parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
     count, trained, adapters = stage_parameters(spec, parallel, stage), _trained(spec, config, stage), 0
     if config.model.lora is not None:
@@ -147,7 +149,7 @@ def rank_memory(spec: ModelSpec, config: RunConfig, stage: int, *, longest: int,
 
 
 def communicators(spec: ModelSpec, config: RunConfig) -> list[str]:
-    """The groups of more than one rank that a rank at the end of the pipeline talks in, each with buffers of NCCL's own."""
+    """Returns the groups of more than one rank of a rank at the end of the pipeline; each has NCCL buffers."""
     parallel = config.engine.parallel
     copies = parallel.cp * parallel.dp
     sizes = {
@@ -170,7 +172,7 @@ def communicators(spec: ModelSpec, config: RunConfig) -> list[str]:
 
 
 def _trained(spec: ModelSpec, config: RunConfig, stage: int) -> AdapterCount:
-    """How many parameters of a stage, dense and of experts, have gradients: all, or LoRA's adapters."""
+    """Parameters with gradients: all, or LoRA's adapters."""
     parallel = config.engine.parallel
     sparse = stage_expert_layers(spec, parallel)[stage]
     if config.model.lora is not None:
@@ -181,9 +183,9 @@ def _trained(spec: ModelSpec, config: RunConfig, stage: int) -> AdapterCount:
 
 
 def owned_weights(spec: ModelSpec, config: RunConfig, stage: int) -> float:
-    """How many of a stage's trained parameters a rank keeps optimizer states for.
+    """Returns the number of a stage's trained parameters whose optimizer states a rank keeps.
 
-    The distributed optimizer shares states among the copies of a parameter, and experts have fewer copies.
+    The distributed optimizer shares states among the copies of a parameter; experts have fewer copies.
     """
     parallel, trained = config.engine.parallel, _trained(spec, config, stage)
     if not config.optimizer.distributed:
@@ -192,10 +194,7 @@ def owned_weights(spec: ModelSpec, config: RunConfig, stage: int) -> float:
 
 
 def _fp8_copies(spec: ModelSpec, config: RunConfig, stage: int) -> float:
-    """Bytes of the FP8 copies that Transformer Engine keeps beside a stage's bfloat16 weights between micro-batches.
-
-    0 where the weights themselves are FP8: both copies then take the two bytes that bfloat16 would.
-    """
+    """0 for FP8 weights: both copies then use the two bytes of bfloat16."""
     fp8, parallel = config.engine.fp8, config.engine.parallel
     if not fp8.enabled or fp8.params:
         return 0
@@ -203,7 +202,7 @@ def _fp8_copies(spec: ModelSpec, config: RunConfig, stage: int) -> float:
 
 
 def layers_in_flight(spec: ModelSpec, config: RunConfig, stage: int, micro_batches: float) -> float:
-    """How many layers' activations are alive at once on a stage under (interleaved) 1F1B."""
+    """Returns the number of layers whose activations are alive at once under (interleaved) 1F1B."""
     parallel = config.engine.parallel
     per_chunk = stage_layers(spec, parallel)[stage] / parallel.vpp
     behind = parallel.pp - stage - 1
@@ -214,7 +213,7 @@ def layers_in_flight(spec: ModelSpec, config: RunConfig, stage: int, micro_batch
 
 
 def _activations(spec: ModelSpec, config: RunConfig, stage: int, tokens: int, in_flight: float, boundary: float) -> float:
-    """Bytes of all activations that a stage keeps. ``boundary``: bytes of one tensor between layers."""
+    """``boundary``: bytes of one tensor between layers."""
     final_norm = boundary * NORM_COPIES[layers_of(config)] if stage == config.engine.parallel.pp - 1 else 0
     layer = tokens * sum(layer_activations(spec, config).values())
     if config.engine.recompute == "full":
@@ -224,7 +223,7 @@ def _activations(spec: ModelSpec, config: RunConfig, stage: int, tokens: int, in
 
 
 def _head_or_layer(spec: ModelSpec, config: RunConfig, stage: int, tokens: int) -> tuple[float, float]:
-    """Returns (logits, transient) in bytes for the moment that needs more: the backward pass of the head, or of an MLP."""
+    """Returns (logits, transient) in bytes at the larger of two moments: backward pass of the head, or of an MLP."""
     parallel, b = config.engine.parallel, ELEMENT_BYTES[config.model.dtype]
     hidden, mlp = spec.hidden_size, spec.ffn_size / (expert_tp(parallel) if spec.experts else parallel.tp)
     gathered = b * tokens * hidden
@@ -248,7 +247,7 @@ def _head_or_layer(spec: ModelSpec, config: RunConfig, stage: int, tokens: int) 
 
 
 def _fused_head(config: RunConfig, tokens: int, row: float, gathered: float, weight: float) -> tuple[float, float]:
-    """Returns (logits, transient) in bytes of a fused head. ``row``: of a token's logits; ``gathered``: of all its inputs."""
+    """``row``: bytes of a token's logits; ``gathered``: of all its inputs."""
     kind = platform_of(config)
     chunk = min(tokens, max(16, FUSED_HEAD_CHUNK[kind] // row)) * row
     # the scored tokens' inputs and their gradients; what stands for the weight's gradient is memory that a CPU never touches
@@ -256,7 +255,7 @@ def _fused_head(config: RunConfig, tokens: int, row: float, gathered: float, wei
 
 
 def state_bytes(config: RunConfig) -> float:
-    """Bytes on the GPU for a weight whose states a rank keeps: fp32 master, unless it is fp32 itself, and both means."""
+    """Returns GPU bytes per weight with states: fp32 master (unless the weight is fp32) and both means."""
     optimizer = config.optimizer
     master = 0 if config.model.dtype == "float32" else 2 if optimizer.store_param_remainders else 4
     moments = MOMENT_BYTES[optimizer.exp_avg_dtype] + MOMENT_BYTES[optimizer.exp_avg_sq_dtype]
@@ -264,13 +263,12 @@ def state_bytes(config: RunConfig) -> float:
 
 
 def host_state_bytes(config: RunConfig) -> float:
-    """Bytes on the host per weight whose states a rank keeps."""
+    """Returns host bytes per weight with states."""
     return HOST_STATE_BYTES * config.optimizer.offload_fraction
 
 
 def step_copies(spec: ModelSpec, config: RunConfig, owned: float) -> float:
-    """Bytes of fp32 copies that a step of Transformer Engine's Adam makes of states in fewer bits, of a part of the ``owned``
-    weights at a time, or of the largest tensor."""
+    """Returns bytes of the fp32 copies that a step of Transformer Engine's Adam makes of reduced states."""
     optimizer, tp = config.optimizer, config.engine.parallel.tp
     reduced = sum(dtype != "float32" for dtype in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype))
     gate_and_up = 2 * spec.hidden_size * spec.ffn_size // (expert_tp(config.engine.parallel) if spec.experts else tp)
@@ -280,21 +278,20 @@ def step_copies(spec: ModelSpec, config: RunConfig, owned: float) -> float:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of one rank of one pipeline stage. All ranks of a node share its memory."""
+    """Host bytes of a rank of one pipeline stage. All ranks of a node share its memory."""
 
     process: float
     states: float
-    """Adam's states that ``optimizer.offload_fraction`` has put there, with the gradients that they wait for."""
+    """Adam's states of ``optimizer.offload_fraction``, with their gradients."""
 
     turns: float
-    """Weights, states and a reference model, while servers use the same GPU."""
+    """Weights, states and a reference model while servers use the same GPU."""
 
     staged: float
     """States on their way into a checkpoint, with ``train.async_save``."""
 
     routes: float
-    """The sampler's experts for every token of a step, with ``rollout.server.routing_replay``: of the whole batch, which every
-    rank has, and of its mini-batches."""
+    """Routing records of the whole batch and of its mini-batches (``rollout.server.routing_replay``)."""
 
     @property
     def total(self) -> float:
@@ -302,32 +299,29 @@ class HostMemory:
 
 
 def host_memory(spec: ModelSpec, config: RunConfig, memory: RankMemory, owned: float, *, step_tokens: float) -> HostMemory:
-    """``memory``: the rank's on the GPU; ``owned``: how many weights it keeps states of; ``step_tokens``: of all sequences."""
+    """``memory`` is the rank's on the GPU, ``owned`` the number of weights with states on it."""
     shares = config.rollout.server.placement == "colocated" and config.rollout.replay is None
     return HostMemory(
         process=PROCESS,
         states=host_state_bytes(config) * owned,
         turns=memory.weights + memory.optimizer + memory.reference if shares else 0,
         staged=12 * owned if config.train.async_save else 0,
-        routes=2 * step_routes(spec, config, step_tokens),
+        routes=2 * _step_routes(spec, config, step_tokens),
     )
 
 
-def step_routes(spec: ModelSpec, config: RunConfig, step_tokens: float) -> float:
-    """Bytes of a step's routing records; none where experts are not replayed."""
+def _step_routes(spec: ModelSpec, config: RunConfig, step_tokens: float) -> float:
     return step_tokens * spec.route_bytes if config.rollout.server.routing_replay else 0
 
 
 def root_routes(spec: ModelSpec, config: RunConfig, step_tokens: float) -> float:
-    """Bytes of records that rank 0 alone has beside: those of the step's rollouts, and with ``train.schedule = overlap`` of the
-    rollouts of the steps that are drawn ahead."""
+    """Returns additional bytes of routing records on rank 0: of the step's rollouts, and of steps sampled ahead."""
     ahead = config.train.max_staleness + 1 if config.train.schedule == "overlap" else 0
-    return (1 + ahead) * step_routes(spec, config, step_tokens)
+    return (1 + ahead) * _step_routes(spec, config, step_tokens)
 
 
 def check_host(config: RunConfig, needed: list[float], root: float = 0) -> str | None:
-    """Returns a sentence if the ranks of a node need more than its memory, else None. ``needed``: bytes of a rank, by stage;
-    ``root``: what rank 0 needs beside."""
+    """Returns a sentence if a node's ranks need more than its memory. ``needed``: bytes of a rank, by stage."""
     cluster = config.cluster
     ranks = min(config.engine.parallel.world_size, cluster.gpus_per_node)
     most, room = ranks * max(needed) + root, cluster.host_memory_gib * GIB

@@ -1,4 +1,4 @@
-"""The servers' side: what a vLLM worker holds, how many sequences run at once, what a weight sync moves."""
+"""A vLLM worker's memory, the number of concurrent sequences, and the traffic of a weight sync."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, pipeli
 from tepo_megatron.weights.reshard.plan import reshard_plan
 
 VLLM_WORKSPACE = 3 * GIB
-"""Bytes for activations of the largest prefill and CUDA graphs of one worker: an assumption."""
+"""Activations of the largest prefill and CUDA graphs of one worker: an assumption."""
 
 
 @dataclass(frozen=True)
 class ServerMemory:
-    """Bytes on one worker of a server. ``capacity``: tokens that its KV cache holds; ``concurrency_…``: sequences."""
+    """Bytes on one worker of a server. ``capacity``: tokens of its KV cache; ``concurrency_…``: sequences."""
 
     weights: float
     draft: float
-    """Weights of the draft model that guesses, 0 without one or where its shape is not known (:func:`draft_spec`)."""
+    """Weights of the draft model; 0 without one or if its shape is unknown (:func:`draft_spec`)."""
 
     workspace: float
     kv_cache: float
@@ -33,44 +33,42 @@ class ServerMemory:
     """Sequences of the longest length that fit at once."""
 
     concurrency_mean: float
-    """Sequences of the mean length that run at once: no more than fit, ``max_num_seqs``, or a server's share of a step."""
+    """Sequences of mean length at once, limited by ``max_num_seqs`` and a server's share of a step."""
 
 
 @dataclass(frozen=True)
 class SyncTraffic:
-    """Bytes and time of one weight sync from shard to shard, as the bridge's planner lays it out."""
+    """Bytes and time of one weight sync from shard to shard."""
 
     moves: int
     bytes_total: int
-    """Bytes that go over the links: every server's shards once."""
+    """Every server's shards once."""
 
     bytes_sent_most: int
-    """Bytes that the busiest training rank sends."""
+    """Of the busiest training rank."""
 
     bytes_received_most: int
-    """Bytes that the busiest worker receives."""
+    """Of the busiest worker."""
 
     seconds: float
-    """Lower bound: the time of the most loaded link alone."""
+    """Lower bound: the time of the most loaded link."""
 
 
-def server_bytes(config: RunConfig) -> int:
-    """Bytes of one weight in the servers."""
+def _server_bytes(config: RunConfig) -> int:
     return ELEMENT_BYTES[config.rollout.server.served_dtype(config.model.dtype)]
 
 
-def server_weights(spec: ModelSpec, config: RunConfig) -> float:
-    """Bytes of the weights in a whole server. Quantised, linear layers have one byte a weight; what has their scales is too
-    little to count. Embedding, head, norms and routers stay as they are."""
-    b = server_bytes(config)
+def _server_weights(spec: ModelSpec, config: RunConfig) -> float:
+    """Quantised linear layers have one byte a weight; their scales are negligible."""
+    b = _server_bytes(config)
     quantised = linear_parameters(spec) if config.rollout.server.quantization != "none" else 0
     return b * model_parameters(spec) - (b - 1) * quantised
 
 
 def draft_spec(config: RunConfig) -> tuple[ModelSpec | None, str | None]:
-    """Returns the shape of the draft model, and why it is not known; both None without a draft model.
+    """Returns the draft model's shape, or why it is unknown; both None without a draft model.
 
-    vLLM can guess with models that the trainer does not know, so that an unknown shape is no reason to refuse a run.
+    vLLM supports models that the trainer does not, so an unknown shape does not refuse a run.
     """
     speculative = config.rollout.server.speculative
     if speculative is None or speculative.draft_model is None:
@@ -82,14 +80,14 @@ def draft_spec(config: RunConfig) -> tuple[ModelSpec | None, str | None]:
 
 
 def _kv_bytes_per_token(spec: ModelSpec, tp: int, element: int) -> float:
-    """Bytes of a token in one worker; where there are more workers than key/value heads, several hold the same head."""
+    """With more workers than key/value heads, several workers hold the same head."""
     return 2 * spec.num_layers * max(1.0, spec.num_kv_heads / tp) * spec.head_dim * element
 
 
 def server_memory(spec: ModelSpec, config: RunConfig, *, longest: int, mean: float) -> ServerMemory:
-    """Memory and concurrency of a worker; prompt and response have at most ``longest`` tokens together, ``mean`` on average."""
-    server, b = config.rollout.server, server_bytes(config)
-    weights = server_weights(spec, config) / server.tp
+    """``longest`` and ``mean`` are tokens of prompt and response together."""
+    server, b = config.rollout.server, _server_bytes(config)
+    weights = _server_weights(spec, config) / server.tp
     per_token = _kv_bytes_per_token(spec, server.tp, b)
     guesser, _ = draft_spec(config)
     draft = 0.0
@@ -116,10 +114,7 @@ def server_memory(spec: ModelSpec, config: RunConfig, *, longest: int, mean: flo
 
 
 def check_turns(config: RunConfig, context: float) -> str | None:
-    """Returns a sentence if a server that is awake has no room beside what the trainer keeps on the same GPU, else None.
-
-    ``context``: the trainer's, which stays when everything else has left.
-    """
+    """Returns a sentence if an awake server does not fit next to the trainer's remaining ``context`` bytes."""
     server, memory = config.rollout.server, config.cluster.gpu_memory_gib * GIB
     if server.gpu_memory_utilization * memory + context <= memory:
         return None
@@ -131,7 +126,7 @@ def check_turns(config: RunConfig, context: float) -> str | None:
 
 
 def check_server(config: RunConfig, memory: ServerMemory, longest: int) -> str | None:
-    """Returns a sentence if a worker's KV cache has no room for one sequence of the longest length, else None."""
+    """Returns a sentence if a worker's KV cache has no room for one sequence of the longest length."""
     if memory.capacity >= longest:
         return None
     server = config.rollout.server
@@ -145,14 +140,14 @@ def check_server(config: RunConfig, memory: ServerMemory, longest: int) -> str |
 
 
 def weight_sync(spec: ModelSpec, config: RunConfig) -> SyncTraffic:
-    """Plans the weight sync of a run with servers; takes seconds for a 70B model. Raises ValueError if vLLM cannot split it."""
+    """Plans the weight sync (seconds for a 70B model). Raises ValueError if vLLM cannot split the model."""
     cluster, parallel, server = config.cluster, config.engine.parallel, config.rollout.server
     stages = pipeline_stages_of(spec, parallel)
     replicas, is_te = parallel.dp * parallel.cp, layers_of(config) == "te"
     trainer = MegatronParallel(parallel.tp, parallel.pp, replicas, stages, is_te, parallel.ep, parallel.etp)
     plan = reshard_plan(spec, trainer, VllmParallel(tp=server.tp, replicas=server.count))
     sent, received = Counter[int](), Counter[int]()
-    for (source, destination), size in plan.bytes_between(server_bytes(config)).items():
+    for (source, destination), size in plan.bytes_between(_server_bytes(config)).items():
         sent[source] += size
         received[destination] += size
     most_sent, most_received = max(sent.values()), max(received.values())

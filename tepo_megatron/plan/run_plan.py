@@ -1,4 +1,4 @@
-"""Puts a plan together from its parts, and says what to change where a run does not fit."""
+"""A plan from its parts, its problems with remedies, and the check of placement."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import check_balance, check_recompute, check_trainer_split
 
 DEFAULT_PROMPT_TOKENS = 512
-"""The longest prompt where ``data.max_prompt_tokens`` does not bound it, if the model has as many positions."""
+"""The longest prompt if ``data.max_prompt_tokens`` is unset and the model has as many positions."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs. ``stages``: the memory of one rank of each pipeline stage; ``problems``: why it cannot run as it is."""
+    """What a run needs. ``stages``: memory of one rank of each pipeline stage; ``problems``: why it cannot run."""
 
     config: RunConfig
     spec: ModelSpec
@@ -55,7 +55,7 @@ class Plan:
     hosts: tuple[HostMemory, ...]
     server: ServerMemory
     sync: SyncTraffic | None
-    """None where rollouts are replayed, without servers."""
+    """None if rollouts are replayed."""
 
     time: StepTime
     assumptions: tuple[str, ...]
@@ -67,10 +67,10 @@ class Plan:
 
 
 def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Plan:
-    """Computes what a run needs; ``prompt_tokens`` and ``response_tokens`` are mean lengths (default: half of the longest).
+    """Computes what a run needs; ``prompt_tokens`` and ``response_tokens`` are mean lengths (default: half the longest).
 
-    Raises ValueError for a run that cannot be laid out at all: nodes that the parallel sizes do not divide, a model that they
-    do not divide, a model whose shape is not known. What can be laid out but does not fit is in ``Plan.problems``.
+    Raises ValueError for a run that cannot be laid out: nodes or model that the parallel sizes do not divide, an unknown
+    shape. ``Plan.problems`` has what does not fit.
     """
     check_placement(config)
     spec, substitute = resolve_spec(config.model.path)
@@ -94,12 +94,11 @@ def make_plan(config: RunConfig, *, prompt_tokens: float | None = None, response
         sync=sync,
         time=step_time(spec, config, lengths, server, sync, stages),
         assumptions=tuple(_assumptions(spec, config, lengths, substitute)),
-        problems=tuple(find_problems(spec, config, lengths, stages, server)),
+        problems=tuple(_find_problems(spec, config, lengths, stages, server)),
     )
 
 
 def _check_engine(spec: ModelSpec, config: RunConfig) -> None:
-    """Raises ValueError where the engine would refuse the model under this configuration, by the functions that it asks."""
     check_trainer_split(spec, config.engine.parallel)
     check_recompute(spec, config.engine.recomputed, transformer_engine=layers_of(config) == "te")
     check_balance(spec, config.engine.moe_balance.kind)
@@ -112,10 +111,10 @@ def check_plan(plan: Plan) -> None:
 
 
 def problems_of(config: RunConfig, spec: ModelSpec) -> tuple[str, ...]:
-    """Returns why a run that can be laid out does not fit the GPUs' memory, each reason with a change; empty if it fits."""
+    """Returns why a run does not fit the GPUs' memory, each reason with a change; empty if it fits."""
     lengths = _lengths(spec, config, None, None)
     server = server_memory(spec, config, longest=lengths.longest, mean=lengths.mean)
-    return tuple(find_problems(spec, config, lengths, _stages(spec, config, lengths), server))
+    return tuple(_find_problems(spec, config, lengths, _stages(spec, config, lengths), server))
 
 
 def _lengths(spec: ModelSpec, config: RunConfig, prompt: float | None, response: float | None) -> Lengths:
@@ -162,14 +161,13 @@ def _host_problem(spec: ModelSpec, config: RunConfig, lengths: Lengths, stages: 
 
 
 def usable_memory(config: RunConfig) -> float:
-    """Bytes of a GPU that a plan may fill."""
+    """Returns the bytes of a GPU that a plan may fill."""
     return config.cluster.gpu_memory_gib * GIB * min(USABLE, config.engine.gpu_memory_fraction)
 
 
-def find_problems(
+def _find_problems(
     spec: ModelSpec, config: RunConfig, lengths: Lengths, stages: tuple[RankMemory, ...], server: ServerMemory
 ) -> Iterator[str]:
-    """Yields a sentence for each reason why the run does not fit, with the change that makes it fit."""
     serves = config.rollout.replay is None
     if platform_of(config) == "cuda":
         usable = usable_memory(config)
@@ -190,8 +188,6 @@ def find_problems(
 
 
 def _suggest(spec: ModelSpec, config: RunConfig, lengths: Lengths, usable: float) -> str:
-    """A sentence with the smallest changes after which the run fits, and the memory that it then needs."""
-
     def measure(changed: RunConfig) -> tuple[float, float]:
         check_placement(changed)
         _check_engine(spec, changed)
@@ -247,7 +243,7 @@ def _assumptions(spec: ModelSpec, config: RunConfig, lengths: Lengths, substitut
 
 
 def check_placement(config: RunConfig) -> None:
-    """Raises ValueError where ranks or servers do not fit the cluster's GPUs, with the fields to change."""
+    """Raises ValueError, naming the fields, if ranks or servers do not fit the cluster's GPUs."""
     _check_trainer(config)
     _check_servers(config)
 
@@ -281,7 +277,6 @@ def _check_trainer(config: RunConfig) -> None:
 
 
 def _nearest(config: RunConfig) -> str:
-    """A sentence with the nearest numbers of nodes that would fit, below and above."""
     parallel, cluster = config.engine.parallel, config.cluster
     replica = parallel.tp * parallel.pp * parallel.cp
 
@@ -326,9 +321,9 @@ def _check_servers(config: RunConfig) -> None:
 
 
 def check_exact(plan: Plan) -> list[list[int]]:
-    """Returns the parameters of every rank as Megatron builds it, ``[pp_rank][tp_rank]``; ten seconds for a 70B model.
+    """Returns the parameters of every rank as Megatron builds it, ``[pp_rank][tp_rank]``, in ten seconds for 70B.
 
-    Raises RuntimeError if Megatron cannot be run here, or if a count differs from the formula, with the rank and both counts.
+    A process of its own imports torch. Raises RuntimeError if Megatron cannot run here, or a count differs from the formula.
     """
     parallel = plan.config.engine.parallel
     request = {"spec": asdict(plan.spec), "parallel": parallel.model_dump()}

@@ -12,20 +12,20 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.weights.architecture import ModelSpec
 
 Settings = Mapping[str, Any]
-"""Dotted names of fields, and what they are set to."""
+"""Dotted field names → values."""
 
 Knob = list[Settings]
-"""Settings of the same fields, of which one is tried at a time."""
+"""Alternative settings of the same fields."""
 
 MAX_KNOBS = 2
-"""How many knobs are turned at once."""
+"""Knobs changed at once."""
 
 MAX_CHANGES_SHOWN = 4
 
 
 @dataclass(frozen=True)
-class Change:
-    """What is set, the run that it makes, the bytes of its fullest rank, and the seconds of training and scores in a step."""
+class _Change:
+    """Settings, the run with them, bytes of its fullest rank, and seconds of training and scoring in a step."""
 
     values: Settings
     config: RunConfig
@@ -34,11 +34,9 @@ class Change:
 
     @property
     def changes_rounding(self) -> bool:
-        """Whether other numbers come out of it: what is kept in fewer bits is rounded at every step."""
         return "optimizer.exp_avg_dtype" in self.values
 
     def __str__(self) -> str:
-        """As ``engine.parallel.cp = 4 and dp = 2``: a field of the section before it is named without the section."""
         parts, before = [], None
         for path, value in self.values.items():
             section, _, name = path.rpartition(".")
@@ -54,12 +52,11 @@ def smallest_changes(
     longest: int,
     usable: float,
     measure: Callable[[RunConfig], tuple[float, float]],
-) -> list[Change]:
-    """Returns the changes of the fewest knobs, on the same GPUs, after which a rank needs no more than ``usable`` bytes; first
-    those that compute the same, and of them the fastest. If there is none, changes that also use more nodes. Empty if these do
-    not suffice either.
+) -> list[_Change]:
+    """Returns changes of the fewest knobs, on the same GPUs, after which a rank needs at most ``usable`` bytes.
 
-    ``measure`` returns bytes and seconds of a run, and raises ValueError for one that cannot be laid out.
+    Changes that compute the same come first, then the fastest. If none suffices, changes with more nodes; otherwise empty.
+    ``measure`` returns bytes and seconds of a run and raises ValueError if it cannot be laid out.
     """
     knobs = list(_knobs(config, spec, longest))
     groups_of_knobs = [[knob] for knob in knobs], list(map(list, combinations(knobs, MAX_KNOBS)))
@@ -101,7 +98,7 @@ def _knobs(config: RunConfig, spec: ModelSpec, longest: int) -> Iterator[Knob]:
 
 
 def _optimizer_knobs(config: RunConfig) -> Iterator[Knob]:
-    """States shared with other ranks, in fewer bits, or on the host; as one knob, since each needs the first."""
+    """One knob, since each setting needs the first."""
     optimizer = config.optimizer
     shared: Settings = {} if optimizer.distributed else {"optimizer.distributed": True}
     settings = [shared] if shared else []
@@ -122,7 +119,7 @@ def _more_nodes(config: RunConfig) -> Iterator[Knob]:
 
 
 def _products(knobs: list[Knob]) -> Iterator[Settings]:
-    """Every choice of one setting of each knob; knobs that share a field, such as dp, are not turned together."""
+    """Knobs that share a field, such as dp, are not combined."""
     if not knobs:
         yield {}
         return
@@ -130,8 +127,7 @@ def _products(knobs: list[Knob]) -> Iterator[Settings]:
         yield from ({**rest, **values} for values in knobs[0] if not set(rest) & set(values))
 
 
-def _try(config: RunConfig, values: Settings, measure: Callable[[RunConfig], tuple[float, float]]) -> Change | None:
-    """The change, or None where it makes no run that can be laid out."""
+def _try(config: RunConfig, values: Settings, measure: Callable[[RunConfig], tuple[float, float]]) -> _Change | None:
     raw = config.model_dump()
     for path, value in values.items():
         *sections, name = path.split(".")
@@ -146,4 +142,4 @@ def _try(config: RunConfig, values: Settings, measure: Callable[[RunConfig], tup
         needed, seconds = measure(changed)
     except ValueError:
         return None
-    return Change(values, changed, needed, seconds)
+    return _Change(values, changed, needed, seconds)

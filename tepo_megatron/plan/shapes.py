@@ -1,4 +1,4 @@
-"""The shape of a model, and the number of parameters that a rank holds of it."""
+"""Shapes of known models, and the number of parameters on a rank, with LoRA's adapters."""
 
 from __future__ import annotations
 
@@ -99,14 +99,13 @@ KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Qwen3-30B-A3B": _QWEN3_MOE,
     }
 )
-"""``config.json`` as published, by the name of the model's folder: for plans on machines that do not have the folder."""
+"""Published ``config.json`` by folder name, for machines without the folder."""
 
 
 def resolve_spec(source: str, field: str = "model.path") -> tuple[ModelSpec, str | None]:
-    """Returns the shape of the model that ``field`` names, and the assumption made if it is not the folder's own
-    ``config.json``, else None.
+    """Returns the shape of the model that ``field`` names, and the assumption made if its folder is not here.
 
-    Raises ValueError for a folder that is not on this machine and whose last name is no known model's.
+    Raises ValueError for a folder that is not here and whose name is no known model.
     """
     if source.startswith("builtin:"):
         return read_model_spec(
@@ -126,28 +125,24 @@ def resolve_spec(source: str, field: str = "model.path") -> tuple[ModelSpec, str
 
 
 def expert_tp(parallel: ParallelConfig) -> int:
-    """The number of ranks over which each expert is split."""
+    """Returns the number of ranks that split each expert."""
     return parallel.tp if parallel.etp is None else parallel.etp
 
 
 def expert_copies(parallel: ParallelConfig) -> int:
-    """The number of ranks that hold the same part of the same experts."""
+    """Returns the number of ranks with the same part of the same experts."""
     return parallel.tp * parallel.cp * parallel.dp // (parallel.ep * expert_tp(parallel))
 
 
 def expert_parameters(spec: ModelSpec, parallel: ParallelConfig) -> int:
-    """Counts a rank's parameters of the experts of one layer, without router and shared ones; 0 for a dense model."""
+    """Counts a rank's parameters of one layer's experts, without router and shared ones; 0 for a dense model."""
     if spec.experts is None:
         return 0
     return spec.experts.count // parallel.ep * 3 * spec.hidden_size * spec.ffn_size // expert_tp(parallel)
 
 
-def layer_parameters(spec: ModelSpec, parallel: ParallelConfig, layer: int) -> int:
-    """Counts a rank's parameters of decoder layer ``layer``: q, k, v (with biases), output, gate, up, down, or router and
-    experts, whose biases are no parameters.
-
-    Norms and router are not split.
-    """
+def _layer_parameters(spec: ModelSpec, parallel: ParallelConfig, layer: int) -> int:
+    """Norms and router are not split; the biases of a router's experts are no parameters."""
     tp = parallel.tp
     qkv_rows = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim // tp
     attention = qkv_rows * (spec.hidden_size + spec.qkv_bias) + spec.hidden_size * spec.num_heads * spec.head_dim // tp
@@ -161,44 +156,42 @@ def layer_parameters(spec: ModelSpec, parallel: ParallelConfig, layer: int) -> i
 
 
 def linear_parameters(spec: ModelSpec) -> int:
-    """Counts the weights of the whole model's linear layers, those of experts among them, without router and head."""
+    """Counts the weights of all linear layers, with experts, without router and head."""
     biases = spec.qkv_bias * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    routers = 0 if spec.experts is None else expert_layers(spec) * spec.experts.count * spec.hidden_size
+    routers = 0 if spec.experts is None else _expert_layers(spec) * spec.experts.count * spec.hidden_size
     norms = 2 * spec.hidden_size + (2 * spec.head_dim if spec.qk_norm else 0)
     return _all_layers(spec) - spec.num_layers * (norms + biases) - routers
 
 
-def expert_layers(spec: ModelSpec) -> int:
-    """The number of layers with experts."""
+def _expert_layers(spec: ModelSpec) -> int:
     return 0 if spec.experts is None else spec.num_layers - spec.dense_layers
 
 
 def _all_layers(spec: ModelSpec) -> int:
-    return sum(layer_parameters(spec, ParallelConfig(), layer) for layer in range(spec.num_layers))
+    return sum(_layer_parameters(spec, ParallelConfig(), layer) for layer in range(spec.num_layers))
 
 
 def vocabulary_parameters(spec: ModelSpec, tp: int) -> int:
-    """Counts the parameters of the embedding, or of the head, on one of ``tp`` ranks, with the rows that Megatron pads."""
+    """Counts the parameters of embedding or head on one of ``tp`` ranks, with padding."""
     return spec.padded_vocab_size(tp) // tp * spec.hidden_size
 
 
 def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, ...]:
-    """The number of layers of each pipeline stage, over all of its chunks. Raises ValueError where they do not fit."""
+    """Returns the number of layers of each pipeline stage. Raises ValueError if they do not fit."""
     return tuple(sum(map(len, chunks)) for chunks in pipeline_stages_of(spec, parallel))
 
 
 def stage_expert_layers(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, ...]:
-    """The number of layers with experts of each pipeline stage."""
+    """Returns the number of layers with experts of each pipeline stage."""
     return tuple(sum(map(spec.has_experts, stage)) for stage in _layers_of_stages(spec, parallel))
 
 
 def stage_layer_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
-    """Counts the parameters of the decoder layers of a rank of pipeline stage ``stage``."""
-    return sum(layer_parameters(spec, parallel, layer) for layer in _layers_of_stages(spec, parallel)[stage])
+    """Counts the parameters of a stage's decoder layers on a rank."""
+    return sum(_layer_parameters(spec, parallel, layer) for layer in _layers_of_stages(spec, parallel)[stage])
 
 
 def _layers_of_stages(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
-    """The layers of each stage."""
     return [[layer for chunk in chunks for layer in chunk] for chunks in pipeline_stages_of(spec, parallel)]
 
 
@@ -216,21 +209,21 @@ def stage_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> i
 
 
 def model_parameters(spec: ModelSpec) -> int:
-    """Counts the parameters of the whole model as published, without padding."""
+    """Counts the parameters of the whole model, without padding."""
     vocabulary = spec.vocab_size * spec.hidden_size
     return _all_layers(spec) + spec.hidden_size + vocabulary * (1 if spec.tied_embeddings else 2)
 
 
 def active_parameters(spec: ModelSpec) -> int:
-    """Counts the parameters of the whole model that one token meets: all but those of the experts that are not chosen."""
+    """Counts the parameters that one token meets: all except those of experts that are not chosen."""
     if spec.experts is None:
         return model_parameters(spec)
     idle = spec.experts.count - spec.experts.per_token
-    return model_parameters(spec) - expert_layers(spec) * idle * 3 * spec.hidden_size * spec.ffn_size
+    return model_parameters(spec) - _expert_layers(spec) * idle * 3 * spec.hidden_size * spec.ffn_size
 
 
 class AdapterCount(NamedTuple):
-    """Parameters of adapters: those of dense weights, and those of experts."""
+    """Parameters of adapters of dense weights and of experts."""
 
     dense: int
     experts: int
@@ -244,8 +237,7 @@ class AdapterCount(NamedTuple):
 def layer_adapters(
     spec: ModelSpec, lora: LoraConfig, tp: int, ep: int, etp: int | None, *, sparse: bool = False
 ) -> AdapterCount:
-    """Counts a rank's parameters of the adapters of one layer, with experts or without. Raises ValueError for targets that
-    match nothing."""
+    """Counts a rank's adapter parameters in one layer. Raises ValueError for targets that match nothing."""
     one = replace(spec, num_layers=1, dense_layers=0 if sparse or spec.experts is None else 1)
     tensors = adapted_tensors(tensor_shapes(one), lora.target_modules)
     layout = adapter_layout(megatron_layout(one, MegatronParallel(tp=tp, ep=ep, etp=etp), 0), tensors, lora.rank)
@@ -254,7 +246,7 @@ def layer_adapters(
 
 
 def stage_adapters(spec: ModelSpec, lora: LoraConfig, parallel: ParallelConfig, *, dense: int, sparse: int) -> AdapterCount:
-    """Counts a rank's parameters of the adapters of ``dense`` layers without experts and ``sparse`` layers with some."""
+    """Counts a rank's adapter parameters in ``dense`` layers without experts and ``sparse`` layers with experts."""
     counts = [
         (layers, layer_adapters(spec, lora, parallel.tp, parallel.ep, parallel.etp, sparse=with_experts))
         for layers, with_experts in ((dense, False), (sparse, True))

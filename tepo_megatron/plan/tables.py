@@ -1,4 +1,4 @@
-"""Shows a plan as tables, or as JSON."""
+"""A plan as tables or JSON."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tepo_megatron.plan.run_plan import Plan, usable_memory
 from tepo_megatron.plan.time import Lengths, ScheduleTime, schedule_times
 
 PUBLISHED = {"generation": 84, "log-probs": 18, "training": 28, "weight sync": 14, "step": 147}
-"""Seconds of a GRPO step of Llama-3.1-70B on 64 H100 (NeMo-RL, TP4 PP4, sequences of up to 4096 tokens)."""
+"""Seconds of a GRPO step of Llama-3.1-70B on 64 H100 (NeMo-RL, TP4 PP4, at most 4096 tokens)."""
 
 PUBLISHED_SIZES = (6e10, 8e10)
-"""The published figures are shown beside plans of models between these numbers of parameters."""
+"""The published figures are shown for models between these numbers of parameters."""
 
 
 def plan_tables(plan: Plan) -> Iterator[Table]:
-    """Yields the tables to print: the layout, a training rank's memory, the servers, a step's time."""
+    """Yields the tables: layout, memory of a training rank, servers, time of a step."""
     yield _layout(plan)
     yield _memory(plan)
     if plan.sync is not None:
@@ -46,14 +46,14 @@ def _schedules(plan: Plan) -> list[ScheduleTime]:
 
 
 def plan_notes(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> list[str]:
-    """Lines with every assumption, and, where ``exact`` was computed, with how many counts agree with Megatron's."""
+    """Returns lines with every assumption, and how many counts of ``exact`` agree with Megatron's."""
     counted = sum(map(len, exact or ()))
     verdict = [f"Exact: Megatron builds as many parameters on each of {counted} (tp, pp) ranks as the formula says."]
     return ["Assumed:", *(f"  - {text}" for text in plan.assumptions), *(verdict if exact else [])]
 
 
 def plan_json(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> str:
-    """The plan as JSON: bytes, tokens, FLOPs and seconds. ``exact`` is what ``check_exact`` returned."""
+    """Returns bytes, tokens, FLOPs and seconds as JSON. ``exact`` is the result of ``check_exact``."""
     result: dict[str, Any] = {
         "name": plan.config.name,
         "model": asdict(plan.spec),
@@ -75,7 +75,7 @@ def plan_json(plan: Plan, exact: Sequence[Sequence[int]] | None = None) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Replaces infinity and NaN, which JSON does not have, by null."""
+    """JSON has neither infinity nor NaN."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

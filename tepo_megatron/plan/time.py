@@ -1,4 +1,4 @@
-"""Estimates the seconds of one step: sample, score, update, sync, save. Every assumption is printed with them."""
+"""Estimates of FLOPs and seconds of one step: sample, score, update, sync, save."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from tepo_megatron.plan.shapes import (
 from tepo_megatron.weights.architecture import ModelSpec
 
 PACK_SECONDS_PER_TOKEN = 0.02e-6
-"""Seconds in which rank 0 packs a sampled token, measured on one CPU core (0.01); all ranks wait for it."""
+"""Rank 0 packs a sampled token, measured on one CPU core (0.01); all ranks wait."""
 
 DECODE_SECONDS_PER_TOKEN = 3e-6
-"""Seconds in which rank 0 reads a sampled token and its log-prob out of an answer, measured so; the servers go on meanwhile."""
+"""Rank 0 reads a sampled token and its log-prob from an answer, measured; servers continue meanwhile."""
 
 DIGEST_SECONDS_PER_BYTE = 1e-9
-"""Seconds in which a rank's core computes the SHA-256 of a byte of a checkpoint, measured so; it then writes it."""
+"""SHA-256 of a checkpoint's byte on a rank's core, measured; then the byte is written."""
 
 ADAM_BANDWIDTH = 0.7
-"""The part of a GPU's memory bandwidth that a step of Adam reaches: an assumption."""
+"""Part of a GPU's memory bandwidth that a step of Adam reaches: an assumption."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths in tokens. ``prompt``, ``response``: means; ``longest``: longest prompt and longest response together."""
+    """Tokens. ``prompt``, ``response``: means; ``longest``: longest prompt and response together."""
 
     prompt: float
     response: float
@@ -50,7 +50,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Sizes of one step, FLOPs over all GPUs, and seconds of each phase; the phases follow one another."""
+    """Sizes of one step, FLOPs over all GPUs, and seconds of each consecutive phase."""
 
     sequences: int
     tokens: float
@@ -59,42 +59,40 @@ class StepTime:
     flops_score: float
     flops_train: float
     bubble: float
-    """Idle time of the pipeline in an update, relative to the time it works."""
+    """Idle over busy time of the pipeline in an update."""
 
     imbalance: float
-    """By how much the busiest stage has more to compute than the mean, which all others wait for."""
+    """Additional work of the busiest stage over the mean."""
 
     padding: float
-    """By how much padding adds to the tokens that are computed."""
+    """Share of padding in the computed tokens."""
 
     generation: float
     score: float
     train: float
-    """Seconds of the updates, without Adam."""
+    """Updates without Adam."""
 
     exposed: float
-    """Seconds of ``score`` and ``train`` in which ranks wait for tensor-parallel ranks and for neighbouring stages."""
+    """Part of ``score`` and ``train`` in which ranks wait for tensor-parallel ranks and neighbouring stages."""
 
     exchange: float
-    """Seconds for gradients and new weights between data-parallel ranks, as far as nothing hides them."""
+    """Gradients and new weights between data-parallel ranks, if nothing hides them."""
 
     adam: float
-    """Seconds of Adam's steps: reading and writing states on the GPU; where they are on the host, gradients go there, its cores
-    compute, and weights come back."""
+    """Adam's steps; with states on the host also gradients to it, its cores' work, and weights back."""
 
     turns: float
-    """Seconds in which weights and states leave the GPU for servers that share it, and come back."""
+    """Weights and states leave the GPU for servers that share it, and return."""
 
     sync: float
     root: float
-    """Seconds in which rank 0 packs the step's rollouts, and all others wait."""
+    """Rank 0 packs the step's rollouts while all others wait."""
 
     save: float
-    """A checkpoint's seconds, divided by the steps between two."""
+    """A checkpoint's seconds over the steps between two."""
 
     mfu: float
-    """FLOPs of the updates, without what is computed again, over the GPUs' peak in that time: what the recipe can expect while
-    the pipeline is full."""
+    """FLOPs of the updates without recomputation over the GPUs' peak in that time, while the pipeline is full."""
 
     @property
     def seconds(self) -> float:
@@ -110,8 +108,9 @@ def step_time(
     sync: SyncTraffic | None,
     stages: Sequence[RankMemory],
 ) -> StepTime:
-    """Estimates a step; ``stages``: a rank's memory in each. A token costs 3 forward passes in training and what is computed
-    again, 1 in scoring (2 with a reference model), 1 in generation.
+    """Estimates a step; ``stages``: a rank's memory in each.
+
+    A token costs 3 forward passes plus recomputation in training, 1 in scoring (2 with a reference model), 1 in generation.
     """
     cluster, parallel, rollout = config.cluster, config.engine.parallel, config.rollout
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
@@ -120,9 +119,9 @@ def step_time(
     training = 3 * token + recomputed_flops(spec, config, lengths.mean)
     scores = 2 if config.objective.needs_reference else 1
     peak = cluster.gpu_tflops * 1e12 * parallel.world_size
-    imbalance = stage_imbalance(spec, config)
+    imbalance = _stage_imbalance(spec, config)
     bubble, score_bubble = _bubble(config, tokens / config.train.minibatches), _bubble(config, tokens)
-    waits_train, waits_score = exposed_seconds(spec, config, tokens)
+    waits_train, waits_score = _exposed_seconds(spec, config, tokens)
     waits_score *= scores
     prefill = rollout.prompts_per_step * lengths.prompt * token
     padding = padding_share(config, lengths.mean)
@@ -152,8 +151,7 @@ def step_time(
     )
 
 
-def stage_imbalance(spec: ModelSpec, config: RunConfig) -> float:
-    """By how much the busiest pipeline stage has more weights to multiply with than the mean stage; 0 if all have the same."""
+def _stage_imbalance(spec: ModelSpec, config: RunConfig) -> float:
     layers = stage_layers(spec, config.engine.parallel)
     head = spec.vocab_size * spec.hidden_size
     layer = (active_parameters(spec) - head * (1 if spec.tied_embeddings else 2)) / spec.num_layers
@@ -162,12 +160,10 @@ def stage_imbalance(spec: ModelSpec, config: RunConfig) -> float:
     return max(work) * len(work) / sum(work) - 1
 
 
-def exposed_seconds(spec: ModelSpec, config: RunConfig, tokens: float) -> tuple[float, float]:
-    """Seconds of a rank in which it waits for activations, while ``tokens`` are trained on, and while they are scored.
-
-    Each layer gathers or scatters the micro-batch's activations over the tensor-parallel ranks: 4 times forward and 6 times
-    backward, of which 2 hide behind gradients of weights. An all-reduce without sequence parallelism is a gather and a scatter.
-    A stage hands them on once each way; interleaved stages do it behind computation, and so do context-parallel ranks.
+def _exposed_seconds(spec: ModelSpec, config: RunConfig, tokens: float) -> tuple[float, float]:
+    """Each layer gathers or scatters activations over tensor-parallel ranks 4 times forward and 6 times backward, of which 2
+    hide behind gradients of weights. A stage hands them on once each way; interleaved stages and context-parallel ranks do
+    it behind computation.
     """
     parallel, cluster = config.engine.parallel, config.cluster
     share = tokens / (parallel.dp * parallel.cp)  # that a rank sees
@@ -182,20 +178,17 @@ def exposed_seconds(spec: ModelSpec, config: RunConfig, tokens: float) -> tuple[
 
 
 def _micro_batches(config: RunConfig, tokens: float) -> float:
-    """How many micro-batches a data-parallel rank makes of a mini-batch, if a step has ``tokens``."""
     per_rank = tokens / config.train.minibatches / config.engine.parallel.dp
     return max(1.0, per_rank / config.engine.micro_batch_tokens)
 
 
 def _bubble(config: RunConfig, tokens: float) -> float:
-    """The pipeline's idle share, (pp − 1) / (micro-batches · vpp), for ``tokens`` spread over the data-parallel ranks."""
     parallel = config.engine.parallel
     micro_batches = max(1.0, tokens / (parallel.dp * config.engine.micro_batch_tokens))
     return (parallel.pp - 1) / (micro_batches * parallel.vpp)
 
 
 def _adam(spec: ModelSpec, config: RunConfig, stage: int) -> float:
-    """Seconds of one step of Adam on a rank of a stage."""
     cluster, optimizer = config.cluster, config.optimizer
     owned, b = owned_weights(spec, config, stage), ELEMENT_BYTES[config.model.dtype]
     # a gradient is read, states are read and written, a weight is written
@@ -207,7 +200,6 @@ def _adam(spec: ModelSpec, config: RunConfig, stage: int) -> float:
 
 
 def _turns(config: RunConfig, memory: RankMemory) -> float:
-    """Seconds in which a rank's weights and states go to the host and come back; gradients are not kept."""
     if config.rollout.server.placement != "colocated" or config.rollout.replay is not None:
         return 0.0
     bytes_moved = 2 * (memory.weights + memory.optimizer + memory.reference)
@@ -215,8 +207,7 @@ def _turns(config: RunConfig, memory: RankMemory) -> float:
 
 
 def _save(spec: ModelSpec, config: RunConfig) -> float:
-    """Seconds of a step's share of a checkpoint. A rank computes the digest of its part and writes it, all at once to one disk;
-    beside training it only copies its part to the host."""
+    """Ranks compute digests and write to one disk at the same time; an asynchronous save only copies to the host."""
     every, cluster = config.train.save_every, config.cluster
     if not every:
         return 0.0
@@ -227,21 +218,21 @@ def _save(spec: ModelSpec, config: RunConfig) -> float:
 
 
 def checkpoint_bytes_of_a_rank(spec: ModelSpec, config: RunConfig) -> float:
-    """Bytes that the rank with the most states writes: those that it holds, as fp32 whatever they are kept in."""
+    """Returns the largest number of bytes that a rank writes, as fp32."""
     return 12 * max(owned_weights(spec, config, stage) for stage in range(config.engine.parallel.pp))
 
 
 def checkpoint_bytes(spec: ModelSpec, config: RunConfig) -> int:
-    """Bytes of a checkpoint on disk: master and moments of what is trained."""
+    """Returns the bytes of a checkpoint: masters and moments of trained weights."""
     lora = config.model.lora
     return 12 * (model_parameters(spec) if lora is None else model_adapters(spec, lora))
 
 
 def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefill: float, decode: float) -> float:
-    """Seconds of sampling: prompts at ``score_mfu``, then decoding, which is bound by memory bandwidth or by FLOPs.
+    """Prompts at ``score_mfu``, then decoding, bound by memory bandwidth or FLOPs.
 
-    A wave is the sequences that run at once. It reads the weights once for every position of its longest response, and every
-    sequence's keys and values once per token. Rank 0 reads the answers of all servers, which may take longer.
+    A wave (concurrent sequences) reads the weights once per position of its longest response, and each sequence's keys and
+    values once per token. Rank 0 reads all answers, which may be slower.
     """
     cluster, rollout = config.cluster, config.rollout
     if rollout.replay is not None:
@@ -260,11 +251,10 @@ def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefi
 
 
 def _exchange(spec: ModelSpec, config: RunConfig, micro_batch: float) -> float:
-    """Seconds of a step for reducing fp32 gradients and, with the distributed optimizer, gathering new weights, as far as they
-    are exposed. ``micro_batch``: seconds of a micro-batch, forward and backward.
+    """Reduction of fp32 gradients and, with the distributed optimizer, gathering of new weights, if exposed.
 
-    Overlapped, gradients hide behind the backward pass of a mini-batch's last micro-batch, and weights behind the forward pass
-    of the next mini-batch's first; a step's last mini-batch has no next.
+    Overlapped, gradients hide behind the backward pass of a mini-batch's last micro-batch, weights behind the forward pass
+    of the next mini-batch's first; a step's last mini-batch has no next. ``micro_batch``: its seconds, forward and backward.
     """
     parallel, cluster, engine = config.engine.parallel, config.cluster, config.engine
     copies, minibatches = parallel.dp * parallel.cp, config.train.minibatches
@@ -282,17 +272,14 @@ def _exchange(spec: ModelSpec, config: RunConfig, micro_batch: float) -> float:
 
 
 def forward_flops(spec: ModelSpec, mean_length: float) -> float:
-    """FLOPs of one token's forward pass: 2 per weight of every matrix that it meets, and causal attention.
-
-    The embedding is a lookup and costs nothing; of the experts only the chosen ones count.
-    """
+    """Returns FLOPs of a token's forward pass: 2 per weight of every matrix that it meets, and causal attention."""
     matrices = active_parameters(spec) - (0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size)
     # Attention: 2 FLOPs × 2 products (scores, values) × half of the sequence on average, since it is causal.
     return 2 * matrices + 2 * spec.num_layers * spec.num_heads * spec.head_dim * mean_length
 
 
 def recomputed_flops(spec: ModelSpec, config: RunConfig, mean_length: float) -> float:
-    """FLOPs of one token that the backward pass computes again."""
+    """Returns FLOPs of a token that the backward pass recomputes."""
     again, head = set(config.engine.recomputed), 2 * spec.vocab_size * spec.hidden_size
     fused_head = head if config.engine.head == "fused" else 0
     if config.engine.recompute == "full":
@@ -304,7 +291,7 @@ def recomputed_flops(spec: ModelSpec, config: RunConfig, mean_length: float) -> 
 
 @dataclass(frozen=True)
 class ScheduleTime:
-    """Seconds of a step under a schedule (``train.schedule``), and the shares of them in which either side is idle."""
+    """Seconds of a step under a schedule (``train.schedule``), and the idle shares of both sides."""
 
     schedule: str
     seconds: float
@@ -313,11 +300,10 @@ class ScheduleTime:
 
 
 def schedule_times(step: StepTime, *, is_colocated: bool) -> list[ScheduleTime]:
-    """A step's time and idle shares under each schedule that the run could have. ``takes_turns``: servers are on the trainer's
-    GPUs, where nothing overlaps.
+    """Returns a step's time under each possible schedule; with ``is_colocated`` servers nothing overlaps.
 
-    Overlapped, sampling and training go on side by side, and both stop for a weight sync. How much of a long tail of responses
-    is hidden beyond that depends on ``train.max_staleness``, and is left out.
+    Overlapped, sampling and training run in parallel and both stop for a weight sync. How much of a long tail is hidden
+    depends on ``train.max_staleness`` and is ignored.
     """
     if step.generation == 0:
         return []
