@@ -7,105 +7,59 @@ home when it is asked for, so ``import tepo_megatron`` is instant, and needs nei
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from tepo_megatron.config import (
-        ObjectiveConfig,
-        OwnAdvantage,
-        OwnAggregation,
-        OwnMask,
-        OwnMismatch,
-        OwnPenalty,
-        OwnRatio,
-        OwnTrustRegion,
-        RunConfig,
-    )
-    from tepo_megatron.config.loading.load import ConfigError, dump_resolved, load_run
-    from tepo_megatron.core.objective import (
-        Objective,
-        StepContext,
-        StepValues,
-        Surrogate,
-        TokenValues,
-        build_objective,
-        check_objective,
-    )
-    from tepo_megatron.core.problem import Problem, ResponseText
-    from tepo_megatron.core.rollout import Rollout
-    from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
-    from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
-    from tepo_megatron.plan import Plan, check_plan, make_plan
-    from tepo_megatron.run.api import train
-    from tepo_megatron.run.callbacks.callbacks import Callback
-    from tepo_megatron.run.callbacks.early_stopping import EarlyStopping
-    from tepo_megatron.run.callbacks.stop import RunInfo, Stop
-    from tepo_megatron.run.output.result import TrainResult
-    from tepo_megatron.run.sampling.custom_rollout import StepSampler
-    from tepo_megatron.run.training import train_model
-    from tepo_megatron.tasks.environments.protocol import StepResult
-    from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult
-    from tepo_megatron.tasks.evaluate.standalone import evaluate_model
-    from tepo_megatron.tasks.reward.judge import Judge
-    from tepo_megatron.weights.architecture import ModelSpec, read_model_spec
-    from tepo_megatron.weights.geometry import ReshardPlan
-    from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel
-    from tepo_megatron.weights.reshard.plan import reshard_plan
-    from tepo_megatron.weights.storage.convert import export_model, import_model
+if TYPE_CHECKING:  # in this form a name is exported for type checkers; at run time __getattr__ imports it
+    from tepo_megatron.config import ObjectiveConfig as ObjectiveConfig
+    from tepo_megatron.config import OwnAdvantage as OwnAdvantage
+    from tepo_megatron.config import OwnAggregation as OwnAggregation
+    from tepo_megatron.config import OwnMask as OwnMask
+    from tepo_megatron.config import OwnMismatch as OwnMismatch
+    from tepo_megatron.config import OwnPenalty as OwnPenalty
+    from tepo_megatron.config import OwnRatio as OwnRatio
+    from tepo_megatron.config import OwnTrustRegion as OwnTrustRegion
+    from tepo_megatron.config import RunConfig as RunConfig
+    from tepo_megatron.config.loading.load import ConfigError as ConfigError
+    from tepo_megatron.config.loading.load import dump_resolved as dump_resolved
+    from tepo_megatron.config.loading.load import load_run as load_run
+    from tepo_megatron.core.objective import Objective as Objective
+    from tepo_megatron.core.objective import StepContext as StepContext
+    from tepo_megatron.core.objective import StepValues as StepValues
+    from tepo_megatron.core.objective import Surrogate as Surrogate
+    from tepo_megatron.core.objective import TokenValues as TokenValues
+    from tepo_megatron.core.objective import build_objective as build_objective
+    from tepo_megatron.core.objective import check_objective as check_objective
+    from tepo_megatron.core.problem import Problem as Problem
+    from tepo_megatron.core.problem import ResponseText as ResponseText
+    from tepo_megatron.core.rollout import Rollout as Rollout
+    from tepo_megatron.core.scores import fused_linear_logprob_and_entropy as fused_linear_logprob_and_entropy
+    from tepo_megatron.core.scores import logprob_and_entropy as logprob_and_entropy
+    from tepo_megatron.core.types import Batch as Batch
+    from tepo_megatron.core.types import ObjectiveOutput as ObjectiveOutput
+    from tepo_megatron.core.types import TokenScores as TokenScores
+    from tepo_megatron.plan import Plan as Plan
+    from tepo_megatron.plan import check_plan as check_plan
+    from tepo_megatron.plan import make_plan as make_plan
+    from tepo_megatron.run.api import train as train
+    from tepo_megatron.run.callbacks.callbacks import Callback as Callback
+    from tepo_megatron.run.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from tepo_megatron.run.callbacks.stop import RunInfo as RunInfo
+    from tepo_megatron.run.callbacks.stop import Stop as Stop
+    from tepo_megatron.run.output.result import TrainResult as TrainResult
+    from tepo_megatron.run.sampling.custom_rollout import StepSampler as StepSampler
+    from tepo_megatron.run.training import train_model as train_model
+    from tepo_megatron.tasks.environments.protocol import StepResult as StepResult
+    from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult as EvaluationResult
+    from tepo_megatron.tasks.evaluate.standalone import evaluate_model as evaluate_model
+    from tepo_megatron.tasks.reward.judge import Judge as Judge
+    from tepo_megatron.weights.architecture import ModelSpec as ModelSpec
+    from tepo_megatron.weights.architecture import read_model_spec as read_model_spec
+    from tepo_megatron.weights.geometry import ReshardPlan as ReshardPlan
+    from tepo_megatron.weights.layouts import MegatronParallel as MegatronParallel
+    from tepo_megatron.weights.layouts import VllmParallel as VllmParallel
+    from tepo_megatron.weights.reshard.plan import reshard_plan as reshard_plan
+    from tepo_megatron.weights.storage.convert import export_model as export_model
+    from tepo_megatron.weights.storage.convert import import_model as import_model
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Batch",
-    "Callback",
-    "ConfigError",
-    "EarlyStopping",
-    "EvaluationResult",
-    "Judge",
-    "MegatronParallel",
-    "ModelSpec",
-    "Objective",
-    "ObjectiveConfig",
-    "ObjectiveOutput",
-    "OwnAdvantage",
-    "OwnAggregation",
-    "OwnMask",
-    "OwnMismatch",
-    "OwnPenalty",
-    "OwnRatio",
-    "OwnTrustRegion",
-    "Plan",
-    "Problem",
-    "ReshardPlan",
-    "ResponseText",
-    "Rollout",
-    "RunConfig",
-    "RunInfo",
-    "StepContext",
-    "StepResult",
-    "StepSampler",
-    "StepValues",
-    "Stop",
-    "Surrogate",
-    "TokenScores",
-    "TokenValues",
-    "TrainResult",
-    "VllmParallel",
-    "__version__",
-    "build_objective",
-    "check_objective",
-    "check_plan",
-    "dump_resolved",
-    "evaluate_model",
-    "export_model",
-    "fused_linear_logprob_and_entropy",
-    "import_model",
-    "load_run",
-    "logprob_and_entropy",
-    "make_plan",
-    "read_model_spec",
-    "reshard_plan",
-    "train",
-    "train_model",
-]
 
 _HOMES = {
     "Batch": "core.types",
@@ -159,7 +113,9 @@ _HOMES = {
     "train": "run.api",
     "train_model": "run.training",
 }
-"""Public name → the module, below this one, that the imports above name."""
+"""Public name → its module, below this one."""
+
+__all__ = sorted([*_HOMES, "__version__"])
 
 if not TYPE_CHECKING:  # a type checker must refuse names that are not there
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from tepo_megatron.cli.errors import user_errors
 from tepo_megatron.cli.options import Overrides, RunOrSetting, load_config, split_run
-from tepo_megatron.run.rank import run_rank
-from tepo_megatron.runtime.rank import is_restart, speaks_first, under_torchrun
-from tepo_megatron.runtime.torchrun import launch
+from tepo_megatron.run.start import prepare_run, start_ranks, train_as_rank
+from tepo_megatron.runtime.rank import print_error, under_torchrun
 
 
 def train(
@@ -42,24 +41,10 @@ def train(
         given += ["train.resume=true"] if resume else []
         given += [] if resume_from is None else [f"train.resume_from={json.dumps(resume_from)}"]
         config = load_config(file, given)
-        if speaks_first() and not is_restart():
-            from tepo_megatron.run.output.run_folder import prepare_folder
-
-            prepare_folder(config, overwrite=overwrite)
-        if config.train.resume and not under_torchrun():
-            from tepo_megatron.run.output.resume import find_checkpoint, resumes
-            from tepo_megatron.tasks.data.builtin import resolve_model_path
-
-            if resumes(config):
-                find_checkpoint(config, resolve_model_path(config.model.path))
-    if not under_torchrun():
-        status = config.output / "status"  # as run/step/heartbeat_limits.py has it
-        words = [str(file), *given] if file is not None else given
-        raise typer.Exit(launch(["train", *words], config.engine.parallel.world_size, status=status))
-
-    def work(config: Any) -> None:
-        from tepo_megatron.run.training import train_model
-
-        train_model(config)
-
-    raise typer.Exit(run_rank(config, work))
+        prepare_run(config, overwrite=overwrite)
+    if under_torchrun():
+        raise typer.Exit(train_as_rank(config))
+    code, message = start_ranks(config, [str(file), *given] if file is not None else given)
+    if message:
+        print_error(message)
+    raise typer.Exit(code)

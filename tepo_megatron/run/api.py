@@ -20,9 +20,9 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.loading.load import dump_resolved
 from tepo_megatron.run.output.result import TrainResult, read_result
 from tepo_megatron.run.python_args import Brought, bring
-from tepo_megatron.run.rank import run_rank
+from tepo_megatron.run.start import prepare_run, start_ranks, train_as_rank
 from tepo_megatron.runtime.preemption import INTERRUPTED, PREEMPTED, StopRequested, borrowed_stop_signals
-from tepo_megatron.runtime.rank import is_restart, speaks_first, under_torchrun
+from tepo_megatron.runtime.rank import under_torchrun
 
 if TYPE_CHECKING:
     from tepo_megatron.config import ObjectiveConfig
@@ -70,30 +70,15 @@ def train(
     brought = bring(
         config, settings, reward=reward, objective=objective, callbacks=callbacks, collect=collect, env=env, resume=resume
     )
-    if speaks_first() and not is_restart():
-        from tepo_megatron.run.output.run_folder import prepare_folder
-
-        prepare_folder(brought.config, overwrite=overwrite)
+    prepare_run(brought.config, overwrite=overwrite)
     if under_torchrun():
-        _train_as_rank(brought)
+        if code := train_as_rank(brought.config, brought.extensions):  # ends the process, as torchrun's agent expects
+            sys.exit(code)
     elif brought.config.engine.parallel.world_size == 1:
         _train_here(brought)
     else:
         _train_in_ranks(brought)
     return read_result(brought.config)
-
-
-def _train_as_rank(brought: Brought) -> None:
-    """Ends the process where the rank fails or is asked to stop, as torchrun's agent expects."""
-
-    def work(config: RunConfig) -> None:
-        from tepo_megatron.run.training import train_model
-
-        train_model(config, brought.extensions)
-
-    code = run_rank(brought.config, work)
-    if code:
-        sys.exit(code)
 
 
 def _train_here(brought: Brought) -> None:
@@ -123,20 +108,12 @@ def _own_process() -> Iterator[None]:
 
 
 def _train_in_ranks(brought: Brought) -> None:
-    from tepo_megatron.runtime.torchrun import run_ranks
-
     config = brought.named_everywhere()
-    if config.train.resume:
-        from tepo_megatron.run.output.resume import find_checkpoint, resumes
-        from tepo_megatron.tasks.data.builtin import resolve_model_path
-
-        if resumes(config):
-            find_checkpoint(config, resolve_model_path(config.model.path))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.yaml"
         file.write_text(dump_resolved(config), encoding="utf-8")
-        code, sentence = run_ranks(["train", str(file)], config.engine.parallel.world_size, status=config.output / "status")
+        code, message = start_ranks(config, [str(file)])
     if code in (INTERRUPTED, PREEMPTED):
         raise StopRequested(signal.SIGINT if code == INTERRUPTED else signal.SIGTERM)
     if code:
-        raise RuntimeError(sentence)
+        raise RuntimeError(message)

@@ -1,6 +1,6 @@
 """What a rank of a run does beside its work: signals and exit codes, and one sentence of what went wrong.
 
-A rank was started by ``torchrun.launch``, by ``python -m tepo_megatron.runtime.torchrun``, or by ``torchrun`` by hand.
+A rank was started by ``torchrun.run_ranks``, by ``python -m tepo_megatron.runtime.torchrun``, or by ``torchrun`` by hand.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REPORTED = "_tepo_reported"
 """Attribute of an error that was said already."""
 
 FAILURE_FILE = "TEPO_FAILURE_FILE"
-"""Environment: where the first rank that fails writes its sentence; set by ``torchrun.launch``."""
+"""Environment: where the first rank that fails writes its sentence; set by ``torchrun.run_ranks``."""
 
 
 def under_torchrun() -> bool:

@@ -1,6 +1,6 @@
 """The ranks of a run on one machine: started and ended together, with one sentence about what went wrong.
 
-``launch`` runs the agent that the ``torchrun`` command runs; ``rank.run_rank`` is what each rank does. ``python -m
+``run_ranks`` runs the agent that the ``torchrun`` command runs; ``rank.run_rank`` is what each rank does. ``python -m
 tepo_megatron.runtime.torchrun`` is the ``torchrun`` command for a node of a cluster, with our signals and exit codes.
 """
 
@@ -36,16 +36,6 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 _AGENT_LOG = "torch.distributed.elastic.multiprocessing.api"
-
-
-def launch(arguments: Sequence[str], world_size: int, module: str = "tepo_megatron", *, status: Path | None = None) -> int:
-    """Runs ``python -m <module>`` with ``arguments`` as ``world_size`` ranks of this machine; returns the exit code, and prints
-    what went wrong: see :func:`run_ranks`.
-    """
-    code, sentence = run_ranks(arguments, world_size, module, status=status)
-    if sentence:
-        print_error(sentence)
-    return code
 
 
 def run_ranks(

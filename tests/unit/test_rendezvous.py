@@ -30,7 +30,7 @@ import os, sys, time
 from datetime import timedelta
 from pathlib import Path
 from tepo_megatron.config.loading.load import load_run
-from tepo_megatron.run.rank import run_rank
+from tepo_megatron.run.start import run_rank
 
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 
@@ -55,7 +55,9 @@ sys.exit(run_rank(load_run(None, ["engine.parallel.dp=2"]), work))
 PARENT = """
 import sys
 from tepo_megatron.runtime import torchrun
-sys.exit(torchrun.launch(sys.argv[1:], 2, module="waiting_rank"))
+code, message = torchrun.run_ranks(sys.argv[1:], 2, module="waiting_rank")
+sys.stderr.write(message)
+sys.exit(code)
 """
 SLEEPER = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
 

@@ -24,7 +24,7 @@ def main() -> None:
     if under_torchrun():
         _announce_phases(Path(os.environ[FOLDER]))
     else:  # the ranks are to run this, too
-        torchrun.launch = partial(torchrun.launch, module=MODULE)
+        torchrun.run_ranks = partial(torchrun.run_ranks, module=MODULE)
     runpy.run_module("tepo_megatron", run_name="__main__")
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tepo_megatron.config.loading.load import load_run
-from tepo_megatron.run.rank import run_rank
 from tepo_megatron.run.sampling import inputs
+from tepo_megatron.run.start import run_rank
 from tepo_megatron.run.training import train_model
 from tepo_megatron.sampler.vllm.server.server_program import ServerProgram
 

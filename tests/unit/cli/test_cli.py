@@ -88,17 +88,17 @@ def test_a_wrong_configuration_is_a_sentence_and_exit_code_1(command: list[str],
 def test_train_starts_the_ranks_that_the_run_needs(run_yaml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[object, ...]] = []
 
-    def launch(*given: object, status: Path) -> int:
-        started.append((*given, status))
-        return 7
+    def run_ranks(*args: object, status: Path) -> tuple[int, str]:
+        started.append((*args, status))
+        return 7, "rank 1 failed"
 
-    monkeypatch.setattr("tepo_megatron.cli.train.launch", launch)
+    monkeypatch.setattr("tepo_megatron.run.start.run_ranks", run_ranks)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(run_yaml.parent)
     make_whole(Path("out/run/checkpoints"), 2)
     result = runner.invoke(app, ["train", str(run_yaml), "train.steps=3", "--resume"])
-    assert result.exit_code == 7
+    assert (result.exit_code, result.stderr) == (7, "error: rank 1 failed\n")
     assert started == [(["train", str(run_yaml), "train.steps=3", "train.resume=true"], 2, Path("out/run/status"))]
 
 

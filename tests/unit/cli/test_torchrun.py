@@ -13,7 +13,7 @@ from tepo_megatron import errors
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.loading.load import load_run
 from tepo_megatron.run.display.plots import _series
-from tepo_megatron.run.rank import check_world_size
+from tepo_megatron.run.start import check_world_size
 from tests.support.programs import TIMEOUT_S
 
 RANK = """
@@ -21,7 +21,7 @@ import os, signal, subprocess, sys, time
 from contextlib import ExitStack
 from pathlib import Path
 from tepo_megatron.config.loading.load import load_run
-from tepo_megatron.run.rank import run_rank
+from tepo_megatron.run.start import run_rank
 from tepo_megatron.runtime.rank import report_before_leaving
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat, read_records
 from tepo_megatron.runtime.proc import STOPPED, process_state
@@ -111,10 +111,14 @@ PARENT = """
 import sys
 from pathlib import Path
 from tepo_megatron.runtime import torchrun
+from tepo_megatron.runtime.rank import print_error
 from tepo_megatron.runtime.watch import verdict
 
 verdict.STOPPED_S = 3.0
-sys.exit(torchrun.launch(sys.argv[1:], 2, module="made_up_rank", status=Path(sys.argv[2], "status")))
+code, message = torchrun.run_ranks(sys.argv[1:], 2, module="made_up_rank", status=Path(sys.argv[2], "status"))
+if message:
+    print_error(message)
+sys.exit(code)
 """
 NODE = """
 import sys; from tepo_megatron.runtime import torchrun
@@ -234,6 +238,7 @@ def test_a_rank_that_a_signal_stopped_ends_the_job_with_one_sentence(start, tmp_
 AGENT = """
 import sys
 from tepo_megatron.runtime import torchrun
+from tepo_megatron.runtime.rank import print_error
 from tepo_megatron.runtime.watch import verdict
 
 verdict.STOPPED_S = 3.0

@@ -201,14 +201,15 @@ def main() -> None:
     if arguments.rank is not None:
         rank_main(arguments.rank)
         return
-    from tepo_megatron.runtime.torchrun import launch
+    from tepo_megatron.runtime.torchrun import run_ranks
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         write_random_model(folder / "model")
-        if code := launch(["--rank", str(folder)], 2, module="tepo_megatron.tools.bench.studies.measure_plan"):
-            sys.exit(code)
+        code, message = run_ranks(["--rank", str(folder)], 2, module="tepo_megatron.tools.bench.studies.measure_plan")
+        if code:
+            sys.exit(message or code)
         ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
         given = configs(folder / "model")
         terms = [term for name, config in given.items() for term in compare(name, config, [rank[name] for rank in ranks])]

@@ -1,0 +1,69 @@
+"""The start of a run, by ``tepo train`` and by ``tepo_megatron.train``: the output folder first, then its ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from tepo_megatron.run.step.heartbeat_limits import STATUS
+from tepo_megatron.runtime import rank
+from tepo_megatron.runtime.torchrun import run_ranks
+
+if TYPE_CHECKING:
+    from tepo_megatron.config import RunConfig
+    from tepo_megatron.run.callbacks.extensions import Extensions
+
+
+def prepare_run(config: RunConfig, *, overwrite: bool = False) -> None:
+    """Prepares the output folder, and checks that there is a checkpoint to resume from.
+
+    Every process that may start a run calls. Under torchrun, only rank 0's first start does anything. Raises ValueError.
+    """
+    from tepo_megatron.run.output.resume import find_checkpoint, resumes
+    from tepo_megatron.run.output.run_folder import prepare_folder
+    from tepo_megatron.tasks.data.builtin import resolve_model_path
+
+    if rank.speaks_first() and not rank.is_restart():
+        prepare_folder(config, overwrite=overwrite)
+    if not rank.under_torchrun() and config.train.resume and resumes(config):
+        find_checkpoint(config, resolve_model_path(config.model.path))
+
+
+def start_ranks(config: RunConfig, arguments: Sequence[str]) -> tuple[int, str]:
+    """Runs ``tepo train ARGUMENTS`` on every rank of this machine; returns the exit code and, if ranks failed, the message."""
+    return run_ranks(["train", *arguments], config.engine.parallel.world_size, status=config.output / STATUS)
+
+
+def train_as_rank(config: RunConfig, extensions: Extensions | None = None) -> int:
+    """Trains as one rank of torchrun's world; returns the exit code. ``extensions`` are rank 0's."""
+
+    def work(config: RunConfig) -> None:
+        from tepo_megatron.run.callbacks.extensions import NO_EXTENSIONS
+        from tepo_megatron.run.training import train_model
+
+        train_model(config, extensions or NO_EXTENSIONS)
+
+    return run_rank(config, work)
+
+
+def run_rank(config: RunConfig, work: Callable[[RunConfig], None]) -> int:
+    """Runs ``work(config)`` as one rank of a world of the size that ``config`` needs; returns the exit code."""
+
+    def checked() -> None:
+        check_world_size(config, int(os.environ["WORLD_SIZE"]))
+        work(config)
+
+    return rank.run_rank(checked, grace_s=config.train.grace_s, warning_s=config.train.warning_s)
+
+
+def check_world_size(config: RunConfig, world_size: int) -> None:
+    """Raises ValueError unless as many ranks were started as ``engine.parallel`` needs."""
+    parallel = config.engine.parallel
+    needed = parallel.world_size
+    if world_size != needed:
+        raise ValueError(
+            f"engine.parallel needs tp × pp × cp × dp = {parallel.tp} × {parallel.pp} × {parallel.cp} × {parallel.dp} = "
+            f"{needed} ranks, but WORLD_SIZE is {world_size}; start torchrun with --nproc-per-node {needed}, or change "
+            "engine.parallel"
+        )
