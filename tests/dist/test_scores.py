@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
-from tepo_megatron.core.scores.dense import dense_logprob_and_entropy
+from tests.support.dense_scores import dense_logprob_and_entropy
 from tests.support.launch import run_dist
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tepo_megatron.core.scores import logprob_and_entropy
-from tepo_megatron.core.scores.dense import dense_logprob_and_entropy
+from tests.support.dense_scores import dense_logprob_and_entropy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, torch sees none")]
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import strategies as st
 
 from tepo_megatron.core.scores import logprob_and_entropy
-from tepo_megatron.core.scores.dense import dense_logprob_and_entropy
+from tests.support.dense_scores import dense_logprob_and_entropy
 
 
 @st.composite

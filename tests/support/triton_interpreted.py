@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
 from tepo_megatron.core.scores.combine import combine, merge
-from tepo_megatron.core.scores.dense import dense_logprob_and_entropy
 from tepo_megatron.core.scores.shard import LocalLabels, Scoring
 from tepo_megatron.core.scores.triton_sweep import gradient, statistics
 from tepo_megatron.tools.bench.scores.methods import methods
+from tests.support.dense_scores import dense_logprob_and_entropy
 from tests.support.score_cases import cases, compare, loss
 
 

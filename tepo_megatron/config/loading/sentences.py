@@ -78,7 +78,7 @@ def _describe(detail: ErrorDetails) -> str:
 
 
 def _describe_unknown(place: Place, given: Any) -> str:
-    near = nearest_fields(place)
+    near = _nearest_fields(place)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(place.siblings)}"
     return f"{place.path}: unknown key (got {show(given)}); {hint}"
 
@@ -117,7 +117,7 @@ _BY_OTHER_NAMES = {
 """What other trainers call a field, where the nearest spelling would not find it."""
 
 
-def nearest_fields(place: Place) -> list[str]:
+def _nearest_fields(place: Place) -> list[str]:
     """The known fields that a key may be meant for: a slip of the fingers in its section, the same key in another one, what
     another trainer calls so, or the nearest spelling anywhere. At most three.
     """

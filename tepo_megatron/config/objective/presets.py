@@ -176,7 +176,7 @@ SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class PresetFile:
+class _PresetFile:
     """A preset of one's own, as its file says it."""
 
     base: str
@@ -193,7 +193,7 @@ def is_preset_file(name: str) -> bool:
     return name.endswith(SUFFIXES)
 
 
-def read_preset(name: str) -> PresetFile:
+def read_preset(name: str) -> _PresetFile:
     """Reads a preset's file: the keys of an ``objective`` section, and ``formula`` and ``source`` as text.
 
     ``preset`` in it names what it is laid over, ``tepo`` unless given; paths of ``plugins`` are relative to the file.
@@ -219,7 +219,7 @@ def read_preset(name: str) -> PresetFile:
     base = sections.pop("preset", "tepo")
     if not isinstance(base, str) or base not in PRESETS:
         raise ValueError(f"{where}: its own preset = {str(base)[:60]!r} must be one of {', '.join(PRESETS)}")
-    return PresetFile(base, beside(path, sections.pop("plugins", ())), Preset(**said, changes=sections))
+    return _PresetFile(base, beside(path, sections.pop("plugins", ())), Preset(**said, changes=sections))
 
 
 def beside(file: Path, plugins: Any) -> tuple[Any, ...]:

@@ -52,7 +52,7 @@ class StepContext:
     """The KL terms and token-level mechanisms of the objective, each with what it had to know of the whole mini-batch."""
 
 
-def prepare_step(config: ObjectiveConfig, batch: Batch, *, entropy_noise: float = 0.0) -> StepContext:
+def _prepare_step(config: ObjectiveConfig, batch: Batch, *, entropy_noise: float = 0.0) -> StepContext:
     """The context of one optimizer step. Pure; every rank that holds the whole mini-batch gets the same without a collective.
 
     Args:
@@ -69,7 +69,7 @@ def prepare_step(config: ObjectiveConfig, batch: Batch, *, entropy_noise: float 
     assert batch.old_logprobs_T is not None
     mask_T, index_T = batch.loss_mask_T, batch.sequence_index_T
     lengths_S = sequence_sum(mask_T.long(), index_T, batch.num_sequences).to(batch.old_logprobs_T.dtype)
-    denominator = step_denominator(config.aggregation, lengths_S)
+    denominator = _step_denominator(config.aggregation, lengths_S)
     logprob_R = batch.old_logprobs_T[mask_T]  # R: response tokens
     advantage_R = batch.advantages_S[index_T][mask_T]
     logprob_mean, advantage_mean = exact_mean(logprob_R), exact_mean(advantage_R)
@@ -93,7 +93,7 @@ def prepare_step(config: ObjectiveConfig, batch: Batch, *, entropy_noise: float 
     )
 
 
-def token_weights(aggregation: Aggregation, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
+def _token_weights(aggregation: Aggregation, mask_T: Tensor, lengths_S: Tensor, index_T: Tensor) -> Tensor:
     """The weight of each token in the numerator, [T]: 0 outside the mask, else 1, or 1/T_i for a mean of sequence means."""
     if isinstance(aggregation, OwnAggregation):
         return custom_token_weights(aggregation, lengths_S, index_T, mask_T)
@@ -102,7 +102,7 @@ def token_weights(aggregation: Aggregation, mask_T: Tensor, lengths_S: Tensor, i
     return mask_T / lengths_S.clamp(min=1)[index_T]
 
 
-def step_denominator(aggregation: Aggregation, lengths_S: Tensor) -> Tensor:
+def _step_denominator(aggregation: Aggregation, lengths_S: Tensor) -> Tensor:
     """What the numerators of all micro-batches and ranks are divided by, once; a scalar.
 
     ``lengths_S`` counts the response tokens of every sequence of the optimizer step, all data-parallel ranks'. Sequences
@@ -189,8 +189,8 @@ class Objective:
         return group_advantages(rewards_S, groups_S, kind=choice.kind)
 
     def prepare(self, batch: Batch, *, entropy_noise: float = 0.0) -> StepContext:
-        """Denominator and statistics of one optimizer step, from its whole mini-batch; see `prepare_step`."""
-        return prepare_step(self.config, batch, entropy_noise=entropy_noise)
+        """Denominator and statistics of one optimizer step, from its whole mini-batch; see `_prepare_step`."""
+        return _prepare_step(self.config, batch, entropy_noise=entropy_noise)
 
     def __call__(self, scores: TokenScores, batch: Batch, context: StepContext) -> ObjectiveOutput:
         """A micro-batch's share of the loss.
@@ -220,7 +220,7 @@ class Objective:
         if self.needs_entropy_gradient:
             objective_T = objective_T + context.entropy_coefficient * values.entropy_T
         numerator = -(
-            token_weights(self.config.aggregation, values.mask_T, values.lengths_S, values.index_T) * objective_T
+            _token_weights(self.config.aggregation, values.mask_T, values.lengths_S, values.index_T) * objective_T
         ).sum()
         masked_T = choices.chosen_T
         metrics, extrema = measure(values, context.effective_samples, ratio_T, gain, weight_T, masked_T)

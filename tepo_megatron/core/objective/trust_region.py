@@ -83,7 +83,7 @@ def binary_kl(from_logprob_T: Tensor, to_logprob_T: Tensor) -> Tensor:
     return within_T + rest_from_T * (rest_from_T.log() - rest_to_T.log())
 
 
-class Bounded(NamedTuple):
+class _Bounded(NamedTuple):
     """Logarithms that a region has bounded, and where it did."""
 
     log_T: Tensor
@@ -91,26 +91,26 @@ class Bounded(NamedTuple):
     high_T: Tensor
 
 
-def clip_logs(delta_T: Tensor, advantage_T: Tensor, low: float, high: float) -> Bounded:
+def clip_logs(delta_T: Tensor, advantage_T: Tensor, low: float, high: float) -> _Bounded:
     """min(δ, high) where A > 0, max(δ, −low) where A < 0, δ where A = 0 (GMPO, arXiv 2507.20673)."""
     high_T, low_T = (delta_T > high) & (advantage_T > 0), (delta_T < -low) & (advantage_T < 0)
     # in place of the bounded ones stand constants, which have no gradient
-    return Bounded(torch.where(high_T, high, torch.where(low_T, -low, delta_T)), low_T, high_T)
+    return _Bounded(torch.where(high_T, high, torch.where(low_T, -low, delta_T)), low_T, high_T)
 
 
-def clip_by_length(log_ratio_T: Tensor, lengths_T: Tensor, width: float) -> Bounded:
+def clip_by_length(log_ratio_T: Tensor, lengths_T: Tensor, width: float) -> _Bounded:
     """log of the sequence's ratio, kept within ±width · √T_i, whatever the advantage (FSPO, arXiv 2509.09177)."""
     most_T = width * lengths_T.sqrt()
     bounded_T = log_ratio_T.clamp(-most_T, most_T)
-    return Bounded(bounded_T, log_ratio_T < -most_T, log_ratio_T > most_T)
+    return _Bounded(bounded_T, log_ratio_T < -most_T, log_ratio_T > most_T)
 
 
-def bounded_ratio(config: ObjectiveConfig, values: TokenValues) -> tuple[Tensor, Bounded]:
+def bounded_ratio(config: ObjectiveConfig, values: TokenValues) -> tuple[Tensor, _Bounded]:
     """The ratio at every token, [T], with the bounds of those regions that act on logarithms: before a sequence's ratio is
     formed (`clip_logs`) or after (`clip_by_length`). Other regions act on the ratio, in `surrogate`."""
     region = None if isinstance(config.trust_region, OwnTrustRegion) else config.trust_region
     never_T = torch.zeros_like(values.mask_T)
-    held = Bounded(values.delta_T, never_T, never_T)
+    held = _Bounded(values.delta_T, never_T, never_T)
     if region is not None and region.kind == "log_clip":
         held = clip_logs(values.delta_T, values.advantage_T, region.low, region.high)
     if isinstance(config.ratio, OwnRatio):
@@ -124,8 +124,10 @@ def bounded_ratio(config: ObjectiveConfig, values: TokenValues) -> tuple[Tensor,
     return held.log_T.exp(), held
 
 
-def surrogate(region: TrustRegion, ratio_T: Tensor, values: TokenValues, detached_T: Tensor | None, held: Bounded) -> Surrogate:
-    """The surrogate under a trust region, of the ratio and the bounds that `bounded_ratio` gave.
+def surrogate(
+    region: TrustRegion, ratio_T: Tensor, values: TokenValues, detached_T: Tensor | None, bounded: _Bounded
+) -> Surrogate:
+    """The surrogate under a trust region, from the results of `bounded_ratio`.
 
     ``detached_T`` (bool) marks the tokens that a mechanism deprives of their gradient; their value stays as it is.
     """
@@ -143,7 +145,7 @@ def surrogate(region: TrustRegion, ratio_T: Tensor, values: TokenValues, detache
         return within_divergence(region, ratio_T, logprob_T, values.old_logprob_T, advantage_T)
     if region.kind == "clip" or region.kind == "clip_cov":
         return clipped(ratio_T, advantage_T, region.low, region.high, region.dual if region.kind == "clip" else None)
-    return Surrogate(ratio_T * advantage_T, held.low_T, held.high_T)
+    return Surrogate(ratio_T * advantage_T, bounded.low_T, bounded.high_T)
 
 
 def _custom_surrogate(region: OwnTrustRegion, ratio_T: Tensor, values: TokenValues, detached_T: Tensor | None) -> Surrogate:

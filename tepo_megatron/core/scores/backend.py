@@ -14,8 +14,8 @@ from tepo_megatron.core.scores import native
 from tepo_megatron.core.scores import torch_sweep as sweep
 from tepo_megatron.core.scores import truncated_support as kept_tokens
 from tepo_megatron.core.scores.combine import RowScores
-from tepo_megatron.core.scores.row_sweeps import RowSweeps
 from tepo_megatron.core.scores.shard import Scoring
+from tepo_megatron.core.scores.torch_sweep import RowSweeps
 
 BackendName = Literal["auto", "torch", "cpp", "triton"]
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tepo_megatron.core.scores.backend import Backend, BackendName, get_backend
-from tepo_megatron.core.scores.collectives import all_gather, reduce_scatter
-from tepo_megatron.core.scores.combine import RowScores, combine
+from tepo_megatron.core.scores.combine import RowScores, all_gather, combine, reduce_scatter
 from tepo_megatron.core.scores.shard import LocalLabels, Scoring, of_rows, plan_scoring, to_tokens
 from tepo_megatron.core.scores.torch_sweep import compute_dtype
 from tepo_megatron.core.types import TokenScores

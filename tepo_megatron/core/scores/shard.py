@@ -26,7 +26,7 @@ class LocalLabels(NamedTuple):
     """bool [R]: whether this shard has the label."""
 
 
-class KeptColumns(NamedTuple):
+class _KeptColumns(NamedTuple):
     """The tokens beside the labels that a sampler's mask has kept, K at most, in the columns of one shard."""
 
     column_RK: Tensor
@@ -34,9 +34,9 @@ class KeptColumns(NamedTuple):
     inside_RK: Tensor
     """bool [R, K]: whether this shard has the token."""
 
-    def of(self, at: slice) -> KeptColumns:
+    def of(self, at: slice) -> _KeptColumns:
         """Those of some of the rows."""
-        return KeptColumns(self.column_RK[at], self.inside_RK[at])
+        return _KeptColumns(self.column_RK[at], self.inside_RK[at])
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Scoring:
     labels: LocalLabels
     entropy_slope: bool = False
     """Whether the slope of the entropy is asked for."""
-    kept: KeptColumns | None = None
+    kept: _KeptColumns | None = None
     """The tokens that the distribution is over, beside the labels; None: the whole vocabulary."""
 
     @property
@@ -104,7 +104,7 @@ def plan_scoring(
     if kept_TK is not None:
         kept_RK = _kept_of_rows(kept_TK, rows_R, tokens)
         _check_kept(kept_RK, labels_R, rows_R, vocab_size)
-        kept = KeptColumns(*_local(kept_RK, rank * width, columns))
+        kept = _KeptColumns(*_local(kept_RK, rank * width, columns))
     return Scoring(tp_group, temperature, columns, tokens, rows_R, labels, entropy_slope, kept)
 
 

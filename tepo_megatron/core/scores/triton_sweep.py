@@ -17,8 +17,8 @@ from torch import Tensor
 from tepo_megatron.core.scores import torch_sweep as sweep
 from tepo_megatron.core.scores import triton_kernels
 from tepo_megatron.core.scores.combine import RowScores, merge
-from tepo_megatron.core.scores.row_sweeps import RowSweeps
 from tepo_megatron.core.scores.shard import Scoring
+from tepo_megatron.core.scores.torch_sweep import RowSweeps
 
 _LOG2_E = math.log2(math.e)
 _VECTOR_BYTES = 16

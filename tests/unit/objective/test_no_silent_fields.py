@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from tepo_megatron.config.loading.schema import schema_rows
 from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.config.objective.section import ObjectiveConfig
-from tepo_megatron.core.objective.checking.fields import differ, is_choice, other_values, outcome
+from tepo_megatron.core.objective.checking.check import differ, is_choice, other_values, outcome
 from tepo_megatron.core.objective.checking.steps import telling_steps
 
 pytestmark = pytest.mark.slow  # half a minute: every field of every preset

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.core.scores import fused_linear_logprob_and_entropy, logprob_and_entropy
-from tepo_megatron.core.scores.dense import dense_logprob_and_entropy
+from tests.support.dense_scores import dense_logprob_and_entropy
 from tests.support.score_cases import cases, compare, loss
 
 BACKENDS = ["torch", *(["cpp"] if shutil.which(os.environ.get("CXX", "c++")) else [])]

@@ -12,7 +12,7 @@ import torch
 
 from tepo_megatron.core.scores import logprob_and_entropy
 from tepo_megatron.core.scores.backend import get_backend
-from tepo_megatron.core.scores.row_sweeps import RowSweeps
+from tepo_megatron.core.scores.torch_sweep import RowSweeps
 
 CUDA = torch.device("cuda")
 

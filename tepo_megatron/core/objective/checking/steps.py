@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tepo_megatron.core.objective.compose import Objective
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """What an objective made of a step."""
 
     loss: Tensor
@@ -101,13 +101,13 @@ def telling_steps(*, parts: int = 2) -> list[tuple[Batch, TokenScores]]:
     return made
 
 
-def whole(objective: Objective, batch: Batch, scores: TokenScores) -> Outcome:
+def whole(objective: Objective, batch: Batch, scores: TokenScores) -> StepOutcome:
     """Loss, gradients and metrics of a step in one piece; the batch gets its advantages."""
     batch = batch.with_(advantages_S=objective.advantages(batch))
     return summary([objective(scores, batch, objective.prepare(batch))], scores)
 
 
-def summary(outputs: Sequence[ObjectiveOutput], scores: TokenScores) -> Outcome:
+def summary(outputs: Sequence[ObjectiveOutput], scores: TokenScores) -> StepOutcome:
     """The outcome of a step whose pieces gave these outputs."""
     loss = torch.stack([output.numerator / output.denominator for output in outputs]).sum()
     gradients = torch.autograd.grad(loss, (scores.logprob, scores.entropy), allow_unused=True, materialize_grads=True)
@@ -117,7 +117,7 @@ def summary(outputs: Sequence[ObjectiveOutput], scores: TokenScores) -> Outcome:
         name: getattr(torch.stack([output.extrema[name] for output in outputs]), name.rpartition("/")[2])()
         for name in outputs[0].extrema
     }
-    return Outcome(loss.detach(), gradients, metrics, extrema)
+    return StepOutcome(loss.detach(), gradients, metrics, extrema)
 
 
 def pick(batch: Batch, scores: TokenScores, sequences: Sequence[int]) -> tuple[Batch, TokenScores]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tepo_megatron.config.objective.section import ObjectiveConfig
     from tepo_megatron.core.objective.values import StepValues, TokenValues
 
-__all__ = ["MECHANISMS", "Choices", "Mechanism", "choose_tokens", "prepare_mechanisms"]
+__all__ = ["MECHANISMS", "Mechanism", "choose_tokens", "prepare_mechanisms"]
 
 MECHANISMS: tuple[type[Mechanism], ...] = (
     KLMaskPenalty,
@@ -49,12 +49,12 @@ def prepare_mechanisms(config: ObjectiveConfig, step: StepValues) -> tuple[Mecha
     return tuple(mechanism for mechanism in prepared if mechanism is not None)
 
 
-def choose_tokens(mechanisms: Sequence[Mechanism], values: TokenValues) -> Choices:
-    return Choices(values, tuple((mechanism, mechanism.choose(values)) for mechanism in mechanisms))
+def choose_tokens(mechanisms: Sequence[Mechanism], values: TokenValues) -> _Choices:
+    return _Choices(values, tuple((mechanism, mechanism.choose(values)) for mechanism in mechanisms))
 
 
 @dataclass(frozen=True)
-class Choices:
+class _Choices:
     """The mechanisms of a step, each with the tokens that it chose in one micro-batch (``None``: every response token)."""
 
     values: TokenValues
