@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tepo_megatron.cli.console import show_table
-from tepo_megatron.cli.errors import user_errors
+from tepo_megatron.cli.console import show_table, user_errors
 from tepo_megatron.cli.options import AsJson
 from tepo_megatron.tools.bench import chromium, gpu, recipes, reshard, rollouts
 from tepo_megatron.tools.bench.scores import score_bench as scores

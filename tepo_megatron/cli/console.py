@@ -1,11 +1,18 @@
-"""Writes tables to standard output: for people, fitted to a terminal, at full width to a file or a pipe; for tools, as JSON."""
+"""What commands print: tables, JSON, and errors that are sentences for the user."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+import typer
+
+from tepo_megatron.errors import is_ours, wants_traceback
+from tepo_megatron.runtime.preemption import INTERRUPTED
+from tepo_megatron.runtime.rank import print_error
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,3 +58,19 @@ def show_table(
     for row in rows:
         table.add_row(*row)
     show(table)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Turns an error that is a sentence for the user into that sentence on standard error and exit code 1; Ctrl-C into 130."""
+    try:
+        yield
+    except typer.Exit:  # a RuntimeError by its type
+        raise
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except (ValueError, RuntimeError) as error:
+        if wants_traceback() or not is_ours(error):
+            raise
+        print_error(str(error))
+        raise typer.Exit(1) from error

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tepo_megatron.cli.console import print_json, show
-from tepo_megatron.cli.errors import user_errors
+from tepo_megatron.cli.console import print_json, show, user_errors
 from tepo_megatron.cli.options import RunFile
 from tepo_megatron.config import RunConfig
 

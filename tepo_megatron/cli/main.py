@@ -9,20 +9,14 @@ import typer
 from typer.core import TyperGroup
 
 from tepo_megatron.cli import config
-from tepo_megatron.cli.compare import compare
-from tepo_megatron.cli.convert import export_command, import_command
+from tepo_megatron.cli.after_run import compare, plot, report, status
+from tepo_megatron.cli.checkpoint import export_command, import_command
+from tepo_megatron.cli.config import plan
 from tepo_megatron.cli.doctor.command import doctor
-from tepo_megatron.cli.evaluate import evaluate
-from tepo_megatron.cli.faults import faults
+from tepo_megatron.cli.experiments import faults, sweep
 from tepo_megatron.cli.init.command import init
-from tepo_megatron.cli.plan import plan
-from tepo_megatron.cli.plot import plot
-from tepo_megatron.cli.report import report
 from tepo_megatron.cli.samples import samples
-from tepo_megatron.cli.serve import serve
-from tepo_megatron.cli.status import status
-from tepo_megatron.cli.sweep import sweep
-from tepo_megatron.cli.train import train
+from tepo_megatron.cli.train import evaluate, serve, train
 
 app = typer.Typer(
     name="tepo",
@@ -81,10 +75,10 @@ app.command("doctor")(doctor)
 app.command("sweep")(sweep)
 app.command("faults")(faults)
 app.add_typer(config.app, name="config")
-_lazy("objective", "tepo_megatron.cli.objective.command:app", "Objectives: what there is to choose from.")
+_lazy("objective", "tepo_megatron.cli.objective:app", "Objectives: what there is to choose from.")
 _lazy("data", "tepo_megatron.cli.data:app", "Data: problems as the model will read them, and published benchmarks.")
-_lazy("environment", "tepo_megatron.cli.environment:app", "Environments: run them for trainers on other machines.")
-_lazy("reward", "tepo_megatron.cli.reward:app", "Rewards: try a verifier on recorded responses.")
+_lazy("environment", "tepo_megatron.cli.tasks:environment_app", "Environments: run them for trainers on other machines.")
+_lazy("reward", "tepo_megatron.cli.tasks:reward_app", "Rewards: try a verifier on recorded responses.")
 _lazy("launch", "tepo_megatron.cli.launch:app", "Run on a cluster: tepo launch RUN.yaml.", default="run")
 _lazy("reshard", "tepo_megatron.cli.reshard:app", "Weights from Megatron's shards to vLLM's: tepo reshard plan.")
 _lazy("checkpoint", "tepo_megatron.cli.checkpoint:app", "A run's checkpoints: list them, read them through, make room.")

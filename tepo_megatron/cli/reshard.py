@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tepo_megatron.cli.console import console
-from tepo_megatron.cli.errors import user_errors
+from tepo_megatron.cli.console import console, user_errors
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, pipeline_stages
 from tepo_megatron.weights.reshard.cost import Cluster, PlanSummary, summarize_plan
 from tepo_megatron.weights.reshard.plan import plan_to_json, reshard_plan

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tepo_megatron.cli.errors import user_errors
+from tepo_megatron.cli.console import user_errors
 from tepo_megatron.cli.options import AsJson
 from tepo_megatron.runtime.files import parse_samples
 

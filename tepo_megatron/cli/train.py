@@ -1,16 +1,18 @@
-"""``tepo train``."""
+"""``tepo train``, ``tepo serve`` and ``tepo eval``."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from tepo_megatron.cli.errors import user_errors
-from tepo_megatron.cli.options import Overrides, RunOrSetting, load_config, split_run
+from tepo_megatron.cli.console import user_errors
+from tepo_megatron.cli.options import Overrides, RunFile, RunOrSetting, load_config, split_run
 from tepo_megatron.run.start import prepare_run, start_ranks, train_as_rank
-from tepo_megatron.runtime.rank import print_error, under_torchrun
+from tepo_megatron.runtime.rank import print_error, run_until_interrupted, under_torchrun
 
 
 def train(
@@ -48,3 +50,71 @@ def train(
     if message:
         print_error(message)
     raise typer.Exit(code)
+
+
+def serve(
+    run: RunFile,
+    overrides: Overrides = None,
+    node: Annotated[int, typer.Option("--node", metavar="I", help="This node's number among the nodes for rollouts.")] = 0,
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", help="How many nodes serve.")] = 1,
+) -> None:
+    """Serve vLLM on this node for a trainer on another, until interrupted; they meet in rollout.server.registry.
+
+    [dim]tepo serve run.yaml rollout.server.placement=external rollout.server.registry=/shared/out/servers[/]
+    """
+
+    def work(config: Any) -> None:
+        from tepo_megatron.sampler.fleet.serve import Node
+        from tepo_megatron.sampler.vllm.server.checks import check_server_split
+        from tepo_megatron.tasks.data.builtin import resolve_model_path
+        from tepo_megatron.weights.architecture import read_model_spec
+
+        model_dir = resolve_model_path(config.model.path)
+        check_server_split(config.rollout.server, read_model_spec(model_dir))
+        with Node(config, model_dir=model_dir, node=node, nodes=nodes) as servers:
+            servers.watch()
+
+    with user_errors():
+        code = run_until_interrupted(partial(work, load_config(run, overrides or ())))
+    raise typer.Exit(code)
+
+
+def evaluate(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face folder, such as a run's exported model.")],
+    overrides: Overrides = None,
+    run: Annotated[Path | None, typer.Option("--run", metavar="RUN.yaml", help="The run to take the rest from.")] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME", help="Only this set of evaluate.sets; may be repeated.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an evaluation that was ended: what was answered is not asked again.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures for tools, and no table.")] = False,
+) -> None:
+    """Evaluate a model on held-out problems and evaluation sets: greedy, and avg@k, pass@k and maj@k from samples.
+
+    Without --run the problems must be given: data.heldout=FILE or evaluate.sets.NAME.path=FILE, and a verifier for them.
+
+    [dim]tepo eval out/tiny/model --run examples/tiny/run.yaml evaluate.samples=8[/]
+
+    [dim]tepo eval models/mine data.heldout=heldout.jsonl reward.verifier=math --json[/]
+
+    [dim]tepo eval models/mine --run benchmarks.yaml --set aime --set gsm8k[/]
+    """
+    with user_errors():
+        config = load_config(run, overrides or ())
+        given = "heldout" in config.data.model_fields_set or config.evaluate.sets
+        if run is None and not str(model).startswith("builtin:") and not given:
+            raise ValueError(
+                f"{model} would be examined in the demonstration's sums; give data.heldout=FILE, or the run that it comes from "
+                "(--run RUN.yaml)"
+            )
+        from tepo_megatron.tasks.evaluate.standalone import evaluate_model
+
+        result = evaluate_model(config, model, table=not as_json, sets=sets, resume=resume)
+        folder = config.output / "eval"
+        if as_json:
+            heldout = {"k": result.k, "problems": result.num_problems} if result.num_problems else {}
+            typer.echo(json.dumps({**result.metrics, **heldout, "wrote": str(folder)}))
+        else:
+            typer.echo(f"wrote {folder / 'metrics.json'}, and {folder / 'samples.jsonl'}: tepo samples {folder}")

@@ -81,7 +81,7 @@ PLANTED = (
     Planted("run/output/resume.py", "from tepo_megatron.trainer.megatron.engine import Engine", "trainer"),
     Planted("tasks/evaluate/sets.py", "import tepo_megatron.trainer.megatron.start", "trainer"),
     Planted("tasks/evaluate/standalone.py", "from tepo_megatron.launch.job import Job", "launch"),
-    Planted("cli/train.py", "from tepo_megatron.cli.plan import plan", "cli"),
+    Planted("cli/train.py", "from tepo_megatron.cli.config import plan", "cli"),
     Planted("weights/transfer/move.py", "from tepo_megatron.weights.reshard import plan", "bridge"),
     Planted("run/rank0.py", "from tepo_megatron.sampler.fleet.fleet import Fleet", "sampler"),
     Planted("sampler/vllm/plugin/engine.py", "from tepo_megatron.sampler.vllm.client import client", "plugin"),

@@ -13,11 +13,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from tepo_megatron.cli.console import show
+from tepo_megatron.cli.console import show, user_errors
 from tepo_megatron.cli.doctor.diagnosis import Diagnosis, diagnose, has_gpu, is_fit
 from tepo_megatron.cli.doctor.machine_checks import CHECKS, LAUNCH_CHECKS
 from tepo_megatron.cli.doctor.node_checks import node_checks, node_names
-from tepo_megatron.cli.errors import user_errors
 from tepo_megatron.cli.options import AsJson, Overrides, load_config
 
 _COLOURS = {"ok": "green", "warn": "yellow", "missing": "dim", "fail": "red"}

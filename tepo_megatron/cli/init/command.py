@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tepo_megatron.cli.errors import user_errors
-from tepo_megatron.cli.init.ask import ask
-from tepo_megatron.cli.init.data import DataOptions, ask_data
+from tepo_megatron.cli.console import user_errors
+from tepo_megatron.cli.init.data import DataOptions, ask, ask_data
 from tepo_megatron.cli.init.file import Answers, run_text
 
 if TYPE_CHECKING:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
-
-from tepo_megatron.cli.init.ask import ask
 
 if TYPE_CHECKING:
     from tepo_megatron.core.problem import Problem
     from tepo_megatron.tasks.data.tokenizer import Tokenizer
+
 
 NONE = "-"
 """The answer that there are no held-out problems."""
@@ -168,3 +167,25 @@ def _say(problems: Sequence[Problem], *, also_trained_on: int = 0) -> None:
     typer.echo(f"  {len(problems)} problems; the first: {first.prompt[:80]!r}, answer {first.answer[:40]!r}")
     if also_trained_on:
         typer.echo(f"  warning: {also_trained_on} of their prompts are trained on, too", err=True)
+
+
+T = TypeVar("T")
+
+
+def ask(question: str, given: object, option: str, check: Callable[[str], T], *, default: str | None = None) -> T:
+    """The checked value of an option, or of an answer, which is asked for until it can be used. Where nobody answers, the
+    default; ValueError where there is none.
+    """
+    if given is not None:
+        return check(str(given))
+    while True:
+        try:
+            answer = typer.prompt(question, default=default)
+        except typer.Abort:
+            if default is None:
+                raise ValueError(f"{option} is not given, and nobody answers; give it") from None
+            return check(default)
+        try:
+            return check(answer)
+        except ValueError as error:
+            typer.echo(f"  {error}", err=True)

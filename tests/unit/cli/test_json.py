@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from tepo_megatron.cli import main
 from tepo_megatron.cli.main import app
 from tepo_megatron.cli.options import complete_setting
+from tepo_megatron.config import RunConfig
 from tests.support.checkpoints import make_whole
 
 runner = CliRunner()
@@ -65,16 +66,16 @@ def test_settings_alone_make_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.chdir(tmp_path)
     started: list[list[str]] = []
 
-    def launch(words: list[str], world_size: int, **_: object) -> int:
+    def start_ranks(config: RunConfig, words: list[str]) -> tuple[int, str]:
         started.append([*words])
-        return world_size - 1
+        return 0, ""
 
-    monkeypatch.setattr("tepo_megatron.cli.train.launch", launch)
+    monkeypatch.setattr("tepo_megatron.cli.train.start_ranks", start_ranks)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     settings = ["model.path=models/mine", "data.train=mine.jsonl", "reward.verifier=exact", "evaluate.every=0"]
     assert runner.invoke(app, ["train", *settings]).exit_code == 0
-    assert started == [["train", *settings]]
+    assert started == [settings]
     shown = runner.invoke(app, ["config", "show", *settings, "--diff"])
     assert "path: models/mine" in shown.stdout
     neither = runner.invoke(app, ["train"])

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tepo_megatron.cli.environment import serve
+from tepo_megatron.cli.tasks import serve
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.environment import EnvironmentConfig
 from tepo_megatron.core.problem import Problem

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from tepo_megatron.cli.main import app
-from tepo_megatron.cli.objective.plot import Curve, curves, text_plot
+from tepo_megatron.cli.objective import Curve, curves, text_plot
 from tepo_megatron.config.objective.presets import PRESETS
 from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective.gradient_weight import gradient_weights, telling_log_ratios

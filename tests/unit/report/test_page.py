@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tepo_megatron.cli import report as command
+from tepo_megatron.cli import after_run as command
 from tepo_megatron.cli.main import app
 from tepo_megatron.tools.report.page import SCRIPTS, Options, render, write_report
 from tests.support.report_runs import HOSTILE, write_run
@@ -138,7 +138,7 @@ def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         else:
             seen.append((seconds, data(page.read_text(), "figures")["refresh"]))
 
-    monkeypatch.setattr("tepo_megatron.cli.report.time.sleep", sleep)
+    monkeypatch.setattr("tepo_megatron.cli.after_run.time.sleep", sleep)
     done = runner.invoke(app, ["report", str(folder), "--watch", "7"])
     assert done.exit_code == 0, done.output
     assert seen == [(7, 7), (7, 7)]

@@ -209,7 +209,7 @@ def test_the_command_refuses_before_it_starts_anything(
     save(tmp_path, 6)
     (tmp_path / "resolved.yaml").write_text("as it was")
     (tmp_path / "run.yaml").write_text(f"output: {tmp_path}\n")
-    monkeypatch.setattr(train_command, "launch", lambda *given: pytest.fail(f"started ranks: {given}"))
+    monkeypatch.setattr(train_command, "start_ranks", lambda *given: pytest.fail(f"started ranks: {given}"))
     done = CliRunner().invoke(app, ["train", str(tmp_path / "run.yaml"), *arguments])
     assert (done.exit_code, done.stdout) == (1, "")
     assert words in done.stderr

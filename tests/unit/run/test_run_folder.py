@@ -120,7 +120,7 @@ def test_what_the_new_run_reads_is_not_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flag", ["--overwrite", "--resume"])
 def test_a_run_in_use_is_neither_overwritten_nor_resumed(flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before ranks are started."""
-    monkeypatch.setattr("tepo_megatron.cli.train.launch", no_ranks)
+    monkeypatch.setattr("tepo_megatron.cli.train.start_ranks", no_ranks)
     write(tmp_path, MADE)
     lock = RunLock(tmp_path)
     lock.take()

@@ -1,27 +1,34 @@
-"""``tepo objective``: what there is to choose from (``list``, no torch), one objective in full (``show``), and whether one
-keeps the rules (``check``)."""
+"""``tepo objective``: presets and plugins as tables (no torch), one objective in full, and the rules that it keeps."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+from pydantic import ValidationError
 
-from tepo_megatron.cli.console import console, print_json, show
-from tepo_megatron.cli.errors import user_errors
-from tepo_megatron.cli.objective.custom import find_plugin, find_preset, kind_records, kind_rows, notes_on, objectives_of
+from tepo_megatron.cli.console import console, print_json, show, user_errors
 from tepo_megatron.cli.options import AsJson
 from tepo_megatron.config.base import Section
-from tepo_megatron.config.objective.presets import CORRECTIONS, PRESETS, Preset
+from tepo_megatron.config.objective.custom import CustomKind, Plugin, kind_name, load_plugin
+from tepo_megatron.config.objective.presets import CORRECTIONS, PRESETS, Preset, is_preset_file, read_preset
 from tepo_megatron.config.objective.section import ObjectiveConfig
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from tepo_megatron.config.objective.custom import Plugin
+if TYPE_CHECKING:
+    from tepo_megatron.core.objective.gradient_weight import GradientWeights
+
 
 app = typer.Typer(no_args_is_help=True, help="Objectives: what there is to choose from.")
 
@@ -95,7 +102,7 @@ def show_preset(
                 show(plugin_table(plugin))
             return
         config = ObjectiveConfig(preset=name)
-    from tepo_megatron.cli.objective.plot import curves, draw, text_plot
+    from tepo_megatron.cli.objective import curves, draw, text_plot
     from tepo_megatron.core.objective.gradient_weight import gradient_weights, telling_log_ratios
 
     weights = gradient_weights(config, telling_log_ratios(config))
@@ -254,3 +261,159 @@ def _say(section: Mapping[str, Any]) -> str:
     if not values:
         return str(kind)
     return f"{kind} ({', '.join(values)})" if kind else ", ".join(values)
+
+
+XLABEL = "ratio to π_old"
+YLABEL = "gradient weight ∂J/∂log π"
+
+
+class Curve(NamedTuple):
+    """One line of the picture; ``mark`` is its character in a terminal."""
+
+    label: str
+    mark: str
+    colour: str
+    ys: Sequence[float]
+
+
+def curves(weights: GradientWeights) -> list[Curve]:
+    """A > 0 and A < 0, and A > 0 with falling entropy where that differs."""
+    found = [
+        Curve("A = 1", "+", "#2b6cb0", weights.positive_N.tolist()),
+        Curve("A = −1", "o", "#d9480f", weights.negative_N.tolist()),
+    ]
+    if (weights.falling_N - weights.positive_N).abs().max() > 0.01 * weights.positive_N.abs().max():  # to be seen at all
+        found.append(Curve("A = 1, the entropy falls", "*", "#9c6ade", weights.falling_N.tolist()))
+    return found
+
+
+def text_plot(xs: Sequence[float], lines: Sequence[Curve], *, width: int = 72, height: int = 17) -> str:
+    """The curves on a grid of characters, the first on top; x from the first to the last of ``xs``, which are in order."""
+    low, high = _span(lines)
+    grid = [[" "] * width for _ in range(height)]
+
+    def row(y: float) -> int:
+        return round((high - y) / (high - low) * (height - 1))
+
+    grid[row(0.0)] = ["·"] * width
+    for curve in reversed(lines):
+        for column in range(width):
+            at = round(column / (width - 1) * (len(xs) - 1))
+            grid[row(curve.ys[at])][column] = curve.mark
+    labels = {row(y): f"{y:.3g}" for y in (high, 0.0, low)}
+    drawn = [f"{labels.get(number, ''):>8} │{''.join(cells)}" for number, cells in enumerate(grid)]
+    ends = f"{xs[0]:.4g}", f"{xs[len(xs) // 2]:.4g}", f"{xs[-1]:.4g}"
+    left = width // 2 - len(ends[0]) - len(ends[1]) // 2
+    axis = (
+        ends[0] + " " * left + ends[1] + " " * (width - width // 2 - len(ends[1]) + len(ends[1]) // 2 - len(ends[2])) + ends[2]
+    )
+    legend = " " * 10 + "   ".join(f"{curve.mark} {curve.label}" for curve in lines)
+    return "\n".join([f"{YLABEL}, against the {XLABEL}", *drawn, " " * 9 + "└" + "─" * width, " " * 10 + axis, legend])
+
+
+def draw(xs: Sequence[float], lines: Sequence[Curve], png: Path, title: str) -> None:
+    """The curves as a PNG of 1200×750; folders on the way are made."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_title(textwrap.fill(title, 95), loc="left", fontsize=11)
+    axes.set_xlabel(XLABEL)
+    axes.set_ylabel(YLABEL)
+    axes.ticklabel_format(useOffset=False)
+    axes.grid(True, color="#d9dfe5", linewidth=0.7)
+    axes.axhline(0, color="#22303c", linewidth=0.8)
+    for curve in reversed(lines):
+        axes.plot(xs, curve.ys, color=curve.colour, label=curve.label)
+    axes.legend(frameon=False)
+    png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png, format="png")
+
+
+def _span(lines: Sequence[Curve]) -> tuple[float, float]:
+    values = [0.0, *(y for curve in lines for y in curve.ys)]
+    low, high = min(values), max(values)
+    return (low, high) if high > low else (low - 1.0, high + 1.0)
+
+
+_TRIED = (1.0, 0.1, 0.5, 2.0, 0.01, 10.0, 1)
+"""Values for fields without a default, where a kind is checked by itself."""
+
+
+def find_preset(name: str) -> Preset | None:
+    """What a preset says, a row of the table or a file; None for what is neither, which may be a plugin."""
+    return read_preset(name).preset if is_preset_file(name) else PRESETS.get(name)
+
+
+def find_plugin(name: str) -> Plugin:
+    """A plugin by its file or module; ValueError that says what would be there where it is none."""
+    if not name.endswith(".py") and "." not in name:
+        raise ValueError(
+            f"{name} is no preset; there are {', '.join(PRESETS)}, or give a file: my_preset.yaml, my_objective.py"
+        )
+    return load_plugin(name)
+
+
+def kind_rows(plugin: Plugin) -> Iterator[tuple[str, str, str]]:
+    """(field, default, meaning) of every kind of a plugin and of its fields."""
+    for kind in plugin.kinds:
+        yield f"objective.{kind.slot}.kind = {kind_name(kind)}", "", kind.__doc__ or ""
+        for name, field in kind.model_fields.items():
+            if name != "kind":
+                default = "required" if field.is_required() else str(field.get_default(call_default_factory=True))
+                yield f"objective.{kind.slot}.{name}", default, field.description or ""
+
+
+def kind_records(plugin: Plugin) -> dict[str, Any]:
+    """A plugin for tools."""
+    fields = [{"field": field, "default": default, "meaning": meaning} for field, default, meaning in kind_rows(plugin)]
+    return {"digest": plugin.digest, "fields": fields}
+
+
+def objectives_of(target: str, preset: str) -> Iterator[tuple[str, ObjectiveConfig]]:
+    """What there is to check in a target, with a label: a preset as it is; of a plugin each kind, over ``preset``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a range that belongs to another ratio is no fault of a kind
+        if find_preset(target) is not None:
+            yield target, ObjectiveConfig(preset=target)
+            return
+        plugin = find_plugin(target)
+        for kind in plugin.kinds:
+            yield f"{target}: {kind.slot} {kind_name(kind)}, over {preset}", _alone(kind, plugin, preset)
+
+
+def notes_on(plugins: Iterable[str]) -> list[str]:
+    """A sentence for each plugin that cannot be read where there is no torch."""
+    script = "import sys; sys.modules['torch'] = None\n" + (
+        "from tepo_megatron.config.objective.custom import load_plugin; load_plugin(sys.argv[1])"
+    )
+    found = []
+    for plugin in plugins:
+        done = subprocess.run([sys.executable, "-c", script, plugin], capture_output=True, text=True, check=False)
+        if done.returncode:
+            found.append(
+                f"{plugin} cannot be read without torch, as a login node would for 'tepo plan' and 'tepo launch'; import torch "
+                "within the methods that use it, and under typing.TYPE_CHECKING for annotations"
+            )
+    return found
+
+
+def _alone(kind: type[CustomKind], plugin: Plugin, preset: str) -> ObjectiveConfig:
+    required = [name for name, field in kind.model_fields.items() if field.is_required()]
+    problems: Sequence[Any] = ()
+    for value in _TRIED:
+        section = {"kind": kind_name(kind), **dict.fromkeys(required, value)}
+        given = {"preset": preset, "plugins": (plugin.name,), kind.slot: section}
+        try:
+            return ObjectiveConfig.model_validate(given)
+        except ValidationError as error:
+            problems = error.errors()
+            if not required:
+                break
+    said = "; ".join(dict.fromkeys(f"{'.'.join(map(str, chain(each['loc'])))}: {each['msg']}" for each in problems))
+    raise ValueError(
+        f"{plugin.name}: the kind {kind_name(kind)!r} cannot be checked by itself over the preset {preset} ({said}); write a "
+        "preset's file that gives its fields values, and check that"
+    )

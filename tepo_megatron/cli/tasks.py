@@ -1,8 +1,9 @@
-"""``tepo reward``: a verifier tried on recorded responses, without a trainer and without torch."""
+"""``tepo reward`` and ``tepo environment``: try a verifier on recorded responses, serve an environment."""
 
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -10,25 +11,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tepo_megatron.cli.console import show_table
-from tepo_megatron.cli.errors import user_errors
-from tepo_megatron.cli.options import Overrides, load_config
+from tepo_megatron.cli.console import show_table, user_errors
+from tepo_megatron.cli.options import Overrides, RunFile, load_config
 
 if TYPE_CHECKING:
     from tepo_megatron.tasks.protocol import RewardResult
     from tepo_megatron.tasks.reward.recorded import RecordedGroup
 
-app = typer.Typer(no_args_is_help=True, help="Rewards: try a verifier on recorded responses.")
+
+reward_app = typer.Typer(no_args_is_help=True, help="Rewards: try a verifier on recorded responses.")
 
 _WIDEST = 60
 
 
-@app.callback()
-def _group() -> None:
+@reward_app.callback()
+def _reward_group() -> None:
     """Rewards: try a verifier on recorded responses."""
 
 
-@app.command("try")
+@reward_app.command("try")
 def try_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A run's samples.jsonl, or JSON lines with responses.")],
     overrides: Overrides = None,
@@ -116,3 +117,48 @@ def _short(text: str, most: int = _WIDEST) -> str:
 
     line = " ".join(text.split())
     return escape(line if len(line) <= most else f"{line[: most - 1]}…")
+
+
+environment_app = typer.Typer(no_args_is_help=True, help="Environments: run them for trainers on other machines.")
+
+
+@environment_app.callback()
+def _environment_group() -> None:
+    """Environments: run them for trainers on other machines."""
+
+
+@environment_app.command()
+def serve(
+    run: RunFile,
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="The address to listen on: of the nodes' inner network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one, which is printed.")] = 8400,
+    key_file: Annotated[
+        Path, typer.Option(help="The file with the key, written if it is not there; trainers need the same.")
+    ] = Path("environment.key"),
+) -> None:
+    """Run the environment of a configuration until Ctrl-C, for trainers that name it in environment.servers.
+
+    [dim]tepo environment serve run.yaml --host 10.0.0.7 --key-file keys/environment[/]
+    """
+    with user_errors():
+        loaded = load_config(run, overrides or ())
+        config = loaded.environment
+        if config is None:
+            raise ValueError(f"{run} has no section environment; there is nothing to serve")
+        from tepo_megatron.tasks.environments.host import make_key
+        from tepo_megatron.tasks.environments.service import EnvironmentService
+
+        try:
+            key = make_key(key_file)
+            service = EnvironmentService(config, host=host, port=port, key=key, sampling=loaded.rollout.sampling)
+        except OSError as error:
+            raise ValueError(
+                f"{host}:{port} cannot be listened on ({error.strerror}); give another --host or --port"
+            ) from error
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: service.stop())
+        typer.echo(f"{config.name} at {service.url}, key in {key_file}")
+        if service.notice:
+            typer.echo(service.notice)
+        service.serve()
