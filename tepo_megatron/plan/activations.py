@@ -86,7 +86,7 @@ def _routing(spec: ModelSpec, config: RunConfig) -> Mapping[str, float]:
     local = layers_of(config) == "local"
     return {
         "experts' inputs": b * inputs / parallel.tp,
-        # logits, probabilities of all and of the chosen, in fp32; trainer/megatron/model/moe.py's router also its input
+        # logits, probabilities of all and of the chosen, in fp32; trainer/megatron/model/experts.py's router also its input
         "router": 4 * (3 * spec.experts.count + (spec.hidden_size if local else 0)) / parallel.tp,
         # in the experts' MLP: what is multiplied with the probability
         "weighted product": b * spec.experts.per_token * spec.ffn_size / parallel.tp if local else 0,

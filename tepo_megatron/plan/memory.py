@@ -68,7 +68,7 @@ FP8_COPIES = 2
 MOMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 PART_ELEMENTS = 2**26
-"""Weights per part when a step makes reduced states fp32 (``trainer/megatron/optimizer/adam_states.py``)."""
+"""Weights per part when a step makes reduced states fp32 (``trainer/megatron/policy/reduced_states.py``)."""
 
 HOST_STATE_BYTES = 20
 """Per weight with states on the host: fp32 weight and both means 12, gradient 4 in pinned memory, which torch rounds up to a

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
-from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.layouts import tensor_shapes

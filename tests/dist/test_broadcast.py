@@ -6,7 +6,8 @@ import torch
 
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
-from tepo_megatron.trainer.megatron.batching.batch import broadcast, pack
+from tepo_megatron.trainer.megatron.batching.batch import broadcast
+from tepo_megatron.trainer.packing import pack
 from tests.support.launch import run_dist
 
 

@@ -25,7 +25,7 @@ from tepo_megatron.config.objective.section import ObjectiveConfig
 from tepo_megatron.core.objective import build_objective
 from tepo_megatron.core.scores import logprob_and_entropy
 from tepo_megatron.core.types import Batch
-from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.trainer.packing import pack
 from tests.support.launch import run_dist
 from tests.support.model_worlds import save_random_model
 from tests.support.small_llama import VOCABULARY, draw_rollouts

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
-from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.geometry import Box, Shard
 from tepo_megatron.weights.storage.stored import open_boxes
 from tepo_megatron.weights.transfer.digests import fingerprint

@@ -50,7 +50,7 @@ def train(case: dict[str, Any], folder: Path) -> Outcome:
     from megatron.core import parallel_state
 
     from tepo_megatron.trainer.megatron.engine import Engine
-    from tepo_megatron.trainer.megatron.optimizer.optimizer_state import collect
+    from tepo_megatron.trainer.megatron.policy.optimizer_states import collect
 
     config = RunConfig.model_validate(case["config"])
     with instead_of_transformer_engine() if config.optimizer.precision_aware else contextlib.nullcontext():

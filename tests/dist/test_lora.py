@@ -16,7 +16,7 @@ from torch import Tensor
 from tepo_megatron.config import LoraConfig, ParallelConfig
 from tepo_megatron.plan.shapes import stage_adapters
 from tepo_megatron.sampler.rollout_file import read_rollouts
-from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.layouts import tensor_shapes

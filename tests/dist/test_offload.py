@@ -36,8 +36,8 @@ def train(config: RunConfig, model_dir: Path, *, moves: bool) -> Outcome:
     from megatron.core import parallel_state
 
     from tepo_megatron.trainer.megatron.engine import Engine
-    from tepo_megatron.trainer.megatron.optimizer.optimizer_state import collect
     from tepo_megatron.trainer.megatron.policy.offload import _identity, _state
+    from tepo_megatron.trainer.megatron.policy.optimizer_states import collect
 
     engine = Engine(config, model_dir, shares_gpus=moves)
 

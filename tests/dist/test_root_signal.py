@@ -8,8 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tepo_megatron.trainer.megatron.platform.collectives import broadcast_json
-from tepo_megatron.trainer.megatron.platform.root_signal import _KEPT, RootSignal
+from tepo_megatron.trainer.megatron.platform.collectives import _KEPT, RootSignal, broadcast_json
 from tests.support.launch import run_dist
 
 LIMIT_S = 6.0

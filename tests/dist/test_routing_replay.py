@@ -19,7 +19,7 @@ from torch import Tensor
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
-from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.geometry import Box
 from tepo_megatron.weights.storage.stored import open_boxes
 from tests.support.float64 import Oracle, oracle_of

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from tepo_megatron.config import ParallelConfig, RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
-from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks, pipeline_stages_of
 from tests.support.launch import run_dist

@@ -22,7 +22,7 @@ from tepo_megatron.run.loop import Loop
 from tepo_megatron.run.output.resume import Resumed
 from tepo_megatron.runtime.preemption import StopRequested, StopSignals
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
-from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.trainer.packing import pack
 from tepo_megatron.trainer.protocol import SavedCheckpoint, UpdateResult
 from tepo_megatron.weights.storage.manifest import DamagedCheckpoint
 

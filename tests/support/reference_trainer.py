@@ -24,7 +24,7 @@ from tepo_megatron.core.types import Batch, ObjectiveOutput, TokenScores
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.trainer.checkpoints.folder import checkpoint_folder, read_state
 from tepo_megatron.trainer.checkpoints.run_compatibility import describe_run
-from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.trainer.packing import pack
 from tepo_megatron.trainer.protocol import SavedCheckpoint, TensorMeta, UpdateResult
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.geometry import Box, Shard

@@ -18,8 +18,8 @@ from importlib import metadata
 from pathlib import Path
 
 from tepo_megatron.cli.doctor.diagnosis import Diagnosis, has_gpu
-from tepo_megatron.trainer.megatron.platform import packages
-from tepo_megatron.trainer.megatron.platform.packages import INSTALL_TE
+from tepo_megatron.trainer.megatron.platform import gpu as packages
+from tepo_megatron.trainer.megatron.platform.gpu import INSTALL_TE
 from tepo_megatron.versions import MEGATRON_LINE, TE_RANGE, VLLM_RANGE, in_range, installed_version, requirements_of
 
 _GIB = 2**30

@@ -21,7 +21,7 @@ from tepo_megatron.run.sampling.groups import Group
 from tepo_megatron.runtime.files import Failed
 from tepo_megatron.sampler.rollout_file import Record, check_rollouts, link_record, read_record, record_path, write_rollouts
 from tepo_megatron.trainer.checkpoints.folder import checkpoints, step_of
-from tepo_megatron.trainer.checkpoints.run_compatibility import own_verifiers
+from tepo_megatron.trainer.checkpoints.run_compatibility import source_verifiers
 
 MOST_BYTES = 2**30
 """What the journal may take of the disk, beside its newest entry: the oldest entries go first."""
@@ -71,7 +71,7 @@ class Journal:
             **({"speculative": server.speculative.model_dump(mode="json", exclude_none=True)} if server.speculative else {}),
             **also,
         }
-        verifiers = own_verifiers(self._config)
+        verifiers = source_verifiers(self._config)
         decides |= {"verifiers": verifiers} if verifiers else {}
         if rollout.collect is not None:
             decides["collect"] = rollout.collect

@@ -20,7 +20,8 @@ from tepo_megatron.core.rollout import Response, Rollout, WeightsVersion
 from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.sampler.vllm.client.answers import read_frames, read_response
 from tepo_megatron.sampler.vllm.wire.frames import end_frame, response_frame
-from tepo_megatron.trainer.megatron.batching.batch import broadcast, pack
+from tepo_megatron.trainer.megatron.batching.batch import broadcast
+from tepo_megatron.trainer.packing import pack
 
 VOCABULARY, PROMPT, GROUP = 128_256, 256, 8
 PIECE = 65_536

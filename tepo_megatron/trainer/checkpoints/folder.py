@@ -36,28 +36,28 @@ def checkpoint_folder(parent: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int:
-    """The step in a checkpoint's name; ValueError if it is no checkpoint's name."""
-    found = _NAME.fullmatch(folder.name)
-    if not found:
+    """The step in a checkpoint's name. Raises ValueError for another name."""
+    match = _NAME.fullmatch(folder.name)
+    if not match:
         raise ValueError(f"{folder} is no checkpoint; its name must be step_ and six digits, such as step_000040")
-    return int(found[1])
+    return int(match[1])
 
 
 def checkpoints(parent: Path) -> list[Path]:
-    """Returns the checkpoints in a folder, whole or damaged, oldest first."""
-    found = (path for path in parent.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir())
-    return sorted(found, key=step_of)
+    """Checkpoints in a folder, whole or damaged, oldest first."""
+    folders = (path for path in parent.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir())
+    return sorted(folders, key=step_of)
 
 
 def leftovers(parent: Path) -> list[Path]:
-    """Returns what saves that did not finish, and runs that went on elsewhere, have left in a folder."""
+    """Folders with a suffix of ``LEFTOVERS``."""
     return sorted(path for path in parent.glob("step_*") if _LEFTOVER.fullmatch(path.name))
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Returns ``state.json`` after checking everything but the contents of the shards, which is quick.
+    """``state.json``, after a quick check of everything but the contents of the shards.
 
-    Raises DamagedCheckpoint that names what is wrong.
+    Raises DamagedCheckpoint.
     """
     if not has_manifest(folder):
         return _read_first_format(folder)
@@ -72,12 +72,11 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def manifest_of(folder: Path) -> CheckpointManifest | None:
-    """Returns the manifest, None for a checkpoint of format 1, which has none. Raises DamagedCheckpoint."""
+    """The manifest; None for a checkpoint of format 1, which has none. Raises DamagedCheckpoint."""
     return read_manifest(folder) if read_state(folder).get("format") else None
 
 
 def _read_first_format(folder: Path) -> dict[str, Any]:
-    """Reads the state of a checkpoint of the first format, which nothing but its numbers can be checked of."""
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
     except OSError:
@@ -93,28 +92,27 @@ def _read_first_format(folder: Path) -> dict[str, Any]:
 
 
 def _wrong_state(state: Any, step: int | None, keys: Iterable[str] = _STATE_KEYS) -> list[str]:
-    """Says which values of a state cannot be."""
     if not isinstance(state, dict):
         return [f"{STATE} is not an object"]
-    found = [f"{STATE} has no {key}" for key in keys if key not in state]
-    found += [
+    problems = [f"{STATE} has no {key}" for key in keys if key not in state]
+    problems += [
         f"{STATE}: {key} = {state[key]!r}"
         for key in keys
         if key in state and (type(state[key]) is not _STATE_KEYS[key] or (_STATE_KEYS[key] is int and state[key] < 0))
     ]
-    if not found and step is not None and state["step"] != step:
-        found.append(f"{STATE} is of step {state['step']}")
-    return found
+    if not problems and step is not None and state["step"] != step:
+        problems.append(f"{STATE} is of step {state['step']}")
+    return problems
 
 
 def retained(steps: Iterable[int], *, newest: int, every: int = 0, best: int | None = None) -> set[int]:
-    """Returns the steps to keep: the ``newest`` so many, every multiple of ``every`` (0: none), and ``best``."""
+    """The steps to keep: the ``newest`` last ones, multiples of ``every`` (0: none), and ``best``."""
     ordered = sorted(steps)
     return {step for step in ordered if step in ordered[-newest:] or step == best or (every and step % every == 0)}
 
 
 def set_aside(folder: Path, why: str) -> Path:
-    """Renames ``step_000060`` to ``step_000060.WHY``, or ``.WHY.1`` and so on where that is taken; returns the new path."""
+    """Renames ``step_000060`` to ``step_000060.WHY``, or to ``.WHY.1`` etc. if that exists. Returns the new path."""
     taken = 0
     target = folder.with_name(f"{folder.name}.{why}")
     while target.exists():
@@ -124,7 +122,7 @@ def set_aside(folder: Path, why: str) -> Path:
 
 
 def remove(folder: Path) -> str | None:
-    """Deletes a checkpoint; returns a sentence if that failed. Renamed first, so that half of one is never taken for whole."""
+    """Deletes a checkpoint; returns a sentence if that failed. It is renamed first: half of one is never used."""
     try:
         target = folder if _LEFTOVER.fullmatch(folder.name) else set_aside(folder, "partial")
         shutil.rmtree(target)
@@ -134,7 +132,7 @@ def remove(folder: Path) -> str | None:
 
 
 def checkpoints_in(folder: Path) -> Path:
-    """The folder with checkpoints that a user means by an output folder, by ``checkpoints`` in it, or by one checkpoint."""
+    """The folder of checkpoints, given an output folder, its ``checkpoints``, or one checkpoint."""
     if (folder / "checkpoints").is_dir():
         return folder / "checkpoints"
     return folder

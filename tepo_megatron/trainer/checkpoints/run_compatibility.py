@@ -1,7 +1,7 @@
-"""What makes a run the run that it is, and how it differs from the one that wrote a checkpoint. No torch.
+"""Describes a run, and compares it with the run that wrote a checkpoint. No torch.
 
-A checkpoint's state has, as ``identity``, the model's architecture, digests of its tokenizer and of its weights, the whole
-configuration and the versions. :data:`KINDS` says for each section of the configuration whether a resumed run may differ in it.
+A checkpoint's state has, as ``identity``, the model's architecture, digests of tokenizer and weights, the configuration and the
+versions. :data:`KINDS` states for each part of the configuration whether a resumed run may differ in it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Kind(Enum):
     """What a difference means for a resumed run."""
 
     FREE = "free"
-    """How, where and for how long the run is computed, and what is kept of it: but for rounding the run is the same."""
+    """How, where and how long the run is computed: except for rounding, the run is the same."""
     RUN = "run"
-    """What is trained on what: it is refused unless ``train.allow_change`` lets it through."""
+    """What is trained on what: refused unless ``train.allow_change`` allows it."""
     ARCHITECTURE = "architecture"
-    """The weights and optimizer states are another model's: refused always."""
+    """Weights and optimizer states of another model: always refused."""
 
 
 KINDS: Mapping[str, Kind] = {
@@ -102,15 +102,15 @@ KINDS: Mapping[str, Kind] = {
     "log": Kind.FREE,
     "cluster": Kind.FREE,
 }
-"""By the longest dotted prefix. ``train.steps`` is RUN where the learning rate falls until the last step: :func:`kind_of`."""
+"""By the longest dotted prefix. For ``train.steps`` see :func:`kind_of`."""
 
 _OF_RESUMING = ("train.resume", "train.resume_from", "train.allow_change")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A field of a checkpoint's run and of this one; ``field`` is the dotted field that lets it through, ``what`` names it
-    where that is not the field itself.
+    """``field`` is the dotted field that ``train.allow_change`` must name; ``what`` names the difference if that is not the
+    field itself.
     """
 
     field: str
@@ -124,11 +124,11 @@ class Difference:
 
 
 def describe_run(config: RunConfig, model_dir: Path) -> dict[str, Any]:
-    """Returns what a checkpoint says of its run, as JSON values. Reads the model folder's small files."""
+    """The ``identity`` of a run, as JSON values. Reads the model folder's small files."""
     architecture = {**asdict(read_model_spec(model_dir)), "dtype": config.model.dtype}
-    given = config.model_dump(mode="json")
+    fields = config.model_dump(mode="json")
     if config.rollout.replay is not None:
-        given["rollout"]["replay"] = str(config.rollout.replay.resolve())
+        fields["rollout"]["replay"] = str(config.rollout.replay.resolve())
     return {
         "architecture": architecture,
         "architecture_digest": _digest(json.dumps(architecture, sort_keys=True).encode()),
@@ -136,14 +136,14 @@ def describe_run(config: RunConfig, model_dir: Path) -> dict[str, Any]:
         "weights": sampled_digest(model_dir),
         "first_adapters": None if (lora := config.model.lora) is None or lora.path is None else sampled_digest(lora.path),
         "plugins": plugin_digests(config),
-        "config": given,
-        "verifiers": own_verifiers(config),
+        "config": fields,
+        "verifiers": source_verifiers(config),
         "versions": {name: installed_version(name) for name in _DISTRIBUTIONS},
     }
 
 
-def own_verifiers(config: RunConfig) -> dict[str, Any]:
-    """Returns what scores the responses of each training source that does not take ``reward.verifier``, as JSON values."""
+def source_verifiers(config: RunConfig) -> dict[str, Any]:
+    """Verifier, arguments and weights of each training source that does not use ``reward.verifier``, as JSON values."""
     return {
         source.called: [source.verifier, dict(source.verifier_kwargs), source.verifier_weights]
         for source in config.data.train_sources
@@ -152,7 +152,7 @@ def own_verifiers(config: RunConfig) -> dict[str, Any]:
 
 
 def tokenizer_digest(model_dir: Path) -> str:
-    """Returns a digest of the files that make a tokenizer, over their names and bytes."""
+    """A digest over names and bytes of the tokenizer's files."""
     parts = []
     for name in _TOKENIZER_FILES:
         if (model_dir / name).is_file():
@@ -161,43 +161,41 @@ def tokenizer_digest(model_dir: Path) -> str:
 
 
 def plugin_digests(config: RunConfig) -> dict[str, str]:
-    """Returns a digest of each of ``objective.plugins``, by the last part of its name."""
+    """File name → digest of each of ``objective.plugins``."""
     return {PurePath(plugin.name).name: plugin.digest for plugin in map(load_plugin, config.objective.plugins)}
 
 
 def compare_runs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Difference]:
-    """Returns what differs between two answers of :func:`describe_run`, field by field; what concerns resuming is left out."""
-    found = [
+    """The differences between two results of :func:`describe_run`, except for the fields about resuming."""
+    differences = [
         Difference(f"architecture.{field}", old, new, Kind.ARCHITECTURE)
         for field, old, new in _differing(saved["architecture"], current["architecture"])
     ]
     if saved["tokenizer"] != current["tokenizer"]:
         what = "model.path's tokenizer, by its digest"
-        found.append(Difference("model.path", saved["tokenizer"], current["tokenizer"], Kind.RUN, what))
+        differences.append(Difference("model.path", saved["tokenizer"], current["tokenizer"], Kind.RUN, what))
     if saved.get("verifiers", {}) != current.get("verifiers", {}):
         what = "the verifiers of data.train's sources"
-        found.append(Difference("data.train", saved.get("verifiers", {}), current.get("verifiers", {}), Kind.RUN, what))
+        differences.append(Difference("data.train", saved.get("verifiers", {}), current.get("verifiers", {}), Kind.RUN, what))
     if sorted((then := saved.get("plugins", {})).values()) != sorted((now := current["plugins"]).values()):
         for name, old, new in _differing(then, now):
-            found.append(Difference("objective.plugins", old, new, Kind.RUN, f"objective.plugins' {name}, by its digest"))
-    weights = [] if found and found[0].kind is Kind.ARCHITECTURE else list(_other_weights(saved, current))
-    found += weights
-    told = {*_OF_RESUMING, "model.dtype", *(each.field for each in weights)}
+            differences.append(Difference("objective.plugins", old, new, Kind.RUN, f"objective.plugins' {name}, by its digest"))
+    weights = [] if differences and differences[0].kind is Kind.ARCHITECTURE else list(_other_weights(saved, current))
+    differences += weights
+    reported = {*_OF_RESUMING, "model.dtype", *(difference.field for difference in weights)}
     defaults = RunConfig().model_dump(mode="json")
     for field, old, new in _differing(saved["config"], current["config"]):
         # A field that the version which saved did not know had no effect then, as its default has none now.
         unknown_then = old is _ABSENT and new == _value(defaults, field)
-        if field not in told and not unknown_then:
-            found.append(Difference(field, old, new, kind_of(field, current["config"])))
+        if field not in reported and not unknown_then:
+            differences.append(Difference(field, old, new, kind_of(field, current["config"])))
     for name, old, new in _differing(saved["versions"], current["versions"]):
-        found.append(Difference(f"versions.{name}", old, new, Kind.FREE))
-    return found
+        differences.append(Difference(f"versions.{name}", old, new, Kind.FREE))
+    return differences
 
 
 def _other_weights(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yields what a resumed run would not read, since it goes on from its checkpoint: weights and adapters, by samples of them,
-    that are not those which the checkpoint's run was started with.
-    """
+    """Weights and adapters that the checkpoint's run started from; a resumed run does not read them."""
     (then, old), (now, new) = (_started_with(run, "weights", "model.path") for run in (saved, current))
     adapted = _value(current["config"], "model.lora") is not None
     if then is None or now is None:
@@ -216,7 +214,6 @@ def _other_weights(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Iter
 
 
 def _started_with(run: Mapping[str, Any], digest: str, field: str) -> tuple[str | None, Any]:
-    """A digest, and the path that it is of."""
     return run.get(digest), _value(run["config"], field)
 
 
@@ -230,30 +227,32 @@ def kind_of(field: str, config: Mapping[str, Any]) -> Kind:
 
 
 def is_allowed(field: str, allowed: Sequence[str]) -> bool:
-    """Whether an entry of ``train.allow_change`` is the field or a section that it lies in."""
+    """Whether an entry of ``train.allow_change`` is the field or a section that contains it."""
     return any(field == entry or field.startswith(f"{entry}.") for entry in allowed)
 
 
 def refusal(differences: Sequence[Difference], allowed: Sequence[str]) -> str | None:
-    """Returns what to say if this is not the run that is to be resumed, with every field that makes it another; else None."""
-    refused = [each for each in differences if each.kind is Kind.RUN and not is_allowed(each.field, allowed)]
-    others = [each for each in differences if each.kind is Kind.ARCHITECTURE]
+    """The error message, with every difference that is not allowed; None if there is none."""
+    refused = [
+        difference for difference in differences if difference.kind is Kind.RUN and not is_allowed(difference.field, allowed)
+    ]
+    others = [difference for difference in differences if difference.kind is Kind.ARCHITECTURE]
     if not refused and not others:
         return None
-    lines = [f"  {each}" for each in [*others, *refused]]
+    lines = [f"  {difference}" for difference in [*others, *refused]]
     if others:
         lines.append("it is another model, which nothing can let through; set model.path, model.dtype and model.lora back")
     if refused:
-        fields = ",".join(dict.fromkeys(each.field for each in refused))
+        fields = ",".join(dict.fromkeys(difference.field for difference in refused))
         lines.append(f"set back what was not meant, and let through what was: train.allow_change=[{fields}]")
-        if any(each.field in ("model.path", "model.lora.path") for each in refused):
+        if any(difference.field in ("model.path", "model.lora.path") for difference in refused):
             lines.append("training that is to start from other weights or adapters is another run, with an output of its own")
     return "\n".join(["it would not be the same run:", *lines])
 
 
 def idle_entries(differences: Sequence[Difference], allowed: Sequence[str]) -> list[str]:
-    """The entries of ``train.allow_change`` that let nothing through, since nothing in them differs."""
-    return [entry for entry in allowed if not any(is_allowed(each.field, [entry]) for each in differences)]
+    """Entries of ``train.allow_change`` in which nothing differs."""
+    return [entry for entry in allowed if not any(is_allowed(difference.field, [entry]) for difference in differences)]
 
 
 class _Absent:

@@ -1,8 +1,9 @@
-"""The trainer, as the loop sees it: score and update, with its weights and checkpoints."""
+"""The trainer on Megatron-Core: :class:`tepo_megatron.trainer.protocol.Trainer`."""
 
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,29 +21,25 @@ from tepo_megatron.core.scores.backend import get_backend
 from tepo_megatron.core.types import Batch
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
-from tepo_megatron.trainer.checkpoints.run_compatibility import describe_run
-from tepo_megatron.trainer.megatron.batching.batch import broadcast, pack
+from tepo_megatron.trainer.checkpoints.run_compatibility import describe_run, plugin_digests
+from tepo_megatron.trainer.megatron.batching.batch import broadcast
 from tepo_megatron.trainer.megatron.batching.partition import attention_length
-from tepo_megatron.trainer.megatron.batching.routing_replay import check_routes
-from tepo_megatron.trainer.megatron.batching.sampling_masks import check_masks
 from tepo_megatron.trainer.megatron.checkpoint.checkpoints import Counters, MegatronCheckpoints
-from tepo_megatron.trainer.megatron.checkpoint.plugins import check_same_plugins
 from tepo_megatron.trainer.megatron.model import fp8
-from tepo_megatron.trainer.megatron.model.fp8_weights import PlainWeights
+from tepo_megatron.trainer.megatron.model.experts import gathers_tokens, one_length
+from tepo_megatron.trainer.megatron.model.fp8 import PlainWeights
 from tepo_megatron.trainer.megatron.model.layers import choose_layers
-from tepo_megatron.trainer.megatron.model.moe import gathers_tokens, one_length
 from tepo_megatron.trainer.megatron.model.routers import policy_routers
 from tepo_megatron.trainer.megatron.platform import parallel
-from tepo_megatron.trainer.megatron.platform.collectives import broadcast_json
+from tepo_megatron.trainer.megatron.platform.collectives import RootSignal, all_gather_json, broadcast_json
 from tepo_megatron.trainer.megatron.platform.platform import select_platform
-from tepo_megatron.trainer.megatron.platform.root_signal import RootSignal
 from tepo_megatron.trainer.megatron.policy.offload import Offloader
 from tepo_megatron.trainer.megatron.policy.policy import PolicyBuilder, named_weights
 from tepo_megatron.trainer.megatron.policy.weights import PolicyWeights
 from tepo_megatron.trainer.megatron.step.forward import Forward
-from tepo_megatron.trainer.megatron.step.noise import measure_noise
-from tepo_megatron.trainer.megatron.step.score import score
-from tepo_megatron.trainer.megatron.step.step import StepObjective, update
+from tepo_megatron.trainer.megatron.step.score import measure_noise, score
+from tepo_megatron.trainer.megatron.step.update import StepObjective, update
+from tepo_megatron.trainer.packing import check_masks, check_routes, pack
 from tepo_megatron.trainer.protocol import UpdateResult
 from tepo_megatron.weights.architecture import read_model_spec
 from tepo_megatron.weights.layouts import MegatronParallel, check_balance, check_recompute, check_trainer_split, megatron_ranks
@@ -51,7 +48,7 @@ T = TypeVar("T")
 
 
 class Engine:
-    """Model, optimizer and objective on this rank. Every rank makes one, and calls every method in the same order."""
+    """Model, optimizer and objective on this rank. For the methods see the protocol."""
 
     def __init__(
         self,
@@ -62,11 +59,8 @@ class Engine:
         shares_gpus: bool = False,
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        """Builds process groups, model and optimizer. Weights come from ``config.model.shards`` where it is set, else from
-        ``model_dir``, a Hugging Face folder. ``objective`` replaces the config's. ``shares_gpus``: rollout servers run on the
-        trainer's GPUs, and the two take turns (:meth:`offload`). ``heartbeat`` begins to beat when the ranks have met.
-
-        Raises ValueError for a model that does not fit the parallel layout or a folder that is not the model that it describes.
+        """Builds process groups, model and optimizer. ``objective`` replaces the config's; for the rest see
+        :func:`tepo_megatron.trainer.registry.make_trainer`.
         """
         self.config = config
         self.heartbeat = heartbeat or Heartbeat()
@@ -105,7 +99,7 @@ class Engine:
         self.weights = self._make_weights()
         needs_reference = self.objective.needs_reference
         self.reference = builder.reference() if needs_reference and self.policy.lora is None else None
-        """A frozen copy of the first weights; with adapters the model is one itself, where they are switched off."""
+        """A frozen copy of the first weights. With adapters, the policy without them is the reference model."""
         self.reference_digest = self._digest_of_reference() if needs_reference else None
         self.counters = Counters()
         self._unscored: list[str] = []
@@ -128,7 +122,7 @@ class Engine:
             one_length=one_length(self.spec, layout, self.platform),
             attention_length=attention_length(self.spec),
             entropy_slope=self.objective.needs_entropy_slope,
-            moved=self.heartbeat.moved,
+            on_progress=self.heartbeat.moved,
             routers=self.routers,
         )
 
@@ -169,11 +163,6 @@ class Engine:
     # -- the algorithm ---------------------------------------------------------------------------------------------------
 
     def batch_from_root(self, rollouts: list[Rollout] | None) -> Batch:
-        """Rank 0's rollouts as one packed batch with advantages, on every rank. Every rank calls; only rank 0's are read.
-
-        Raises ValueError on rank 0 where experts are to be replayed, and a rollout has no record of them that fits the model,
-        or where tokens are drawn from a part of the vocabulary, and a rollout does not name it.
-        """
         self._unscored.clear()
         rollout = self.config.rollout
         replays, truncates = rollout.server.routing_replay, rollout.sampling.truncates
@@ -188,11 +177,6 @@ class Engine:
         return batch.with_(advantages_S=self.objective.advantages(batch), reward_parts_SK=None)  # nobody else reads them
 
     def score(self, batch: Batch) -> Batch:
-        """Adds log-probs and entropies of the policy as it stands (and log-probs of the reference, where the objective asks).
-
-        They are computed in the very micro-batches that ``update`` of the same batch will use. Every rank calls. Where one is
-        not finite all are NaN, and ``update`` will skip the mini-batch.
-        """
         try:
             with contextlib.nullcontext() if self.routers is None else self.routers.counted():
                 scores = score(self.forward, self.policy.chunks, batch)
@@ -217,27 +201,17 @@ class Engine:
             return score(self.forward, self.policy.chunks, batch).logprob
 
     def take_routing_metrics(self) -> dict[str, float]:
-        """How evenly experts were loaded while scoring since the last call, and what replay changed (``model/routers.py``).
-
-        Every rank calls; all get the same. Nothing for a dense model.
-        """
         return {} if self.routers is None else self.routers.take_metrics()
 
     def measure_noise(self, batch: Batch) -> dict[str, float]:
-        """Measures how far scores of the same weights differ by a token's place (``step/noise.py``): quantiles, for metrics
-        and for the objective's tolerance.
-
-        ``batch`` is a step's, not yet divided. Every rank calls; all get the same.
-        """
         try:
-            found = measure_noise(self.forward, self.policy.chunks, batch, self.config.engine.noise_sequences)
+            noise = measure_noise(self.forward, self.policy.chunks, batch, self.config.engine.noise_sequences)
         except NotFiniteError:  # the step's own scores meet it too, say so, and are skipped
             return {}
-        self.counters.entropy_noise = found["entropy/noise/p99"]
-        return found
+        self.counters.entropy_noise = noise["entropy/noise/p99"]
+        return noise
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[float]:
-        """The natural-log probability of every token of ``prompt`` but the first, under temperature 1, on every rank."""
         rest = tuple(prompt[1:])
         rollout = Rollout("canary", 0, tuple(prompt[:1]), rest, (0.0,) * len(rest), "length", WeightsVersion(0))
         copies = self.ranks.dp * self.ranks.micro_batch_group  # each data-parallel rank needs so many sequences
@@ -245,11 +219,7 @@ class Engine:
         return score(replace(self.forward, temperature=1.0), self.policy.chunks, batch).logprob[: len(rest)].tolist()
 
     def update(self, batch: Batch, *, last: bool = True) -> UpdateResult:
-        """One optimizer step on a mini-batch that ``score`` has seen; skipped on every rank where a number is not finite.
-
-        ``last``: whether weights are read before the next update. Otherwise, with ``engine.overlap_param_gather``, that update
-        gathers them as it goes.
-        """
+        """With ``engine.overlap_param_gather`` an update that is not the ``last`` leaves gathering weights to the next."""
         result = update(self.forward, self.policy, self.objective, batch, entropy_noise=self.counters.entropy_noise)
         if last:
             self.policy.param_gather.finish()
@@ -268,27 +238,19 @@ class Engine:
         return Offloader(self.policy, self.platform.device, partial(dist.barrier, self.host_group), self.reference or ())
 
     def onload(self) -> None:
-        """Brings weights, optimizer states and gradients onto the GPU, for scores, updates and checkpoints.
-
-        Every rank calls this and the next two; they do nothing where no server shares the GPUs.
-        """
         if self.offloader is not None:
             self.offloader.onload_only("everything")
 
     def onload_weights_only(self) -> None:
-        """Brings the weights onto the GPU, for sending them and for the canary, and offloads everything else to the host."""
         if self.offloader is not None:
             self.offloader.onload_only("weights")
 
     def offload(self) -> None:
-        """Offloads everything to the host, so that the GPUs are the servers'."""
         if self.offloader is not None:
             self.offloader.onload_only("nothing")
 
     def memory(self) -> dict[str, float]:
-        """GiB for the metrics, of the GPU with the most: the allocator's peak since the last call, and the most that the host
-        has kept for it. Nothing on a CPU. Every rank calls.
-        """
+        """The largest of all GPUs: the allocator's peak since the last call, and the most host memory for offloading."""
         if self.platform.kind == "cpu":
             return {}
         offloaded = 0 if self.offloader is None else self.offloader.most_offloaded
@@ -300,14 +262,25 @@ class Engine:
     # -- the ranks -------------------------------------------------------------------------------------------------------
 
     def broadcast_from_root(self, value: T) -> T:
-        """Rank 0's value, on every rank: anything that JSON carries. Every rank calls; only rank 0's argument is read.
-
-        The others wait for as long as rank 0 takes to sample, and do so on the host: a GPU that waits is not free for a server.
-        No clock runs meanwhile.
-        """
+        """The other ranks wait on the host: a GPU that waits in a collective is not free for a server."""
         with contextlib.nullcontext() if self.ranks.rank == 0 else self.heartbeat.waiting("rank 0"):
             self.root_signal.pass_on()
         return broadcast_json(value, source=0, device=torch.device("cpu"), group=self.host_group)
 
     def close(self) -> None:
         parallel.destroy()
+
+
+def check_same_plugins(config: RunConfig, device: torch.device) -> None:
+    """Raises ValueError on every rank if the ranks' plugins are not the same bytes. Every rank calls."""
+    if not config.objective.plugins:  # the configuration is the same on every rank
+        return
+    everyone = all_gather_json([socket.gethostname(), plugin_digests(config)], device=device)
+    (first_host, first), *_ = everyone
+    for rank, (host, digests) in enumerate(everyone):
+        for name in dict.fromkeys([*first, *digests]):
+            if first.get(name) != digests.get(name):
+                raise ValueError(
+                    f"objective.plugins: rank {rank} on {host} has other bytes of {name} than rank 0 on {first_host} (digest "
+                    f"{digests.get(name)} and {first.get(name)}); put the same file on every node, or on a disk that all share"
+                )

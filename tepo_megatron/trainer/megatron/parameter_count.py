@@ -26,10 +26,10 @@ from tepo_megatron.trainer.megatron.platform.platform import Platform, select_pl
 from tepo_megatron.weights.architecture import Experts, ModelSpec, RopeScaling
 
 
-def count_parameters(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
-    """Counts the parameters of each rank of the first data-parallel copy, ``[pp_rank][tp_rank]``.
+def _count_parameters(spec: ModelSpec, parallel: ParallelConfig) -> list[list[int]]:
+    """Parameters of each rank of the first data-parallel copy, ``[pp_rank][tp_rank]``.
 
-    Joins and leaves a world of torch's ``fake`` backend for each rank, so that this process must not be in a world already.
+    Joins a world of torch's ``fake`` backend for each rank: this process must not be in a world.
     """
     engine = EngineConfig(platform="cpu", parallel=parallel)
     platform = select_platform(engine)
@@ -93,7 +93,7 @@ def main() -> None:
         rope_scaling=RopeScaling(**scaling) if scaling else None,
         experts=Experts(**experts) if experts else None,
     )
-    json.dump(count_parameters(spec, ParallelConfig.model_validate(request["parallel"])), sys.stdout)
+    json.dump(_count_parameters(spec, ParallelConfig.model_validate(request["parallel"])), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
-from tepo_megatron.trainer.megatron.optimizer.reduced_states import check_states
-from tepo_megatron.trainer.megatron.platform.connections import set_connections, set_interface
+from tepo_megatron.trainer.megatron.platform.gpu import set_connections, set_interface
+from tepo_megatron.trainer.megatron.policy.reduced_states import check_states
 from tepo_megatron.trainer.protocol import Trainer
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import check_balance, check_recompute, check_trainer_split

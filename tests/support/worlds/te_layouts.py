@@ -42,12 +42,13 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     from tepo_megatron.trainer.megatron.model.layers import Layers
     from tepo_megatron.trainer.megatron.model.model import build_model, transformer_config
-    from tepo_megatron.trainer.megatron.platform import parallel, platform_cpu
+    from tepo_megatron.trainer.megatron.platform import parallel
+    from tepo_megatron.trainer.megatron.platform import platform as platform_cpu
     from tepo_megatron.trainer.megatron.platform.platform import Platform
 
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
-        platform_cpu.install()
+        platform_cpu.install_cpu_patches()
     cuda = Platform("cuda", torch.device("cuda" if has_gpu else "cpu"), "nccl" if has_gpu else "gloo")
     here = cuda if has_gpu else Platform("cpu", torch.device("cpu"), "gloo")
     ranks = parallel.initialize(RunConfig().engine.parallel, here, seed=0)

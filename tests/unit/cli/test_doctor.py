@@ -14,7 +14,7 @@ from tepo_megatron.cli.doctor import command, machine_checks
 from tepo_megatron.cli.doctor.diagnosis import Diagnosis, diagnose, is_fit
 from tepo_megatron.cli.doctor.machine_checks import CHECKS
 from tepo_megatron.cli.main import app
-from tepo_megatron.trainer.megatron.platform import packages
+from tepo_megatron.trainer.megatron.platform import gpu as packages
 from tepo_megatron.versions import requirements_of
 
 HEALTHY = {

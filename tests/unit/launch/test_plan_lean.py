@@ -19,7 +19,7 @@ from tepo_megatron.run import checks
 from tepo_megatron.run.step.memory_check import check_fits
 from tepo_megatron.run.step.placement import Machine
 from tepo_megatron.trainer.megatron.model.fp8 import token_multiple as of_the_engine
-from tepo_megatron.trainer.megatron.optimizer import reduced_states
+from tepo_megatron.trainer.megatron.policy import reduced_states
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 H200, LLAMA = str(EXAMPLES / "qwen2.5-7b-h200/run.yaml"), str(EXAMPLES / "llama3.3-70b/run.yaml")

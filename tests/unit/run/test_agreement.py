@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
 from tepo_megatron.run.step.agreement import agreements, check_agreement
-from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.trainer.packing import pack
 
 
 def scored(gaps: list[list[float]], groups: list[int], *, sampler: bool = False) -> Batch:

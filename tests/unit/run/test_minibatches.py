@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tepo_megatron.run.step.minibatches import derive_seed, minibatches
-from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.trainer.packing import pack
 from tests.support.recorded_loop import rollouts
 
 

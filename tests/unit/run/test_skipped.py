@@ -19,7 +19,7 @@ from tepo_megatron.run.metrics.summary import summarize
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.run.step.nonfinite_updates import SkippedUpdates, describe, write_skipped
 from tepo_megatron.sampler.rollout_file import read_rollouts
-from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.trainer.packing import pack
 from tepo_megatron.trainer.protocol import UpdateResult
 
 MADE = UpdateResult(loss=1.0, grad_norm=2.0, lr=0.1, sums={"entropy/mean": (3.0, 4.0)}, extrema={"ratio/max": 1.5})

@@ -19,7 +19,7 @@ from tepo_megatron.run.sampling.staleness import mismatch_by_age, part_ages, tok
 from tepo_megatron.run.step.agreement import check_agreement
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.sampler.rollout_file import check_rollouts
-from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.trainer.packing import pack
 
 
 def rollout(group: int, spans: list[tuple[int, int]], tokens: int, logprob: float = -1.0) -> Rollout:

@@ -22,7 +22,7 @@ from tepo_megatron.run.sampling.step_rewards import StepRewards, rehearsed
 from tepo_megatron.sampler.rollout_file import read_rollouts, write_rollouts
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.verifier_task import VerifierTask
-from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.trainer.packing import pack
 
 
 class Rewards:

@@ -19,7 +19,7 @@ from tepo_megatron.core.types import Batch
 from tepo_megatron.run.metrics.token_file import TokenSamples
 from tepo_megatron.run.output.token_samples import TokenRecorder
 from tepo_megatron.run.step.minibatches import mark_recorded, minibatches
-from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.trainer.packing import pack
 from tepo_megatron.trainer.protocol import UpdateResult
 
 PROBLEMS = {f"p{at}": Problem(f"p{at}", f"{at}+1=", f"{at + 1}", source="sums") for at in (1, 2, 4)}

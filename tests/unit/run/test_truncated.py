@@ -15,7 +15,7 @@ from tepo_megatron.core.objective import build_objective
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.length_handling import check_enough, figures, overlong_penalty, penalise
 from tepo_megatron.run.step.minibatches import minibatches
-from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.trainer.packing import pack
 from tests.support.fake_sampling import MAX_NEW_TOKENS
 
 

@@ -134,14 +134,14 @@ def test_an_evaluation_without_a_trainer_reads_the_model(tmp_path: Path) -> None
 
 
 def test_nccl_of_the_servers_takes_the_interface_that_the_run_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tepo_megatron.trainer.megatron.platform.connections import set_interface
+    from tepo_megatron.trainer.megatron.platform.gpu import set_interface
 
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     config = ServerConfig(interface="ib0")
     server = Server(config, model_dir=tmp_path, dtype="float32", cores="0", key="k", log=tmp_path / "log")
     assert server.program.environment(on_gpu=True)["NCCL_SOCKET_IFNAME"] == "ib0"
     environment: dict[str, str] = {}
-    monkeypatch.setattr("tepo_megatron.trainer.megatron.platform.connections.os.environ", environment)
+    monkeypatch.setattr("tepo_megatron.trainer.megatron.platform.gpu.os.environ", environment)
     set_interface(None)
     assert environment == {}
     set_interface("ib0")

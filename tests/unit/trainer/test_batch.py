@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
-from tepo_megatron.trainer.megatron.batching.batch import broadcast, pack, pad_sequences, pad_to
+from tepo_megatron.trainer.megatron.batching.batch import broadcast, pad_sequences, pad_to
+from tepo_megatron.trainer.packing import pack
 
 
 def rollout(prompt: list[int], response: list[int], *, group: int = 0, reward: float = 0.0) -> Rollout:

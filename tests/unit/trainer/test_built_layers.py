@@ -37,10 +37,10 @@ def build(model_section: dict[str, Any], engine_section: dict[str, Any]) -> Any:
 
 
 def start() -> Any:
-    from tepo_megatron.trainer.megatron.platform import platform_cpu
+    from tepo_megatron.trainer.megatron.platform import platform as platform_cpu
     from tepo_megatron.trainer.megatron.platform.platform import Platform
 
-    platform_cpu.install()
+    platform_cpu.install_cpu_patches()
     return Platform("cpu", torch.device("cpu"), "gloo")
 
 
@@ -110,7 +110,7 @@ def config_of(kind: Any, *, wgrad: bool) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from tepo_megatron.trainer.megatron.model.layers import Layers, kernel_options
-    from tepo_megatron.trainer.megatron.platform.packages import Packages
+    from tepo_megatron.trainer.megatron.platform.gpu import Packages
 
     options = kernel_options(Layers(kind, Packages(te="2.11.0", apex=wgrad, wgrad=wgrad)))
     options["apply_rope_fusion"] = False  # Megatron refuses it where there is no Transformer Engine (test_layers.py)

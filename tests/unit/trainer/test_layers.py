@@ -19,12 +19,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
-from tepo_megatron.trainer.megatron.model import fp8_weights
+from tepo_megatron.trainer.megatron.model import fp8 as fp8_weights
 from tepo_megatron.trainer.megatron.model.attention_cpu import PackedDotProductAttention
 from tepo_megatron.trainer.megatron.model.layers import LOCAL, Layers, RMSNorm, kernel_options
-from tepo_megatron.trainer.megatron.optimizer import optimizer_state
-from tepo_megatron.trainer.megatron.platform import packages
-from tepo_megatron.trainer.megatron.platform.packages import NO_PACKAGES, Packages
+from tepo_megatron.trainer.megatron.platform import gpu as packages
+from tepo_megatron.trainer.megatron.platform.gpu import NO_PACKAGES, Packages
+from tepo_megatron.trainer.megatron.policy import optimizer_states
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel, megatron_ranks
 from tepo_megatron.weights.layouts.table import tensor_shapes
@@ -201,8 +201,8 @@ def test_a_resumed_fused_adam_counts_on(updates: int) -> None:
     param = torch.nn.Parameter(torch.zeros(3))
     wrapped = object.__new__(FP32Optimizer)
     wrapped.optimizer = GroupCounting([param])
-    values = {state: torch.full((3,), float(number)) for number, state in enumerate(optimizer_state.STATES, 1)}
-    optimizer_state.restore(wrapped, param, values, updates=updates)
+    values = {state: torch.full((3,), float(number)) for number, state in enumerate(optimizer_states.STATES, 1)}
+    optimizer_states.restore(wrapped, param, values, updates=updates)
     wrapped.optimizer.step()
     assert wrapped.optimizer.param_groups[0]["step"] == updates + 1
     assert torch.equal(param, torch.ones(3))
@@ -214,5 +214,5 @@ def test_a_master_is_set_where_it_is_held() -> None:
     wrapped = object.__new__(FP32Optimizer)
     wrapped.optimizer = torch.optim.AdamW([param])
     value = torch.arange(6.0).view(2, 3)
-    optimizer_state.set_master(wrapped, param, value)
+    optimizer_states.set_master(wrapped, param, value)
     assert torch.equal(param, value)

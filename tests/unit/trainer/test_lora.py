@@ -19,8 +19,7 @@ from tepo_megatron.run.checks import check_adapters
 from tepo_megatron.sampler.vllm.plugin.adapter_route import ADAPTER_NAME, ADAPTER_PATH, ADAPTER_VARIABLE, USE, UseAdapter
 from tepo_megatron.sampler.vllm.plugin.gate import AWAITS_VARIABLE
 from tepo_megatron.sampler.vllm.server.server import Server
-from tepo_megatron.trainer.megatron.model.lora import Lora
-from tepo_megatron.trainer.megatron.model.merged_layers import Adapter, with_merged_weights
+from tepo_megatron.trainer.megatron.model.lora import Adapter, Lora, with_merged_weights
 from tepo_megatron.weights.layouts.adapters import AdapterBlock
 from tests.support.reshard_models import MOE, small_spec
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tepo_megatron.trainer.megatron.platform import platform_cpu
+from tepo_megatron.trainer.megatron.platform import platform as platform_cpu
 from tests.support.launch import run_dist
 
 MODE = "torch function mode"
-PATCHES = [patch.key for patch in platform_cpu.patches()]
+PATCHES = [patch.key for patch in platform_cpu.cpu_patches()]
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,8 @@ def train_one_step(rank: int, world: int, model: Path, missing: str | None) -> N
     from tepo_megatron.trainer.megatron.engine import Engine
 
     warnings.filterwarnings("ignore")
-    every = platform_cpu.patches()
-    platform_cpu.patches = lambda: [patch for patch in every if patch.key != missing]
+    every = platform_cpu.cpu_patches()
+    platform_cpu.cpu_patches = lambda: [patch for patch in every if patch.key != missing]
     if missing == MODE:
         platform_cpu.cuda_means_cpu = contextlib.nullcontext  # type: ignore[assignment]
     os.environ["WORLD_SIZE"] = str(world)
@@ -71,10 +71,10 @@ def test_without_a_patch_megatron_fails(model: Path, patch: str) -> None:
 def test_a_megatron_that_was_not_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform_cpu, "version", lambda _: "0.17.0")
     with pytest.raises(RuntimeError, match=r"megatron-core 0\.17\.0 was not tried on CPU; install 0\.16\.x"):
-        platform_cpu.install()
+        platform_cpu.install_cpu_patches()
 
 
 def test_a_machine_with_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RuntimeError, match="this machine has a GPU"):
-        platform_cpu.install()
+        platform_cpu.install_cpu_patches()

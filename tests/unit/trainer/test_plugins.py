@@ -13,7 +13,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.loading.load import load_run
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.checkpoints.run_compatibility import compare_runs, describe_run, refusal
-from tepo_megatron.trainer.megatron.checkpoint import plugins
+from tepo_megatron.trainer.megatron import engine
 
 EXAMPLE = Path(__file__).parents[3] / "examples/own_objective"
 MODEL = resolve_model_path("builtin:tiny")
@@ -67,12 +67,12 @@ def test_ranks_compare_their_bytes(copy: Path, monkeypatch: pytest.MonkeyPatch) 
         del device
         return [own, own, ["node7", {"my_objective.py": "0123456789abcdef"}]]
 
-    monkeypatch.setattr(plugins, "all_gather_json", gather)
+    monkeypatch.setattr(engine, "all_gather_json", gather)
     with pytest.raises(
         ValueError, match=r"rank 2 on node7 has other bytes of my_objective\.py than rank 0 on .* \(digest 0123456"
     ):
-        plugins.check_same_plugins(config, torch.device("cpu"))
-    monkeypatch.setattr(plugins, "all_gather_json", lambda own, device: [own, own])
-    plugins.check_same_plugins(config, torch.device("cpu"))
-    monkeypatch.setattr(plugins, "all_gather_json", None)  # nothing is asked of a run without plugins
-    plugins.check_same_plugins(load_run(None, []), torch.device("cpu"))
+        engine.check_same_plugins(config, torch.device("cpu"))
+    monkeypatch.setattr(engine, "all_gather_json", lambda own, device: [own, own])
+    engine.check_same_plugins(config, torch.device("cpu"))
+    monkeypatch.setattr(engine, "all_gather_json", None)  # nothing is asked of a run without plugins
+    engine.check_same_plugins(load_run(None, []), torch.device("cpu"))

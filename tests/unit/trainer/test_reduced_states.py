@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tepo_megatron.config import OptimizerConfig, RunConfig
 from tepo_megatron.config.loading.load import load_run
 from tepo_megatron.run.checks import check_model
-from tepo_megatron.trainer.megatron.optimizer.optimizer import state_options
-from tepo_megatron.trainer.megatron.optimizer.reduced_states import check_states, join_remainder, split_remainder, step_in_parts
+from tepo_megatron.trainer.megatron.policy.optimizer import state_options
+from tepo_megatron.trainer.megatron.policy.reduced_states import check_states, join_remainder, split_remainder, step_in_parts
 from tests.support.fused_adam import FusedAdam
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False).filter(lambda value: abs(value) < 3e38)

@@ -17,7 +17,7 @@ from tepo_megatron.config import EngineConfig, Fp8Config, ParallelConfig, RunCon
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.trainer.megatron import engine
 from tepo_megatron.trainer.megatron.model import fp8, layers
-from tepo_megatron.trainer.megatron.platform.packages import Packages
+from tepo_megatron.trainer.megatron.platform.gpu import Packages
 from tepo_megatron.trainer.megatron.platform.platform import Platform
 from tepo_megatron.weights.architecture import ModelSpec
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.trainer.megatron.model.rows import arrange, like_lengths
+from tepo_megatron.trainer.megatron.model.attention_cpu import arrange, like_lengths
 
 lengths_of = st.lists(st.integers(1, 200), min_size=1, max_size=12)
 

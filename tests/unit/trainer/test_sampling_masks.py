@@ -16,10 +16,10 @@ from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.sampling_mask import SamplingMask
 from tepo_megatron.core.types import Batch
 from tepo_megatron.run.metrics.summary import summarize
-from tepo_megatron.trainer.megatron.batching.batch import broadcast, pack, pad_sequences, pad_to
+from tepo_megatron.trainer.megatron.batching.batch import broadcast, pad_sequences, pad_to
 from tepo_megatron.trainer.megatron.batching.context_parallel import cut
-from tepo_megatron.trainer.megatron.batching.sampling_masks import check_masks
 from tepo_megatron.trainer.megatron.platform.parallel import Ranks
+from tepo_megatron.trainer.packing import check_masks, pack
 from tepo_megatron.trainer.protocol import UpdateResult
 
 

@@ -45,7 +45,7 @@ _TORCHRUN = (
 )
 _TORCHRUN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 _OF_RANKS = (*_TORCHRUN, "CUDA_DEVICE_MAX_CONNECTIONS")
-"""What the trainer's ranks have for torchrun's and for Megatron's sake (``trainer/megatron/platform/connections.py``)."""
+"""What the trainer's ranks have for torchrun's and for Megatron's sake (``trainer/megatron/platform/gpu.py``)."""
 
 
 @dataclass(frozen=True)

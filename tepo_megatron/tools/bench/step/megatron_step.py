@@ -44,7 +44,7 @@ class MicroBatch:
 
 
 class _PackedBuilder(PolicyBuilder):
-    """A mean loss over tokens, micro-batches and ranks, as pretrain_gpt has it, where ours is a sum (``step/step.py``)."""
+    """A mean loss over tokens, micro-batches and ranks, as pretrain_gpt has it, where ours is a sum (``step/update.py``)."""
 
     def _chunks(self) -> tuple[TransformerConfig, list[GPTModel]]:
         megatron, chunks = super()._chunks()

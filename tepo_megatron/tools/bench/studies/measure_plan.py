@@ -35,7 +35,7 @@ from tepo_megatron.plan.time import (
     checkpoint_bytes_of_a_rank,
 )
 from tepo_megatron.tools.results import markdown, write_report
-from tepo_megatron.trainer.megatron.batching.batch import pack
+from tepo_megatron.trainer.packing import pack
 from tepo_megatron.weights.architecture import model_spec
 from tepo_megatron.weights.layouts.table import tensor_shapes
 
@@ -110,7 +110,7 @@ def counts(config: RunConfig, folder: Path) -> dict[str, int]:
     from megatron.core import parallel_state
 
     from tepo_megatron.trainer.megatron.engine import Engine
-    from tepo_megatron.trainer.megatron.optimizer.adam_states import tensors
+    from tepo_megatron.trainer.megatron.policy.optimizer_states import adam_tensors
 
     engine = Engine(config, Path(config.model.path))
     batch = engine.batch_from_root(draw_rollouts(SEQUENCES, TOKENS) if engine.ranks.rank == 0 else None)
@@ -119,7 +119,7 @@ def counts(config: RunConfig, folder: Path) -> dict[str, int]:
     policy, lora = engine.policy, engine.policy.lora
     model = [param.detach() for param in (*policy.params.values(), *(lora.params.values() if lora else ()))]
     of_model = {each.untyped_storage().data_ptr() for each in model}
-    states = [each for inner in policy.optimizer.chained_optimizers for each in tensors(inner.optimizer) if each.dim()]
+    states = [each for inner in policy.optimizer.chained_optimizers for each in adam_tensors(inner.optimizer) if each.dim()]
     engine.checkpoints.save(folder, step=1, state={})
     found = {
         "weights": held(model),

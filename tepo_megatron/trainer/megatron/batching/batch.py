@@ -1,8 +1,7 @@
-"""Packs rollouts into one batch, the same on every rank, and pads what is cut from it."""
+"""Sends a packed batch from rank 0 to every rank, and pads micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -12,101 +11,20 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tepo_megatron.core.rollout import Rollout, not_recorded
+from tepo_megatron.core.rollout import not_recorded
 from tepo_megatron.core.sampling_mask import SamplingMask
 from tepo_megatron.core.types import Batch
-from tepo_megatron.trainer.megatron.batching.routing_replay import RouteSizes, broadcast_routes, pack_routes, sizes_of
-from tepo_megatron.trainer.megatron.batching.sampling_masks import broadcast_mask, pack_masks, size_of
 
+_NO_MASK = -1
 
-def pack(
-    rollouts: Sequence[Rollout], *, mask_truncated: bool = False, routes: bool = True, sampling_masks: bool = True
-) -> Batch:
-    """Packs all rollouts on the CPU, each prompt followed by its response. The label at t is the token at t + 1.
-
-    The loss mask has the tokens that the model wrote: T_i is their number, and what an environment wrote is context alone.
-
-    ``mask_truncated``: no token of a response that was cut is in the loss mask. It stays in the batch, since its reward counts
-    for the advantages of its group. ``routes``, ``sampling_masks``: with the experts, and the tokens that could have been
-    drawn, as the sampler recorded them, where it did.
-
-    Raises ValueError for a rollout with an empty response, or one without a token of the model's, with log-probs or routes of
-    another length, without a reward or with other components of it than the others, naming it.
-    """
-    for rollout in rollouts:
-        _check(rollout)
-    prompts = np.array([rollout.prompt_ids.size for rollout in rollouts], dtype=np.int64)
-    ends = np.cumsum(prompts + [rollout.response_ids.size for rollout in rollouts])
-    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
-    tokens = np.concatenate(
-        [np.zeros(0, np.int64), *(ids for each in rollouts for ids in (each.prompt_ids, each.response_ids))], dtype=np.int64
-    )
-    labels = np.empty_like(tokens)
-    labels[:-1] = tokens[1:]
-    labels[ends - 1] = 0  # the last token of a sequence has none
-    mask = np.zeros(tokens.size, dtype=np.bool_)
-    logprobs = np.zeros(tokens.size, dtype=np.float32)
-    for rollout, first, end in zip(rollouts, (starts + prompts - 1).tolist(), ends.tolist(), strict=True):
-        # from the last prompt token, which predicts the first of the response
-        if not (mask_truncated and rollout.finish_reason == "length"):
-            mask[first : end - 1] = True if rollout.loss_mask is None else rollout.loss_mask
-        logprobs[first : end - 1] = rollout.sampler_logprobs
-    return Batch(
-        tokens_T=torch.from_numpy(tokens),
-        labels_T=torch.from_numpy(labels),
-        loss_mask_T=torch.from_numpy(mask),
-        cu_seqlens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
-        sampler_logprobs_T=torch.from_numpy(logprobs),
-        rewards_S=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
-        groups_S=torch.tensor([rollout.group for rollout in rollouts], dtype=torch.int64),
-        routed_experts_T=pack_routes(rollouts) if routes else None,
-        sampling_mask_T=pack_masks(rollouts) if sampling_masks else None,
-        reward_parts_SK=_reward_parts_SK(rollouts),
-    )
-
-
-def _reward_parts_SK(rollouts: Sequence[Rollout]) -> Tensor | None:
-    """The components in the order of the first rollout that has some; None where none has."""
-    names = next((list(rollout.reward_parts) for rollout in rollouts if rollout.reward_parts), None)
-    if names is None:
-        return None
-    rows = []
-    for rollout in rollouts:
-        # A response that failed and counts as reward.failed_reward counts as that in every component.
-        parts = rollout.reward_parts or dict.fromkeys(names, rollout.reward)
-        if set(parts) != set(names):
-            raise ValueError(
-                f"rollout of problem {rollout.problem_id} has the reward's components {', '.join(parts)}, others of the step "
-                f"{', '.join(names)}; a verifier must return the same for every response"
-            )
-        rows.append([parts[name] for name in names])
-    return torch.tensor(rows, dtype=torch.float32)
-
-
-def _check(rollout: Rollout) -> None:
-    where = f"rollout of problem {rollout.problem_id}"
-    if not rollout.prompt_ids.size:
-        raise ValueError(f"{where} has an empty prompt; the tokenizer made no token of it")
-    if not rollout.response_ids.size:
-        raise ValueError(f"{where} has an empty response; a sampler must return at least the end token")
-    if rollout.sampler_logprobs.size != rollout.response_ids.size:
-        raise ValueError(
-            f"{where} has {rollout.response_ids.size} response tokens but {rollout.sampler_logprobs.size} log-probs"
-        )
-    if rollout.loss_mask is not None:
-        if not rollout.loss_mask.any():
-            raise ValueError(f"{where} has no token that the model wrote; leave it out of the step")
-        if rollout.sampler_logprobs[~rollout.loss_mask].any():
-            raise ValueError(f"{where} has a log-prob other than 0 at a token that the model did not write")
-    if rollout.reward is None:
-        raise ValueError(f"{where} has no reward; leave it out of the step")
+_PIECE_BYTES = 2**28
+"""Largest part on a GPU at once: a step's routes are gigabytes, and stay in host memory."""
 
 
 def broadcast(batch: Batch | None, device: torch.device) -> Batch:
     """Sends rank 0's packed batch to every rank's ``device``. Every rank calls; only rank 0's argument is read.
 
-    Nine bytes a token travel, as flat tensors without pickle: labels are the next tokens, and are not sent. Recorded routes
-    and sampling masks come apart, in pieces, and stay in the host's memory.
+    Nine bytes per token, without pickle. Routes and sampling masks follow in pieces, and stay in host memory.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         assert batch is not None
@@ -114,17 +32,19 @@ def broadcast(batch: Batch | None, device: torch.device) -> Batch:
     sizes = torch.zeros(7, dtype=torch.int64)
     if batch is not None:
         components = 0 if batch.reward_parts_SK is None else batch.reward_parts_SK.shape[1]
-        recorded = [size_of(batch.sampling_mask_T), *sizes_of(batch.routed_experts_T)]
+        mask, routes_T = batch.sampling_mask_T, batch.routed_experts_T
+        recorded = [_NO_MASK if mask is None else mask.ids.size]
+        recorded += [0, 0, 0] if routes_T is None else [routes_T.itemsize, *routes_T.shape[1:]]
         sizes = torch.tensor([batch.num_sequences, batch.num_tokens, components, *recorded])
     sizes = sizes.to(device)
     dist.broadcast(sizes, src=0)
-    sequences, tokens, components, kept, *routes = sizes.tolist()
+    sequences, tokens, components, mask_size, *routes = sizes.tolist()
     if batch is not None:
         tokens_T, mask_T = batch.tokens_T.int().to(device), batch.loss_mask_T.to(torch.uint8).to(device)
         sampler_logprobs_T = batch.sampler_logprobs_T.to(device)
         values = [batch.cu_seqlens, batch.groups_S, batch.rewards_S]
         values += [] if batch.reward_parts_SK is None else [batch.reward_parts_SK.flatten()]
-        of_sequences = torch.cat([each.double() for each in values]).to(device)
+        of_sequences = torch.cat([value.double() for value in values]).to(device)
     else:
         tokens_T, mask_T = (torch.empty(tokens, dtype=dtype, device=device) for dtype in (torch.int32, torch.uint8))
         sampler_logprobs_T = torch.empty(tokens, dtype=torch.float32, device=device)
@@ -144,23 +64,53 @@ def broadcast(batch: Batch | None, device: torch.device) -> Batch:
         sampler_logprobs_T,
         rewards_S.float(),
         groups_S.long(),
-        routed_experts_T=broadcast_routes(batch.routed_experts_T if batch else None, tokens, RouteSizes(*routes), device),
+        routed_experts_T=_broadcast_routes(batch.routed_experts_T if batch else None, tokens, routes, device),
         reward_parts_SK=parts.float().view(sequences, components) if components else None,
-        sampling_mask_T=broadcast_mask(batch.sampling_mask_T if batch else None, tokens, kept, device),
+        sampling_mask_T=_broadcast_mask(batch.sampling_mask_T if batch else None, tokens, mask_size, device),
     )
 
 
-def pad_to(batch: Batch, num_tokens: int) -> Batch:
-    """Adds sequences at the end, outside every loss mask, so that the batch has ``num_tokens`` tokens.
+def _broadcast_routes(routes_T: Tensor | None, tokens: int, sizes: list[int], device: torch.device) -> Tensor | None:
+    """``sizes``: bytes of a number, layers, experts per token; 0 bytes if there is no record."""
+    itemsize, *shape = sizes
+    if not itemsize:
+        return None
+    if routes_T is None:
+        routes_T = torch.empty(tokens, *shape, dtype=torch.uint8 if itemsize == 1 else torch.int16)
+    _broadcast_in_pieces(routes_T.contiguous().view(-1).view(torch.uint8), device)  # NCCL knows no int16
+    return routes_T
 
-    They are beginnings of the longest sequence: under causal attention equal beginnings have equal activations, so that the
-    largest value of a tensor, by which FP8 may scale it, is never the padding's.
+
+def _broadcast_mask(mask: SamplingMask | None, tokens: int, size: int, device: torch.device) -> SamplingMask | None:
+    if size == _NO_MASK:
+        return None
+    flat = torch.empty(tokens + size, dtype=torch.int32)
+    if mask is not None:
+        flat = torch.cat([torch.tensor(mask.counts), torch.tensor(mask.ids)])
+    _broadcast_in_pieces(flat, device)
+    numbers = flat.numpy()
+    return SamplingMask(numbers[:tokens], numbers[tokens:])
+
+
+def _broadcast_in_pieces(flat: Tensor, device: torch.device) -> None:
+    for piece in flat.split(_PIECE_BYTES // flat.itemsize):
+        sent = piece.to(device)
+        dist.broadcast(sent, src=0)
+        if sent.data_ptr() != piece.data_ptr():
+            piece.copy_(sent)
+
+
+def pad_to(batch: Batch, num_tokens: int) -> Batch:
+    """Adds sequences outside every loss mask, until the batch has ``num_tokens`` tokens.
+
+    They are beginnings of the longest sequence: their activations are equal to its own, so that padding is never the largest
+    value of a tensor, by which FP8 may scale it.
     """
     missing = num_tokens - batch.num_tokens
     if missing == 0:
         return batch
     longest_T = batch.tokens_T[batch.token_index([int(batch.lengths_S.argmax())])]
-    lengths = [min(longest_T.numel(), missing - at) for at in range(0, missing, longest_T.numel())]
+    lengths = [min(longest_T.numel(), missing - start) for start in range(0, missing, longest_T.numel())]
     changes: dict[str, Any] = {"tokens_T": torch.cat([batch.tokens_T, *(longest_T[:length] for length in lengths)])}
     for f in fields(batch):
         value = getattr(batch, f.name)
@@ -176,8 +126,7 @@ def pad_to(batch: Batch, num_tokens: int) -> Batch:
 def pad_sequences(batch: Batch, multiple: int) -> Batch:
     """Repeats the last token of each sequence, outside the loss mask, until all lengths are multiples of ``multiple``.
 
-    Causal attention shows no token what follows it, so that nothing changes for the others. But the added tokens see the whole
-    sequence, unlike those of :func:`pad_to`: their activations are their own, and could be the largest of a tensor.
+    Unlike those of :func:`pad_to`, these tokens have activations of their own, which could be the largest of a tensor.
     """
     lengths_S = batch.lengths_S
     padded_S = (lengths_S + multiple - 1) // multiple * multiple
@@ -201,13 +150,11 @@ def pad_sequences(batch: Batch, multiple: int) -> Batch:
 
 
 def _with_none(mask: SamplingMask, source: NDArray[np.int64], added: NDArray[np.bool_]) -> SamplingMask:
-    """The mask at the places ``source`` [T], and none where a token was added."""
     end = SamplingMask.joined([mask, SamplingMask.empty(1)])
     return end[np.where(added, len(mask), source)]
 
 
 def _filler(name: str, value: Tensor) -> int:
-    """What padding has of a field."""
     if name == "recorded_S":
         return -1
     return not_recorded(value.itemsize) if name == "routed_experts_T" else 0

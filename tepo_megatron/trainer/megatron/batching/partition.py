@@ -1,4 +1,4 @@
-"""Assigns the sequences of a step to micro-batches: as few as hold them, of equal cost, and as many on every rank."""
+"""Assigns sequences to micro-batches: as few as possible, of equal cost, equally many on every rank."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from tepo_megatron.weights.architecture import ModelSpec
 
 _EVEN = 1.05
 _MORE = 2
-"""So many micro-batches more (or a whole ``multiple``) are tried for a rank, where with the least number their costs are not
-even."""
+"""Additional micro-batches per rank that are tried if the smallest number gives uneven costs."""
 
 MicroBatch = list[int]
-"""Numbers of sequences."""
+"""Indices of sequences."""
 
 
 def attention_length(spec: ModelSpec) -> float:
-    """Returns how long a sequence is, in tokens, whose attention costs as much as its matrix products with weights.
+    """The length at which a sequence's attention costs as much as its matrix products with weights.
 
-    Causal attention over L tokens takes 2 · heads · head_dim · L operations a token and layer, a weight takes 2.
+    Causal attention over L tokens takes 2 · heads · head_dim · L operations per token and layer; a weight takes 2.
     """
     heads = spec.num_heads * spec.head_dim
     projections = spec.hidden_size * (2 * heads + 2 * spec.num_kv_heads * spec.head_dim)
@@ -34,28 +33,31 @@ def attention_length(spec: ModelSpec) -> float:
 def partition(
     lengths: Sequence[int], *, ranks: int, max_tokens: int, attention_length: float = math.inf, multiple: int = 1
 ) -> list[list[MicroBatch]]:
-    """Assigns sequences to micro-batches of the data-parallel ranks: ``result[rank][micro_batch]`` lists their numbers.
+    """Assigns sequences to micro-batches of the data-parallel ranks: ``result[rank][micro_batch]`` lists their indices.
 
-    A sequence of L tokens costs L + L² / ``attention_length``. Micro-batches have about equal costs, and so have the ranks; the
-    k-th micro-batches of the ranks are about the k-th most expensive, for ranks that wait for one another in each.
+    A sequence of L tokens costs L + L² / ``attention_length``. Micro-batches have about equal costs, and so have ranks; the
+    k-th micro-batches of all ranks cost about the same, because ranks wait for each other in each.
 
-    Every rank gets the same number of micro-batches, as Megatron's schedules need, and a ``multiple`` of them, as interleaved
-    stages do; none is empty. A micro-batch holds at most ``max_tokens``, unless a single sequence is longer or there are too
-    few sequences to give every rank more of them. Deterministic, so that every rank computes the same. Raises ValueError for
-    fewer sequences than ranks × ``multiple``.
+    Every rank gets equally many, a ``multiple`` of them (interleaved stages), and none is empty. A micro-batch has at most
+    ``max_tokens``, unless a single sequence is longer or there are too few sequences. Deterministic: every rank computes the
+    same. Raises ValueError for fewer sequences than ranks × ``multiple``.
     """
     if len(lengths) < ranks * multiple:
-        each = f", {multiple} for each, which interleaved pipeline stages (engine.parallel.vpp) need" if multiple > 1 else ""
-        raise ValueError(f"{len(lengths)} sequences cannot be spread over {ranks} data-parallel ranks{each}; use more rollouts")
+        per_rank_words = (
+            f", {multiple} for each, which interleaved pipeline stages (engine.parallel.vpp) need" if multiple > 1 else ""
+        )
+        raise ValueError(
+            f"{len(lengths)} sequences cannot be spread over {ranks} data-parallel ranks{per_rank_words}; use more rollouts"
+        )
     costs = [length + length * length / attention_length for length in lengths]
-    order = sorted(range(len(lengths)), key=lambda at: (-lengths[at], at))
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     most = len(lengths) // (ranks * multiple) * multiple
     tight = _fill_tightly(order, lengths, max_tokens)
     least = min(most, -(-len(tight) // (ranks * multiple)) * multiple)
     candidates = []
     for per_rank in range(least, min(most, least + max(_MORE, multiple)) + 1, multiple):
         bins = _fill_evenly(order, lengths, costs, count=ranks * per_rank, max_tokens=max_tokens)
-        if all(len(members) == 1 or sum(lengths[at] for at in members) <= max_tokens for members in bins):
+        if all(len(members) == 1 or sum(lengths[index] for index in members) <= max_tokens for members in bins):
             candidates.append(bins)
             if _imbalance(bins, costs) <= _EVEN:
                 return _deal(bins, costs, ranks)
@@ -65,65 +67,63 @@ def partition(
 
 
 def _imbalance(bins: Sequence[MicroBatch], costs: Sequence[float]) -> float:
-    """Returns the cost of the most expensive micro-batch, as a multiple of the mean."""
-    return max(sum(costs[at] for at in members) for members in bins) * len(bins) / sum(costs)
+    """Largest cost over mean cost."""
+    return max(sum(costs[index] for index in members) for members in bins) * len(bins) / sum(costs)
 
 
 def _fill_tightly(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[MicroBatch]:
-    """Puts each sequence, the longest first, where it leaves the least room, or into a new micro-batch."""
+    """Best fit, the longest first."""
     bins: list[MicroBatch] = []
     rooms: list[tuple[int, int]] = []  # (tokens that still fit, micro-batch), sorted
-    for at in order:
-        place = bisect_left(rooms, (lengths[at], -1))
+    for sequence in order:
+        place = bisect_left(rooms, (lengths[sequence], -1))
         if place == len(rooms):
-            bins.append([at])
-            insort(rooms, (max_tokens - lengths[at], len(bins) - 1))
+            bins.append([sequence])
+            insort(rooms, (max_tokens - lengths[sequence], len(bins) - 1))
         else:
             room, index = rooms.pop(place)
-            bins[index].append(at)
-            insort(rooms, (room - lengths[at], index))
+            bins[index].append(sequence)
+            insort(rooms, (room - lengths[sequence], index))
     return bins
 
 
 def _fill_evenly(
     order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], *, count: int, max_tokens: int
 ) -> list[MicroBatch]:
-    """Puts each sequence, the longest first, into the cheapest of ``count`` micro-batches that has room; into that with
-    the most room if none has enough.
-    """
+    """The longest first into the cheapest micro-batch with room; into that with the most room if none has enough."""
     bins: list[MicroBatch] = [[] for _ in range(count)]
     rooms, loads = [max_tokens] * count, [0.0] * count
     open_ = [(0.0, index) for index in range(count)]  # a heap by cost
     full: list[tuple[int, int]] = []  # a heap by room, the most first: lengths fall, so that what is full may be open again
-    for at in order:
-        while full and -full[0][0] >= lengths[at]:
+    for sequence in order:
+        while full and -full[0][0] >= lengths[sequence]:
             index = heapq.heappop(full)[1]
             heapq.heappush(open_, (loads[index], index))
-        while open_ and bins[open_[0][1]] and rooms[open_[0][1]] < lengths[at]:
+        while open_ and bins[open_[0][1]] and rooms[open_[0][1]] < lengths[sequence]:
             index = heapq.heappop(open_)[1]
             heapq.heappush(full, (-rooms[index], index))
         index = heapq.heappop(open_)[1] if open_ else heapq.heappop(full)[1]
-        bins[index].append(at)
-        rooms[index] -= lengths[at]
-        loads[index] += costs[at]
+        bins[index].append(sequence)
+        rooms[index] -= lengths[sequence]
+        loads[index] += costs[sequence]
         heapq.heappush(open_, (loads[index], index))
     return bins
 
 
 def _cut(bins: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
-    """Cuts the micro-batches of the most sequences in two until there are ``count``."""
+    """Halves the micro-batches with the most sequences until there are ``count``."""
     heap = [(-len(members), number, members) for number, members in enumerate(bins)]
     heapq.heapify(heap)
     while len(heap) < count:
         _, number, members = heapq.heappop(heap)
-        for half, own in ((members[::2], number), (members[1::2], len(heap) + count)):
-            heapq.heappush(heap, (-len(half), own, half))
+        for half, tie_break in ((members[::2], number), (members[1::2], len(heap) + count)):
+            heapq.heappush(heap, (-len(half), tie_break, half))
     return [members for _, _, members in heap]
 
 
 def _deal(bins: Sequence[MicroBatch], costs: Sequence[float], ranks: int) -> list[list[MicroBatch]]:
-    """Deals micro-batches to ranks, the most expensive first: in each round the rank with the least cost gets the first."""
-    price = {id(members): sum(costs[at] for at in members) for members in bins}
+    """The most expensive first; in each round the rank with the least cost gets the first."""
+    price = {id(members): sum(costs[index] for index in members) for members in bins}
     ordered = sorted(bins, key=lambda members: (-price[id(members)], min(members)))
     dealt: list[list[MicroBatch]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks

@@ -1,4 +1,4 @@
-"""A run's checkpoints, as the loop sees them: begun, finished, checked, loaded."""
+""":class:`tepo_megatron.trainer.protocol.Checkpoints` for Megatron."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tepo_megatron.config import RunConfig
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.trainer.megatron.checkpoint import boxes as checkpoint
-from tepo_megatron.trainer.megatron.checkpoint.local_boxes import bias_boxes, shards_to_save
+from tepo_megatron.trainer.megatron.checkpoint.boxes import bias_boxes, shards_to_save
 from tepo_megatron.trainer.megatron.checkpoint.saving import Saving
 from tepo_megatron.trainer.megatron.policy.policy import Policy
 from tepo_megatron.trainer.megatron.policy.weights import PolicyWeights
@@ -21,21 +21,19 @@ from tepo_megatron.trainer.protocol import SavedCheckpoint
 
 @dataclass
 class Counters:
-    """What an engine counts and measures over a run, and a checkpoint keeps."""
+    """State of the engine that a checkpoint stores."""
 
     updates: int = 0
-    """Optimizer steps that were made, by which learning rate and Adam count; skipped ones are not among them."""
+    """Optimizer steps made, without skipped ones; learning rate and Adam count by them."""
 
     updates_skipped: int = 0
 
     entropy_noise: float = 0.0
-    """The 99th percentile of the entropies' noise as last measured, in nats; 0 before."""
+    """99th percentile of the last measured noise of entropies, in nats; 0 before."""
 
 
 class MegatronCheckpoints:
-    """Every rank makes one, and calls every method in the same order. ``counters`` are saved and restored; ``about``, read on
-    rank 0, says what the run is.
-    """
+    """``counters`` are saved and restored; ``about``, rank 0's, describes the run."""
 
     def __init__(
         self,
@@ -54,20 +52,16 @@ class MegatronCheckpoints:
         self._restores_bits = not config.engine.fp8.params
         self._saving: Saving | None = None
         self.bytes_read = 0
-        """Bytes of optimizer states that this rank read from the checkpoint that it was restored from."""
+        """Bytes of optimizer states that this rank read in :meth:`load`."""
 
     def save(self, folder: Path, *, step: int, state: dict[str, Any]) -> Path:
-        """Writes a checkpoint that any parallel layout can resume from. Every rank calls."""
+        """``begin`` and ``finish``; returns the checkpoint's path. Every rank calls."""
         self.begin(folder, step=step, state=state)
         saved = self.finish()
         assert saved is not None
         return saved.path
 
     def begin(self, folder: Path, *, step: int, state: dict[str, Any], background: bool = False) -> None:
-        """Begins to write a checkpoint; one that is still being written is finished first. Every rank calls.
-
-        With ``background`` training may go on at once, and a thread writes. The checkpoint is there after ``finish``.
-        """
         self.finish()
         self._heartbeat.phase("save")
         weights, rank = self._weights, dist.get_rank()
@@ -83,9 +77,6 @@ class MegatronCheckpoints:
         )
 
     def finish(self, *, wait: bool = True) -> SavedCheckpoint | None:
-        """Gives the checkpoint that was begun its name. None where there is none, or ``wait`` is false and some rank still
-        writes. Every rank calls; raises what ``Saving`` does.
-        """
         saving = self._saving
         if saving is None or not (wait or saving.is_written()):
             return None
@@ -93,18 +84,9 @@ class MegatronCheckpoints:
         return saving.finish()
 
     def check(self, folder: Path) -> dict[str, Any]:
-        """Reads every byte of a checkpoint, each rank a part; returns what was given to ``save`` as ``state``, and ``step``.
-
-        Every rank calls; all return, or all raise the same DamagedCheckpoint. Nothing is restored.
-        """
         return checkpoint.check(folder, self._group)
 
     def load(self, folder: Path, checked: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Restores weights, optimizer and schedule; returns what ``check`` does, which is called here unless its answer is
-        passed as ``checked``. Every rank calls.
-
-        Raises DamagedCheckpoint before anything is restored, and RuntimeError if the weights are not those that were saved.
-        """
         self._heartbeat.phase("load")
         state = self.check(folder) if checked is None else checked
         counters = self._counters

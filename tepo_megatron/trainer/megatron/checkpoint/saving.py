@@ -1,4 +1,4 @@
-"""Writes a checkpoint, at once or beside training: staged in host memory first, then written by a thread of each rank."""
+"""Writes a checkpoint, at once or in the background: copied to host memory, then written by a thread of each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tepo_megatron.runtime.files import partial_path, sync_folder
 from tepo_megatron.trainer.checkpoints.folder import checkpoint_folder, checkpoints, set_aside
-from tepo_megatron.trainer.megatron.checkpoint.local_boxes import state_boxes
+from tepo_megatron.trainer.megatron.checkpoint.boxes import state_boxes
 from tepo_megatron.trainer.megatron.platform.collectives import all_gather_json
 from tepo_megatron.trainer.megatron.policy.policy import Policy
 from tepo_megatron.trainer.protocol import SavedCheckpoint
@@ -30,15 +30,14 @@ _CPU = torch.device("cpu")
 
 
 class Saving:
-    """``folder/step_XXXXXX`` on its way; a checkpoint of that name is replaced. Every rank makes one and calls it in step.
+    """``folder/step_XXXXXX`` while it is written; replaces a checkpoint of that name. Every rank makes one and calls its
+    methods in the same order.
 
-    ``shards`` are ``owned_boxes.shards_to_save``, ``biases`` ``owned_boxes.bias_boxes``; ``group`` has all ranks and works on
-    the host. With ``background`` all states of this rank are copied to the host here (12 bytes a parameter that it holds states
-    of), and a thread writes them; otherwise :meth:`finish` writes them as it copies them. Until :meth:`finish` the folder has
-    the suffix ``.partial``, and the other checkpoints are as before.
+    ``shards`` are from ``boxes.shards_to_save``, ``biases`` from ``boxes.bias_boxes``; ``group`` has all ranks and works on the
+    host. With ``background`` the constructor copies this rank's states to the host (12 bytes per parameter) and a thread writes
+    them; otherwise :meth:`finish` writes them as it copies. Until then the folder has the suffix ``.partial``.
 
-    Each method that all ranks call raises the same RuntimeError on all if any rank's file system fails; it says what failed and
-    how much room there is.
+    Raises the same RuntimeError on all ranks if any rank cannot write, with the cause and the free space.
     """
 
     def __init__(
@@ -71,12 +70,12 @@ class Saving:
         self._stage_s = time.monotonic() - began
 
     def is_written(self) -> bool:
-        """Whether every rank's thread has written its part, or failed to. Every rank calls; all get the same."""
-        own = self._thread is None or not self._thread.is_alive()
-        return all(all_gather_json(own, device=_CPU, group=self._group))
+        """Whether every rank's thread has ended. Every rank calls."""
+        done = self._thread is None or not self._thread.is_alive()
+        return all(all_gather_json(done, device=_CPU, group=self._group))
 
     def finish(self) -> SavedCheckpoint:
-        """Waits until every rank has written its part, and gives the checkpoint its name. Every rank calls."""
+        """Waits for every rank, and renames the folder. Every rank calls."""
         began = time.monotonic()
         if self._thread is None:
             self._write()
@@ -87,12 +86,11 @@ class Saving:
         assert self._written is not None
         files = self._attempt.all_wrote(self._written)
         self._attempt.together(lambda: self._name(files) if dist.get_rank() == 0 else None)
-        own = [self._stage_s, self._write_s, self._stage_s + time.monotonic() - began]
-        slowest = map(max, zip(*all_gather_json(own, device=_CPU, group=self._group), strict=True))
+        seconds = [self._stage_s, self._write_s, self._stage_s + time.monotonic() - began]
+        slowest = map(max, zip(*all_gather_json(seconds, device=_CPU, group=self._group), strict=True))
         return SavedCheckpoint(self._out, self.step, *slowest)
 
     def _write(self) -> None:
-        """In the thread, where there is one; the ranks that wait for it are told by :meth:`finish` what went wrong."""
         began = time.monotonic()
         try:
             stem = f"rank{dist.get_rank():05d}"
@@ -102,7 +100,7 @@ class Saving:
         self._write_s = time.monotonic() - began
 
     def _name(self, files: dict[str, FileRecord]) -> None:
-        """State, then the manifest, then the name: a crash at any point leaves the other checkpoints, and never half of one."""
+        """State, manifest, name, in this order: after a crash no incomplete checkpoint has its name."""
         partial, out = self._partial, self._out
         text = json.dumps({"format": FORMAT, "step": self.step, **self._state}, indent=2) + "\n"
         record = write_durably(partial / STATE, text)
@@ -117,18 +115,14 @@ class Saving:
 
 
 class _Attempt:
-    """One save. A rank whose file system fails must not leave the others waiting: after each part of the work they all
-    exchange what went wrong, and all raise it.
-    """
+    """A rank with a failing file system must not leave the others waiting: after each part of the work all exchange errors."""
 
     def __init__(self, out: Path, group: dist.ProcessGroup | None) -> None:
         self.out = out
         self.group = group
         self.needed = 0
-        """Bytes of the whole checkpoint, once they are known."""
 
     def together(self, work: Callable[[], None]) -> None:
-        """Every rank calls with its part of the work."""
         error = None
         try:
             work()
@@ -136,13 +130,12 @@ class _Attempt:
             error = f"{failed.filename or self.out}: {describe_os_error(failed)}"
         self._end_if_any(all_gather_json(error, device=_CPU, group=self.group))
 
-    def all_wrote(self, own: WrittenBoxes) -> dict[str, FileRecord]:
-        """Every rank calls with what it wrote; returns the files of all."""
-        given = {name: [record.bytes, record.sha256] for name, record in own.files.items()}
-        found = all_gather_json([given, own.bytes, own.error], device=_CPU, group=self.group)
-        self.needed = sum(needed for _, needed, _ in found)
-        self._end_if_any([error for _, _, error in found])
-        return {name: FileRecord(*record) for files, _, _ in found for name, record in files.items()}
+    def all_wrote(self, written: WrittenBoxes) -> dict[str, FileRecord]:
+        files = {name: [record.bytes, record.sha256] for name, record in written.files.items()}
+        everyone = all_gather_json([files, written.bytes, written.error], device=_CPU, group=self.group)
+        self.needed = sum(needed for _, needed, _ in everyone)
+        self._end_if_any([error for _, _, error in everyone])
+        return {name: FileRecord(*record) for files, _, _ in everyone for name, record in files.items()}
 
     def _end_if_any(self, errors: list[str | None]) -> None:
         failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
@@ -153,11 +146,11 @@ class _Attempt:
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)  # its room is needed; what cannot be removed is no checkpoint either
         older = [path.name for path in checkpoints(self.out.parent) if path != self.out]
-        kept = f"the older checkpoints are as they were (the newest is {older[-1]})" if older else "there is no older one"
+        rest = f"the older checkpoints are as they were (the newest is {older[-1]})" if older else "there is no older one"
         needs = f"it needs {self.needed:,} bytes, " if self.needed else ""
         rank, error = failed[0]
         raise RuntimeError(
-            f"checkpoint {self.out} could not be written by rank {rank} ({error}); {needs}{free:,} bytes are free; {kept}. "
+            f"checkpoint {self.out} could not be written by rank {rank} ({error}); {needs}{free:,} bytes are free; {rest}. "
             f"Make room ('tepo checkpoint prune {self.out.parent}' removes older ones) and go on with --resume"
         )
 

@@ -1,34 +1,39 @@
-"""Translates the section ``engine.fp8`` to Megatron-Core's three configs, and checks what FP8 needs of GPU, Transformer Engine,
-model and micro-batches.
+"""Translates ``engine.fp8`` to Megatron-Core's configs, checks what FP8 needs, and reads FP8 weights.
 
-Everything here is decided in Python, from values that are passed in, so that a CPU tests it. Sources: Megatron-Core 0.16.1's
-``fp8_utils.get_fp8_recipe`` and ``get_fp8_align_size``; Transformer Engine's own checks in ``pytorch/quantization.py``.
+Checks are decided in Python from arguments, so that they are tested on a CPU. Sources: Megatron-Core 0.16.1's
+``fp8_utils.get_fp8_recipe`` and ``get_fp8_align_size``; Transformer Engine's ``pytorch/quantization.py``.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from packaging.version import Version
+from torch import Tensor
 
 from tepo_megatron.config import EngineConfig, Fp8Config, ParallelConfig
 from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.geometry import ShardLayout
+from tepo_megatron.weights.storage.hf_folder import load_into
 
 Capability = tuple[int, int]
-"""Compute capability of a GPU: (major, minor), as ``torch.cuda.get_device_capability`` returns it."""
+"""Compute capability of a GPU: (major, minor)."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a recipe needs. Widths of the layers' matrix products must be multiples of ``multiple``, tokens of a micro-batch of
+    """A recipe's requirements. Widths of matrix products must be multiples of ``multiple``, tokens of a micro-batch of
     ``tokens``, and under sequence parallelism the hidden size of ``gathered``.
 
-    ``cuda``: the CUDA that torch was built for, on GPUs of capability ``cuda_up_to`` and less (None: on all). ``below``: from
-    this capability on there are no such kernels. ``probe``: where Transformer Engine answers for itself.
+    ``cuda``: torch's CUDA version on GPUs up to capability ``cuda_up_to`` (None: all). ``below``: first capability without such
+    kernels. ``probe``: Transformer Engine's function to ask.
     """
 
     te: str
@@ -72,13 +77,11 @@ NEEDS = {
         tokens=32,
     ),
 }
-"""The needs of every recipe. The versions of Transformer Engine are those that Megatron-Core requires; it is made for 2.9 to
-2.11, which have all recipes.
-"""
+"""By recipe. The versions of Transformer Engine are Megatron-Core's requirements."""
 
 
 def layer_options(fp8: Fp8Config) -> dict[str, Any]:
-    """Returns fields of Megatron's ``TransformerConfig``. Embedding and head are outside its FP8 context and stay bfloat16."""
+    """Fields of ``TransformerConfig``. Embedding and head stay bfloat16."""
     if not fp8.enabled:
         return {"fp8": None}
     return {
@@ -95,15 +98,15 @@ def layer_options(fp8: Fp8Config) -> dict[str, Any]:
 
 
 def gather_options(fp8: Fp8Config) -> dict[str, Any]:
-    """Returns fields of Megatron's ``DistributedDataParallelConfig``: FP8 weights are gathered over data-parallel ranks as FP8.
+    """Fields of ``DistributedDataParallelConfig``: FP8 weights are gathered as FP8.
 
-    MXFP8 weights cannot be: their two copies are quantised from bfloat16, which is gathered in the gradients' buffer.
+    Not MXFP8 weights: their two copies are quantized from bfloat16, which is gathered in the gradients' buffer.
     """
     return {"fp8_param_gather": fp8.params, "reuse_grad_buf_for_mxfp8_param_ag": fp8.params and fp8.recipe == "mxfp8"}
 
 
 def optimizer_options(fp8: Fp8Config) -> dict[str, Any]:
-    """Returns fields of Megatron's ``OptimizerConfig``: the distributed optimizer casts its fp32 masters to FP8 weights."""
+    """Fields of Megatron's ``OptimizerConfig``: the distributed optimizer casts its fp32 masters to FP8 weights."""
     return {
         "fp8_recipe": fp8.recipe if fp8.params else None,
         "reuse_grad_buf_for_mxfp8_param_ag": fp8.params and fp8.recipe == "mxfp8",
@@ -111,7 +114,7 @@ def optimizer_options(fp8: Fp8Config) -> dict[str, Any]:
 
 
 def token_multiple(engine: EngineConfig) -> int:
-    """Returns the number whose multiples micro-batches are padded to, so that each rank's share of the tokens suits FP8.
+    """Micro-batches are padded to a multiple of this, so that each rank's tokens suit FP8.
 
     A context-parallel rank has two chunks of each sequence, and so an even number of tokens.
     """
@@ -121,10 +124,7 @@ def token_multiple(engine: EngineConfig) -> int:
 
 
 def check_gpu(fp8: Fp8Config, *, capability: Capability, te: str, cuda: str) -> None:
-    """Checks that this GPU, the version of Transformer Engine and torch's CUDA have the recipe, before anything starts.
-
-    Raises ValueError with what is there and what is needed.
-    """
+    """Raises ValueError if the GPU, Transformer Engine or torch's CUDA lack the recipe."""
     if not fp8.enabled:
         return
     needs, asked = NEEDS[fp8.recipe], f"engine.fp8.recipe = {fp8.recipe}"
@@ -168,7 +168,7 @@ def _possible_on(capability: Capability) -> str:
 
 
 def ask_transformer_engine(fp8: Fp8Config) -> None:
-    """Asks Transformer Engine itself, which also looks at cuBLAS. Raises ValueError with its reason if it refuses."""
+    """Asks Transformer Engine itself, which also looks at cuBLAS. Raises ValueError with its reason."""
     if not fp8.enabled:
         return
     state = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
@@ -178,9 +178,9 @@ def ask_transformer_engine(fp8: Fp8Config) -> None:
 
 
 def check_model(fp8: Fp8Config, spec: ModelSpec, parallel: ParallelConfig) -> None:
-    """Checks that FP8 matrix products can compute the model's layers in this layout, and the layers that stay in bfloat16.
+    """Raises ValueError with every width of the model's layers, in this layout, that FP8 matrix products cannot compute.
 
-    The vocabulary is free: embedding and head are not in FP8. Raises ValueError with every width that does not fit.
+    The vocabulary is free: embedding and head are not FP8.
     """
     if not fp8.enabled:
         return
@@ -212,7 +212,6 @@ def check_model(fp8: Fp8Config, spec: ModelSpec, parallel: ParallelConfig) -> No
 
 
 def _widths(spec: ModelSpec, parallel: ParallelConfig) -> Iterator[tuple[str, int]]:
-    """Yields the widths of the layers' weights on a rank, each with its name."""
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     mlp_ranks = parallel.tp if spec.experts is None or parallel.etp is None else parallel.etp
     yield "hidden size", spec.hidden_size
@@ -221,3 +220,34 @@ def _widths(spec: ModelSpec, parallel: ParallelConfig) -> Iterator[tuple[str, in
     yield "MLP size of a rank", spec.ffn_size // mlp_ranks
     if spec.experts is not None:
         yield from ((f"{name} on a rank", size // parallel.tp) for name, size in spec.mlp_sizes.items())
+
+
+class PlainWeights(Mapping[str, Tensor]):
+    """A read-only view of parameters as plain tensors; FP8 parameters are dequantized at each access."""
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        self._params = params
+
+    def __getitem__(self, name: str) -> Tensor:
+        param = self._params[name]
+        return dequantize_fp8_tensor(param.detach()) if is_float8tensor(param) else param
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._params)
+
+    def __len__(self) -> int:
+        return len(self._params)
+
+
+def load_weights(folder: Path, layout: ShardLayout, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As ``hf_folder.load_into``, also into FP8 parameters.
+
+    Returns the values of these before rounding, on the CPU: their fp32 masters start from them.
+    """
+    # The bridge writes parts of a parameter, and one in FP8 takes only the whole: it is read into a plain tensor first.
+    unrounded = {name: torch.empty(param.shape, dtype=param.dtype) for name, param in params.items() if is_float8tensor(param)}
+    load_into(folder, layout, {**params, **unrounded})
+    with torch.no_grad():
+        for name, values in unrounded.items():
+            params[name].copy_(values)
+    return unrounded

@@ -1,7 +1,7 @@
-"""Chooses the layers, Transformer Engine's or Megatron-Core's own, and everything that follows from the choice.
+"""Chooses Transformer Engine's layers or Megatron-Core's own, and everything that follows from the choice.
 
-It is made once, before any process group, by the config and by what is installed. No other file decides anything about layers
-by looking at the platform.
+It is made once, before any process group, by the config and the installed packages. No other file decides about layers by the
+platform.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from tepo_megatron.config import EngineConfig
 from tepo_megatron.trainer.megatron.model.attention_cpu import PackedDotProductAttention
+from tepo_megatron.trainer.megatron.model.experts import Float32Router
 from tepo_megatron.trainer.megatron.model.fp8 import ask_transformer_engine, check_gpu
-from tepo_megatron.trainer.megatron.model.moe import Float32Router
-from tepo_megatron.trainer.megatron.platform.packages import INSTALL_TE, NO_PACKAGES, Packages, installed_packages
+from tepo_megatron.trainer.megatron.platform.gpu import INSTALL_TE, NO_PACKAGES, Packages, installed_packages
 from tepo_megatron.trainer.megatron.platform.platform import Platform
 
 
@@ -39,7 +39,7 @@ class Layers:
 
     @property
     def fused_norms(self) -> bool:
-        """Whether the weights of two norms are inside the linears that follow, where the bridge must then look for them."""
+        """Whether the weights of two norms are inside the linears that follow."""
         return self.kind == "te"
 
 
@@ -47,10 +47,10 @@ LOCAL = Layers("local")
 
 
 def choose_layers(config: EngineConfig, platform: Platform) -> Layers:
-    """Returns the config's layers, after checking that this machine (for FP8, its GPU) has them. No communication.
+    """The config's layers. No communication.
 
     Raises RuntimeError if Transformer Engine is needed and cannot be imported, ValueError if a GPU is needed and missing, or
-    does not have the FP8 recipe.
+    lacks the FP8 recipe.
     """
     packages = installed_packages()
     problem = import_problem() if platform.kind == "cuda" and config.layers != "local" else None
@@ -63,7 +63,7 @@ def choose_layers(config: EngineConfig, platform: Platform) -> Layers:
 
 
 def decide(config: EngineConfig, platform: Literal["cpu", "cuda"], te_problem: str | None) -> Literal["te", "local"]:
-    """Returns ``te`` or ``local``. ``te_problem``: why Transformer Engine cannot be imported, or None. Raises as above."""
+    """``te_problem``: why Transformer Engine cannot be imported, or None. Raises as :func:`choose_layers`."""
     if platform == "cpu":
         for asked, name in ((config.layers == "te", "engine.layers = te"), (config.fp8.enabled, "engine.fp8")):
             if asked:
@@ -89,10 +89,10 @@ def decide(config: EngineConfig, platform: Literal["cpu", "cuda"], te_problem: s
 
 
 def import_problem() -> str | None:
-    """Returns why ``transformer_engine.pytorch`` cannot be imported, None if it can.
+    """Why ``transformer_engine.pytorch`` cannot be imported; None if it can.
 
-    Megatron-Core tries the same import and would silently do without; a wrong build fails with more than ImportError (missing
-    libraries, its own assertions), and each of them is what the user must see.
+    Megatron-Core tries the same import and silently does without. A wrong build fails with more than ImportError, and the user
+    must see it.
     """
     try:
         importlib.import_module("transformer_engine.pytorch")
@@ -102,10 +102,10 @@ def import_problem() -> str | None:
 
 
 def kernel_options(layers: Layers) -> dict[str, Any]:
-    """Returns the fields of ``TransformerConfig`` that switch fused kernels on.
+    """Fields of ``TransformerConfig`` for fused kernels.
 
-    There is no masked softmax outside Transformer Engine's attention, and neither bias nor dropout beside the residual, so the
-    fusions for these stay off. Adding weight gradients inside the matrix product needs apex' extension also in the head.
+    Without a masked softmax outside Transformer Engine's attention, and without bias or dropout at the residual, these fusions
+    stay off. Fused weight gradients need apex' extension also in the head.
     """
     te = layers.kind == "te"
     return {
@@ -119,7 +119,7 @@ def kernel_options(layers: Layers) -> dict[str, Any]:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with the constructor that Megatron expects; sequence parallelism only needs its weight marked."""
+    """torch's RMSNorm with Megatron's constructor; sequence parallelism needs its weight marked."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -130,10 +130,10 @@ class RMSNorm(torch.nn.RMSNorm):
 def layer_spec(
     config: TransformerConfig, layers: Layers, vp_stage: int | None = None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Returns the specs of this rank's layers: Transformer Engine's, or Megatron's local ones with our packed attention and
-    norm; of a model with experts those that ``config.moe_layer_freq`` says have some.
+    """Specs of this rank's layers: Transformer Engine's, or Megatron's local ones with packed attention and our norm; with
+    experts as ``config.moe_layer_freq`` states.
 
-    ``vp_stage``: the number of the model chunk on this rank, where stages are interleaved.
+    ``vp_stage``: index of the model chunk, if stages are interleaved.
     """
     sparse = config.moe_layer_freq if config.num_moe_experts is not None else [0] * config.num_layers
     if layers.kind == "te" and len(set(sparse)) > 1:
@@ -151,7 +151,6 @@ def layer_spec(
 
 
 def _local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    """Returns the spec of one of Megatron's local layers, with experts or, for None, an MLP."""
     layer: ModuleSpec = get_gpt_layer_local_spec(
         num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )

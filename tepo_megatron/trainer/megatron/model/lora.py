@@ -1,17 +1,17 @@
 """LoRA: low-rank adapters that are trained while the weights stay as they are.
 
-A layer computes with its merged weight, W + scale · B · A, rounded once to the model's dtype: with the very bits that the
-rollout servers get. So tensor, sequence, expert and context parallelism are the layer's own business, whichever layer it is,
-and only the gradients of what several ranks hold a copy of are summed here (docs/decisions/021-lora.md). How a layer runs
-with them: ``model/merged_layers.py``.
+A layer computes with its merged weight, W + scale · B · A, rounded once to the model's dtype: the same bits as on the rollout
+servers. Parallelism is then the layer's matter, and only gradients of A or B that several ranks hold are summed here
+(docs/decisions/021-lora.md).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from tepo_megatron.config import LoraConfig
-from tepo_megatron.trainer.megatron.model.merged_layers import Adapter, MergedWeights, hang_adapters
 from tepo_megatron.weights.geometry import Shard, ShardLayout
 from tepo_megatron.weights.layouts.adapters import (
+    AdapterBlock,
     adapted_tensors,
     adapter_blocks,
     adapter_layout,
@@ -34,11 +34,11 @@ from tepo_megatron.weights.transfer.full_tensors import gather_sources, gather_t
 
 @dataclass
 class Lora:
-    """A rank's adapters. ``params`` are what is trained, by the names of ``layout``; ``layouts`` are those of all ranks."""
+    """A rank's adapters. ``params`` are trained, under the names of ``layout``; ``layouts`` are those of all ranks."""
 
     config: LoraConfig
     tensors: Sequence[str]
-    """The weights that have adapters, of the whole model."""
+    """The adapted weights of the whole model."""
     layouts: Sequence[ShardLayout]
     layout: ShardLayout
     sources: Mapping[str, list[tuple[int, Shard]]]
@@ -48,15 +48,15 @@ class Lora:
     on: bool = True
 
     def merged(self, params: Mapping[str, Tensor], *, remember: bool = True) -> Mapping[str, Tensor]:
-        """Returns a read-only view of the parameters in which adapted ones are merged at each access.
+        """A read-only view of the parameters, adapted ones merged at each access.
 
-        With ``remember`` the last one is kept for a next access: for views that do not outlive an update.
+        With ``remember`` the last one is kept: for views that do not outlive an update.
         """
-        return MergedWeights(params, self.adapters, remember=remember)
+        return _MergedWeights(params, self.adapters, remember=remember)
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
-        """Within it the model computes as it does without adapters."""
+        """Context in which the model computes without adapters."""
         self.on = False
         try:
             yield
@@ -64,18 +64,18 @@ class Lora:
             self.on = True
 
     def stream(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Whole adapter tensors by their names, on rank 0; None elsewhere. Every rank must exhaust it."""
+        """(name, full adapter tensor) on rank 0, (name, None) elsewhere. Every rank must exhaust it."""
         return gather_to_root(self.sources, self.layout.shapes, self.params)
 
     def settings(self) -> AdapterSettings:
-        """Returns what a PEFT folder says of these adapters."""
+        """What a PEFT folder states of these adapters."""
         config, targets = self.config, dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in self.tensors)
         return AdapterSettings(config.rank, config.alpha, config.rslora, config.dropout, tuple(targets))
 
     def sum_gradients(self) -> None:
-        """Adds up the gradients of A or B over the ranks that hold a copy of it, and different parts of the weight.
+        """Sums gradients of A or B over the ranks that hold a copy, and different parts of the weight.
 
-        To be called when the gradients have been summed over micro-batches and data-parallel ranks. Every rank calls.
+        Called after gradients are summed over micro-batches and data-parallel ranks. Every rank calls.
         """
         for group, params in self._copies():
             grads = [param.main_grad for param in params]  # type: ignore[attr-defined]
@@ -86,13 +86,13 @@ class Lora:
 
     def _copies(self) -> Iterator[tuple[dist.ProcessGroup, list[torch.nn.Parameter]]]:
         for of_experts, group in ((False, _tensor_group(False)), (True, _tensor_group(True))):
-            found = [
+            params = [
                 param
                 for name, param in self.params.items()
                 if _is_expert(name) == of_experts and tuple(param.shape) == self.layout.shapes[name]
             ]
-            if found and dist.get_world_size(group) > 1:
-                yield group, found
+            if params and dist.get_world_size(group) > 1:
+                yield group, params
 
 
 def build_lora(
@@ -104,19 +104,19 @@ def build_lora(
     rank: int,
     seed: int,
 ) -> Lora:
-    """Freezes the model and hangs adapters on it, which start as ``config`` says. ``params``: the model's, by its layout's
-    names; ``layouts``: those of all ranks, of which this is ``rank``.
+    """Freezes the model and adds adapters, initialized as ``config`` states. ``params`` are the model's, ``layouts`` those of
+    all ranks.
 
-    Every rank calls before Megatron's DDP is made; nothing is communicated. Raises ValueError for targets that match nothing.
+    Every rank calls before Megatron's DDP is made; no communication. Raises ValueError for targets that match nothing.
     """
-    own = layouts[rank]
-    tensors = adapted_tensors(own.shapes, config.target_modules)
+    layout_of_model = layouts[rank]
+    tensors = adapted_tensors(layout_of_model.shapes, config.target_modules)
     same: dict[int, ShardLayout] = {}  # ranks share layouts
     adapted = [same.setdefault(id(layout), adapter_layout(layout, tensors, config.rank)) for layout in layouts]
     for chunk in chunks:
         chunk.requires_grad_(False)
     layout = adapted[rank]
-    held = shards_by_tensor(own, frozenset(tensors))
+    held = shards_by_tensor(layout_of_model, frozenset(tensors))
     pairs = _new_parameters(layout, {shard.tensor: params[shard.param] for shards in held.values() for shard in shards})
     lora = Lora(config, tensors, adapted, layout, gather_sources(adapted), pairs, {})
     if config.path is None:
@@ -129,13 +129,13 @@ def build_lora(
     for name, members in by_param.items():
         matrices = [pairs[part] for tensor in members for part in adapter_names(tensor)]
         lora.adapters[name] = Adapter(config.scale, [adapter_blocks(held[tensor]) for tensor in members], matrices)
-    hang_adapters(lora.adapters, chunks, params, lambda: lora.on)
+    _hang_adapters(lora.adapters, chunks, params, lambda: lora.on)
     return lora
 
 
 def _new_parameters(layout: ShardLayout, bases: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
-    """Makes A and B of each weight in ``bases``, on its device and in its dtype, with Megatron's marks."""
-    found: dict[str, torch.nn.Parameter] = {}
+    """A and B of each weight in ``bases``, with Megatron's marks."""
+    made: dict[str, torch.nn.Parameter] = {}
     for tensor, base in bases.items():
         for name in adapter_names(tensor):
             param = torch.nn.Parameter(torch.zeros(layout.params[name], dtype=base.dtype, device=base.device))
@@ -144,12 +144,12 @@ def _new_parameters(layout: ShardLayout, bases: Mapping[str, torch.nn.Parameter]
             param.tensor_model_parallel = True  # type: ignore[attr-defined]
             param.shared = copied and dist.get_rank(_tensor_group(_is_expert(name))) > 0  # type: ignore[attr-defined]
             param.allreduce = getattr(base, "allreduce", True)  # type: ignore[attr-defined]
-            found[name] = param
-    return found
+            made[name] = param
+    return made
 
 
 def _draw(layout: ShardLayout, params: Mapping[str, torch.nn.Parameter], seed: int) -> None:
-    """Draws A as PEFT does, uniformly within ±1 / sqrt(in), from seed and name: the same under every layout. B stays 0."""
+    """A as in PEFT, uniform within ±1 / sqrt(in), from seed and name: the same under every layout. B stays 0."""
     for shard in layout.shards:
         if shard.tensor.endswith(".lora_A.weight"):
             digest = hashlib.sha256(f"{seed} {shard.tensor}".encode()).digest()
@@ -165,7 +165,161 @@ def _is_expert(name: str) -> bool:
 
 
 def _tensor_group(of_experts: bool) -> dist.ProcessGroup:
-    """The ranks over which a dense weight, or one of an expert, is split."""
     if of_experts:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
+
+
+class _Merge(torch.autograd.Function):
+    """(weight, A, B, …) → merged weight. Gradients go to A and B only."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, scale: float, blocks: Sequence[Sequence[AdapterBlock]], *pairs: Tensor) -> Tensor:
+        ctx.scale, ctx.blocks = scale, blocks
+        ctx.save_for_backward(*pairs)
+        merged = weight.detach().clone()
+        for (a, b), parts in zip(_pairs(pairs), blocks, strict=True):
+            change = (b.float() * scale) @ a.float()
+            for block in parts:
+                merged[block.param_rows] += change[block.local_rows]  # added in fp32, rounded once
+        return merged
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: list[Tensor] = []
+        for (a, b), parts in zip(_pairs(ctx.saved_tensors), ctx.blocks, strict=True):
+            part = torch.cat([grad[block.param_rows] for block in parts])
+            gradients += [(b.t() @ part) * ctx.scale, (part @ a.t()) * ctx.scale]
+        return None, None, None, *gradients
+
+
+def _pairs(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(tensors[::2], tensors[1::2], strict=True)
+
+
+class Adapter(torch.nn.Module):
+    """The adapters of one parameter of the model: one pair per adapted matrix that is fused in it."""
+
+    def __init__(self, scale: float, blocks: Sequence[Sequence[AdapterBlock]], pairs: Sequence[torch.nn.Parameter]) -> None:
+        """``pairs``: A [rank, columns] and B [rows, rank] of each matrix in turn; ``blocks``: where its rows belong."""
+        super().__init__()
+        self.scale, self.blocks = scale, blocks
+        for number, param in enumerate(pairs):  # its own, not a list's: Megatron gathers what a module has before its forward
+            self.register_parameter(f"matrix{number}", param)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The merged weight, in the weight's shape and dtype."""
+        merged: Tensor = _Merge.apply(weight, self.scale, self.blocks, *self._parameters.values())
+        return merged
+
+
+def _hang_adapters(
+    adapters: Mapping[str, Adapter],
+    chunks: Sequence[torch.nn.Module],
+    params: Mapping[str, torch.nn.Parameter],
+    is_on: Callable[[], bool],
+) -> None:
+    """Registers adapters in their chunks; adapted layers then compute with merged weights while ``is_on()``.
+
+    ``adapters`` are by the names of their parameters in ``params``.
+    """
+    by_identity = {id(params[name]): adapter for name, adapter in adapters.items()}
+    for chunk in chunks:
+        modules = torch.nn.ModuleList()
+        for module in list(chunk.modules()):
+            here = {
+                attribute: by_identity[id(param)]
+                for attribute, param in module._parameters.items()
+                if param is not None and id(param) in by_identity
+            }
+            if here:
+                modules.extend(here.values())
+                module.forward = with_merged_weights(module, here, is_on)
+        chunk.lora = modules
+        embedding = getattr(chunk, "embedding", None)
+        if embedding is not None:
+            embedding.register_forward_hook(_start_graph)
+
+
+def _start_graph(module: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
+    """Recomputed layers have gradients only if their input needs one, and that of a frozen embedding does not."""
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
+
+
+def with_merged_weights(
+    module: torch.nn.Module, adapters: Mapping[str, Adapter], is_on: Callable[[], bool]
+) -> Callable[..., Any]:
+    """A forward for ``module`` in which ``adapters``, by parameter name, are merged."""
+    plain = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not is_on():
+            return plain(*args, **kwargs)
+        frozen = {attribute: module._parameters[attribute] for attribute in adapters}
+        merged = {attribute: adapters[attribute](frozen[attribute]) for attribute in adapters}
+        module._parameters.update(merged)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(_forgets(merged, frozen, adapters), _recall):
+                return plain(*args, **kwargs)
+        finally:
+            module._parameters.update(frozen)
+            merged.clear()  # the hook would keep it
+
+    return forward
+
+
+@dataclass(frozen=True)
+class _Forgotten:
+    """A merged weight, or a view of it, that the backward pass computes again."""
+
+    adapter: Adapter
+    weight: Tensor
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _forgets(
+    merged: Mapping[str, Tensor], frozen: Mapping[str, Any], adapters: Mapping[str, Adapter]
+) -> Callable[[Tensor], Tensor | _Forgotten]:
+    def pack(tensor: Tensor) -> Tensor | _Forgotten:
+        for attribute, value in merged.items():
+            if tensor.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+                offset = int(tensor.storage_offset())
+                return _Forgotten(adapters[attribute], frozen[attribute], tensor.size(), tensor.stride(), offset)
+        return tensor
+
+    return pack
+
+
+def _recall(packed: Tensor | _Forgotten) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    with torch.no_grad():
+        merged: Tensor = packed.adapter(packed.weight)
+    return merged.as_strided(packed.size, packed.stride, packed.offset)
+
+
+class _MergedWeights(Mapping[str, Tensor]):
+    """A read-only view of parameters, adapted ones merged at each access; ``remember``: the last one is kept."""
+
+    def __init__(self, params: Mapping[str, Tensor], adapters: Mapping[str, Adapter], *, remember: bool) -> None:
+        self._params, self._adapters, self._remember = params, adapters, remember
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._adapters:
+            return self._params[name]
+        if self._last is not None and self._last[0] == name:
+            return self._last[1]
+        with torch.no_grad():
+            merged: Tensor = self._adapters[name](self._params[name])
+        if self._remember:
+            self._last = (name, merged)
+        return merged
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._params)
+
+    def __len__(self) -> int:
+        return len(self._params)

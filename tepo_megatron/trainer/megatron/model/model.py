@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
+from torch import Tensor
 
-from tepo_megatron.config import EngineConfig, ModelConfig
+from tepo_megatron.config import EngineConfig, ModelConfig, ParallelConfig
 from tepo_megatron.trainer.megatron.model import fp8
-from tepo_megatron.trainer.megatron.model.head import fuse_head
+from tepo_megatron.trainer.megatron.model.experts import moe_options, one_length
 from tepo_megatron.trainer.megatron.model.layers import Layers, kernel_options, layer_spec
-from tepo_megatron.trainer.megatron.model.moe import moe_options, one_length
-from tepo_megatron.trainer.megatron.platform.overlap import pipeline_options
 from tepo_megatron.trainer.megatron.platform.parallel import Ranks
 from tepo_megatron.trainer.megatron.platform.platform import Platform
-from tepo_megatron.trainer.megatron.platform.stages import stage_options
 from tepo_megatron.weights.architecture import ModelSpec
 
 
 def transformer_config(
     spec: ModelSpec, model: ModelConfig, engine: EngineConfig, platform: Platform, layers: Layers
 ) -> TransformerConfig:
-    """Returns Megatron's config of this model. It switches loss scaling off, as ``step/step.py`` explains."""
+    """Megatron's config of this model. It switches loss scaling off (``step/update.py``)."""
     dtype = getattr(torch, model.dtype)
     return TransformerConfig(
         num_layers=spec.num_layers,
@@ -43,7 +42,7 @@ def transformer_config(
         hidden_dropout=0.0,
         tensor_model_parallel_size=engine.parallel.tp,
         pipeline_model_parallel_size=engine.parallel.pp,
-        **stage_options(engine.parallel),
+        **_stage_options(engine.parallel),
         context_parallel_size=engine.parallel.cp,
         cp_comm_type=engine.parallel.cp_comm_type,
         sequence_parallel=engine.parallel.sequence_parallel,
@@ -54,9 +53,10 @@ def transformer_config(
         # The random weights are overwritten, but drawing them is where Megatron marks which parameters are tensor-parallel.
         perform_initialization=True,
         use_cpu_initialization=platform.kind == "cpu",
-        calculate_per_token_loss=True,  # Megatron sums and does not divide: step/step.py
+        calculate_per_token_loss=True,  # Megatron sums and does not divide: step/update.py
         **_recompute_options(engine),
-        **pipeline_options(),
+        # Or else the host waits for the whole GPU after each exchange between stages, as a torch older than ours needs.
+        batch_p2p_sync=False,
         **kernel_options(layers),
         **fp8.layer_options(engine.fp8),
         **moe_options(spec, engine, platform, grouped=layers.kind == "te"),
@@ -80,8 +80,8 @@ def build_model(
     *,
     head: Literal["logits", "fused"] = "logits",
 ) -> GPTModel:
-    """Builds a chunk of this rank's part of the model; its weights are loaded later. Every rank calls, for each of its
-    ``ranks.vpp`` chunks in their order, since the ends of the pipeline exchange a tied embedding.
+    """Builds a chunk of this rank's part of the model; weights are loaded later. Every rank calls for each of its ``ranks.vpp``
+    chunks in their order, because the ends of the pipeline exchange a tied embedding.
     """
     vp_stage = chunk if ranks.vpp > 1 else None
     model = GPTModel(
@@ -101,5 +101,70 @@ def build_model(
         parallel_output=True,
     )
     if head == "fused":
-        fuse_head(model)
+        _fuse_head(model)
     return model
+
+
+class _FusedHead(torch.nn.Module):
+    """Replaces GPTModel's output layer, with the same weight under the same name, and returns the hidden states.
+
+    The scores compute the product with the weight, a chunk of tokens at a time (``core/scores/fused_linear.py``). ``weight`` is
+    None if the head is tied to an embedding of the same rank.
+    """
+
+    def __init__(self, output_layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.register_parameter("weight", output_layer.weight)  # type: ignore[arg-type] # a parameter or None
+        self.sequence_parallel = bool(output_layer.sequence_parallel)
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """Returns ``input_`` [T, 1, H] ([T/tp, 1, H] under sequence parallelism) and no bias. The other arguments are
+        Megatron's.
+        """
+        return input_, None
+
+
+class HeadWeight(NamedTuple):
+    weight_VpH: Tensor
+    """This rank's rows of the head or of the tied embedding."""
+
+    sequence_parallel: bool
+    """Whether hidden states are this rank's share of the tokens."""
+
+
+def _fuse_head(model: GPTModel) -> None:
+    """Makes the model return hidden states instead of logits on the last stage."""
+    if model.post_process:
+        model.output_layer = _FusedHead(model.output_layer)
+
+
+def fused_head(model: torch.nn.Module) -> HeadWeight | None:
+    """The fused head of a (wrapped) model on the last stage; None if it returns logits."""
+    gpt: Any = unwrap_model(model)
+    head = gpt.output_layer
+    if not isinstance(head, _FusedHead):
+        return None
+    tied = gpt.share_embeddings_and_output_weights
+    weight: Any = gpt.shared_embedding_or_output_weight() if tied else head.weight
+    return HeadWeight(weight, head.sequence_parallel)
+
+
+def _stage_options(parallel: ParallelConfig) -> dict[str, Any]:
+    """Fields of Megatron's ``TransformerConfig`` about pipeline stages.
+
+    Interleaved stages do not batch their exchanges (Megatron's default): with two stages each is the other's predecessor and
+    successor, and an activation and a gradient in one batch would be confused.
+    """
+    interleaved = parallel.vpp > 1
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    if parallel.pp == 2 and first is not None:
+        last = None  # it has the rest; of two numbers Megatron divides what they leave by the stages between, which are none
+    return {
+        "virtual_pipeline_model_parallel_size": parallel.vpp if interleaved else None,
+        "num_layers_in_first_pipeline_stage": first,
+        "num_layers_in_last_pipeline_stage": last,
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }

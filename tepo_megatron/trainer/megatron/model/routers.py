@@ -1,11 +1,8 @@
-"""The routers of a model with experts: they replay what the sampler chose, and their load is counted.
+"""The routers of a model with experts: rollout routing replay (R3), load metrics, and the auxiliary loss.
 
-A router chooses the k experts with the largest logits. Trainer and sampler round differently, so that near a tie they choose
-different experts, and the log-probs of a token then differ by far more than rounding. With a recorded choice (rollout routing
-replay, R3) every router takes the sampler's experts instead. How the chosen experts are weighted still follows from the
-trainer's own logits, so that the router learns: docs/reference/moe.md, docs/decisions/027-routing-replay.md.
-
-Where an auxiliary loss balances the experts (``model/expert_balance.py``) it is added here too.
+Trainer and sampler round differently, so that near a tie they choose different experts, and log-probs then differ by far more
+than rounding. With a recorded choice every router takes the sampler's experts, and weighs them by the trainer's logits, so that
+the router learns: docs/reference/moe.md, docs/decisions/027-routing-replay.md.
 """
 
 from __future__ import annotations
@@ -24,39 +21,38 @@ from torch import Tensor
 from tepo_megatron.config import MoeBalanceConfig
 from tepo_megatron.core.rollout import not_recorded
 from tepo_megatron.trainer.megatron.batching.context_parallel import Share
-from tepo_megatron.trainer.megatron.model.expert_balance import attach, auxiliary_loss
+from tepo_megatron.trainer.megatron.model.experts import attach, auxiliary_loss
 from tepo_megatron.trainer.megatron.platform.parallel import Ranks
 from tepo_megatron.weights.architecture import Experts, ModelSpec
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
-"""(scores, k, num_groups=…, group_topk=…) → (the k largest scores, their experts): Megatron's own choice."""
+"""(scores, k, num_groups=…, group_topk=…) → (k largest scores, their experts): Megatron's choice."""
 
 
 @dataclass(frozen=True)
 class _Micro:
-    """The t tokens of a micro-batch that pass the routers of this rank."""
+    """The t tokens of a micro-batch that pass this rank's routers."""
 
     chosen_tLk: Tensor | None
-    """The recorded experts in every layer L of the model, where there is a record."""
 
     recorded_t: Tensor | None
-    """bool: which tokens it has. For the others, the last of each sequence and padding, routers choose themselves."""
+    """bool. Without a record (last tokens of sequences, padding) routers choose themselves."""
 
     real_t: Tensor
-    """bool: which tokens are not padding."""
+    """bool: not padding."""
 
     load_LE: Tensor | None
-    """The load of each layer's experts in the mini-batch, where an auxiliary loss weighs them by it."""
+    """Of the mini-batch, for an auxiliary loss."""
 
     train: bool
-    """Whether a backward pass follows, which may compute a part of the forward pass again."""
+    """Whether a backward pass follows, which may recompute the forward pass."""
 
 
 class Routers:
-    """All routers of this rank's part of the policy, which ask it for their choice.
+    """All routers of this rank's part of the policy, through the protocol of Megatron's ``RouterReplay``.
 
-    They do so through the protocol of Megatron's ``RouterReplay``. Megatron's own class keeps one list of all routers of a
-    process, where policy and reference would mix, and knows no token without a record.
+    Megatron's class keeps one list of all routers of a process, which would mix policy and reference, and needs a record of
+    every token.
     """
 
     def __init__(
@@ -85,17 +81,17 @@ class Routers:
 
     @contextmanager
     def forward_pass(self, share: Share, *, train: bool) -> Iterator[None]:
-        """While a micro-batch passes the model forward; ``train``: a backward pass follows."""
-        chosen_tLk = None if share.chosen_tLk is None else self._own(share.chosen_tLk)
+        """Context of a micro-batch's forward pass; ``train``: a backward pass follows."""
+        chosen_tLk = None if share.chosen_tLk is None else self._local_tokens(share.chosen_tLk)
         recorded_t = None if chosen_tLk is None else chosen_tLk[:, 0, 0] != not_recorded(chosen_tLk.itemsize)
-        self._micro = _Micro(chosen_tLk, recorded_t, self._own(share.real_t), share.micro.expert_load_LE, train)
+        self._micro = _Micro(chosen_tLk, recorded_t, self._local_tokens(share.real_t), share.micro.expert_load_LE, train)
         try:
             yield
         finally:
             self._micro = None
 
     def end_run(self) -> None:
-        """All micro-batches of a batch are done, backward too: forgets them."""
+        """Forgets the micro-batches of a batch. Called after all forward and backward passes."""
         for choice in self._choices:
             choice.waiting.clear()
         self._aux_loss[1] += self._has_loss
@@ -103,7 +99,7 @@ class Routers:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Counts what is chosen meanwhile, for :meth:`take_metrics` and :meth:`load`."""
+        """Context in which choices are counted for :meth:`take_metrics` and :meth:`load`."""
         self._counting, self._before_LE = True, self._loads_LE.clone()
         try:
             yield
@@ -111,8 +107,8 @@ class Routers:
             self._counting = False
 
     def load(self) -> Tensor | None:
-        """How many tokens each layer's router sent to each expert while they were last counted, over all ranks: int64
-        [layers, experts]. None where no auxiliary loss asks for it. Every rank calls.
+        """int64 [layers, experts]: tokens per expert in the last :meth:`counted`, over all ranks. None without an auxiliary
+        loss. Every rank calls.
         """
         if self._balance.kind != "aux_loss":
             return None
@@ -121,7 +117,7 @@ class Routers:
         return load_LE
 
     def add_loss(self, layer: int, micro: _Micro, probabilities: Tensor, logits_tE: Tensor) -> Tensor:
-        """Returns the probabilities of a layer's experts with its auxiliary loss attached, where there is one."""
+        """``probabilities`` of a layer's experts, with its auxiliary loss attached if there is one."""
         if micro.load_LE is None or not torch.is_grad_enabled():
             return probabilities
         load_E, coefficient = micro.load_LE[layer], self._balance.coefficient
@@ -132,15 +128,13 @@ class Routers:
         return attach(probabilities, loss)
 
     def take_metrics(self) -> dict[str, float]:
-        """How evenly tokens were spread over experts since the last call, and what replay changed. Every rank calls; all get
-        the same. Empty where nothing was counted.
+        """Load of the experts since the last call, and the effect of replay. Every rank calls; all get the same. Empty if
+        nothing was counted.
 
-        ``moe/max_violation``: tokens of the busiest expert as a multiple of the mean, minus 1 (MaxVio), the mean over layers;
-        ``…/worst`` that of the worst layer. ``moe/load_entropy``: entropy of the shares as a part of the largest possible.
-        ``moe/replay_differs``: share of the recorded choices that the trainer's router would not have made, over tokens and
-        layers. Each also by layer, as ``moe/layer_07/max_violation``.
-
-        ``moe/aux_loss``: the sum of all layers' auxiliary losses, with their coefficient, the mean over updates.
+        ``moe/max_violation``: tokens of the busiest expert over the mean, minus 1 (MaxVio), mean over layers; ``…/worst``:
+        worst layer. ``moe/load_entropy``: entropy of the shares over its maximum. ``moe/replay_differs``: share of recorded
+        choices that the trainer's router would not have made. Each also by layer, as ``moe/layer_07/max_violation``.
+        ``moe/aux_loss``: sum over layers, mean over updates.
         """
         counts = torch.cat([self._loads_LE, self._replayed_L2], dim=1)
         self._loads_LE, self._replayed_L2 = torch.zeros_like(self._loads_LE), torch.zeros_like(self._replayed_L2)
@@ -157,12 +151,12 @@ class Routers:
         }
         if replayed_L2.any():
             columns["moe/replay_differs"] = replayed_L2[:, 1] / replayed_L2[:, 0]
-        found = {name: float(values.mean()) for name, values in columns.items()}
-        found["moe/max_violation/worst"] = float(columns["moe/max_violation"].max())
+        metrics = {name: float(values.mean()) for name, values in columns.items()}
+        metrics["moe/max_violation/worst"] = float(columns["moe/max_violation"].max())
         for name, values in columns.items():
             measure = name.removeprefix("moe/")
-            found |= {f"moe/layer_{layer:02}/{measure}": value for layer, value in zip(layers, values.tolist(), strict=True)}
-        return found | self._take_aux_loss()
+            metrics |= {f"moe/layer_{layer:02}/{measure}": value for layer, value in zip(layers, values.tolist(), strict=True)}
+        return metrics | self._take_aux_loss()
 
     def _take_aux_loss(self) -> dict[str, float]:
         if self._balance.kind != "aux_loss":
@@ -173,16 +167,14 @@ class Routers:
         dist.all_reduce(updates, dist.ReduceOp.MAX)  # a stage may have no layer with experts
         return {"moe/aux_loss": float(loss) / float(updates)} if updates else {}
 
-    def _own(self, values_t: Tensor) -> Tensor:
-        """Sequence parallelism splits the tokens of a context-parallel rank once more, in order; with experts there is no
-        tensor parallelism without it (``ModelSpec.check_training``)."""
+    def _local_tokens(self, values_t: Tensor) -> Tensor:
+        """Sequence parallelism divides the tokens of a context-parallel rank in order; with experts, tp > 1 needs it."""
         return values_t.view(self._ranks.tp, -1, *values_t.shape[1:])[self._ranks.tp_rank]
 
     def micro_batch(self, waiting: deque[_Micro]) -> _Micro | None:
-        """The micro-batch that a router is asked about; ``waiting``: those that the router may be asked about again.
+        """The micro-batch of a router's current call. None if the model is called outside a :meth:`forward_pass`.
 
-        What no forward pass is under way for is computed again in a backward pass, and these come in the order of the forward
-        passes. None where the model is called otherwise.
+        Outside it a backward pass recomputes, in the order of the forward passes: ``waiting`` are the micro-batches to come.
         """
         if self._micro is None:
             return waiting.popleft() if waiting else None
@@ -190,29 +182,31 @@ class Routers:
             waiting.append(self._micro)
         return self._micro
 
-    def count(self, layer: int, micro: _Micro, experts_tk: Tensor, own_tk: Tensor) -> None:
-        """Adds what a layer's router chose, ``own_tk`` by itself and ``experts_tk`` with the record."""
+    def count(self, layer: int, micro: _Micro, experts_tk: Tensor, router_choice_tk: Tensor) -> None:
+        """Counts a layer's choice: ``router_choice_tk`` by the router itself, ``experts_tk`` with the record."""
         if not self._counting:
             return
         if self._loads_LE.device != experts_tk.device:
             self._loads_LE, self._replayed_L2 = self._loads_LE.to(experts_tk.device), self._replayed_L2.to(experts_tk.device)
-        self._loads_LE[layer].scatter_add_(0, experts_tk.flatten(), micro.real_t.repeat_interleave(own_tk.shape[1]).long())
+        self._loads_LE[layer].scatter_add_(
+            0, experts_tk.flatten(), micro.real_t.repeat_interleave(router_choice_tk.shape[1]).long()
+        )
         if micro.recorded_t is not None:
-            differs_t = (experts_tk.sort().values != own_tk.sort().values).any(1)
+            differs_t = (experts_tk.sort().values != router_choice_tk.sort().values).any(1)
             self._replayed_L2[layer] += torch.stack([micro.recorded_t.sum(), (differs_t & micro.recorded_t).sum()])
 
 
 def policy_routers(
     chunks: Sequence[torch.nn.Module], spec: ModelSpec, ranks: Ranks, balance: MoeBalanceConfig
 ) -> Routers | None:
-    """Those of this rank's part of the policy; None for a dense model."""
+    """None for a dense model."""
     if spec.experts is None:
         return None
     return Routers(chunks, spec.experts, num_layers=spec.num_layers, ranks=ranks, balance=balance)
 
 
 class _Choice:
-    """What Megatron's router asks for the experts of its tokens, and what stands around its way from logits to them."""
+    """A router's ``router_replay``, with a wrapper of its ``routing``."""
 
     def __init__(self, routers: Routers, layer: int) -> None:
         self.waiting: deque[_Micro] = deque()
@@ -222,8 +216,7 @@ class _Choice:
     def route(
         self, routing: Callable[..., tuple[Tensor, Tensor]], logits: Tensor, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns what Megatron's ``routing`` does of logits [t, 1, experts]: the weights of the chosen experts, and which are
-        chosen, both [t, experts]."""
+        """Megatron's ``routing`` of logits [t, 1, experts]: weights and choice, both [t, experts]."""
         self._micro = micro = self._routers.micro_batch(self.waiting)
         if micro is not None and padding_mask is None:
             padding_mask = ~micro.real_t  # Megatron's count for the biases leaves these out
@@ -235,15 +228,14 @@ class _Choice:
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: TopK
     ) -> tuple[Tensor, Tensor]:
-        """Returns the scores of the chosen experts and the experts, both [t, k], of scores [t, experts]. Differentiable in the
-        scores."""
-        values_tk, own_tk = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        """Scores of the chosen experts and the experts, both [t, k]. Differentiable in ``scores`` [t, experts]."""
+        values_tk, router_choice_tk = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         micro = self._micro
         if micro is None:
-            return values_tk, own_tk
-        experts_tk = own_tk
+            return values_tk, router_choice_tk
+        experts_tk = router_choice_tk
         if micro.chosen_tLk is not None and micro.recorded_t is not None:
-            experts_tk = torch.where(micro.recorded_t[:, None], micro.chosen_tLk[:, self._layer].long(), own_tk)
+            experts_tk = torch.where(micro.recorded_t[:, None], micro.chosen_tLk[:, self._layer].long(), router_choice_tk)
             values_tk = scores.gather(1, experts_tk)
-        self._routers.count(self._layer, micro, experts_tk, own_tk)
+        self._routers.count(self._layer, micro, experts_tk, router_choice_tk)
         return values_tk, experts_tk

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch exports it without saying so
 
 
 def broadcast_json(value: Any, *, source: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Any:
-    """Returns ``source``'s value on every rank; the value of the others is not read.
+    """``source``'s value on every rank, as JSON returns it; floats are exact. Every rank calls.
 
-    The value is anything that JSON carries; floats arrive exactly. ``group`` has all ranks and works on tensors of ``device``;
-    by default it is torch's own. Every rank calls.
+    ``group`` (default: torch's) has all ranks and works on tensors of ``device``.
     """
     if dist.get_world_size() == 1:
         return json.loads(json.dumps(value))
@@ -31,9 +32,7 @@ def broadcast_json(value: Any, *, source: int, device: torch.device, group: dist
 
 
 def all_gather_json(value: Any, *, device: torch.device, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Returns the values of all ranks of ``group`` (default: all), by rank. They are anything that JSON carries; floats arrive
-    exactly. Travels on tensors of ``device``. Every rank of the group calls.
-    """
+    """The values of all ranks of ``group``, by rank, as JSON returns them; floats are exact. Every rank of the group calls."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([data.numel()], device=device), group=group)
@@ -42,14 +41,14 @@ def all_gather_json(value: Any, *, device: torch.device, group: dist.ProcessGrou
     padded[: data.numel()] = data
     everyone = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(everyone, padded, group=group)
-    return [json.loads(bytes(each[:length].cpu().tolist())) for each, length in zip(everyone, lengths, strict=True)]
+    return [json.loads(bytes(payload[:length].cpu().tolist())) for payload, length in zip(everyone, lengths, strict=True)]
 
 
 @contextmanager
 def objects_as_json(device: torch.device) -> Iterator[None]:
-    """Within the block ``torch.distributed.all_gather_object`` sends JSON instead of a pickle: of each rank a list of tuples.
+    """Context in which ``torch.distributed.all_gather_object`` sends JSON instead of a pickle: a list of tuples per rank.
 
-    For Megatron's optimizers, which compare the keys of their parameter groups between ranks when they are built.
+    Megatron's optimizers compare the keys of their parameter groups between ranks with it.
     """
     original = dist.all_gather_object
 
@@ -66,5 +65,37 @@ def objects_as_json(device: torch.device) -> Iterator[None]:
 
 
 def _as_tuples(value: Any) -> Any:
-    """JSON has lists only; what is compared and hashed are tuples."""
     return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+_FOR_EVER = timedelta(days=365)
+"""Rank 0's work has no limit here. The heartbeat watch ends what hangs, and the connection breaks if rank 0's machine is gone.
+"""
+
+_KEPT = 1000
+"""Keys that the store keeps. No rank is so many signals behind: every step has collectives of all ranks."""
+
+
+class RootSignal:
+    """Lets other ranks wait for rank 0 without a collective, and so without its time limit. One per rank."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._alone = dist.get_world_size() == 1
+        self._is_root = dist.get_rank() == 0
+        if not self._alone:
+            # A connection of its own: who waits on the process group's would keep NCCL's own threads from the store.
+            store: Any = dist.distributed_c10d._get_default_store()  # clone() is missing in torch's stubs
+            self._store = PrefixStore("tepo/root", store.clone())
+
+    def pass_on(self) -> None:
+        """Returns when rank 0 has called as often as this rank. Raises torch's DistError if the store is gone."""
+        if self._alone:
+            return
+        self._count += 1
+        if not self._is_root:
+            self._store.wait([str(self._count)], _FOR_EVER)
+            return
+        self._store.set(str(self._count), "1")
+        if self._count > _KEPT:
+            self._store.delete_key(str(self._count - _KEPT))

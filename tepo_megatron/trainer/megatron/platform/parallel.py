@@ -1,4 +1,4 @@
-"""Makes the process groups, and holds this rank's coordinates in them."""
+"""Process groups, and this rank's coordinates in them."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from tepo_megatron.runtime.rendezvous import rank_store
 from tepo_megatron.trainer.megatron.platform.platform import Platform
 
 MARGIN_S = 300.0
-"""Seconds by which the limit of a collective is longer than what the watch over the ranks allows: the watch speaks first, and
-says more. Nobody waits for rollouts in a collective (``platform/root_signal.py``)."""
+"""A collective's limit is longer by this than the heartbeat watch's, which reports more and must end the run first. Nobody
+waits for rollouts in a collective (``platform/collectives.py``).
+"""
 
 TIMEOUT = timedelta(seconds=1800 + MARGIN_S)
-"""Limit of a collective where no run sets another."""
+"""Limit of a collective outside runs."""
 
 
 def collective_timeout(config: RunConfig) -> timedelta:
-    """Limit of a collective in this run, also of the host's.
+    """Limit of a collective in this run, also on the host.
 
-    In a weight update rank 0 may wait for servers, as long as their time-outs let it, while the others are in a collective with
-    it already: where ``transfer = gather``, each tensor is one.
+    In a weight update rank 0 may wait for servers, up to their time-outs, while the others already wait in a collective.
     """
     return timedelta(seconds=config.train.hang_timeout_s + config.rollout.server.longest_wait_s + MARGIN_S)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The coordinates of this process, and the sizes of the groups.
+    """Coordinates of this process, and sizes of the groups.
 
-    Ranks are numbered tp innermost, then cp, dp, and pp outermost, as Megatron does. ``dp`` counts the ranks that compute
-    different sequences; each of the ``cp`` ranks of one of them computes other tokens of the same sequences. ``tp_group`` and
-    ``cp_group`` are None when tp and cp are 1.
+    Ranks are numbered tp innermost, then cp, dp and pp, as in Megatron. The ``dp`` ranks compute different sequences, the
+    ``cp`` ranks different tokens of the same ones. ``tp_group`` and ``cp_group`` are None if tp and cp are 1.
     """
 
     rank: int
@@ -63,20 +62,19 @@ class Ranks:
 
     @property
     def micro_batch_group(self) -> int:
-        """The number of micro-batches must be a multiple of this (``ParallelConfig.micro_batch_group``)."""
+        """The number of micro-batches must be a multiple of this."""
         return self.pp if self.vpp > 1 else 1
 
     @property
     def last_stage_root(self) -> int:
-        """The global rank of the last stage's tensor-, context- and data-parallel rank 0, which reports for the stage."""
+        """Global rank of the last stage's first rank, which reports for the stage."""
         return self.tp * self.cp * self.dp * (self.pp - 1)
 
 
 def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout: timedelta = TIMEOUT) -> Ranks:
-    """Joins the world that the environment describes (torchrun's variables; one process without them) and splits it.
+    """Joins the world that the environment describes (torchrun's variables; one process without them) and divides it.
 
-    Every rank calls. ``timeout`` limits every collective. Raises ValueError if the world is not tp × pp × cp × dp, and for
-    sizes that this engine does not know yet.
+    Every rank calls. ``timeout`` limits every collective. Raises ValueError if the world is not tp × pp × cp × dp.
     """
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world != config.world_size:
@@ -122,12 +120,12 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
 
 
 def host_group(platform: Platform, timeout: timedelta = TIMEOUT) -> dist.ProcessGroup | None:
-    """Returns a group of all ranks that waits on the host, or None where torch's default group does. Every rank calls."""
+    """A group of all ranks that waits on the host; None if torch's default group does. Every rank calls."""
     return None if platform.backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
 
 
 def destroy() -> None:
-    """Leaves the world; safe to call twice. It waits for no other rank, since after a failure others may be gone."""
+    """Leaves the world; safe to call twice. Waits for no rank: after a failure others may be gone."""
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():

@@ -1,35 +1,44 @@
-"""Selects where the trainer runs: on a CPU with gloo, or on CUDA with NCCL."""
+"""Selects where the trainer runs: on CUDA with NCCL, or on a CPU with gloo.
+
+Megatron-Core has no interface for a machine without a GPU: every place that requires CUDA is patched. The project has no other
+patches (docs/decisions/005-cpu-patches.md). Importing patches nothing. A test leaves each patch out and expects Megatron to
+fail, so that a patch that upstream no longer needs is noticed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from importlib.metadata import version
+from typing import Any, Literal
 
 import torch
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from torch.overrides import TorchFunctionMode
 
 from tepo_megatron.config import EngineConfig
-from tepo_megatron.trainer.megatron.platform import platform_cpu
+from tepo_megatron.versions import MEGATRON_LINE, MEGATRON_RANGE, in_range
 
 
 @dataclass(frozen=True)
 class Platform:
-    """A kind of device, this rank's device, and torch.distributed's backend for it."""
+    """This rank's device and torch.distributed's backend for it."""
 
     kind: Literal["cpu", "cuda"]
     device: torch.device
     backend: str
 
     def megatron(self) -> contextlib.AbstractContextManager[None]:
-        """Returns the context in which Megatron's code must be called."""
-        return platform_cpu.cuda_means_cpu() if self.kind == "cpu" else contextlib.nullcontext()
+        """The context in which Megatron's code must be called."""
+        return cuda_means_cpu() if self.kind == "cpu" else contextlib.nullcontext()
 
 
 def select_platform(config: EngineConfig) -> Platform:
-    """Returns the config's platform, ready for use: the device is set, or the CPU patches are installed.
+    """The config's platform, ready for use: the device is set, or the CPU patches are installed.
 
-    Raises RuntimeError if CUDA is asked for and torch sees no GPU.
+    Raises RuntimeError if CUDA is required and torch sees no GPU.
     """
     has_gpu = torch.cuda.is_available()
     if config.platform == "cuda" and not has_gpu:
@@ -38,9 +47,131 @@ def select_platform(config: EngineConfig) -> Platform:
             "install a CUDA build of torch, or set engine.platform=cpu"
         )
     if config.platform == "cpu" or not has_gpu:
-        platform_cpu.install()
+        install_cpu_patches()
         return Platform("cpu", torch.device("cpu"), "gloo")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     torch.cuda.set_per_process_memory_fraction(config.gpu_memory_fraction, device)
     return Platform("cuda", device, "nccl")
+
+
+@dataclass(frozen=True)
+class _CpuPatch:
+    """Replaces ``owner.name``; ``why`` states what needs it."""
+
+    owner: Any
+    name: str
+    replacement: Any
+    why: str
+
+    @property
+    def key(self) -> str:
+        return f"{getattr(self.owner, '__name__', self.owner)}.{self.name}"
+
+
+def _random_state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def cpu_patches() -> list[_CpuPatch]:
+    """All patches in order. Changes nothing."""
+    import megatron.core.optimizer as megatron_optimizer
+    import megatron.core.tensor_parallel.random as megatron_random
+    from megatron.core.optimizer import distrib_optimizer, optimizer_config
+
+    return [
+        _CpuPatch(torch.cuda, "current_device", lambda: torch.device("cpu"), "the device of new parameters and buffers"),
+        _CpuPatch(torch.cuda, "get_rng_state", _random_state, "the tracker of model-parallel random states"),
+        _CpuPatch(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor, "tied embeddings on the first and last stage"),
+        _CpuPatch(
+            megatron_random, "_get_cuda_rng_state", _random_state, "recomputation, which would replay dropout; there is none"
+        ),
+        _CpuPatch(torch.cuda, "synchronize", lambda *_, **__: None, "after pipeline sends; gloo's are already complete"),
+        _CpuPatch(megatron_optimizer, "HybridDeviceOptimizer", _HybridOnCpu, "states on the host: which tensors are offloaded"),
+        _CpuPatch(
+            distrib_optimizer, "HybridDeviceOptimizer", _HybridOnCpu, "the same, for the shards of the distributed optimizer"
+        ),
+        _CpuPatch(optimizer_config, "is_te_min_version", lambda *_: False, "states on the host: Transformer Engine's version"),
+        _CpuPatch(torch.cuda, "Stream", _HostStream, "the streams in which gradients go to the host and weights come back"),
+        _CpuPatch(torch.cuda, "current_stream", lambda *_: _HostStream(), "what those streams wait for"),
+    ]
+
+
+def install_cpu_patches() -> None:
+    """Patches torch.cuda and Megatron in this process. A second call changes nothing.
+
+    Raises RuntimeError on a machine with a GPU, and for a Megatron-Core version without tested patches.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "engine.platform = cpu patches torch.cuda, and this machine has a GPU; hide it (CUDA_VISIBLE_DEVICES=)"
+        )
+    installed = version("megatron-core")
+    if not in_range(installed, MEGATRON_RANGE):
+        raise RuntimeError(
+            f"megatron-core {installed} was not tried on CPU; install {MEGATRON_LINE}.x "
+            f"(pip install 'megatron-core{MEGATRON_RANGE}')"
+        )
+    for patch in cpu_patches():
+        setattr(patch.owner, patch.name, patch.replacement)
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """Replaces a literal ``device="cuda"``, and has ``Tensor.type()`` return what Megatron's optimizers check."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return str(func(*args)).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def cuda_means_cpu() -> Iterator[None]:
+    """Context for calls into Megatron that make tensors on a literal "cuda"."""
+    with _CudaToCpu():
+        yield
+
+
+class _HybridOnCpu(HybridDeviceOptimizer):  # type: ignore[misc] # Megatron has no types
+    """Offloads tensors on the CPU; Megatron's own looks for CUDA tensors, finds none, and then misses their copies."""
+
+    def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> tuple[Any, ...]:
+        """As Megatron's: fills the host up to the fraction, in the order of the groups. Copies are not pinned."""
+        total = sum(param.numel() for group in self.param_groups for param in group["params"])
+        host_groups, device_groups, copies, masters, offloaded = [], [], {}, {}, 0
+        for group in self.param_groups:
+            on_host: list[torch.Tensor] = []
+            on_device: list[torch.Tensor] = []
+            for param in group["params"]:
+                inner = param
+                if moves := offloaded < total * offload_fraction:
+                    inner = param.detach().clone()
+                    offloaded += param.numel()
+                if self.param_update_in_fp32 and inner.dtype != torch.float32:
+                    inner = inner.detach().clone().float()
+                    masters[param] = inner
+                if moves:
+                    copies[param] = inner
+                (on_host if moves else on_device).append(inner)
+            host_groups += [{**group, "params": on_host}] if on_host else []
+            device_groups += [{**group, "params": on_device}] if on_device else []
+        return host_groups, device_groups, copies, {inner: param for param, inner in copies.items()}, masters
+
+
+class _HostStream:
+    """A CUDA stream and its events; on a CPU everything runs in order."""
+
+    def wait_stream(self, _: object) -> None: ...
+
+    def record_event(self) -> _HostStream:
+        return self
+
+    def wait(self, _: object) -> None: ...
+
+    def synchronize(self) -> None: ...

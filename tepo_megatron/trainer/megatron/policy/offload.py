@@ -1,7 +1,7 @@
-"""The trainer's memory on GPUs that it shares with rollout servers: offloaded to the host, and onloaded again bit for bit.
+"""Moves the trainer's memory to the host and back, bit for bit, on GPUs that it shares with rollout servers.
 
-Whole storages are offloaded, so that all views of them stay what they are: parameters in Megatron's parameter buffer, shards
-of the distributed optimizer, a tied head. An offloaded storage has size 0 on the device.
+Whole storages are moved, so that all their views stay valid: Megatron's parameter buffer, shards of the distributed optimizer,
+a tied head. An offloaded storage has size 0 on the device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch import Tensor
 
-from tepo_megatron.trainer.megatron.optimizer import adam_states
+from tepo_megatron.trainer.megatron.policy.optimizer_states import adam_tensors
 from tepo_megatron.trainer.megatron.policy.policy import Policy
 
 OnDevice = Literal["everything", "weights", "nothing"]
@@ -27,14 +27,11 @@ _PARTS: dict[OnDevice, frozenset[str]] = {
 
 
 CHUNK_BYTES = 2**24
-"""Size of a host buffer. torch pins powers of two only, so that one buffer for a whole storage could take twice its size."""
+"""Size of a host buffer. torch pins powers of two only; one buffer per storage could take twice its size."""
 
 
 class OffloadedStorages:
-    """Storages of one device that are offloaded together; their bytes lie in chunks of host memory (pinned for a GPU).
-
-    Host memory is kept for the next time.
-    """
+    """Storages of one device that are offloaded together, in chunks of host memory (pinned for a GPU) that are reused."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -43,29 +40,27 @@ class OffloadedStorages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are offloaded."""
-        return sum(chunk.nbytes for _, kept in self._offloaded for chunk in kept)
+        return sum(chunk.nbytes for _, chunks in self._offloaded for chunk in chunks)
 
     def offload(self, tensors: Iterable[Tensor]) -> None:
-        """Copies the storages of ``tensors`` to the host and frees them; each once, whatever looks at it."""
+        """Copies the storages of ``tensors`` to the host, each once, and frees them."""
         assert not self._offloaded, "offloaded already"
         for storage in _storages(tensors, self._device).values():
             raw = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
             chunks = raw.split(CHUNK_BYTES)
-            kept = [self._host_memory(chunk.numel()).copy_(chunk, non_blocking=True) for chunk in chunks]
-            self._offloaded.append((raw, kept))
+            copies = [self._host_memory(chunk.numel()).copy_(chunk, non_blocking=True) for chunk in chunks]
+            self._offloaded.append((raw, copies))
         self._synchronize()
         for raw, _ in self._offloaded:
             raw.untyped_storage().resize_(0)
 
     def onload(self) -> None:
-        """Gives every storage its device memory and its bytes back."""
-        for raw, kept in self._offloaded:
-            raw.untyped_storage().resize_(sum(chunk.numel() for chunk in kept))
-            for target, chunk in zip(raw.split(CHUNK_BYTES), kept, strict=True):
+        for raw, copies in self._offloaded:
+            raw.untyped_storage().resize_(sum(chunk.numel() for chunk in copies))
+            for target, chunk in zip(raw.split(CHUNK_BYTES), copies, strict=True):
                 target.copy_(chunk, non_blocking=True)
         self._synchronize()
-        for chunk in (chunk for _, kept in self._offloaded for chunk in kept):
+        for chunk in (chunk for _, copies in self._offloaded for chunk in copies):
             self._spare.setdefault(chunk.numel(), []).append(chunk)
         self._offloaded = []
 
@@ -79,11 +74,10 @@ class OffloadedStorages:
 
 
 class Offloader:
-    """Which of weights, optimizer state and gradients is on the device. Every rank has one and calls it in step.
+    """Which of weights, optimizer state and gradients is on the device. Every rank has one and calls it in the same order.
 
-    The policy is trained and sent. The optimizer's state is its fp32 masters and moments; masters that are the model's
-    parameters themselves count as weights, and ``frozen`` models, which are not sent, as optimizer state. Gradients are not
-    kept: they are zero between updates. ``barrier`` returns when all ranks have called it.
+    Optimizer state is fp32 masters and moments, and ``frozen`` models; masters that are the model's parameters count as
+    weights. Gradients are not kept: they are zero between updates. ``barrier`` returns when all ranks have called it.
     """
 
     def __init__(
@@ -99,13 +93,13 @@ class Offloader:
         self._weights, self._state = OffloadedStorages(device), OffloadedStorages(device)
         self._on_device = _PARTS["everything"]
         self.most_offloaded = 0
-        """The most bytes that were ever offloaded at once."""
+        """Largest number of bytes offloaded at once."""
 
     def onload_only(self, what: OnDevice) -> None:
         """Onloads ``what`` and offloads everything else. Every rank calls.
 
-        Nothing is onloaded before all ranks have called, since rank 0 puts the servers to sleep first; and when this returns,
-        all ranks have offloaded what they should.
+        Nothing is onloaded before all ranks have called (rank 0 puts the servers to sleep first), and on return all ranks have
+        offloaded.
         """
         coming, leaving = _PARTS[what] - self._on_device, self._on_device - _PARTS[what]
         self._on_device = _PARTS[what]
@@ -143,24 +137,23 @@ def _parameters(model: torch.nn.Module) -> Iterator[Tensor]:
 
 
 def _drop_copies(model: torch.nn.Module) -> None:
-    """Forgets the FP8 copies of weights that Transformer Engine keeps, and makes again in the next first micro-batch."""
+    """Transformer Engine's FP8 copies of weights, which it makes again in the next first micro-batch."""
     for module in model.modules():
         getattr(module, "_fp8_workspaces", {}).clear()
 
 
 def _state(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Masters and moments, of every optimizer in a chain."""
     if isinstance(optimizer, ChainedOptimizer):
         for inner in optimizer.chained_optimizers:
             yield from _state(inner)
         return
-    yield from adam_states.tensors(optimizer.optimizer)
+    yield from adam_tensors(optimizer.optimizer)
 
 
 def _storages(tensors: Iterable[Tensor], device: torch.device) -> dict[int, torch.UntypedStorage]:
-    """Their storages on the device, by identity; empty ones have nothing to leave behind."""
-    found = {_identity(tensor): tensor.untyped_storage() for tensor in tensors if tensor.device == device}
-    return {identity: storage for identity, storage in found.items() if storage.nbytes()}
+    """By identity; without empty ones."""
+    storages = {_identity(tensor): tensor.untyped_storage() for tensor in tensors if tensor.device == device}
+    return {identity: storage for identity, storage in storages.items() if storage.nbytes()}
 
 
 def _identity(tensor: Tensor) -> int:

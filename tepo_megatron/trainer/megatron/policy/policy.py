@@ -1,4 +1,4 @@
-"""What is trained on this rank: the chunks of the model, and what makes steps on them."""
+"""The model that is trained on this rank, and its optimizer."""
 
 from __future__ import annotations
 
@@ -16,39 +16,66 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from tepo_megatron.config import RunConfig
+from tepo_megatron.config import EngineConfig, RunConfig
 from tepo_megatron.trainer.megatron.model import fp8
-from tepo_megatron.trainer.megatron.model.fp8_weights import PlainWeights, load_weights
+from tepo_megatron.trainer.megatron.model.fp8 import PlainWeights, load_weights
 from tepo_megatron.trainer.megatron.model.layers import Layers
 from tepo_megatron.trainer.megatron.model.lora import Lora, build_lora
 from tepo_megatron.trainer.megatron.model.model import build_model, transformer_config
-from tepo_megatron.trainer.megatron.optimizer.optimizer import build_optimizer, build_schedule
-from tepo_megatron.trainer.megatron.optimizer.optimizer_state import set_master
-from tepo_megatron.trainer.megatron.platform.overlap import ParamGather, ddp_options, reduce_in_last_micro_batch
 from tepo_megatron.trainer.megatron.platform.parallel import Ranks
 from tepo_megatron.trainer.megatron.platform.platform import Platform
+from tepo_megatron.trainer.megatron.policy.optimizer import build_optimizer, build_schedule
+from tepo_megatron.trainer.megatron.policy.optimizer_states import set_master
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.geometry import ShardLayout
 
 
+@dataclass
+class _ParamGather:
+    """Whether this rank's weights are complete after an optimizer step. Every rank calls its methods in the same order.
+
+    With ``overlapped`` a step leaves each data-parallel rank with the weights that it updated. The next forward pass gathers
+    each bucket before use, through Megatron's hooks; other readers must call :meth:`finish` first.
+    """
+
+    ddp: Sequence[DistributedDataParallel]
+    overlapped: bool
+    pending: bool = False
+
+    def after_step(self) -> None:
+        self.pending = self.overlapped
+
+    def finish(self) -> None:
+        """Returns when the weights are complete; no communication if they are. Every rank calls."""
+        if not self.pending:
+            return
+        for chunk in self.ddp:
+            # The last bucket has the first layers, and finishing one starts the next. Megatron's start_param_sync(force_sync)
+            # would not make the copies that FP8 weights need.
+            for group in reversed([*chunk.expert_parallel_bucket_groups, *chunk.bucket_groups]):
+                group.finish_param_sync()
+        self.pending = False
+
+
 @dataclass(frozen=True)
 class Policy:
-    """The model that is trained, and its optimizer. A rank has one chunk of it, or several where stages are interleaved."""
+    """A rank has one chunk of the model, or several if stages are interleaved."""
 
     chunks: Sequence[GPTModel]
     ddp: Sequence[DistributedDataParallel]
-    """Megatron's wrapper of each chunk, which holds the gradients."""
+    """Megatron's wrapper of each chunk, with the gradients."""
 
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
     params: dict[str, Any] = field(repr=False)
-    """By the names that the bridge's layouts have for them, with the experts' biases, which are no parameters. Whole on every
-    rank once ``param_gather`` is finished."""
+    """By the names in the layouts, with experts' biases, which are no parameters. Complete on every rank after
+    ``param_gather.finish()``.
+    """
 
-    param_gather: ParamGather = field(repr=False)
+    param_gather: _ParamGather = field(repr=False)
 
     lora: Lora | None = None
-    """The adapters that are trained while the parameters stay as they are; None: the parameters are trained."""
+    """The adapters that are trained in place of the parameters."""
 
     @property
     def trained(self) -> Mapping[str, torch.nn.Parameter]:
@@ -59,24 +86,23 @@ class Policy:
 
     @property
     def expert_biases(self) -> Mapping[str, Tensor]:
-        """Of this rank's layers, fp32; all ranks that have a layer have the same. An update moves them with
-        ``engine.moe_balance.kind = expert_bias``, and otherwise nothing does."""
+        """fp32, the same on all ranks with the layer. Only ``engine.moe_balance.kind = expert_bias`` changes them."""
         return {name: param for name, param in self.params.items() if not isinstance(param, torch.nn.Parameter)}
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """The model as it computes, as plain tensors by the names of ``params``: for one reading of all."""
+        """The weights that the model computes with, as plain tensors by the names of ``params``: for one reading of all."""
         return PlainWeights(self.params) if self.lora is None else self.lora.merged(self.params)
 
 
 @dataclass(frozen=True)
 class PolicyBuilder:
-    """Builds models of this run on this rank, with the weights that it starts from. Every rank calls, in the same order."""
+    """Builds this rank's part of the run's models, with their first weights. Every rank calls, in the same order."""
 
     config: RunConfig
     spec: ModelSpec
     weights: Path
-    """The folder, or shards, that weights are read from (``bridge.storage.files.load_into``)."""
+    """Hugging Face folder, or folder of ``tepo import``."""
 
     platform: Platform
     layers: Layers
@@ -86,11 +112,10 @@ class PolicyBuilder:
 
     @property
     def layout(self) -> ShardLayout:
-        """This rank's."""
         return self.layouts[self.ranks.rank]
 
     def policy(self) -> Policy:
-        """Builds the model that is trained, with its optimizer. Raises ValueError for weights that are not this model's."""
+        """Raises ValueError for weights that are not this model's."""
         with self.platform.megatron():
             megatron, chunks = self._chunks()
             params = named_weights(chunks)
@@ -114,12 +139,12 @@ class PolicyBuilder:
                 finalize_gradients, afterwards=(lambda: None) if lora is None else lora.sum_gradients
             )
             megatron.grad_scale_func = optimizer.scale_loss
-            reduce_in_last_micro_batch(megatron, ddp, config.engine)
-        gather = ParamGather(ddp, config.engine.overlap_param_gather)
+            _reduce_in_last_micro_batch(megatron, ddp, config.engine)
+        gather = _ParamGather(ddp, config.engine.overlap_param_gather)
         return Policy(chunks, ddp, optimizer, schedule, params, gather, lora)
 
     def reference(self) -> list[GPTModel]:
-        """Builds a frozen copy of the first weights, for objectives with a KL term against them."""
+        """A frozen copy of the first weights, for a KL term against them."""
         with self.platform.megatron():
             _, chunks = self._chunks()
         load_weights(self.weights, self.layout, named_weights(chunks))
@@ -138,27 +163,38 @@ class PolicyBuilder:
         return DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=self.config.optimizer.distributed,
-            **ddp_options(self.config.engine),
+            overlap_grad_reduce=self.config.engine.overlap_grad_reduce,
+            overlap_param_gather=self.config.engine.overlap_param_gather,
+            bucket_size=self.config.engine.bucket_size,
             **fp8.gather_options(self.config.engine.fp8),
         )
 
 
 def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """Returns all parameters, and the biases of experts, under the names of the bridge's layouts, which say the chunk where
-    there are several."""
+    """All parameters and experts' biases, by the names in the layouts, which start with the chunk if there are several."""
     prefixes = [f"model{number}." for number in range(len(chunks))] if len(chunks) > 1 else [""]
-    found: dict[str, Any] = {}
+    weights: dict[str, Any] = {}
     for prefix, chunk in zip(prefixes, chunks, strict=True):
-        found |= {prefix + name: param for name, param in chunk.named_parameters()}
-        found |= {prefix + name: buffer for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")}
-    return found
+        weights |= {prefix + name: param for name, param in chunk.named_parameters()}
+        weights |= {prefix + name: buffer for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")}
+    return weights
 
 
 def finalize_gradients(
     model: list[torch.nn.Module], num_tokens: Tensor | None, *, afterwards: Callable[[], None], **kwargs: Any
 ) -> None:
-    """Does Megatron's reductions over data-parallel, sequence-parallel and tied-embedding ranks, without its division, as
-    ``step/step.py`` explains; then ``afterwards``."""
+    """Megatron's reductions over data-parallel, sequence-parallel and tied-embedding ranks without its division
+    (``step/update.py``); then ``afterwards``.
+    """
     del num_tokens
     finalize_model_grads(model, None, **kwargs)
     afterwards()
+
+
+def _reduce_in_last_micro_batch(
+    megatron: TransformerConfig, ddp: Sequence[DistributedDataParallel], engine: EngineConfig
+) -> None:
+    """The first update reduces at its end: in it Megatron learns which gradients complete a bucket."""
+    if engine.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in ddp]
+        megatron.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]

@@ -1,4 +1,4 @@
-"""A policy's weights, as others get them: digests, full tensors, shards for servers, Hugging Face and PEFT folders."""
+"""A policy's weights for others: digests, full tensors, shards for servers, Hugging Face and PEFT folders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
-from tepo_megatron.trainer.megatron.model.fp8_weights import PlainWeights
+from tepo_megatron.trainer.megatron.model.fp8 import PlainWeights
 from tepo_megatron.trainer.megatron.policy.policy import Policy
 from tepo_megatron.trainer.protocol import TensorMeta
 from tepo_megatron.weights.architecture import ModelSpec, is_always_fp32
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class PolicyWeights:
-    """The weights of ``policy`` under the bridge's names. Every rank makes one, and calls every method in the same order."""
+    """:class:`tepo_megatron.trainer.protocol.WeightSource` of ``policy``."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class PolicyWeights:
         broadcast_from_root: Callable[[Any], Any],
         heartbeat: Heartbeat,
     ) -> None:
-        """``layouts``: of every rank, as ``split`` cuts the model. ``model_dir`` gives exports their tokenizer and config."""
+        """``layouts``: of every rank, as ``split`` divides the model. ``model_dir``: for exports' tokenizer and config."""
         self._config, self._spec, self._policy, self._layouts = config, spec, policy, layouts
         self.split = split
         self._model_dir, self._rank, self._device = model_dir, rank, device
@@ -54,42 +54,39 @@ class PolicyWeights:
         self._sources = gather_sources(layouts)
         lora = policy.lora
         self.trained_sources = self._sources if lora is None else lora.sources
-        """Which rank holds what of the tensors that are trained."""
+        """Which rank holds what of the trained tensors."""
         self.trained_layout = layouts[rank] if lora is None else lora.layout
         """What this rank holds of them."""
 
     @property
     def params(self) -> dict[str, Any]:
-        """This rank's weights, whole, by the names of the bridge's layouts. Every rank reads them."""
+        """This rank's complete weights, by the names in the layouts. Every rank reads them."""
         self._policy.param_gather.finish()
         return self._policy.params
 
     @property
     def merged(self) -> Mapping[str, Tensor]:
-        """As ``params``, with the adapters merged, as plain tensors: for one reading of all. Every rank reads them."""
+        """As ``params``, with adapters merged, as plain tensors: for one reading of all."""
         self._policy.param_gather.finish()
         return self._policy.weights
 
     def version(self, step: int) -> WeightsVersion:
-        """The step, and the digest of the weights as they stand: the same on every rank. Every rank calls."""
         return WeightsVersion(step, self.digest(self.merged))
 
     def digest(self, weights: Mapping[str, Tensor]) -> str:
-        """A digest of 64 bits, in hex, of weights that are split like these. Every rank calls; all get the same."""
-        own = fingerprint(shards_to_write(self._sources, self._rank), weights)
-        total = torch.tensor(own - 2**64 * (own >= 2**63), device=self._device)
+        """64 bits, in hex, of weights in this layout. Every rank calls; all get the same."""
+        local = fingerprint(shards_to_write(self._sources, self._rank), weights)
+        total = torch.tensor(local - 2**64 * (local >= 2**63), device=self._device)
         dist.all_reduce(total)  # int64 wraps around: modulo 2^64
         return f"{int(total) % 2**64:016x}"
 
     @property
     def manifest(self) -> list[TensorMeta]:
-        """What ``stream`` yields, in its order."""
         shapes = self._layouts[0].shapes
         dtype = self._config.model.dtype
         return [TensorMeta(name, tuple(shape), "float32" if is_always_fp32(name) else dtype) for name, shape in shapes.items()]
 
     def stream(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Full tensors under their Hugging Face names, on rank 0; None elsewhere. Every rank must exhaust it."""
         return gather_to_root(self._sources, self._layouts[0].shapes, self.merged)
 
     def make_shard_sender(
@@ -102,14 +99,6 @@ class PolicyWeights:
         timeout_s: float,
         or_gloo: bool = False,
     ) -> ShardSender:
-        """This rank's end of weight updates from shard to shard. Every rank calls, without communication.
-
-        ``servers`` is how the servers split the model, ``local`` maps a worker (numbered over all servers) to the trainer rank
-        on the same GPU, ``dtype`` is that of the servers' weights, ``transport`` how they travel, ``or_gloo`` as for
-        ``ShardSender``. ``timeout_s`` in seconds.
-
-        Raises ValueError where vLLM could not split the model over the workers of a server.
-        """
         params, lora = self.params, self._policy.lora
         return ShardSender(
             reshard_plan(self._spec, self.split, servers, local),
@@ -124,7 +113,6 @@ class PolicyWeights:
         )
 
     def export(self, out: Path) -> None:
-        """Writes a Hugging Face folder. Every rank calls; rank 0 writes."""
         self._heartbeat.phase("export")
         stream = self._watched(self.stream())
         if self._rank == 0:
@@ -135,7 +123,6 @@ class PolicyWeights:
                 continue
 
     def export_adapters(self, out: Path) -> None:
-        """Writes the adapters as a PEFT folder; does nothing where there are none. Every rank calls; rank 0 writes."""
         if self._policy.lora is None:
             return
         self._heartbeat.phase("export")
@@ -145,22 +132,19 @@ class PolicyWeights:
 
     @property
     def adapter_manifest(self) -> list[TensorMeta]:
-        """What ``stream_adapters`` yields, in its order."""
         return [TensorMeta(name, shape, self._config.model.dtype) for name, shape in self.trained_layout.shapes.items()]
 
     @property
     def adapter_settings(self) -> AdapterSettings:
-        """What a PEFT folder says of the adapters. There must be some, here and below."""
         assert self._policy.lora is not None
         return self._policy.lora.settings()
 
     def stream_adapters(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Whole adapter tensors by their names, on rank 0; None elsewhere. Every rank must exhaust it."""
         assert self._policy.lora is not None
         self._policy.param_gather.finish()
         return self._policy.lora.stream()
 
     def _watched(self, stream: Iterator[T]) -> Iterator[T]:
-        for each in stream:
+        for item in stream:
             self._heartbeat.moved()
-            yield each
+            yield item

@@ -1,4 +1,4 @@
-"""Runs a batch through Megatron's schedule; scoring and updating both use it."""
+"""Runs a batch through Megatron's schedule, for scores and updates."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from tepo_megatron.core.types import Batch, TokenScores
 from tepo_megatron.errors import NotFiniteError
 from tepo_megatron.trainer.megatron.batching.context_parallel import Share, cut, padded_tokens
 from tepo_megatron.trainer.megatron.batching.partition import partition
-from tepo_megatron.trainer.megatron.model.head import HeadWeight, fused_head
-from tepo_megatron.trainer.megatron.model.moe import largest_in_group
+from tepo_megatron.trainer.megatron.model.experts import largest_in_group
+from tepo_megatron.trainer.megatron.model.model import HeadWeight, fused_head
 from tepo_megatron.trainer.megatron.model.routers import Routers
 from tepo_megatron.trainer.megatron.platform.parallel import Ranks
 from tepo_megatron.trainer.megatron.platform.platform import Platform
-from tepo_megatron.trainer.megatron.step.not_finite import NOT_FINITE
 
 LossFunction = Callable[[TokenScores, Batch], tuple[Tensor, dict[str, Any]]]
 """(scores, micro-batch) → (scalar to differentiate, values to keep). The loss is the sum of the scalars over micro-batches and
 ranks.
 """
+
+
+NOT_FINITE = "not_finite"
+"""Key of a micro-batch's values under which :meth:`Forward.run` states why it has no loss."""
 
 
 @dataclass(frozen=True)
@@ -42,29 +45,28 @@ class Forward:
     micro_batch_tokens: int
     score_backend: BackendName
     token_multiple: int
-    """Micro-batches are padded to a multiple of this: sequence and context parallelism split tokens evenly, FP8 needs 16 or
-    more on each rank."""
+    """Micro-batches are padded to a multiple of this: parallelism divides tokens evenly, and FP8 needs 16 or more per rank."""
 
     gathers_tokens: bool = False
-    """Whether ranks that share experts gather their tokens, which needs micro-batches of one length (``model/moe.py``)."""
+    """Whether ranks that share experts gather tokens, which needs micro-batches of one length (``model/experts.py``)."""
 
     one_length: bool = False
-    """Whether the stages of a pipeline exchange activations of one length, to which all micro-batches are then padded."""
+    """Whether pipeline stages exchange activations of one length, to which all micro-batches are padded."""
 
     attention_length: float = math.inf
-    """The length at which a sequence's attention costs as much as its other work (``batching/partition.py``)."""
+    """See ``batching/partition.py``."""
 
-    moved: Callable[[], None] = lambda: None
-    """Called with every micro-batch, for whoever watches that this rank moves."""
+    on_progress: Callable[[], None] = lambda: None
+    """Called with every micro-batch."""
 
     entropy_slope: bool = False
-    """Whether scores that are trained on have ``TokenScores.entropy_slope``."""
+    """Whether scores for training have ``TokenScores.entropy_slope``."""
 
     routers: Routers | None = None
-    """Those of the policy, where it has experts."""
+    """The policy's, if it has experts."""
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
-        """Returns this data-parallel rank's micro-batches, as lists of sequence numbers."""
+        """This data-parallel rank's micro-batches, as lists of sequence indices."""
         parts = partition(
             batch.lengths_S.tolist(),
             ranks=self.ranks.dp,
@@ -83,10 +85,10 @@ class Forward:
         *,
         train: bool,
     ) -> list[dict[str, Any]]:
-        """Runs forward, and backward if ``train``, over this rank's micro-batches. ``chunks``: this rank's part of a model.
+        """Runs forward, and backward if ``train``, over this rank's micro-batches. ``chunks`` is this rank's part of a model.
 
-        Every rank calls. Returns what ``loss`` kept of each micro-batch on the last pipeline stage, elsewhere an empty list.
-        Where ``loss`` raised NotFiniteError the micro-batch's loss is NaN, and ``NOT_FINITE`` says why.
+        Every rank calls. Returns what ``loss`` kept of each micro-batch on the last pipeline stage, elsewhere an empty list. If
+        ``loss`` raised NotFiniteError, the micro-batch's loss is NaN and its values have ``NOT_FINITE``.
         """
         members = [batch.select(sequences) for sequences in micro_batches]
         sizes = [self._padded(padded_tokens(micro.lengths_S.tolist(), self.ranks.cp)) for micro in members]
@@ -96,7 +98,7 @@ class Forward:
             sizes = largest_in_group(sizes, self.platform.device)
         shares = [cut(micro, size, self.ranks) for micro, size in zip(members, sizes, strict=True)]
         with self.platform.megatron():
-            kept: list[dict[str, Any]] = get_forward_backward_func()(
+            results: list[dict[str, Any]] = get_forward_backward_func()(
                 forward_step_func=lambda data, module: self._step(next(data), module, loss, train=train),
                 data_iterator=[enumerate(shares) for _ in chunks],  # every chunk asks for each micro-batch
                 model=list(chunks),
@@ -108,7 +110,7 @@ class Forward:
             )
         if self.routers is not None:
             self.routers.end_run()
-        return kept
+        return results
 
     def _padded(self, tokens: int) -> int:
         return -(-tokens // self.token_multiple) * self.token_multiple
@@ -117,7 +119,7 @@ class Forward:
         self, numbered: tuple[int, Share], model: torch.nn.Module, loss: LossFunction, *, train: bool
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
         number, share = numbered
-        self.moved()
+        self.on_progress()
         routed: AbstractContextManager[None] = nullcontext()
         if self.routers is not None:
             routed = self.routers.forward_pass(share, train=train)
@@ -127,32 +129,31 @@ class Forward:
         def reduce(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             head = fused_head(model)
             try:  # squeezed, not indexed: the gradient of an index is a second tensor of the logits' size
-                value, kept = loss(self._scores(output.squeeze(0), head, share, train=train), share.micro)
+                value, values = loss(self._scores(output.squeeze(0), head, share, train=train), share.micro)
             except NotFiniteError as error:
                 # Other ranks know nothing of it, and wait in the schedule's collectives: this one goes through them all with a
-                # loss of NaN, and the ranks agree afterwards (``step/not_finite.py``).
+                # loss of NaN, and the ranks agree afterwards (``step/update.py``).
                 parts = [output] if head is None else [output, head.weight_VpH]  # the weight too has a hook that must run
                 value = sum((part.sum() for part in parts), torch.zeros((), device=output.device)) * torch.nan
-                kept = {NOT_FINITE: f"micro-batch {number}: {error}"}
+                values = {NOT_FINITE: f"micro-batch {number}: {error}"}
             except ValueError as error:
                 raise ValueError(f"micro-batch {number}: {error}") from error
-            # Megatron expects (loss, number of tokens to divide by, values to keep); nothing is divided there (step/step.py)
-            return value, torch.zeros((), dtype=torch.int, device=value.device), kept
+            # Megatron expects (loss, number of tokens to divide by, values to keep); nothing is divided there (step/update.py)
+            return value, torch.zeros((), dtype=torch.int, device=value.device), values
 
         return output, reduce
 
     def _scores(self, output: Tensor, head: HeadWeight | None, share: Share, *, train: bool) -> TokenScores:
-        """The scores of the micro-batch, from those of this rank's tokens."""
         try:
-            return share.gather(self._own_scores(output, head, share, train=train))
+            return share.gather(self._local_scores(output, head, share, train=train))
         except NotFiniteError:
             # the other context-parallel ranks wait for this one's scores: they get NaN, and find it
             nothing_t = output.new_full(share.labels_t.shape, torch.nan, dtype=torch.float32)
             share.gather(TokenScores(nothing_t, nothing_t, nothing_t if train and self.entropy_slope else None))
             raise
 
-    def _own_scores(self, output: Tensor, head: HeadWeight | None, share: Share, *, train: bool) -> TokenScores:
-        """Scores the model's output: logits [t, V/tp], or with a fused head hidden states [t, H]."""
+    def _local_scores(self, output: Tensor, head: HeadWeight | None, share: Share, *, train: bool) -> TokenScores:
+        """``output``: logits [t, V/tp], or hidden states [t, H] with a fused head."""
         options: dict[str, Any] = {
             "tp_group": self.ranks.tp_group,
             "temperature": self.temperature,

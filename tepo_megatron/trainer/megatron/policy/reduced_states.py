@@ -1,4 +1,4 @@
-"""States in fewer bits than fp32, as Transformer Engine's Adam keeps them: where they can be, their bits, and steps on them."""
+"""Adam's states in fewer bits than fp32, as Transformer Engine keeps them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from tepo_megatron.config import OptimizerConfig
 
 PART_ELEMENTS = 2**26
-"""How many elements' states are made fp32 at once in a step (or one tensor's, if it has more)."""
+"""Elements with fp32 states at once in a step (or one tensor's, if it has more)."""
 
 
 def check_states(config: OptimizerConfig, *, on_gpu: bool) -> None:
-    """Raises ValueError where the optimizer is to keep states in fewer bits, and nothing here can."""
+    """Raises ValueError if the optimizer's states should have fewer bits, and no package here can."""
     if not config.precision_aware:
         return
     field = config.reduced_fields[0]
@@ -28,14 +28,14 @@ def check_states(config: OptimizerConfig, *, on_gpu: bool) -> None:
 
 
 _TIE = 0x8000
-"""The last 17 bits of an fp32 number that lies halfway between an even bfloat16 number and the odd one after it."""
+"""Last 17 bits of an fp32 number halfway between an even bfloat16 number and the odd one after it."""
 
 
 def split_remainder(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns an fp32 tensor as the bfloat16 weights and int16 remainders that Transformer Engine's Adam keeps of it.
+    """fp32 masters → bfloat16 weights and int16 remainders, as in Transformer Engine's Adam.
 
-    The weight is the nearest bfloat16 number, and the even one of two that are as near, as torch rounds. The kernel takes the
-    larger of these two: there, one value in 2¹⁷, the remainder is that of the next fp32 number towards zero.
+    The weight is rounded to nearest even, as in torch. At a tie (one value in 2¹⁷) the kernel rounds up, and the remainder is
+    that of the next fp32 number towards zero.
     """
     bits = master.contiguous().view(torch.int32)
     bits = torch.where((bits & 0x1FFFF) == _TIE, bits - 1, bits)
@@ -45,8 +45,8 @@ def split_remainder(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_remainder(weight: Tensor, low: Tensor) -> Tensor:
-    """Returns the fp32 masters of :func:`split_remainder`'s weights and remainders, bit for bit, but where the kernel has
-    rounded halfway up to an odd weight: there the next fp32 number, which torch rounds to that weight too.
+    """The inverse of :func:`split_remainder`, bit for bit. If the kernel has rounded a tie up to an odd weight, the next fp32
+    number, which torch rounds to that weight too.
     """
     high = weight.contiguous().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
     bits = (high << 16) | (low.to(torch.int32) & 0xFFFF)
@@ -54,10 +54,10 @@ def join_remainder(weight: Tensor, low: Tensor) -> Tensor:
 
 
 def step_in_parts(adam: Any, step: Callable[[], Any], most: int = PART_ELEMENTS) -> None:
-    """Makes one step of Transformer Engine's Adam, a part of its tensors at a time.
+    """One step of Transformer Engine's Adam, some of its tensors at a time: it makes all states of a group fp32, which would
+    need more memory than fewer bits save. Tensors' steps are independent.
 
-    For a step it makes all states of a group fp32, which in one group would need more memory than fewer bits have saved. Each
-    tensor's step is its own, so that the parts change nothing. ``step`` is Adam's own; ``most``: elements of a part.
+    ``step`` is Adam's; ``most``: elements of a part.
     """
     whole = adam.param_groups
     try:
@@ -74,7 +74,7 @@ def step_in_parts(adam: Any, step: Callable[[], Any], most: int = PART_ELEMENTS)
 def _parts(params: list[Tensor], most: int) -> Iterator[list[Tensor]]:
     part: list[Tensor] = []
     for param in params:
-        if part and sum(each.numel() for each in part) + param.numel() > most:
+        if part and sum(tensor.numel() for tensor in part) + param.numel() > most:
             yield part
             part = []
         part.append(param)

@@ -1,4 +1,10 @@
-"""Mixture-of-experts models: Megatron's options for them, checks, and the router that replaces Megatron's on a CPU."""
+"""Mixture of experts: Megatron's options, a router for CPUs, and the auxiliary loss that balances experts.
+
+For a layer with E experts, of which a token takes k, over the T tokens of a mini-batch on all ranks: loss = coefficient · E ·
+Σ_i f_i · P_i, with f_i = (tokens at expert i) / (k T) and P_i the mean of the router's probabilities p_ti. The f_i have no
+gradient and are counted when the mini-batch is scored, so that the loss is a sum over tokens, whatever the division into
+micro-batches and ranks. Megatron's auxiliary losses count within the micro-batch (docs/decisions/037-expert-balance.md).
+"""
 
 from __future__ import annotations
 
@@ -7,35 +13,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler, TopKRouter
 from torch import Tensor
 from torch.nn.functional import linear
 
 from tepo_megatron.config import EngineConfig, ParallelConfig
 from tepo_megatron.trainer.megatron.platform.platform import Platform
-from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.architecture import Experts, ModelSpec
 
 
 class Float32Router(TopKRouter):  # type: ignore[misc]  # Megatron's types are not followed
-    """Megatron's router for machines without Transformer Engine, where Megatron's function for the logits raises NameError."""
+    """Megatron's router without Transformer Engine, where Megatron's function for the logits raises NameError."""
 
     def gating(self, input: Tensor) -> Tensor:
-        """Computes logits […, experts] from hidden states […, hidden], in fp32 whatever the weights' dtype."""
+        """Logits […, experts] of hidden states […, hidden], in float32 whatever the weights' dtype."""
         return linear(input.float(), self.weight.float())
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Counts the tokens of each expert, as Megatron's does, which torch would compile."""
+        """As Megatron's, which torch would compile."""
         if self.enable_expert_bias and torch.is_grad_enabled():
             real = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
             self.local_tokens_per_expert += real.sum(dim=0)
 
 
 def moe_options(spec: ModelSpec, engine: EngineConfig, platform: Platform, *, grouped: bool) -> dict[str, Any]:
-    """Returns the fields of Megatron's ``TransformerConfig`` that a model with experts needs.
+    """Fields of Megatron's ``TransformerConfig`` for experts.
 
-    ``grouped``: one grouped matrix product for all experts of a rank (Transformer Engine's), otherwise one MLP after the other.
-    There is no capacity and no dropped token: an expert takes all that is routed to it, as vLLM's does, so that trainer and
-    rollout servers agree. An auxiliary loss is not Megatron's (``model/expert_balance.py``).
+    ``grouped``: one grouped matrix product for all experts of a rank (Transformer Engine). There is no capacity and no dropped
+    token, as in vLLM, so that trainer and servers agree.
     """
     parallel, balance = engine.parallel, engine.moe_balance
     if spec.experts is None:
@@ -67,20 +72,39 @@ def moe_options(spec: ModelSpec, engine: EngineConfig, platform: Platform, *, gr
 
 
 def gathers_tokens(parallel: ParallelConfig, platform: Platform) -> bool:
-    """Whether the ranks that share experts gather each other's tokens; each must then have equally many."""
+    """Whether ranks that share experts gather each other's tokens, and need equally many."""
     return parallel.ep > 1 and platform.kind == "cpu"
 
 
 def one_length(spec: ModelSpec, parallel: ParallelConfig, platform: Platform) -> bool:
-    """Whether the stages of a pipeline can exchange micro-batches of one length only: with Megatron's gathering dispatcher."""
+    """Whether pipeline stages can only exchange micro-batches of one length (Megatron's gathering dispatcher)."""
     return parallel.pp > 1 and spec.experts is not None and platform.kind == "cpu"
 
 
 def largest_in_group(sizes: list[int], device: torch.device) -> list[int]:
-    """Returns, for each micro-batch, the largest size over the ranks whose tokens are gathered for one set of experts.
-
-    Every rank of such a group calls, with equally many sizes.
+    """For each micro-batch, the largest size over the ranks that gather tokens for one set of experts. Every rank of the group
+    calls, with equally many sizes.
     """
     most = torch.tensor(sizes, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel_state.get_expert_tensor_and_model_parallel_group())
     return most.tolist()
+
+
+def auxiliary_loss(logits_tE: Tensor, load_E: Tensor, real_t: Tensor, experts: Experts, coefficient: float) -> Tensor:
+    """float32: this rank's part of a layer's loss, of its t tokens except padding. ``load_E``: the mini-batch's tokens at each
+    expert.
+    """
+    if experts.biased:
+        score_tE = logits_tE.float().sigmoid()
+        probability_tE = score_tE / (score_tE.sum(-1, keepdim=True) + 1e-20)
+    else:
+        probability_tE = logits_tE.float().softmax(-1)
+    tokens = load_E.sum() / experts.per_token
+    share_E = (load_E / load_E.sum()).to(probability_tE)
+    return coefficient * experts.count / tokens * (probability_tE @ share_E)[real_t].sum()
+
+
+def attach(probabilities: Tensor, loss: Tensor) -> Tensor:
+    """``probabilities`` unchanged, with a backward pass that also differentiates ``loss``, with the objective's weight."""
+    attached: Tensor = MoEAuxLossAutoScaler.apply(probabilities, loss)
+    return attached

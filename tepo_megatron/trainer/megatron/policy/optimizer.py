@@ -17,16 +17,16 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from tepo_megatron.config import Fp8Config, ModelConfig, OptimizerConfig
 from tepo_megatron.trainer.megatron.model.fp8 import optimizer_options
-from tepo_megatron.trainer.megatron.optimizer.reduced_states import check_states, step_in_parts
 from tepo_megatron.trainer.megatron.platform.collectives import objects_as_json
+from tepo_megatron.trainer.megatron.policy.reduced_states import check_states, step_in_parts
 
 
 def build_optimizer(
     config: OptimizerConfig, model: ModelConfig, fp8: Fp8Config, ddp: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """Builds Adam over fp32 master weights (the parameters themselves if they are fp32). Every rank calls.
+    """Adam over fp32 master weights. Every rank calls.
 
-    Raises ValueError for states in fewer bits where there is no Transformer Engine, or no GPU for it.
+    Raises ValueError for states in fewer bits without Transformer Engine on a GPU.
     """
     device = next(ddp[0].parameters()).device
     check_states(config, on_gpu=device.type == "cuda")
@@ -57,7 +57,6 @@ def build_optimizer(
 
 
 def _adapt_steps(adam: Any, config: OptimizerConfig, *, on_gpu: bool) -> None:
-    """Has steps with reduced states made in parts, and those on the host of a GPU by all of this rank's cores."""
     if config.precision_aware:
         adam.step = partial(step_in_parts, adam, adam.step)
     elif config.offload_fraction and on_gpu:
@@ -66,7 +65,7 @@ def _adapt_steps(adam: Any, config: OptimizerConfig, *, on_gpu: bool) -> None:
 
 
 def _step_with_threads(step: Callable[[], None], threads: int) -> None:
-    """Ranks start with one thread of torch, which is enough while a GPU computes."""
+    """Ranks start with one torch thread, which is enough while a GPU computes."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -76,11 +75,11 @@ def _step_with_threads(step: Callable[[], None], threads: int) -> None:
 
 
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.uint8}
-"""By the names of ``optimizer.exp_avg_dtype``. Transformer Engine takes ``uint8`` for FP8 with a scale for each tensor."""
+"""By ``optimizer.exp_avg_dtype``. Transformer Engine uses ``uint8`` for FP8 with a scale per tensor."""
 
 
 def state_options(config: OptimizerConfig, *, on_gpu: bool) -> dict[str, Any]:
-    """Returns the fields of Megatron's ``OptimizerConfig`` for where Adam's states are, and in how many bits."""
+    """Fields of Megatron's ``OptimizerConfig`` about the place and bits of Adam's states."""
     if config.offload_fraction:
         return {
             # On the host all states are fp32. This flag leaves the masters to Adam: without it they stay on the GPU too.
@@ -102,7 +101,7 @@ def state_options(config: OptimizerConfig, *, on_gpu: bool) -> dict[str, Any]:
 
 
 def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer, *, total_steps: int) -> OptimizerParamScheduler:
-    """Builds the schedule: linear warm-up, then constant, linear or cosine until ``total_steps`` optimizer steps.
+    """Linear warm-up, then constant, linear or cosine until ``total_steps`` optimizer steps.
 
     Call its ``step`` before the optimizer's, so that the first update has a learning rate above 0.
     """

@@ -1,1 +1,0 @@
-"""Megatron's optimizer and its states."""

@@ -1,0 +1,117 @@
+"""GPU software and hardware of this machine: optional packages with fused kernels, compute capability, connections.
+
+Imports none of the packages and starts no CUDA; ``tepo doctor`` uses it too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from tepo_megatron.config import ParallelConfig
+from tepo_megatron.versions import TE_RANGE, installed_version
+
+INSTALL_TE = f"pip install --no-build-isolation 'transformer-engine[pytorch]{TE_RANGE}'"
+WGRAD = "fused_weight_gradient_mlp_cuda"
+"""NVIDIA apex' extension that adds a weight's gradient to Megatron's buffer inside the matrix product."""
+
+
+@dataclass(frozen=True)
+class Packages:
+    """``te``: version of Transformer Engine, or None. ``apex``, ``wgrad``: whether NVIDIA's apex and its extension exist."""
+
+    te: str | None = None
+    apex: bool = False
+    wgrad: bool = False
+
+
+NO_PACKAGES = Packages()
+
+
+def installed_packages() -> Packages:
+    """A package that cannot be loaded counts as installed: nothing is imported."""
+    te = installed_version("transformer-engine")
+    return Packages(te=te, apex=is_nvidia_apex(package_folder("apex")), wgrad=find_spec(WGRAD) is not None)
+
+
+def package_folder(name: str) -> Path | None:
+    """The folder of a top-level package, without importing it; or None."""
+    spec = find_spec(name)
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(places[0]) if places else None
+
+
+def is_nvidia_apex(folder: Path | None) -> bool:
+    """The project named apex on PyPI is another one, without fused optimizers."""
+    return folder is not None and (folder / "optimizers").is_dir() and (folder / "multi_tensor_apply").is_dir()
+
+
+def adam_kernel(packages: Packages) -> tuple[str, str]:
+    """(whose Adam Megatron-Core uses, why): it tries Transformer Engine's, then apex', then torch's."""
+    if packages.te is not None:
+        return "Transformer Engine's", "it is installed"
+    if packages.apex:
+        return "apex'", "there is no Transformer Engine, and NVIDIA's apex is installed"
+    return "torch's", "there is neither Transformer Engine nor NVIDIA's apex"
+
+
+def norm_kernel(layers: str) -> tuple[str, str]:
+    """(whose RMSNorm the layers use, why); ``layers`` is ``te`` or ``local``."""
+    if layers == "te":
+        return "Transformer Engine's, fused into the linear that follows", "the layers are Transformer Engine's"
+    return "torch's", "the layers are Megatron-Core's own, whose fused norm (apex') is no RMSNorm"
+
+
+VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+BLACKWELL = (10, 0)
+"""Compute capability; these GPUs and later ones do not need it."""
+
+
+def set_connections(parallel: ParallelConfig) -> None:
+    """Sets ``CUDA_DEVICE_MAX_CONNECTIONS``, the number of queues to the GPU, to 1 if Megatron wants it and the user has not set
+    it. CUDA reads it once, when it starts.
+
+    With one queue, kernels start in the order of their calls. Megatron's linears rely on it to hide a collective behind the
+    matrix product that is called after it. It is a matter of speed alone.
+    """
+    if VARIABLE not in os.environ and wants_one_connection(parallel, gpu_capability()):
+        os.environ[VARIABLE] = "1"
+
+
+def set_interface(interface: str | None) -> None:
+    """Sets ``NCCL_SOCKET_IFNAME`` to ``rollout.server.interface``, unless the user has set it: servers on other machines use it
+    too. Called before any NCCL.
+    """
+    if interface is not None:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def wants_one_connection(parallel: ParallelConfig, capability: tuple[int, int] | None) -> bool:
+    """Megatron's training wants it for tensor or context parallelism on GPUs before Blackwell.
+
+    ``capability`` is None without a GPU.
+    """
+    return capability is not None and capability < BLACKWELL and (parallel.tp > 1 or parallel.cp > 1)
+
+
+def gpu_capability() -> tuple[int, int] | None:
+    """Compute capability of the first GPU, None without one. Asks NVIDIA's driver."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2():
+        return None
+    gpu, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    try:
+        if nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(gpu)):
+            return None
+        if nvml.nvmlDeviceGetCudaComputeCapability(gpu, ctypes.byref(major), ctypes.byref(minor)):
+            return None
+    finally:
+        nvml.nvmlShutdown()
+    return major.value, minor.value

@@ -1,0 +1,154 @@
+"""Packs rollouts into one batch. No process group, no Megatron: any trainer uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tepo_megatron.core.rollout import Rollout, not_recorded
+from tepo_megatron.core.sampling_mask import SamplingMask
+from tepo_megatron.core.types import Batch
+from tepo_megatron.weights.architecture import ModelSpec
+from tepo_megatron.weights.expert_routes import rollout_fault
+
+
+def pack(
+    rollouts: Sequence[Rollout], *, mask_truncated: bool = False, routes: bool = True, sampling_masks: bool = True
+) -> Batch:
+    """Packs rollouts on the CPU, each prompt followed by its response. The label at t is the token at t + 1.
+
+    The loss mask is True at tokens that the model wrote, and nowhere in a truncated response with ``mask_truncated``: such a
+    response stays in the batch because its reward counts for its group. ``routes`` and ``sampling_masks`` include the sampler's
+    records, if there are any.
+
+    Raises ValueError that names the rollout: an empty prompt or response, no token of the model, log-probs or routes of another
+    length, no reward, or other reward components than the other rollouts.
+    """
+    for rollout in rollouts:
+        _check(rollout)
+    prompts = np.array([rollout.prompt_ids.size for rollout in rollouts], dtype=np.int64)
+    ends = np.cumsum(prompts + [rollout.response_ids.size for rollout in rollouts])
+    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    tokens = np.concatenate(
+        [np.zeros(0, np.int64), *(ids for rollout in rollouts for ids in (rollout.prompt_ids, rollout.response_ids))],
+        dtype=np.int64,
+    )
+    labels = np.empty_like(tokens)
+    labels[:-1] = tokens[1:]
+    labels[ends - 1] = 0  # the last token of a sequence has none
+    mask = np.zeros(tokens.size, dtype=np.bool_)
+    logprobs = np.zeros(tokens.size, dtype=np.float32)
+    for rollout, first, end in zip(rollouts, (starts + prompts - 1).tolist(), ends.tolist(), strict=True):
+        # from the last prompt token, which predicts the first of the response
+        if not (mask_truncated and rollout.finish_reason == "length"):
+            mask[first : end - 1] = True if rollout.loss_mask is None else rollout.loss_mask
+        logprobs[first : end - 1] = rollout.sampler_logprobs
+    return Batch(
+        tokens_T=torch.from_numpy(tokens),
+        labels_T=torch.from_numpy(labels),
+        loss_mask_T=torch.from_numpy(mask),
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
+        sampler_logprobs_T=torch.from_numpy(logprobs),
+        rewards_S=torch.tensor([rollout.reward for rollout in rollouts], dtype=torch.float32),
+        groups_S=torch.tensor([rollout.group for rollout in rollouts], dtype=torch.int64),
+        routed_experts_T=_pack_routes(rollouts) if routes else None,
+        sampling_mask_T=_pack_masks(rollouts) if sampling_masks else None,
+        reward_parts_SK=_reward_parts_SK(rollouts),
+    )
+
+
+def _reward_parts_SK(rollouts: Sequence[Rollout]) -> Tensor | None:
+    names = next((list(rollout.reward_parts) for rollout in rollouts if rollout.reward_parts), None)
+    if names is None:
+        return None
+    rows = []
+    for rollout in rollouts:
+        # A response that failed and counts as reward.failed_reward counts as that in every component.
+        parts = rollout.reward_parts or dict.fromkeys(names, rollout.reward)
+        if set(parts) != set(names):
+            raise ValueError(
+                f"rollout of problem {rollout.problem_id} has the reward's components {', '.join(parts)}, others of the step "
+                f"{', '.join(names)}; a verifier must return the same for every response"
+            )
+        rows.append([parts[name] for name in names])
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+def _check(rollout: Rollout) -> None:
+    where = f"rollout of problem {rollout.problem_id}"
+    if not rollout.prompt_ids.size:
+        raise ValueError(f"{where} has an empty prompt; the tokenizer made no token of it")
+    if not rollout.response_ids.size:
+        raise ValueError(f"{where} has an empty response; a sampler must return at least the end token")
+    if rollout.sampler_logprobs.size != rollout.response_ids.size:
+        raise ValueError(
+            f"{where} has {rollout.response_ids.size} response tokens but {rollout.sampler_logprobs.size} log-probs"
+        )
+    if rollout.loss_mask is not None:
+        if not rollout.loss_mask.any():
+            raise ValueError(f"{where} has no token that the model wrote; leave it out of the step")
+        if rollout.sampler_logprobs[~rollout.loss_mask].any():
+            raise ValueError(f"{where} has a log-prob other than 0 at a token that the model did not write")
+    if rollout.reward is None:
+        raise ValueError(f"{where} has no reward; leave it out of the step")
+
+
+def _pack_routes(rollouts: Sequence[Rollout]) -> Tensor | None:
+    """[T, layers, k]; the last token of each sequence has no record."""
+    first = next((rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None), None)
+    if first is None:
+        return None
+    lengths = [rollout.prompt_ids.size + rollout.response_ids.size for rollout in rollouts]
+    packed = np.full((sum(lengths), *first.shape[1:]), not_recorded(first.itemsize), first.dtype)
+    offset = 0
+    for rollout, length in zip(rollouts, lengths, strict=True):
+        record = rollout.routed_experts
+        if record is None or record.shape != (length - 1, *first.shape[1:]) or record.dtype != first.dtype:
+            has = "none" if record is None else f"{record.dtype} of {record.shape}"
+            raise ValueError(
+                f"rollout of problem {rollout.problem_id} should have a routing record, {first.dtype} of "
+                f"{(length - 1, *first.shape[1:])}, but has {has}; it is of another model or another length"
+            )
+        packed[offset : offset + length - 1] = record
+        offset += length
+    return torch.from_numpy(packed)
+
+
+def _pack_masks(rollouts: Sequence[Rollout]) -> SamplingMask | None:
+    """The mask of a response token is stored at the token before it, of which it is the label."""
+    if all(rollout.sampling_mask is None for rollout in rollouts):
+        return None
+    parts = []
+    for rollout in rollouts:
+        mask, tokens = rollout.sampling_mask, rollout.response_ids.size
+        if mask is None or len(mask) != tokens:
+            has = "none" if mask is None else f"one of {len(mask)}"
+            raise ValueError(
+                f"rollout of problem {rollout.problem_id} should have a sampling mask of {tokens} tokens, but has {has}; it is "
+                "of another response, or of a run without top_k"
+            )
+        parts += [SamplingMask.empty(rollout.prompt_ids.size - 1), mask, SamplingMask.empty(1)]
+    return SamplingMask.joined(parts)
+
+
+def check_routes(rollouts: Sequence[Rollout], spec: ModelSpec) -> None:
+    """Raises ValueError that names the first rollout without experts to replay."""
+    for rollout in rollouts:
+        if fault := rollout_fault(rollout, spec):
+            raise ValueError(
+                f"rollout of problem {rollout.problem_id} {fault}; record the step again with "
+                "rollout.server.routing_replay = true, or set it to false"
+            )
+
+
+def check_masks(rollouts: Sequence[Rollout]) -> None:
+    """Raises ValueError that names the first rollout without a sampling mask."""
+    for rollout in rollouts:
+        if rollout.sampling_mask is None:
+            raise ValueError(
+                f"rollout of problem {rollout.problem_id} has no sampling mask, but rollout.sampling.top_k says that its "
+                "tokens were drawn from a part of the vocabulary; record the step again with these settings, or leave top_k out"
+            )
