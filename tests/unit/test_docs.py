@@ -172,11 +172,10 @@ def test_every_field_that_is_named_exists(document: str) -> None:
         for owner, file in {
             "engine": "trainer/megatron/engine.py",
             "objective": "core/objective/compose.py",
-            "driver": "run/driver.py",
         }.items()
         for name in names_in(PACKAGE / file)
     }
-    pattern = re.compile(rf"((?:{'|'.join((*SECTIONS, 'driver'))})(?:\.[a-z]\w*)+)([=(].*)?")
+    pattern = re.compile(rf"((?:{'|'.join(SECTIONS)})(?:\.[a-z]\w*)+)([=(].*)?")
     named = [found[1] for word in code_in(document) if (found := pattern.fullmatch(word))]
     named = [re.sub(r"^evaluate\.sets\.\w+", "evaluate.sets.NAME", name) for name in named]
     files = re.compile(r".*\.(py|json|jsonl|parquet|yaml|safetensors|sqsh)")
