@@ -82,7 +82,7 @@ _QWEN3_MOE = {
     "rope_theta": 1e6,
     "tie_word_embeddings": False,
 }
-KNOWN_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+KNOWN_MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
         "Llama-3.3-70B-Instruct": _LLAMA,
         "Qwen2.5-72B": _QWEN,

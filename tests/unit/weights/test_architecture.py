@@ -111,6 +111,13 @@ def test_every_known_family_is_tested() -> None:
         ("LlamaForCausalLM", {"logit_scale": 0.0625}, r"logit_scale = 0.0625 is not supported yet \(only 1.0\)"),
         ("Qwen3ForCausalLM", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping = 30.0 is not supported yet"),
         ("MixtralForCausalLM", {"lm_head_bias": True}, r"lm_head_bias = True is not supported yet \(only False\)"),
+        ("LlamaForCausalLM", {"hidden_act": "gelu"}, r"hidden_act = 'gelu' is not supported"),
+        (
+            "LlamaForCausalLM",
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}},
+            r"rope scaling .*yarn.* is not",
+        ),
+        ("LlamaForCausalLM", {"hidden_size": None}, r"config.json lacks 'hidden_size'"),
         ("LlamaForCausalLM", {"mlp_bias": True}, r"mlp_bias = True is not supported"),
         ("LlamaForCausalLM", {"num_key_value_heads": 4}, r"num_key_value_heads = 4 does not divide num_attention_heads = 6"),
         ("LlamaForCausalLM", {"vocab_size": "many"}, r"vocab_size = 'many' is no positive whole number"),
@@ -118,5 +125,6 @@ def test_every_known_family_is_tested() -> None:
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(architecture: str, change: dict[str, Any], message: str) -> None:
+    raw = {**SIZES, "architectures": [architecture], **change}
     with pytest.raises(ValueError, match=message):
-        model_spec({**SIZES, "architectures": [architecture], **change}, "config.json")
+        model_spec({name: value for name, value in raw.items() if value is not None}, "config.json")

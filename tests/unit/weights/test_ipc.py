@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from tepo_megatron.weights.transfer.relay import source_routes
 from tepo_megatron.weights.transfer.sender import decode_order, encode_order
 from tepo_megatron.weights.transfer.transport import Member, RelayRoutes
 from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
-from tepo_megatron.weights.transfer.transports.ipc import CudaHandles, IpcGroup, join_ipc
+from tepo_megatron.weights.transfer.transports.ipc import IpcGroup, join_ipc
 from tests.support.programs import TIMEOUT_S
 from tests.support.reshard_models import Case, cases, small_spec
 from tests.support.thread_transport import Mailbox
@@ -179,13 +178,17 @@ def test_it_is_passed_on_over_real_gloo_and_a_worker_that_leaves_ends_it_on_all_
             groups[rank].close()  # as it does where it has failed
 
 
-def test_a_bit_that_changes_between_two_ranks_is_noticed_at_the_end() -> None:
+@pytest.mark.parametrize("relayed", [False, True])
+def test_a_bit_that_changes_in_shared_memory_or_between_ranks_is_noticed(relayed: bool) -> None:
     """The digests are those of the rank that has the weights."""
-    case = Case(small_spec(), MegatronParallel(tp=2), VllmParallel(tp=1, replicas=2), {0: 0, 1: 1})
+    if relayed:
+        case = Case(small_spec(), MegatronParallel(tp=2), VllmParallel(tp=1, replicas=2), {0: 0, 1: 1})
+    else:
+        case = Case(small_spec(), MegatronParallel(), VllmParallel(), {0: 0})
     plan, sources, expected = setting(case)
-    boxes = mailboxes(4)
-    groups = members(plan, boxes, Memory(), limit=2**20, relayed=True)
-    boxes[0].corrupt = True
+    boxes, memory = mailboxes(plan.num_sources + plan.num_destinations), Memory()
+    groups = members(plan, boxes, memory, limit=2**20, relayed=relayed)
+    boxes[0].corrupt, memory.corrupt = relayed, not relayed
     with pytest.raises(RuntimeError, match=r"tensors did not arrive as they were sent: '.*' \(sent .* from rank [01]"):
         carry_out(plan, sources, [blank(params) for params in expected], limit=2**20, boxes=groups)
 
@@ -241,16 +244,6 @@ def test_a_slot_is_used_again_only_when_its_message_was_taken() -> None:
             assert landing.tolist() == [number] * 4
 
 
-def test_a_bit_that_changes_in_the_shared_memory_is_noticed() -> None:
-    case = Case(small_spec(), MegatronParallel(), VllmParallel(), {0: 0})
-    plan, sources, expected = setting(case)
-    memory = Memory()
-    boxes = members(plan, mailboxes(2), memory, limit=2**20)
-    memory.corrupt = True
-    with pytest.raises(RuntimeError, match=r"1 tensors did not arrive as they were sent: '.*' \(sent .* from rank 0"):
-        carry_out(plan, sources, [blank(params) for params in expected], limit=2**20, boxes=boxes)
-
-
 @pytest.mark.parametrize("what", ["host", "gpu"])
 def test_another_host_or_gpu_is_refused(what: str) -> None:
     class Box(Mailbox):
@@ -291,13 +284,3 @@ def test_a_receiver_does_not_wait_for_slots_of_a_sender_that_fails() -> None:
             join_ipc(lambda: GlooGroup(store, host, 0, 2, 60.0), store, member, join_leg=lambda gloo: gloo, handles=Full())
         with pytest.raises(RuntimeError, match="left before all had joined"):
             receiving.result(TIMEOUT_S)
-
-
-def test_cuda_handles_cross_as_json_and_reach_torch_in_its_own_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = (3, b"\x00handle", 64, 512, b"counter", 7, b"\xffevent", True)
-    slots: Any = SimpleNamespace(untyped_storage=lambda: SimpleNamespace(_share_cuda_=lambda: shared))
-    handle = json.loads(json.dumps(CudaHandles().export(slots)))
-    seen: list[Any] = []
-    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", lambda *given: seen.append(given))
-    CudaHandles().open(handle, torch.device("cuda", 1))
-    assert seen == [(1, *shared[1:])]  # the receiver's own number of the GPU

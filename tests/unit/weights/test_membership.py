@@ -63,10 +63,6 @@ def test_gpus_of_one_uuid_on_two_machines_are_two() -> None:
     roll(TRAINER, replace(WORKER, host="a", address="127.0.0.1"), nccl=False)
 
 
-def test_members_without_nccl_need_no_version_and_share_a_gpu() -> None:
-    roll(TRAINER, replace(WORKER, host="a", gpu="GPU-1", nccl="2.27.3"), nccl=False)
-
-
 def test_where_it_may_be_gloo_a_shared_gpu_is_said_and_not_refused() -> None:
     """By the GPUs' names, whatever the versions there; what gloo cannot do is refused as ever."""
     shared = replace(WORKER, host="a", gpu="GPU-1", nccl="2.27.3")

@@ -158,12 +158,6 @@ def test_a_split_that_does_not_fit_is_refused(family: str, parallel: MegatronPar
         megatron_ranks(spec, parallel)
 
 
-def test_servers_that_cannot_split_an_expert_are_refused() -> None:
-    spec = small_spec(architecture="MixtralForCausalLM", experts=MOE["MixtralForCausalLM"], num_heads=32, ffn_size=12)
-    with pytest.raises(ValueError, match="tp = 8 does not divide the model's 12 MLP size"):
-        vllm_ranks(spec, VllmParallel(tp=8))
-
-
 def test_experts_lie_one_below_the_other_in_a_servers_parameter() -> None:
     """The second of 2 ranks: rows 8…16 of gate, then of up, expert after expert; columns 8…16 of down."""
     spec = small_spec(architecture="MixtralForCausalLM", experts=MOE["MixtralForCausalLM"], num_layers=1, hidden_size=6)

@@ -6,10 +6,8 @@ NCCL itself: tests/gpu.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -105,21 +103,6 @@ def test_the_stand_in_hangs_where_nccl_would() -> None:
         assert ended == [together] * len(calls)
 
 
-def test_the_stand_in_blocks_a_first_group_call_until_the_peer_makes_its_own() -> None:
-    ends = [FakeProcessGroup(Fabric(), 0)]
-    ends.append(FakeProcessGroup(ends[0].fabric, 1))
-    for end in ends:
-        end._start_coalescing(CPU)
-    ends[0].send([torch.ones(2)], 1, 0)
-    ends[1].recv([torch.zeros(2)], 0, 0)
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(ends[0]._end_coalescing, CPU)
-        with pytest.raises(TimeoutError):
-            first.result(0.2)
-        ends[1]._end_coalescing(CPU)
-        first.result(TIMEOUT_S)
-
-
 @pytest.mark.parametrize(
     ("lives", "where"),
     [(0, "NCCL could not start a round of messages:"), (2, r"(sending '.*' to rank \d failed|NCCL could not start .*):")],
@@ -162,17 +145,6 @@ def test_a_failure_within_a_round_closes_the_group_call() -> None:
     assert group._group.call is None
     with pytest.raises(AssertionError, match="within round"):
         group.send(torch.zeros(1), 1, 1)
-
-
-def test_only_the_group_itself_is_made_with_errors_left_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-    with nccl._without_async_error_handling():
-        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    with pytest.raises(OSError, match="no GPU"), nccl._without_async_error_handling():
-        raise OSError("no GPU")
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
 
 
 def test_connecting_ends_when_a_member_leaves_or_is_late() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tepo_megatron.plan.shapes import KNOWN_MODELS
 from tepo_megatron.weights.architecture import ModelSpec, model_spec, read_model_spec
 from tepo_megatron.weights.layouts import (
     MegatronParallel,
@@ -28,87 +29,16 @@ from tepo_megatron.weights.reshard.plan import reshard_plan
 from tests.support.programs import run_program
 from tests.support.reshard_models import numbered_model, parameters
 
-LLAMA_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-LLAMA_70B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 80,
-    "vocab_size": 128256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "rope_scaling": LLAMA_ROPE,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-}
+LLAMA_70B = KNOWN_MODELS["Llama-3.3-70B-Instruct"] | {"model_type": "llama"}
 LLAMA_405B = LLAMA_70B | {
     "hidden_size": 16384,
     "intermediate_size": 53248,
     "num_attention_heads": 128,
     "num_hidden_layers": 126,
 }
-QWEN_72B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 8192,
-    "intermediate_size": 29568,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 80,
-    "vocab_size": 152064,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "use_sliding_window": False,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-}
-MIXTRAL_8X7B = {
-    "architectures": ["MixtralForCausalLM"],
-    "model_type": "mixtral",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "vocab_size": 32000,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-}
-QWEN3_30B_A3B = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_hidden_layers": 48,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "vocab_size": 151936,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-}
+QWEN_72B = KNOWN_MODELS["Qwen2.5-72B"] | {"model_type": "qwen2", "use_sliding_window": False}
+MIXTRAL_8X7B = KNOWN_MODELS["Mixtral-8x7B-v0.1"] | {"model_type": "mixtral", "sliding_window": None}
+QWEN3_30B_A3B = KNOWN_MODELS["Qwen3-30B-A3B"] | {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": []}
 TINY = {
     "hidden_size": 32,
     "intermediate_size": 24,
