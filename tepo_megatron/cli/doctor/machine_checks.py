@@ -201,7 +201,7 @@ def _shared_memory() -> Diagnosis:
 
 def _verifiers() -> Diagnosis:
     """Whether the kernel lets verifiers run without network; their other limits it grants everywhere on Linux."""
-    probe = "from tepo_megatron.runtime.workers.limits import leave_network; print(leave_network() or '')"
+    probe = "from tepo_megatron.runtime.workers.child import leave_network; print(leave_network() or '')"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False)
     why = done.stdout.strip() or done.stderr.strip().rpartition("\n")[2]
     if sys.platform != "linux":

@@ -1,24 +1,33 @@
-"""What a worker process does whatever it runs: its pipes to the parent, its end with the parent, and how far it may grow."""
+"""The worker's side of a child process: pipes to the parent, its end with the parent, and the kernel's limits on it.
+
+Imports the standard library only.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
+import resource
 import signal
+import stat
+import sys
+from functools import cache
 from io import FileIO
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
-from tepo_megatron.runtime.workers.failure import NO_MEMORY
-from tepo_megatron.runtime.workers.limits import data_bytes
+NO_MEMORY = 77
+"""Exit status of a worker that has no memory left to report that."""
 
 _GROWTH = 0.25
-"""The part of its memory that a worker may keep from one call to the next."""
+"""The share of its memory limit that a worker may keep between calls."""
 
 
 def redirect_standard_streams() -> tuple[BinaryIO, FileIO]:
-    """Returns the pipes to the parent. The user's code has them no longer: it prints to stderr, and reads an empty input."""
+    """Returns the pipes to the parent. The user's code prints to stderr instead, and reads an empty input."""
     requests = os.fdopen(os.dup(0), "rb")
     replies = FileIO(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -29,7 +38,7 @@ def redirect_standard_streams() -> tuple[BinaryIO, FileIO]:
 
 
 def read_lines(requests: BinaryIO, inbox: SimpleQueue[Any]) -> None:
-    """Reads requests in a thread of its own, so that the end of the input ends the process also while the user's code runs."""
+    """Runs in a thread, so that the end of the input ends the process even while the user's code runs."""
     try:
         for line in requests:
             inbox.put(json.loads(line))
@@ -41,7 +50,7 @@ def read_lines(requests: BinaryIO, inbox: SimpleQueue[Any]) -> None:
 
 
 def limit_processor_time(timeout_s: float) -> None:
-    """Has the kernel end a process whose user's code runs on after the parent died.
+    """Has the kernel end a process whose user's code still runs after the parent died.
 
     ``read_lines`` cannot: a regular expression that backtracks holds the interpreter's lock, so that no other thread runs. The
     limit counts processor time of all threads, and is far above the one that the parent enforces.
@@ -50,7 +59,7 @@ def limit_processor_time(timeout_s: float) -> None:
 
 
 def has_grown(loaded: int, memory_mb: int) -> bool:
-    """Whether the process keeps so much that a call would find less memory than another one before it."""
+    """Whether the process keeps so much memory that the next call would have less than earlier ones."""
     most = loaded + int(_GROWTH * memory_mb * 10**6)
     if data_bytes() <= most:
         return False
@@ -59,7 +68,94 @@ def has_grown(loaded: int, memory_mb: int) -> bool:
 
 
 def reply(replies: FileIO, value: Any) -> None:
-    """Writes one JSON line to the parent."""
     remaining = memoryview(json.dumps(value).encode() + b"\n")
     while remaining:
         remaining = remaining[replies.write(remaining) :]
+
+
+OPEN_FILES = 256
+"""Limit on open files and sockets of a worker."""
+
+_MB = 10**6
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+
+
+def leave_network() -> str | None:
+    """Moves this process into a network namespace without any interface. Returns None, or why the kernel refuses.
+
+    Called before there is a second thread. The process keeps its user and files; without privileges it also enters a user
+    namespace, in which the user stays the same.
+    """
+    if sys.platform != "linux":
+        return f"{sys.platform} has no network namespaces"
+    libc = ctypes.CDLL(None, use_errno=True)
+    user, group = os.getuid(), os.getgid()
+    if libc.unshare(_CLONE_NEWNET) == 0:
+        return None
+    if not os.access("/proc/self/uid_map", os.W_OK):
+        return "this process may not say which user it is in a namespace"
+    if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
+        return os.strerror(ctypes.get_errno())
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        Path("/proc/self", name).write_text(text)
+    return None
+
+
+def limit_process(open_files: int = OPEN_FILES) -> None:
+    """Disables core dumps and limits open files. Called before user code is imported."""
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_NOFILE, open_files)
+
+
+def limit_memory(megabytes: int) -> int:
+    """Limits the data of this process to the present size plus ``megabytes`` (10⁶ bytes). Returns the present size in bytes."""
+    now = data_bytes()
+    if sys.platform == "linux":  # elsewhere the kernel does not count them
+        _lower(resource.RLIMIT_DATA, now + megabytes * _MB)
+    return now
+
+
+def limit_file_size(megabytes: int) -> None:
+    """Limits the size of every file that is written from now on. Writing more raises OSError.
+
+    If standard error is a log file, it may grow by that much.
+    """
+    status = os.fstat(2)
+    log = status.st_size if stat.S_ISREG(status.st_mode) else 0
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    wanted = log + megabytes * _MB
+    resource.setrlimit(resource.RLIMIT_FSIZE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
+def data_bytes() -> int:
+    """The private writable memory of this process, which RLIMIT_DATA limits; 0 if the system does not tell."""
+    file = _memory_file()
+    return 0 if file is None else int(os.pread(file, 200, 0).split()[5]) * resource.getpagesize()
+
+
+def has_a_free_file() -> bool:
+    try:
+        os.close(os.dup(2))
+    except OSError:
+        return False
+    return True
+
+
+@cache
+def _memory_file() -> int | None:
+    """Opened once: later the process may have no file left to open."""
+    try:
+        return os.open("/proc/self/statm", os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+
+
+def forget_memory_file() -> None:
+    """For a fork, in which the parent's file is closed."""
+    _memory_file.cache_clear()
+
+
+def _lower(what: int, value: int) -> None:
+    _, hard = resource.getrlimit(what)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(what, (value, value))

@@ -10,10 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tepo_megatron.runtime.workers.limits import OPEN_FILES
-
-NO_MEMORY = 77
-"""Exit status of a worker that cannot even say that it has no memory."""
+from tepo_megatron.runtime.workers.child import NO_MEMORY, OPEN_FILES
 
 _LONGEST_ERROR = 500
 _NO_NETWORK = (errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)

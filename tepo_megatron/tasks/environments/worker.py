@@ -27,16 +27,21 @@ from threading import Thread
 from typing import Any
 
 from tepo_megatron.runtime.user_code import load_user_code, locate_user_code
-from tepo_megatron.runtime.workers.child import has_grown, limit_processor_time, read_lines, redirect_standard_streams, reply
-from tepo_megatron.runtime.workers.failure import NO_MEMORY, place_of, why_it_raised
-from tepo_megatron.runtime.workers.limits import (
+from tepo_megatron.runtime.workers.child import (
+    NO_MEMORY,
     OPEN_FILES,
     has_a_free_file,
+    has_grown,
     leave_network,
     limit_file_size,
     limit_memory,
     limit_process,
+    limit_processor_time,
+    read_lines,
+    redirect_standard_streams,
+    reply,
 )
+from tepo_megatron.runtime.workers.failure import place_of, why_it_raised
 from tepo_megatron.tasks.environments.adapters import ADAPTERS
 from tepo_megatron.tasks.environments.agents.agent_session import EpisodeError
 from tepo_megatron.tasks.environments.agents.chat_requests import ChatRequest

@@ -12,8 +12,7 @@ from typing import Any
 from tepo_megatron.config.environment import OUTSIDE, AgentConfig, EnvironmentConfig
 from tepo_megatron.config.sampling import SamplingConfig
 from tepo_megatron.runtime.workers.failure import why_it_ended
-from tepo_megatron.runtime.workers.process import WorkerProcess
-from tepo_megatron.runtime.workers.worker_set import START_TIMEOUT_S, Worker, WorkerSet
+from tepo_megatron.runtime.workers.process import START_TIMEOUT_S, Worker, WorkerProcess, WorkerSet
 from tepo_megatron.tasks.environments.host import END, EpisodeAnswer, make_key
 from tepo_megatron.tasks.environments.worker import SETUP, resolve_environment, took_too_long
 from tepo_megatron.tasks.reward.verifiers import resolve_verifier

@@ -31,16 +31,21 @@ from threading import Thread
 from typing import Any, SupportsFloat
 
 from tepo_megatron.core.problem import Problem, ResponseText
-from tepo_megatron.runtime.workers.child import has_grown, limit_processor_time, read_lines, redirect_standard_streams, reply
-from tepo_megatron.runtime.workers.failure import NO_MEMORY, place_of, why_it_raised
-from tepo_megatron.runtime.workers.limits import (
+from tepo_megatron.runtime.workers.child import (
+    NO_MEMORY,
     forget_memory_file,
     has_a_free_file,
+    has_grown,
     leave_network,
     limit_file_size,
     limit_memory,
     limit_process,
+    limit_processor_time,
+    read_lines,
+    redirect_standard_streams,
+    reply,
 )
+from tepo_megatron.runtime.workers.failure import place_of, why_it_raised
 from tepo_megatron.tasks.reward.verifiers import load_verifier
 
 SETUP = ("kwargs", "timeout_s", "memory_mb", "file_mb", "run_code")

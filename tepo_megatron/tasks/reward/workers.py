@@ -16,8 +16,7 @@ from typing import Any
 from tepo_megatron.config.reward import RewardConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.runtime.workers.failure import RememberedFailures, why_it_ended
-from tepo_megatron.runtime.workers.process import WorkerProcess
-from tepo_megatron.runtime.workers.worker_set import START_TIMEOUT_S, Worker, WorkerSet
+from tepo_megatron.runtime.workers.process import START_TIMEOUT_S, Worker, WorkerProcess, WorkerSet
 from tepo_megatron.tasks.reward.verifiers import resolve_verifier
 from tepo_megatron.tasks.reward.worker import SETUP, Outcome, serve_in_fork, took_too_long
 
