@@ -15,7 +15,7 @@ from tepo_megatron.run.display.figures import duration, evaluation_line, figures
 from tepo_megatron.run.display.lost_time import fault_lines
 from tepo_megatron.run.metrics.metrics import read_metrics
 from tepo_megatron.runtime.proc import STOPPED, process_state
-from tepo_megatron.runtime.watch.heartbeat import Record, read_records
+from tepo_megatron.runtime.watch.heartbeat import RankRecord, read_records
 
 SILENT_S = 60.0
 """A rank on another machine that has said nothing for so long may be gone."""
@@ -35,19 +35,19 @@ def run_status(output: Path, *, now: float | None = None) -> tuple[list[str], bo
     records = read_records(output / "status")
     now = time.time() if now is None else now
     root = next((record for record in records if record.rank == 0), None)
-    goes_on = root is not None and not root.ended and _is_there(root, now)
-    lines = [f"{config['name']}: {_head(root, rows, config, now, goes_on)}"]
-    if goes_on and root is not None:
+    is_running = root is not None and not root.ended and _is_there(root, now)
+    lines = [f"{config['name']}: {_head(root, rows, config, now, is_running)}"]
+    if is_running and root is not None:
         lines += _roles(root, records, now)
     lines += _figures(rows, config)
     lines += [f"  fault    {line}" for line in fault_lines(rows)]
     lines += [f"  report   {path}" for path in sorted((output / "logs").glob("hang-*.txt"))]
-    return lines, goes_on
+    return lines, is_running
 
 
 def status_record(output: Path, *, now: float | None = None) -> dict[str, Any]:
     """The same for tools, as values of JSON: whether it runs, its ranks as they said last, the newest rows, and faults."""
-    lines, goes_on = run_status(output, now=now)
+    lines, is_running = run_status(output, now=now)
     config = yaml.safe_load((output / "resolved.yaml").read_text(encoding="utf-8"))
     metrics = output / "metrics.jsonl"
     rows = read_metrics(metrics) if metrics.is_file() else []
@@ -55,7 +55,7 @@ def status_record(output: Path, *, now: float | None = None) -> dict[str, Any]:
     records = sorted(read_records(output / "status"), key=lambda record: record.rank)
     return {
         "name": config["name"],
-        "runs": goes_on,
+        "runs": is_running,
         "said": lines[0],
         "step": rows[-1]["step"] if rows else 0,
         "steps": config["train"]["steps"],
@@ -67,7 +67,9 @@ def status_record(output: Path, *, now: float | None = None) -> dict[str, Any]:
     }
 
 
-def _head(root: Record | None, rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any], now: float, goes_on: bool) -> str:
+def _head(
+    root: RankRecord | None, rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any], now: float, is_running: bool
+) -> str:
     steps = config["train"]["steps"]
     done = rows[-1]["step"] if rows else 0
     count = f"step {done} of {steps}"
@@ -75,7 +77,7 @@ def _head(root: Record | None, rows: Sequence[Mapping[str, Any]], config: Mappin
         return f"ended at {count}, or of a version that says no more; nothing in {config['output']}/status"
     if root.ended:
         return f"ended at {count} {_ago(now - root.time)}: {root.ended}"
-    if not goes_on:
+    if not is_running:
         doing = f"in phase {root.phase}, {_ago(now - root.time)}"
         return f"ended at {count} without a last word (killed?), {doing}; go on with --resume"
     seconds = [row["time/step"] for row in rows if row["step"] and row.get("time/step") is not None][-_RECENT:]
@@ -83,7 +85,7 @@ def _head(root: Record | None, rows: Sequence[Mapping[str, Any]], config: Mappin
     return f"runs, {count} done{left}"
 
 
-def _roles(root: Record, records: Sequence[Record], now: float) -> list[str]:
+def _roles(root: RankRecord, records: Sequence[RankRecord], now: float) -> list[str]:
     lines = [f"  phase    {root.phase} for {duration(now - root.since)}{_count(root)}"]
     for record in sorted(records, key=lambda record: record.rank):
         waits = f", waits for {record.waits_for}" if record.waits_for else ""
@@ -109,18 +111,18 @@ def _figures(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> li
     return lines
 
 
-def _count(record: Record) -> str:
+def _count(record: RankRecord) -> str:
     return f", {record.done} of {record.total} done" if record.total else ""
 
 
-def _is_there(record: Record, now: float) -> bool:
+def _is_there(record: RankRecord, now: float) -> bool:
     """Whether the process lives, as far as can be known from here."""
     if record.host == socket.gethostname() and (state := process_state(record.pid)) is not None:
         return state.alive and state.started == record.started
     return record.host != socket.gethostname() and now - record.time < SILENT_S
 
 
-def _trouble(record: Record, now: float) -> str:
+def _trouble(record: RankRecord, now: float) -> str:
     if record.host == socket.gethostname():
         state = process_state(record.pid)
         if state is None or not state.alive or state.started != record.started:

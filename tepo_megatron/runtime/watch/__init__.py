@@ -1,1 +1,1 @@
-"""Heartbeats of a run's processes, and who reads them: the watch over the ranks of a machine, and ``tepo status``."""
+"""Heartbeats of ranks, and the watch over the ranks of a machine."""

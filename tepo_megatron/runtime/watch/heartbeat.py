@@ -1,4 +1,4 @@
-"""A rank says what it does, for whoever watches: a line of JSON in a file of its own, written every few seconds."""
+"""Heartbeats: every rank writes what it does as a line of JSON into a file of its own, every few seconds."""
 
 from __future__ import annotations
 
@@ -18,45 +18,43 @@ from typing import IO, Any
 from tepo_megatron.runtime.proc import process_state
 
 INTERVAL_S = 2.0
-"""Seconds from one beat to the next. A change of phase is written within a fraction of that."""
+"""Seconds between beats. A change of phase is written at once."""
 
 STACK_SIGNAL = signal.SIGUSR2
 """Has a rank write the stacks of its threads into :func:`stacks_path`. (By SIGUSR1 Slurm warns of the end.)"""
 
 
 @dataclass
-class Record:
-    """What a rank says. Times are seconds since 1970 on its machine's clock; who waits for a movement counts by ``beats`` and
-    ``moves``, which no clock can set back.
-    """
+class RankRecord:
+    """What a rank reports. Times are seconds since 1970; a watcher counts by ``beats`` and ``moves``, which never decrease."""
 
     rank: int
     world: int
     pid: int = 0
     started: int = 0
-    """With ``pid`` names the process (``ProcessState.started``)."""
+    """``ProcessState.started``; with ``pid`` it identifies the process."""
     host: str = ""
     time: float = 0.0
     beats: int = 0
     moves: int = 0
-    """How often something went on: a new phase, a micro-batch, an answer of a server."""
+    """Number of signs of progress: a new phase, a micro-batch, an answer of a server."""
     moved_at: float = 0.0
     phase: str = "start"
     since: float = 0.0
-    """When the phase began."""
+    """Start of the phase."""
     step: int = 0
     waits_for: str = ""
     passive: bool = False
     """Whether the rank waits for rank 0, and need not move until that does."""
     allowance_s: float = 0.0
-    """What the phase's own time-outs may take, beyond ``hang_timeout_s``."""
+    """What the phase's own time-outs add to ``hang_timeout_s``."""
     done: int = 0
     total: int = 0
     hang_timeout_s: float = 0.0
     ended: str = ""
     """How the rank ended; empty while it runs, and after it was killed."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Rank 0: what it knows of the whole run."""
+    """Rank 0: facts about the whole run, for ``tepo status``."""
 
 
 def record_path(folder: Path, rank: int) -> Path:
@@ -64,14 +62,14 @@ def record_path(folder: Path, rank: int) -> Path:
 
 
 def stacks_path(folder: Path, rank: int) -> Path:
-    """Where a rank writes its stacks when it gets ``STACK_SIGNAL``."""
+    """Where a rank writes its stacks after ``STACK_SIGNAL``."""
     return folder / f"rank-{rank:05d}.stacks"
 
 
 class Heartbeat:
-    """One rank's. Silent until :meth:`start`; the methods cost next to nothing, and none of them waits for a disk.
+    """One rank's heartbeat, for its main thread. It writes nothing before :meth:`start`, and no method waits for a disk.
 
-    ``limits``: phase → seconds that its own time-outs may take. Used by the rank's main thread.
+    ``limits``: phase → seconds that the phase's own time-outs may need.
     """
 
     def __init__(
@@ -85,7 +83,7 @@ class Heartbeat:
     ) -> None:
         self._folder, self._limits = folder, dict(limits or {})
         state = process_state(os.getpid())
-        self._record = Record(rank, world, os.getpid(), state.started if state else 0, socket.gethostname())
+        self._record = RankRecord(rank, world, os.getpid(), state.started if state else 0, socket.gethostname())
         self._record.since = self._record.moved_at = time.time()
         self._record.hang_timeout_s = hang_timeout_s
         self._changed, self._stop = threading.Event(), threading.Event()
@@ -94,8 +92,8 @@ class Heartbeat:
         self._longest = 0
 
     def start(self) -> None:
-        """Begins to beat. Rank 0 calls it when the output folder is its own, and removes what ranks of an earlier run left;
-        the others after they have met rank 0. Raises OSError if the folder cannot be written; does nothing the second time.
+        """Rank 0 calls it when it holds the output folder, and removes files of an earlier run; the others after a collective
+        with rank 0. Raises OSError if the folder cannot be written. A second call does nothing.
         """
         folder, rank = self._folder, self._record.rank
         if folder is None or self._thread is not None:
@@ -116,7 +114,7 @@ class Heartbeat:
     # -- what the rank does ------------------------------------------------------------------------------------------------
 
     def phase(self, name: str, *, waits_for: str = "", total: int = 0) -> None:
-        """Another phase begins; ``waits_for`` names whom the rank waits for in it, ``total`` items if they can be counted."""
+        """Starts a phase. ``waits_for``: whom the rank waits for in it; ``total``: its items, if countable."""
         record = self._record
         record.phase, record.waits_for, record.done, record.total = name, waits_for, 0, total
         record.since, record.allowance_s = time.time(), self._limits.get(name, 0.0)
@@ -124,7 +122,7 @@ class Heartbeat:
         self._changed.set()
 
     def moved(self, done: int | None = None, total: int | None = None) -> None:
-        """Something of the phase went on; so many items of it are ``done``."""
+        """Reports progress within the phase; ``done``: finished items."""
         record = self._record
         record.moves += 1
         record.moved_at = time.time()
@@ -132,16 +130,15 @@ class Heartbeat:
         record.total = record.total if total is None else total
 
     def step(self, step: int) -> None:
-        """So many steps are done."""
         self._record.step = step
 
     def tell(self, **facts: Any) -> None:
-        """What rank 0 knows of the run, for ``tepo status``: anything that JSON carries."""
+        """Adds facts about the run, as JSON values, for ``tepo status``. Rank 0 only."""
         self._record.facts = {**self._record.facts, **facts}
 
     @contextlib.contextmanager
     def waiting(self, waits_for: str) -> Iterator[None]:
-        """Within, this rank waits for another, which may take as long as it works; it is no hang of this one."""
+        """Within, this rank waits for another one as long as that works, and cannot hang."""
         record = self._record
         before, record.waits_for, record.passive = record.waits_for, waits_for, True
         try:
@@ -151,7 +148,7 @@ class Heartbeat:
             self.moved()
 
     def close(self, ended: str) -> None:
-        """The last word; safe to call twice, and before :meth:`start`."""
+        """The last beat, with how the rank ended. May be called twice, and before :meth:`start`."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -185,16 +182,16 @@ class Heartbeat:
             os.pwrite(file.fileno(), data.ljust(self._longest) + b"\n", 0)
 
 
-def read_records(folder: Path) -> list[Record]:
-    """What the ranks said last, by rank. Files that hold no record are left out: damaged, or of another version."""
+def read_records(folder: Path) -> list[RankRecord]:
+    """The last record of every rank, by rank. Files that are damaged or of another version are left out."""
     found = (_read(path) for path in sorted(folder.glob("rank-*.json")))
     return [record for record in found if record is not None]
 
 
-def _read(path: Path) -> Record | None:
+def _read(path: Path) -> RankRecord | None:
     for _ in range(3):
         try:
-            return Record(**json.loads(path.read_text(encoding="utf-8")))
+            return RankRecord(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, TypeError):  # gone, of another version
             return None
         except ValueError:  # being written at this moment

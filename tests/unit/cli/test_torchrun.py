@@ -112,9 +112,9 @@ import sys
 from pathlib import Path
 from tepo_megatron.runtime import torchrun
 from tepo_megatron.runtime.rank import print_error
-from tepo_megatron.runtime.watch import verdict
+from tepo_megatron.runtime.watch import watcher
 
-verdict.STOPPED_S = 3.0
+watcher.STOPPED_S = 3.0
 code, message = torchrun.run_ranks(sys.argv[1:], 2, module="made_up_rank", status=Path(sys.argv[2], "status"))
 if message:
     print_error(message)
@@ -239,9 +239,9 @@ AGENT = """
 import sys
 from tepo_megatron.runtime import torchrun
 from tepo_megatron.runtime.rank import print_error
-from tepo_megatron.runtime.watch import verdict
+from tepo_megatron.runtime.watch import watcher
 
-verdict.STOPPED_S = 3.0
+watcher.STOPPED_S = 3.0
 options = ["--nnodes", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "0"]
 sys.exit(torchrun.run_node(["--status", f"{sys.argv[2]}/status", *options, "-m", "made_up_rank", *sys.argv[1:]]))
 """

@@ -44,9 +44,9 @@ the_place_where_it_waits()
 PARENT = f"""
 import subprocess, sys, time
 from pathlib import Path
-from tepo_megatron.runtime.watch import heartbeat, verdict, watcher
+from tepo_megatron.runtime.watch import heartbeat, watcher
 
-watcher.INTERVAL_S, verdict.STOPPED_S = 0.2, 2.0
+watcher.INTERVAL_S, watcher.STOPPED_S = 0.2, 2.0
 folder = Path(sys.argv[2])
 ranks = [subprocess.Popen([sys.executable, "-c", {RANK!r}, *sys.argv[1:], str(number)]) for number in (0, 1)]
 with watcher.watching(folder / "status", lambda sentence: print(sentence, flush=True)):

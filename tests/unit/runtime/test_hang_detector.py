@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.runtime.proc import ProcessState
-from tepo_megatron.runtime.watch.heartbeat import Record
-from tepo_megatron.runtime.watch.verdict import STOPPED_S, Rank, Verdict
+from tepo_megatron.runtime.watch.heartbeat import RankRecord
+from tepo_megatron.runtime.watch.watcher import STOPPED_S, HangDetector, WatchedRank
 
 LIMIT = 100.0
 
 
-def rank(number: int, *, letter: str = "S", **said: Any) -> Rank:
-    record = replace(Record(number, 2, pid=1000 + number, host="here", phase="update", hang_timeout_s=LIMIT), **said)
-    return Rank(ProcessState(1000 + number, 1, 1, letter, 5), record)
+def rank(number: int, *, state: str = "S", **said: Any) -> WatchedRank:
+    record = replace(RankRecord(number, 2, pid=1000 + number, host="here", phase="update", hang_timeout_s=LIMIT), **said)
+    return WatchedRank(ProcessState(1000 + number, 1, 1, state, 5), record)
 
 
 RARELY = st.sampled_from([False, False, False, False, True])
@@ -28,27 +28,27 @@ def test_a_rank_hangs_when_it_was_seen_without_a_move_for_its_limit(
     looks: list[tuple[bool, bool, float]], allowance: float
 ) -> None:
     """Each look: whether it moved since, whether it waits for rank 0, seconds since the last look."""
-    verdict, moves, still, first = Verdict(), 0, 0.0, True
+    detector, moves, still, first = HangDetector(), 0, 0.0, True
     for moved, passive, elapsed in looks:
         moves += moved
         still = 0.0 if moved or passive or first else still + elapsed
         first = False
-        hang = verdict.look([rank(1, moves=moves, passive=passive, allowance_s=allowance)], elapsed)
+        hang = detector.check([rank(1, moves=moves, passive=passive, allowance_s=allowance)], elapsed)
         assert (hang is not None) == (still >= LIMIT + allowance)
 
 
 @given(st.lists(st.tuples(st.sampled_from("TSRDt"), st.floats(0, 20)), max_size=30))
 def test_a_rank_hangs_that_was_seen_stopped_for_long_enough(looks: list[tuple[str, float]]) -> None:
-    verdict, stopped = Verdict(), 0.0
-    for moves, (letter, elapsed) in enumerate(looks):
-        stopped = stopped + elapsed if letter == "T" else 0.0
-        assert (verdict.look([rank(1, letter=letter, moves=moves)], elapsed) is not None) == (stopped >= STOPPED_S)
+    detector, stopped = HangDetector(), 0.0
+    for moves, (state, elapsed) in enumerate(looks):
+        stopped = stopped + elapsed if state == "T" else 0.0
+        assert (detector.check([rank(1, state=state, moves=moves)], elapsed) is not None) == (stopped >= STOPPED_S)
 
 
 def test_who_is_stopped_is_blamed_and_not_who_waits_for_it() -> None:
-    verdict = Verdict()
+    detector = HangDetector()
     for _ in range(2):
-        hang = verdict.look([rank(0), rank(1, letter="T", waits_for="rank 0")], 60.0)
+        hang = detector.check([rank(0), rank(1, state="T", waits_for="rank 0")], 60.0)
     assert hang is not None
     assert hang.processes == (1001,)
     assert hang.sentence.startswith(
@@ -58,18 +58,18 @@ def test_who_is_stopped_is_blamed_and_not_who_waits_for_it() -> None:
 
 
 def test_rank_0_is_left_to_end_what_it_started_where_another_hangs_too() -> None:
-    verdict = Verdict()
+    detector = HangDetector()
     for _ in range(4):
-        hang = verdict.look([rank(0), rank(1)], 50.0)
+        hang = detector.check([rank(0), rank(1)], 50.0)
     assert hang is not None
     assert hang.processes == (1001,)
     assert "rank 0 (process 1000 on here) has not moved for 150 s (train.hang_timeout_s = 100)" in hang.sentence
-    alone = Verdict()
+    alone = HangDetector()
     for _ in range(4):
-        hang = alone.look([rank(0), rank(1, passive=True)], 50.0)
+        hang = alone.check([rank(0), rank(1, passive=True)], 50.0)
     assert hang.processes == (1000,)
 
 
 def test_ranks_that_said_nothing_yet_or_have_ended_do_not_hang() -> None:
-    verdict, silent = Verdict(), Rank(rank(1).process, None)
-    assert all(verdict.look([silent, rank(0, ended="finished")], 50.0) is None for _ in range(10))
+    detector, silent = HangDetector(), WatchedRank(rank(1).process, None)
+    assert all(detector.check([silent, rank(0, ended="finished")], 50.0) is None for _ in range(10))
