@@ -24,17 +24,17 @@ def chat_ids(
     messages.
     """
     hidden: list[str] = []
-    plain = [as_mapping(each) for each in messages]
-    told = "".join(text for each in (plain, tools or ()) for text in _texts(each))
-    mark = next(chr(code) for code in _PRIVATE if chr(code) not in told)
-    pattern = special_pattern(special)
+    plain = [_as_mapping(message) for message in messages]
+    texts = "".join(text for part in (plain, tools or ()) for text in _texts(part))
+    mark = next(chr(code) for code in _PRIVATE if chr(code) not in texts)
+    pattern = _special_pattern(special)
 
     def hide(found: re.Match[str]) -> str:
         hidden.append(found[0])
         return f"{mark}{len(hidden) - 1}{mark}"
 
-    filled = [with_texts(each, lambda text: pattern.sub(hide, text)) for each in plain]
-    shown = {} if tools is None else {"tools": with_texts(tools, lambda text: pattern.sub(hide, text))}
+    filled = [_with_texts(message, lambda text: pattern.sub(hide, text)) for message in plain]
+    shown = {} if tools is None else {"tools": _with_texts(tools, lambda text: pattern.sub(hide, text))}
     try:
         if not hidden:
             ids: list[int] = tokenizer.apply_chat_template(filled, add_generation_prompt=True, return_dict=False, **shown)
@@ -42,38 +42,38 @@ def chat_ids(
         text = tokenizer.apply_chat_template(filled, add_generation_prompt=True, tokenize=False, **shown)
     except Exception as error:  # templates are programs, and raise what they like
         why = " ".join(str(error).split()) or type(error).__name__
-        roles = ", ".join(str(each["role"]) for each in plain)
+        roles = ", ".join(str(message["role"]) for message in plain)
         raise ValueError(f"the tokenizer's chat template does not take messages of {roles}: {why}") from error
     ids = []
-    for at, part in enumerate(re.split(rf"{mark}(\d+){mark}", text)):
-        if at % 2:
+    for index, part in enumerate(re.split(rf"{mark}(\d+){mark}", text)):
+        if index % 2:
             ids += tokenizer.encode(hidden[int(part)], add_special_tokens=False, split_special_tokens=True)
         elif part:
             ids += tokenizer.encode(part, add_special_tokens=False)
     return ids
 
 
-def as_mapping(message: AnyMessage) -> Mapping[str, Any]:
+def _as_mapping(message: AnyMessage) -> Mapping[str, Any]:
     return message if isinstance(message, Mapping) else {"role": message[0], "content": message[1]}
 
 
-def special_pattern(special: Sequence[str]) -> re.Pattern[str]:
+def _special_pattern(special: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) or r"(?!)")
 
 
-def with_texts(value: Any, change: Callable[[str], str]) -> Any:
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
     """The message or tool with ``change`` applied to each text except keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {name: with_texts(each, change) for name, each in value.items()}
-    return [with_texts(each, change) for each in value] if isinstance(value, list | tuple) else value
+        return {name: _with_texts(entry, change) for name, entry in value.items()}
+    return [_with_texts(item, change) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _texts(value: Any) -> list[str]:
-    found: list[str] = []
-    with_texts(value, lambda text: found.append(text) or text)  # type: ignore[func-returns-value]
-    return found
+    texts: list[str] = []
+    _with_texts(value, lambda text: texts.append(text) or text)  # type: ignore[func-returns-value]
+    return texts
 
 
 _ANSWER = "\ue000"
@@ -95,27 +95,29 @@ def turn_ids(
     if not tokenizer.chat_template:
         raise ValueError("the environment returned messages, and the model's tokenizer has no chat template; return text")
     hidden: list[str] = []
-    pattern = special_pattern(special)
+    pattern = _special_pattern(special)
 
     def hide(found: re.Match[str]) -> str:
         hidden.append(found[0])
         return f"{_HIDDEN}{len(hidden) - 1}{_HIDDEN}"
 
     before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-    given = [as_mapping(each) for each in messages]
-    plain = [with_texts(each, lambda text: pattern.sub(hide, re.sub(f"[{_ANSWER}{_HIDDEN}]", "", text))) for each in given]
+    mappings = [_as_mapping(message) for message in messages]
+    plain = [
+        _with_texts(message, lambda text: pattern.sub(hide, re.sub(f"[{_ANSWER}{_HIDDEN}]", "", text))) for message in mappings
+    ]
     try:
         text = tokenizer.apply_chat_template([*before, *plain], add_generation_prompt=True, tokenize=False)
     except Exception as error:  # templates are programs, and raise what they like
         why = " ".join(str(error).split()) or type(error).__name__
-        roles = ", ".join(str(each["role"]) for each in given)
+        roles = ", ".join(str(message["role"]) for message in mappings)
         raise ValueError(f"the tokenizer's chat template takes no messages of {roles} behind an answer: {why}") from error
     _, answer, rest = text.partition(_ANSWER)
     if not answer:
         raise ValueError("the tokenizer's chat template leaves the model's answers out; have the environment return text")
     ids: list[int] = []
-    for at, part in enumerate(re.split(rf"{_HIDDEN}(\d+){_HIDDEN}", rest)):
-        if at % 2:
+    for index, part in enumerate(re.split(rf"{_HIDDEN}(\d+){_HIDDEN}", rest)):
+        if index % 2:
             ids += tokenizer.encode(hidden[int(part)], add_special_tokens=False, split_special_tokens=True)
         elif part:
             ids += tokenizer.encode(part, add_special_tokens=False)

@@ -153,7 +153,7 @@ class MixedSampler:
     def _advance(self, counts: list[int]) -> int:
         drawn = sum(counts)
         # Whoever would stay within its share rounded up; of these the one that is furthest behind (Jefferson's divisors).
-        open_ = [at for at, count in enumerate(counts) if count * self._total < self._weights[at] * (drawn + 1)]
+        open_ = [index for index, count in enumerate(counts) if count * self._total < self._weights[index] * (drawn + 1)]
         chosen = max(open_, key=lambda at: (Fraction(self._weights[at], counts[at] + 1), -at))
         counts[chosen] += 1
         return chosen
@@ -165,9 +165,9 @@ Sampler = ProblemSampler | MixedSampler
 def whole_weights(weights: Sequence[float]) -> list[int]:
     """The smallest integers in the ratio of the weights, whose decimal notation is exact: 0.1 is a tenth."""
     exact = [Fraction(repr(float(weight))) for weight in weights]
-    scale = math.lcm(*(each.denominator for each in exact))
-    whole = [int(each * scale) for each in exact]
-    return [each // math.gcd(*whole) for each in whole]
+    scale = math.lcm(*(fraction.denominator for fraction in exact))
+    whole = [int(fraction * scale) for fraction in exact]
+    return [weight // math.gcd(*whole) for weight in whole]
 
 
 def _seed_of(name: str, seed: int) -> int:

@@ -144,7 +144,7 @@ def _messages_column(columns: Mapping[str, Any], fields: FieldsConfig) -> str | 
             raise ValueError(f"{fields.messages!r} is missing (the keys are: {', '.join(columns) or 'none'})")
         return fields.messages
     prompt = _get(columns, fields.prompt)
-    if isinstance(prompt, list) and prompt and all(isinstance(each, Mapping) for each in prompt):
+    if isinstance(prompt, list) and prompt and all(isinstance(item, Mapping) for item in prompt):
         return fields.prompt
     return "messages" if prompt in (None, _ABSENT) and isinstance(columns.get("messages"), list) else None
 

@@ -27,7 +27,7 @@ def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> tuple[int, ...]:
         ids = tokenizer.prompt_ids(problem.prompt)
     if tokenizer.unk_id is not None and any(tokenizer.unk_id in tokenizer.encode(text) for text in texts):
         text = "".join(texts)
-        unknown = unknown_characters(tokenizer, text) or text
+        unknown = _unknown_characters(tokenizer, text) or text
         raise ValueError(
             f"the prompt of problem {problem.id!r} has characters that the tokenizer does not know: {unknown!r}; "
             "change the prompt, or use a model whose tokenizer knows them"
@@ -35,7 +35,7 @@ def encode_prompt(tokenizer: Tokenizer, problem: Problem) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def unknown_characters(tokenizer: Tokenizer, text: str) -> str:
+def _unknown_characters(tokenizer: Tokenizer, text: str) -> str:
     if tokenizer.unk_id is None:
         return ""
     return "".join(character for character in dict.fromkeys(text) if tokenizer.unk_id in tokenizer.encode(character))
@@ -75,7 +75,7 @@ def read_messages(given: Any, column: str) -> tuple[tuple[str, str], ...]:
     """
     if not isinstance(given, list) or not given:
         raise ValueError(f"{column!r} must be a list of messages, each with role and content, not {json.dumps(given)[:40]}")
-    messages = tuple(_message(each, f"{column}[{at}]") for at, each in enumerate(given))
+    messages = tuple(_message(message, f"{column}[{index}]") for index, message in enumerate(given))
     if messages[-1][0] not in ("user", "tool"):
         raise ValueError(
             f"the last message of {column!r} is the {messages[-1][0]}'s, and the model is to answer a user's; leave it out, or "

@@ -41,25 +41,25 @@ def read_rows(path: Path, split: str | None = None) -> Iterator[Row]:
     Raises:
         ValueError: nothing readable, no such split, or a line that is no JSON object; with file and line.
     """
-    found = find_files(path, split)
+    files_found = _find_files(path, split)
     of_text = {"json": _json_rows, "list": _list_rows, "csv": _csv_rows}
-    if found.format in of_text:
-        for file in found.files:
-            yield from of_text[found.format](file)
+    if files_found.format in of_text:
+        for file in files_found.files:
+            yield from of_text[files_found.format](file)
     else:
-        yield from _arrow_rows(found)
+        yield from _arrow_rows(files_found)
 
 
 def columns_of(path: Path, split: str | None = None) -> tuple[str, ...] | None:
     """The columns of a CSV, Parquet or Arrow file; None for JSON, whose rows have their own."""
-    found = find_files(path, split)
-    if found.format in ("json", "list"):
+    files_found = _find_files(path, split)
+    if files_found.format in ("json", "list"):
         return None
-    if found.format == "csv":
-        with _csv_lines(found.files[0]) as (columns, _):
+    if files_found.format == "csv":
+        with _csv_lines(files_found.files[0]) as (columns, _):
             return tuple(columns)
-    with _readable(found.files[0], found.format):
-        return tuple(_open(found.files[0], found.format)[0])
+    with _readable(files_found.files[0], files_found.format):
+        return tuple(_open(files_found.files[0], files_found.format)[0])
 
 
 def first_columns(path: Path, split: str | None = None) -> list[str]:
@@ -153,16 +153,16 @@ def _decode(data: bytes, place: str, of: str) -> tuple[str, Any]:
         raise ValueError(f"{place}: nested too deeply to be read") from error
 
 
-def _arrow_rows(found: DataFiles) -> Iterator[Row]:
+def _arrow_rows(data: _DataFiles) -> Iterator[Row]:
     number = 0
-    for file in found.files:
-        with _readable(file, found.format):
-            columns, batches = _open(file, found.format)
+    for file in data.files:
+        with _readable(file, data.format):
+            columns, batches = _open(file, data.format)
             for batch in batches:
                 for entry in batch.select(columns).to_pylist():
                     number += 1
                     values = {name: _plain(value) for name, value in entry.items()}
-                    yield Row(f"{found.name}, row {number}", f"{found.stem}:{number}", values)
+                    yield Row(f"{data.name}, row {number}", f"{data.stem}:{number}", values)
 
 
 def _open(path: Path, form: str) -> tuple[list[str], Iterable[Any]]:
@@ -221,7 +221,7 @@ _SUFFIXES: Mapping[str, Format] = {".parquet": "parquet", ".jsonl": "json", ".cs
 
 
 @dataclass(frozen=True)
-class DataFiles:
+class _DataFiles:
     """Files of one format. ``name`` is used in messages; ``stem`` begins the ids of problems without one."""
 
     format: Format
@@ -230,7 +230,7 @@ class DataFiles:
     stem: str
 
 
-def find_files(path: Path, split: str | None) -> DataFiles:
+def _find_files(path: Path, split: str | None) -> _DataFiles:
     """The files of a path: a file, a folder of ``save_to_disk``, or a folder of Parquet, JSON-lines or CSV files named by their
     split (``train.parquet``, ``data/train-00000-of-00002.parquet``), as on the Hub.
 
@@ -240,14 +240,14 @@ def find_files(path: Path, split: str | None) -> DataFiles:
     if path.is_file():
         if split is not None:
             raise ValueError(f"the data file {path} is one file, and split = {split} is for a folder; leave it out")
-        return DataFiles(_format_of(path), (path,), str(path), path.stem)
+        return _DataFiles(_format_of(path), (path,), str(path), path.stem)
     if not path.is_dir():
         raise ValueError(f"the data file {path} does not exist")
     if (path / "dataset_dict.json").is_file():
         splits = _json(path / "dataset_dict.json").get("splits")
         if not isinstance(splits, list) or not splits:
             raise ValueError(f"{path / 'dataset_dict.json'} names no split; save the data set again")
-        chosen = _choose(path, [str(each) for each in splits], split)
+        chosen = _choose(path, [str(name) for name in splits], split)
         return _saved(path / chosen)
     if (path / "state.json").is_file():
         if split is not None:
@@ -257,34 +257,34 @@ def find_files(path: Path, split: str | None) -> DataFiles:
 
 
 def splits_of(path: Path) -> list[str]:
-    """The names of a folder's splits; empty for a file or a folder without splits. Raises ValueError as :func:`find_files`."""
+    """The names of a folder's splits; empty for a file or a folder without splits. Raises ValueError as :func:`read_rows`."""
     if path.is_dir() and (path / "dataset_dict.json").is_file():
-        return [str(each) for each in _json(path / "dataset_dict.json").get("splits") or []]
+        return [str(name) for name in _json(path / "dataset_dict.json").get("splits") or []]
     if not path.is_dir() or (path / "state.json").is_file():
-        find_files(path, None)
+        _find_files(path, None)
         return []
     return list(_files_by_split(path)[1])
 
 
-def _saved(folder: Path) -> DataFiles:
+def _saved(folder: Path) -> _DataFiles:
     """A folder of ``Dataset.save_to_disk``: ``state.json`` lists Arrow files."""
     state = _json(folder / "state.json")
     listed = state.get("_data_files")
-    if not isinstance(listed, list) or not all(isinstance(each, dict) and "filename" in each for each in listed):
+    if not isinstance(listed, list) or not all(isinstance(item, dict) and "filename" in item for item in listed):
         raise ValueError(f"{folder / 'state.json'} names no data files; save the data set again")
     if state.get("_indices_data_files"):
         raise ValueError(f"the data set {folder} was saved with an index over its rows; save it again with flatten_indices()")
-    files = tuple(folder / str(each["filename"]) for each in listed)
+    files = tuple(folder / str(item["filename"]) for item in listed)
     missing = next((file for file in files if not file.is_file()), None)
     if missing is not None or not files:
         raise ValueError(f"the data set {folder} is not whole: {missing or 'a data file'} is missing; copy it again")
-    return DataFiles("arrow", files, str(folder), folder.name)
+    return _DataFiles("arrow", files, str(folder), folder.name)
 
 
-def _named_by_split(folder: Path, split: str | None) -> DataFiles:
+def _named_by_split(folder: Path, split: str | None) -> _DataFiles:
     form, by_split = _files_by_split(folder)
     chosen = _choose(folder, list(by_split), split)
-    return DataFiles(form, tuple(by_split[chosen]), f"{folder} ({chosen})", chosen)
+    return _DataFiles(form, tuple(by_split[chosen]), f"{folder} ({chosen})", chosen)
 
 
 def _files_by_split(folder: Path) -> tuple[Format, dict[str, list[Path]]]:

@@ -62,24 +62,24 @@ def read_sources(config: DataConfig, field: Literal["train", "heldout"], tokeniz
             an id in two sources.
     """
     plain = isinstance(getattr(config, field), str)
-    found = []
+    sources = []
     for source in config.train_sources if field == "train" else config.heldout_sources:
-        found.append(read_source(config, source, tokenizer, name="" if plain else source.called))
-    _check_ids(found)
-    return found
+        sources.append(read_source(config, source, tokenizer, name="" if plain else source.called))
+    _check_ids(sources)
+    return sources
 
 
 def read_source(config: DataConfig, source: SourceConfig, tokenizer: Tokenizer, *, name: str = "") -> Source:
     """Reads one source of a completed config; ``name`` becomes its problems' ``source``. Raises as :func:`read_sources`."""
-    found = Source(name, source.path, list(_prompts(config, source, name, tokenizer)))
-    _check_some_are_left(config, found)
-    return found
+    completed = Source(name, source.path, list(_prompts(config, source, name, tokenizer)))
+    _check_some_are_left(config, completed)
+    return completed
 
 
 def _prompts(config: DataConfig, source: SourceConfig, name: str, tokenizer: Tokenizer) -> Iterator[Prompt]:
     filters, bound = load_filters(source.filter or ()), config.max_prompt_tokens
     for problem in load_problems(source):
-        cause = refused_by(filters, problem)
+        cause = _refused_by(filters, problem)
         if cause is not None:
             yield Prompt(replace(problem, source=name), 0, f"{FILTER} {cause}")
             continue
@@ -121,21 +121,21 @@ def load_filters(names: Sequence[str]) -> dict[str, Keeps]:
     return {name.rpartition(":")[2]: _load_filter(name) for name in names}
 
 
-def refused_by(filters: Mapping[str, Keeps], problem: Problem) -> str | None:
+def _refused_by(filters: Mapping[str, Keeps], problem: Problem) -> str | None:
     """The first filter that refuses a problem, or None. Raises ValueError if a filter raises or returns no boolean."""
     for name, keeps in filters.items():
         try:
-            kept = keeps(problem)
+            verdict = keeps(problem)
         except Exception as error:
             raise ValueError(
                 f"the filter {name} (data.filter) raised {type(error).__name__} on problem {problem.id!r}: {error}"
             ) from error
-        if not isinstance(kept, bool):
+        if not isinstance(verdict, bool):
             raise ValueError(
-                f"the filter {name} (data.filter) returned {kept!r} for problem {problem.id!r}; return True to keep it, or "
+                f"the filter {name} (data.filter) returned {verdict!r} for problem {problem.id!r}; return True to keep it, or "
                 "False"
             )
-        if not kept:
+        if not verdict:
             return name
     return None
 
@@ -147,7 +147,7 @@ def order_keys(name: str, problems: Sequence[Problem]) -> list[float] | None:
     if name == "shuffled":
         return None
     if name == "as_given":
-        return [float(at) for at in range(len(problems))]
+        return [float(index) for index in range(len(problems))]
     if name == "shortest_first":
         return [float(len(problem.prompt)) for problem in problems]
     function = load_user_code(name, f"data.order: {name}")
@@ -167,8 +167,8 @@ def _key(function: Callable[[Problem], Any], name: str, problem: Problem) -> flo
 
 def _load_filter(name: str) -> Keeps:
     if name not in FILTERS:
-        found: Keeps = load_user_code(name, f"data.filter: {name}")
-        return found
+        result: Keeps = load_user_code(name, f"data.filter: {name}")
+        return result
     return _Unique() if name == "unique" else _has_number
 
 

@@ -88,10 +88,10 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
         raise ValueError(
             f"{folder} has no tokenizer: copy tokenizer.model, or tokenizer.json and tokenizer_config.json, into it"
         )
-    return SentencePieceTokenizer(folder) if has_model and not has_json else HuggingFaceTokenizer(folder)
+    return _SentencePieceTokenizer(folder) if has_model and not has_json else HuggingFaceTokenizer(folder)
 
 
-class SentencePieceTokenizer:
+class _SentencePieceTokenizer:
     def __init__(self, folder: Path) -> None:
         import sentencepiece
 
@@ -238,7 +238,7 @@ def _show(ids: Sequence[int], special: Container[int], decode: Callable[[list[in
 def _piece(token: int, tokenizer: Tokenizer, special: Container[int], name: Callable[[int], Any]) -> str:
     if token in special or token == tokenizer.unk_id or not 0 <= token < tokenizer.vocab_size:
         return tokenizer.show([token])
-    return piece_text(token, tokenizer.encode("a"), tokenizer.decode, name)
+    return _piece_text(token, tokenizer.encode("a"), tokenizer.decode, name)
 
 
 def _end_ids(own: int | None, folder: Path) -> tuple[int, ...]:
@@ -287,7 +287,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """The name of a single byte in SentencePiece vocabularies with byte fallback."""
 
 
-def piece_text(token: int, anchor: Sequence[int], decode: Callable[[Sequence[int]], str], name: Callable[[int], Any]) -> str:
+def _piece_text(token: int, anchor: Sequence[int], decode: Callable[[Sequence[int]], str], name: Callable[[int], Any]) -> str:
     """The text of a known token; bytes of incomplete characters become ``⟨xx⟩``. ``anchor``: ids of an ordinary character; a
     token decoded after it keeps its leading space. ``name``: the vocabulary's name of an id.
     """
@@ -298,8 +298,8 @@ def piece_text(token: int, anchor: Sequence[int], decode: Callable[[Sequence[int
 
 
 def _bytes_of(name: str) -> bytes | None:
-    if found := _BYTE.fullmatch(name):
-        return bytes.fromhex(found[1])
+    if match := _BYTE.fullmatch(name):
+        return bytes.fromhex(match[1])
     table = _byte_level()
     return bytes(table[character] for character in name) if all(character in table for character in name) else None
 
@@ -309,12 +309,12 @@ def _byte_level() -> dict[str, int]:
     """Character → byte in byte-level vocabularies: printable Latin-1 bytes map to themselves, others follow from U+0100."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
-    return {**{chr(byte): byte for byte in printed}, **{chr(0x100 + at): byte for at, byte in enumerate(others)}}
+    return {**{chr(byte): byte for byte in printed}, **{chr(0x100 + index): byte for index, byte in enumerate(others)}}
 
 
 def _show_bytes(data: bytes) -> str:
     text = data.decode("utf-8", errors="surrogateescape")  # what is no character becomes U+DC80 to U+DCFF
-    return "".join(f"⟨{ord(each) - 0xDC00:02X}⟩" if "\udc80" <= each <= "\udcff" else each for each in text)
+    return "".join(f"⟨{ord(character) - 0xDC00:02X}⟩" if "\udc80" <= character <= "\udcff" else character for character in text)
 
 
 _TEXTS = 200

@@ -77,13 +77,13 @@ class OpenEnv:
     """
 
     def __init__(self, found: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-        given = dict(kwargs)
-        missing = [name for name in ("action", "action_field") if name not in given]
+        options = dict(kwargs)
+        missing = [name for name in ("action", "action_field") if name not in options]
         if missing:
             raise ValueError(f"environment.kwargs needs {' and '.join(missing)} for adapter = openenv")
-        self._action = load_user_code(given.pop("action"), "the OpenEnv action")
-        self._field, self._shown = given.pop("action_field"), given.pop("observation_field", None)
-        self._client = found(**given)
+        self._action = load_user_code(options.pop("action"), "the OpenEnv action")
+        self._field, self._shown = options.pop("action_field"), options.pop("observation_field", None)
+        self._client = found(**options)
 
     async def reset(self, problem: Problem, seed: int) -> Observation:
         return self._text((await _awaited(self._client.reset())).observation)
@@ -117,6 +117,6 @@ def _readable(observation: Any) -> Observation:
     """Text, token ids and messages unchanged; other values as text."""
     if observation is None or isinstance(observation, str):
         return observation
-    if isinstance(observation, Sequence) and all(type(each) is int or isinstance(each, Mapping) for each in observation):
+    if isinstance(observation, Sequence) and all(type(item) is int or isinstance(item, Mapping) for item in observation):
         return observation
     return str(observation)

@@ -84,10 +84,10 @@ def _value(node: ast.expr) -> Decimal:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        found = _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
-        if abs(found) > _LARGEST:
+        result = _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+        if abs(result) > _LARGEST:
             raise ValueError("too large")
-        return found
+        return result
     raise ValueError("not arithmetic")
 
 
@@ -111,8 +111,8 @@ class GuessNumber:
 
     def step(self, action: ResponseText) -> StepResult:
         self._left -= 1
-        found = _NUMBER.search(action)
-        guess = None if found is None else int(found[0])
+        match = _NUMBER.search(action)
+        guess = None if match is None else int(match[0])
         if guess == self._number:
             return StepResult(reward=1.0, done=True)
         hint = "?" if guess is None else ("<" if self._number < guess else ">")

@@ -144,16 +144,16 @@ class EnvironmentTask:
         counted, self._counts = self._counts, _Counts()  # a row counts the step's episodes alone
         inner = fleet.sample_stream(Sampling(temperature, max_new_tokens, **truncation), on_move=on_move)
         opening = opening_of(self._environment, self.tokenizer)
-        with self.stream(inner, lambda at: problems[at]) as stream:
-            for at, prompt in enumerate(prompts):
-                stream.submit(at, prompt if opening is None else opening, prompt_seed(seed, at), n)
+        with self.stream(inner, lambda index: problems[index]) as stream:
+            for index, prompt in enumerate(prompts):
+                stream.submit(index, prompt if opening is None else opening, prompt_seed(seed, index), n)
             while stream.unfinished:
-                if (found := stream.next(None)) is not None:
-                    groups[found[0]][found[1]] = found[2]
-                    if len(groups[found[0]]) == n and on_progress is not None:
+                if (finished := stream.next(None)) is not None:
+                    groups[finished[0]][finished[1]] = finished[2]
+                    if len(groups[finished[0]]) == n and on_progress is not None:
                         on_progress(sum(len(group) == n for group in groups), len(prompts))
         self._counts = counted
-        return [[group[at] for at in range(n)] for group in groups]
+        return [[group[index] for index in range(n)] for group in groups]
 
     def note(self, problem: Problem, response: Response, end: EpisodeEnd) -> None:
         counts = self._counts
@@ -172,8 +172,8 @@ class EnvironmentTask:
         self._finished.append((key, self._take(problem, response)))
 
     def poll(self, timeout_s: float | None = 0.0) -> list[tuple[Hashable, RewardResult]]:
-        found, self._finished = self._finished, []
-        return found
+        finished, self._finished = self._finished, []
+        return finished
 
     def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable] | None = None) -> list[RewardResult]:
         return [self._take(problem, response) for problem, response in items]
@@ -193,11 +193,11 @@ class EnvironmentTask:
             answers = self.host.poll(self._environment.timeout_s)
             while not answers and self.host.busy:
                 answers = self.host.poll(self._environment.timeout_s)
-            for found in answers:
+            for answer in answers:
                 try:
-                    if why := found.error or found.lost:
+                    if why := answer.error or answer.lost:
                         raise ValueError(why)
-                    self._observations.ids(found.answer["observation"], ended=None)
+                    self._observations.ids(answer.answer["observation"], ended=None)
                 except ValueError as error:
                     errors.append(str(error))
             self.host.end(number)
@@ -237,10 +237,10 @@ class EnvironmentTask:
         waiting = self._results.get(key)
         if not waiting:
             return RewardResult(None, f"problem {problem.id!r}: {_LOST}")
-        found = waiting.popleft()
+        result = waiting.popleft()
         if not waiting:
             del self._results[key]
-        return found
+        return result
 
     def _result(self, problem: Problem, response: Response, end: EpisodeEnd) -> RewardResult:
         error = end.error
@@ -267,10 +267,10 @@ def open_host(config: EnvironmentConfig, sampling: SamplingConfig) -> Environmen
     return RemoteEnvironments(config, sampling) if config.servers else EnvironmentWorkers(config, sampling)
 
 
-def open_task(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, given: Any = None) -> VerifierTask | EnvironmentTask:
-    """``given``: a verifier that is an object of this process. Raises ValueError and RuntimeError as the task's class."""
+def open_task(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, custom: Any = None) -> VerifierTask | EnvironmentTask:
+    """``custom``: a verifier that is an object of this process. Raises ValueError and RuntimeError as the task's class."""
     if config.environment is None or config.rollout.replay is not None:
-        return VerifierTask(reward_configs(config.reward, config.data), given=given)
+        return VerifierTask(reward_configs(config.reward, config.data), custom=custom)
     return EnvironmentTask(config, tokenizer, spec.vocab_size, config.rollout.server.max_model_len or spec.max_positions)
 
 

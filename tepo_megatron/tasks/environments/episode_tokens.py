@@ -37,19 +37,19 @@ class Observations:
         """
         if observation is None:
             return token_ids(())
-        kind, given = observation
+        kind, value = observation
         if kind == "chat":
-            return self._chat(given, ended=ended, opening=opening)
+            return self._chat(value, ended=ended, opening=opening)
         if kind == "ids":
-            return self._checked(given)
+            return self._checked(value)
         if kind == "text":
-            return self._known(self.encode(given), given)
+            return self._known(self.encode(value), value)
         if ended is None:
             raise ValueError(
                 "the environment's reset returned messages, but the prompt that begins a chat is the data's: give the problem "
                 "messages, and return text, token ids or None from reset"
             )
-        pairs = [(str(each["role"]), str(each["content"])) for each in given]
+        pairs = [(str(message["role"]), str(message["content"])) for message in value]
         return self._known(self.turn_ids(pairs, ended), " ".join(content for _, content in pairs))
 
     def _chat(self, request: Mapping[str, Any], *, ended: bool | None, opening: TokenIds | None) -> TokenIds:
@@ -76,17 +76,17 @@ class Observations:
         return ids[opening.size :]
 
     def _checked(self, ids: Sequence[int]) -> TokenIds:
-        for at, token in enumerate(ids):
+        for index, token in enumerate(ids):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(
-                    f"the environment returned {token} as token {at} of its observation, which is no token of the model's "
+                    f"the environment returned {token} as token {index} of its observation, which is no token of the model's "
                     f"vocabulary of {self.vocab_size}"
                 )
         return token_ids(ids)
 
     def _known(self, ids: Sequence[int], text: str) -> TokenIds:
         if self.unknown is not None and self.unknown in ids:
-            lost = [each for each in dict.fromkeys(text) if self.unknown in self.encode(each)] or [text[:60]]
+            lost = [character for character in dict.fromkeys(text) if self.unknown in self.encode(character)] or [text[:60]]
             raise ValueError(
                 f"the environment's observation has characters that the tokenizer does not know: {''.join(lost)[:60]!r}; "
                 "change it, or use a model whose tokenizer knows them"

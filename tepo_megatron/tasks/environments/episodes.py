@@ -64,7 +64,7 @@ class EpisodeEnd:
     new_histories: int = 0
 
 
-class EpisodeSink(Protocol):
+class _EpisodeSink(Protocol):
     """Is notified of each episode before its response is returned."""
 
     def note(self, problem: Problem, response: Response, end: EpisodeEnd) -> None: ...
@@ -112,7 +112,7 @@ class EpisodeStream:
     decode: Callable[[Sequence[int]], str]
     limits: EpisodeLimits
     end_ids: frozenset[int]
-    sink: EpisodeSink
+    sink: _EpisodeSink
     numbers: Iterator[int] = field(default_factory=count)
     _open: dict[int, _Episode] = field(default_factory=dict)
     _ready: deque[KeyedResponse] = field(default_factory=deque)
@@ -167,9 +167,9 @@ class EpisodeStream:
         """Ends all open episodes; returns those that have ended before."""
         for number in list(self._open):
             self._leave(number)
-        found = list(self._ready)
+        ready = list(self._ready)
         self._ready.clear()
-        return found
+        return ready
 
     # -- within ------------------------------------------------------------------------------------------------------------
 

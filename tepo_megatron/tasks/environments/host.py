@@ -58,12 +58,12 @@ class EnvironmentHost(Protocol):
 def reset_call(problem: Problem, seed: int, *, alone: bool = False) -> list[Any]:
     """The call that begins an episode; ``alone``: in a worker without others."""
     messages = [list(pair) for pair in problem.messages]
-    given = [problem.id, problem.prompt, problem.answer, dict(problem.metadata), messages, problem.source]
-    return ["reset", given, seed, alone]
+    fields = [problem.id, problem.prompt, problem.answer, dict(problem.metadata), messages, problem.source]
+    return ["reset", fields, seed, alone]
 
 
-def read_problem(given: list[Any]) -> Problem:
-    identity, prompt, answer, metadata, messages, source = given
+def read_problem(fields: list[Any]) -> Problem:
+    identity, prompt, answer, metadata, messages, source = fields
     pairs = tuple((role, content) for role, content in messages)
     return Problem(identity, prompt, answer, metadata, messages=pairs, source=source)
 
@@ -73,8 +73,8 @@ def step_call(action: ResponseText) -> list[Any]:
     return ["step", str(action), b64encode(action.packed_ids).decode(), action.finish_reason, action.prompt_tokens]
 
 
-def read_action(given: list[Any]) -> ResponseText:
-    text, ids, finish_reason, *prompt_tokens = given
+def read_action(fields: list[Any]) -> ResponseText:
+    text, ids, finish_reason, *prompt_tokens = fields
     action = ResponseText.unpack(text, b64decode(ids), finish_reason)
     if prompt_tokens:  # trainers of before did not say
         (action.prompt_tokens,) = prompt_tokens
@@ -102,13 +102,13 @@ def make_key(path: Path, setting: str = SETTING) -> str:
 def read_key(path: Path, setting: str = SETTING) -> str:
     """The key in a file. Raises ValueError if it is missing, or accessible to others than its owner."""
     try:
-        found, key = path.stat(), path.read_text(encoding="utf-8").strip()
+        status, key = path.stat(), path.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise ValueError(
             f"{setting} = {path} cannot be read ({error.strerror}); 'tepo environment serve' writes it, and it must "
             "be where the trainer sees it"
         ) from error
-    if stat.S_IMODE(found.st_mode) & (stat.S_IRWXG | stat.S_IRWXO) or found.st_uid != os.geteuid():
+    if stat.S_IMODE(status.st_mode) & (stat.S_IRWXG | stat.S_IRWXO) or status.st_uid != os.geteuid():
         raise ValueError(f"{setting} = {path} can be read by others than you; chmod 600 it, or remove it")
     if not key:
         raise ValueError(f"{setting} = {path} is empty; remove it, and another is written")

@@ -79,7 +79,7 @@ class RemoteEnvironments:
         server.outbox.put([episode, call])
 
     def end(self, episode: int) -> None:
-        self._found = [each for each in self._found if each.episode != episode]
+        self._found = [item for item in self._found if item.episode != episode]
         server = self._home.pop(episode, None)
         if server is not None:
             server.episodes.discard(episode)
@@ -91,8 +91,8 @@ class RemoteEnvironments:
             while True:
                 self._take(*self._inbox.get(timeout=timeout_s if self.busy and not self._found and timeout_s > 0 else 0.001))
                 timeout_s = 0.0
-        found, self._found = self._found, []
-        return found
+        result, self._found = self._found, []
+        return result
 
     def close(self) -> None:
         self._closed.set()
@@ -119,9 +119,9 @@ class RemoteEnvironments:
             raise ValueError(f"environment.servers: {url} has another key than environment.key_file = {self._config.key_file}")
         if reply.is_error:
             raise ValueError(f"environment.servers: {url}: {reply.text[:500]}")
-        found = reply.json()
-        server.session = found["session"]
-        self._notice = self._notice or found["notice"]
+        result = reply.json()
+        server.session = result["session"]
+        self._notice = self._notice or result["notice"]
         return server
 
     def _least_busy(self) -> _Server:

@@ -107,13 +107,13 @@ class EnvironmentService:
             calls = []
         for episode, call in calls:
             self._hand_over(session, episode, call)
-        for found in self._workers.poll(0.0):
-            owner = self._owners.get(found.episode)
+        for result in self._workers.poll(0.0):
+            owner = self._owners.get(result.episode)
             if owner is not None:
                 of, number = owner
-                if found.lost is not None:
+                if result.lost is not None:
                     self._forget(of, number)
-                of.answers.put(replace(found, episode=number))
+                of.answers.put(replace(result, episode=number))
         self._end_forgotten()
 
     def _hand_over(self, session: _Session, episode: int, call: list[Any]) -> None:
@@ -124,9 +124,9 @@ class EnvironmentService:
             self._forget(session, episode)
             number = session.numbers[episode] = next(self._numbers)
             self._owners[number] = (session, episode)
-        found = session.numbers.get(episode)
-        if found is not None:  # else its worker was lost, which the trainer will hear
-            self._workers.call(found, call)
+        result = session.numbers.get(episode)
+        if result is not None:  # else its worker was lost, which the trainer will hear
+            self._workers.call(result, call)
 
     def _forget(self, session: _Session, episode: int) -> None:
         number = session.numbers.pop(episode, None)
@@ -176,8 +176,8 @@ class EnvironmentService:
 
 def _are_calls(body: Any) -> bool:
     return isinstance(body, list) and all(
-        isinstance(each, list) and len(each) == 2 and type(each[0]) is int and isinstance(each[1], list) and _is_call(each[1])
-        for each in body
+        isinstance(item, list) and len(item) == 2 and type(item[0]) is int and isinstance(item[1], list) and _is_call(item[1])
+        for item in body
     )
 
 
@@ -191,13 +191,15 @@ def _is_call(call: list[Any]) -> bool:
 
 
 def _taken(answers: SimpleQueue[EpisodeAnswer], wait_s: float) -> list[list[Any]]:
-    found = []
+    results = []
     try:
-        found.append(answers.get(timeout=wait_s))
+        results.append(answers.get(timeout=wait_s))
         while True:
-            found.append(answers.get_nowait())
+            results.append(answers.get_nowait())
     except Empty:
-        return [[each.episode, each.answer, each.error, each.lost, each.suspect, each.seconds] for each in found]
+        return [
+            [result.episode, result.answer, result.error, result.lost, result.suspect, result.seconds] for result in results
+        ]
 
 
 class _Server(ThreadingHTTPServer):

@@ -200,7 +200,7 @@ class Desk:
         """Answers a call, with the time limit if it is ``async``. The environment's exceptions become answers; those of
         ``close`` are also printed, since the episode already has its reward.
         """
-        kind, *given = call
+        kind, *arguments = call
         method: Callable[..., Any] = self._make
         timeout_s = self._setup["timeout_s"]
         try:
@@ -212,10 +212,10 @@ class Desk:
                 if kind == "reset":
                     self._episodes[number] = environment = self._make()
                     method = environment.reset
-                    observation = await _value(method(read_problem(given[0]), seed=given[1]))
+                    observation = await _value(method(read_problem(arguments[0]), seed=arguments[1]))
                     return self._checked(StepResult(observation), "reset", method)
                 method = self._episodes[number].step
-                return self._checked(await _value(method(read_action(given))), kind, method)
+                return self._checked(await _value(method(read_action(arguments))), kind, method)
         except EpisodeError as failed:
             return {"error": str(failed)}
         # SystemExit too: an environment that calls sys.exit() must not end the worker.
@@ -231,12 +231,12 @@ class Desk:
         if adapter == "agent":
             self._agents = _agents(name, kwargs, self._setup)
             return self._agents.episode
-        found = load_user_code(resolve_environment(name), f"the environment {name!r}")
-        if getattr(found, "runs_code", False) and not self._setup["run_code"]:
+        loaded = load_user_code(resolve_environment(name), f"the environment {name!r}")
+        if getattr(loaded, "runs_code", False) and not self._setup["run_code"]:
             raise ValueError(
                 f"the environment {name!r} runs programs that the model writes; set environment.run_code = true if you mean it"
             )
-        return (lambda: ADAPTERS[adapter](found, kwargs)) if adapter != "none" else (lambda: found(**kwargs))
+        return (lambda: ADAPTERS[adapter](loaded, kwargs)) if adapter != "none" else (lambda: loaded(**kwargs))
 
     def _first(self) -> Any:
         """Made only to find errors early."""
@@ -244,9 +244,9 @@ class Desk:
         try:
             return self._make()
         except Exception as error:
-            given = f"environment.kwargs {', '.join(kwargs)}" if kwargs else "no environment.kwargs"  # values may be private
+            options = f"environment.kwargs {', '.join(kwargs)}" if kwargs else "no environment.kwargs"  # values may be private
             raised = f"it raised {type(error).__name__}: {error}"
-            raise ValueError(f"the environment {self._setup['name']!r} cannot be made with {given}: {raised}") from error
+            raise ValueError(f"the environment {self._setup['name']!r} cannot be made with {options}: {raised}") from error
 
     def _checked(self, result: Any, kind: str, method: Callable[..., Any]) -> Answer:
         def failed(why: str) -> Answer:
@@ -259,10 +259,10 @@ class Desk:
         reward, fault = check_value(result.reward, what="environment")
         if fault is not None:
             return {"error": f"{fault}{place_of(method)}"}
-        found, why = _observation(result.observation)
+        observation, why = _observation(result.observation)
         if why is not None:
             return failed(why)
-        return {"observation": found, "reward": reward, "done": bool(result.done), "tool_error": bool(result.tool_error)}
+        return {"observation": observation, "reward": reward, "done": bool(result.done), "tool_error": bool(result.tool_error)}
 
 
 def took_too_long(timeout_s: float, kind: str) -> str:
@@ -291,21 +291,21 @@ async def _value(found: Any) -> Any:
     return await found if inspect.isawaitable(found) else found
 
 
-def _observation(given: Any) -> tuple[list[Any] | None, str | None]:
+def _observation(value: Any) -> tuple[list[Any] | None, str | None]:
     """An observation as JSON, or the reason why it is invalid."""
-    if isinstance(given, ChatRequest):
-        return ["chat", given.as_json()], None
-    if given is None or isinstance(given, str):
-        return (["text", given] if given else None), None
-    given = given.tolist() if hasattr(given, "tolist") else given
-    if not isinstance(given, Sequence) or isinstance(given, bytes):
-        return None, f"{type(given).__name__} as observation, which is neither text, token ids nor messages"
-    if all(type(each) is int for each in given):
-        return (["ids", list(given)] if given else None), None
-    for each in given:
-        if not isinstance(each, Mapping) or not isinstance(each.get("role"), str) or not isinstance(each.get("content"), str):
-            return None, f"{str(each)[:60]!r} in its observation: neither a token id nor a message with role and content"
-    messages = [dict(each) for each in given]
+    if isinstance(value, ChatRequest):
+        return ["chat", value.as_json()], None
+    if value is None or isinstance(value, str):
+        return (["text", value] if value else None), None
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        return None, f"{type(value).__name__} as observation, which is neither text, token ids nor messages"
+    if all(type(item) is int for item in value):
+        return (["ids", list(value)] if value else None), None
+    for item in value:
+        if not isinstance(item, Mapping) or not isinstance(item.get("role"), str) or not isinstance(item.get("content"), str):
+            return None, f"{str(item)[:60]!r} in its observation: neither a token id nor a message with role and content"
+    messages = [dict(item) for item in value]
     try:
         json.dumps(messages)
     except (TypeError, ValueError) as error:

@@ -92,7 +92,7 @@ class EnvironmentWorkers:
 
     def end(self, episode: int) -> None:
         self._waiting.pop(episode, None)
-        self._found = [each for each in self._found if each.episode != episode]
+        self._found = [item for item in self._found if item.episode != episode]
         worker = self._home.pop(episode, None)
         if worker is not None:
             worker.episodes.discard(episode)
@@ -106,8 +106,8 @@ class EnvironmentWorkers:
         self._wait(0.0)
         while not self._found and self.busy and (left := deadline - time.monotonic()) > 0:
             self._wait(left)
-        found, self._found = self._found, []
-        return found
+        result, self._found = self._found, []
+        return result
 
     def close(self) -> None:
         self._workers.close()
@@ -182,12 +182,12 @@ class EnvironmentWorkers:
             if not worker.ready:
                 self._begin_work(worker, answer)
                 continue
-            number, given, seconds, last = answer
+            number, content, seconds, last = answer
             call = next(call for call in worker.pending if call.number == number)
             worker.pending.remove(call)
-            error = given.pop("error", None)
+            error = content.pop("error", None)
             if call.awaited:
-                self._found.append(EpisodeAnswer(call.episode, given, error, seconds=seconds))
+                self._found.append(EpisodeAnswer(call.episode, content, error, seconds=seconds))
             elif worker.alone:
                 self._give_room()
             if worker.pending and not worker.concurrent:

@@ -61,14 +61,14 @@ def score_groups(
         Scored(text, len(response.response_ids), response.finish_reason, result, _is_correct(result, correct_at))
         for text, response, result in zip(texts, responses, results, strict=True)
     ]
-    return [scored[at : at + n] for at in range(0, len(scored), n)]
+    return [scored[index : index + n] for index in range(0, len(scored), n)]
 
 
 def mean_reward(responses: Sequence[Scored]) -> float | None:
     """The mean over responses with a reward; None without any."""
     results = [response.result for response in responses]
-    found = [result.reward for result in results if result.error is None and result.reward is not None]
-    return fmean(found) if found else None
+    rewards = [result.reward for result in results if result.error is None and result.reward is not None]
+    return fmean(rewards) if rewards else None
 
 
 def answers_row(problem: Problem, greedy: Scored | None, sampled: Sequence[Scored]) -> dict[str, Any]:

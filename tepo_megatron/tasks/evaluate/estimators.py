@@ -77,14 +77,14 @@ def _chance_to_win(own: int, counts: Sequence[int], silent: int, k: int) -> floa
 
 def _take_from(count: int, ways: dict[int, list[int]], votes: int, room: int) -> dict[int, list[int]]:
     """The ways with up to ``votes`` of one more answer's ``count`` samples."""
-    found: dict[int, list[int]] = {}
+    extended: dict[int, list[int]] = {}
     for ties, sizes in ways.items():
         for taken in range(min(count, votes, room) + 1):
-            into = found.setdefault(ties + (taken == votes), [0] * (room + 1))
+            into = extended.setdefault(ties + (taken == votes), [0] * (room + 1))
             of_this = comb(count, taken)
             for size in range(room + 1 - taken):
                 into[size + taken] += of_this * sizes[size]
-    return found
+    return extended
 
 
 def _check(num_samples: int, num_correct: int) -> None:

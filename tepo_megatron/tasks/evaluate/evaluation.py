@@ -30,9 +30,9 @@ class VerifierPools:
         self.task = task
         self._others: dict[str, RewardPool] = {}
         try:
-            for each in sets:
-                if each.verifier != task.verifier and each.verifier not in self._others:
-                    self._open(config, each)
+            for evaluation_set in sets:
+                if evaluation_set.verifier != task.verifier and evaluation_set.verifier not in self._others:
+                    self._open(config, evaluation_set)
         except BaseException:
             self.close()
             raise
@@ -50,13 +50,13 @@ class VerifierPools:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, config: RunConfig, of: EvaluationSet) -> None:
-        other = config.reward.model_copy(update={"verifier": of.verifier, "kwargs": {}, "weights": None})
+    def _open(self, config: RunConfig, evaluation_set: EvaluationSet) -> None:
+        other = config.reward.model_copy(update={"verifier": evaluation_set.verifier, "kwargs": {}, "weights": None})
         try:
-            pool = self._others[of.verifier] = RewardPool(other)
-            pool.rehearse(of.problems)
+            pool = self._others[evaluation_set.verifier] = RewardPool(other)
+            pool.rehearse(evaluation_set.problems)
         except ValueError as error:
-            raise ValueError(f"evaluate.sets.{of.name}: {error}") from error
+            raise ValueError(f"evaluate.sets.{evaluation_set.name}: {error}") from error
 
 
 def what_is_due(
@@ -64,7 +64,7 @@ def what_is_due(
 ) -> tuple[Sequence[Problem], list[EvaluationSet]]:
     """The held-out problems and the sets that are evaluated after ``step`` steps."""
     evaluate, last = config.evaluate, config.train.steps
-    due = [each for each in sets if evaluate.is_due(each.name, step, last)]
+    due = [evaluation_set for evaluation_set in sets if evaluate.is_due(evaluation_set.name, step, last)]
     return heldout if evaluate.is_due(None, step, last) else (), due
 
 
@@ -93,27 +93,35 @@ def evaluate_all(
             sampling=config.rollout.sampling,
             seed=seed("evaluate"),
         )
-    found = tuple(
+    set_results = tuple(
         evaluate_set(
-            each, generate=generate, tokenizer=tokenizer, pool=pools[each.verifier], seed=seed(f"evaluate/{each.name}")
+            evaluation_set,
+            generate=generate,
+            tokenizer=tokenizer,
+            pool=pools[evaluation_set.verifier],
+            seed=seed(f"evaluate/{evaluation_set.name}"),
         )
-        for each in sets
+        for evaluation_set in sets
     )
     return replace(
         result,
-        metrics=result.metrics | {name: value for each in found for name, value in each.metrics.items()},
-        failures=result.failures + sum(each.failures for each in found),
-        first_failure=next(filter(None, [result.first_failure, *(each.first_failure for each in found)]), None),
-        samples=[*result.samples, *(row for each in found for row in each.samples)],
-        sets=found,
+        metrics=result.metrics | {name: value for set_result in set_results for name, value in set_result.metrics.items()},
+        failures=result.failures + sum(set_result.failures for set_result in set_results),
+        first_failure=next(
+            filter(None, [result.first_failure, *(set_result.first_failure for set_result in set_results)]), None
+        ),
+        samples=[*result.samples, *(row for set_result in set_results for row in set_result.samples)],
+        sets=set_results,
     )
 
 
 def what_failed(result: EvaluationResult) -> list[str]:
     """A sentence for the held-out problems and each set with failed responses."""
-    heldout = result.failures - sum(each.failures for each in result.sets)
+    heldout = result.failures - sum(set_result.failures for set_result in result.sets)
     counts = [("evaluation", heldout, result.first_failure)]
-    counts += [(f"evaluation of {each.name}", each.failures, each.first_failure) for each in result.sets]
+    counts += [
+        (f"evaluation of {set_result.name}", set_result.failures, set_result.first_failure) for set_result in result.sets
+    ]
     return [
         f"{what}: {count} responses could not be scored; they count as wrong; the first: {cause}"
         for what, count, cause in counts
@@ -193,9 +201,9 @@ def _accuracies(greedy: Sequence[Scored], sampled: Sequence[Sequence[Scored]], k
 
 def _mean_rewards(greedy: Sequence[Scored], sampled: Sequence[Sequence[Scored]]) -> dict[str, float]:
     """Over responses with a reward; of samples, the mean of each problem first, as in avg@k."""
-    found = {}
+    means = {}
     if (of_greedy := mean_reward(greedy)) is not None:
-        found["heldout/reward_greedy"] = of_greedy
+        means["heldout/reward_greedy"] = of_greedy
     if of_sampled := [mean for group in sampled if (mean := mean_reward(group)) is not None]:
-        found["heldout/reward_sampled"] = fmean(of_sampled)
-    return found
+        means["heldout/reward_sampled"] = fmean(of_sampled)
+    return means

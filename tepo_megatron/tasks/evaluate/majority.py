@@ -48,15 +48,15 @@ def tally_answers(
     expected; one call of ``pool.score`` asks this for all problems. Numbers are compared by value. Raises as ``pool.score``.
     """
     answers = [[final_answer(response.text, verifier) for response in group] for group in groups]
-    found = [_classes(each) for each in answers]
+    classes_by_problem = [_classes(texts) for texts in answers]
     if notion == "verifier":
         if verifier not in ("exact", "last_word", "last_number"):  # of these the final answer says it all
-            _join_what_the_verifier_takes_for_the_same(problems, groups, answers, found, pool, correct_at)
-        for classes, group, given in zip(found, groups, answers, strict=True):
-            right = [answer for answer, response in zip(given, group, strict=True) if answer is not None and response.correct]
+            _join_what_the_verifier_takes_for_the_same(problems, groups, answers, classes_by_problem, pool, correct_at)
+        for classes, group, texts in zip(classes_by_problem, groups, answers, strict=True):
+            right = [answer for answer, response in zip(texts, group, strict=True) if answer is not None and response.correct]
             for one in right[1:]:
                 _join(classes, right[0], one)
-    return [_tally(*each) for each in zip(groups, answers, found, strict=True)]
+    return [_tally(*counts) for counts in zip(groups, answers, classes_by_problem, strict=True)]
 
 
 def final_answer(text: str, verifier: str) -> str | None:
@@ -72,7 +72,7 @@ def final_answer(text: str, verifier: str) -> str | None:
     if verifier == "last_number":
         number = last_number_in(text)
         return None if number is None else _plain_number(number)
-    boxed = last_boxed(text)
+    boxed = _last_boxed(text)
     if boxed is not None:
         return _normalised(boxed)
     announced = [text[match.end() :].split("\n")[0] for match in _ANNOUNCED.finditer(text)]
@@ -85,14 +85,14 @@ def final_answer(text: str, verifier: str) -> str | None:
     return _normalised(lines[-1]) if lines else None
 
 
-def last_boxed(text: str) -> str | None:
+def _last_boxed(text: str) -> str | None:
     r"""The content of the last closed ``\boxed{…}``; None without one."""
     for start in reversed([match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)]):
         depth = 1
-        for at in range(start, len(text)):
-            depth += (text[at] == "{") - (text[at] == "}")
+        for index in range(start, len(text)):
+            depth += (text[index] == "{") - (text[index] == "}")
             if not depth:
-                return text[start:at]
+                return text[start:index]
     return None
 
 
@@ -143,8 +143,8 @@ def _join_what_the_verifier_takes_for_the_same(
     correct_at: float,
 ) -> None:
     asked: list[tuple[int, str, str]] = []
-    for number, (group, given) in enumerate(zip(groups, answers, strict=True)):
-        right = {answer for answer, response in zip(given, group, strict=True) if response.correct}
+    for number, (group, value) in enumerate(zip(groups, answers, strict=True)):
+        right = {answer for answer, response in zip(value, group, strict=True) if response.correct}
         wrong = [answer for answer in found[number] if answer not in right]
         pairs = combinations(wrong, 2)
         asked += [(number, one, other) for one, other in pairs if _number(one) is None or _number(other) is None]

@@ -34,8 +34,11 @@ def interval(figure: str, values: Sequence[float]) -> Interval:
 
 def set_intervals(result: SetResult) -> dict[str, Interval]:
     """Each figure of a set, over the problems that have it."""
-    names = dict.fromkeys(name for each in result.problems for name in each.figures)
-    return {name: interval(name, [each.figures[name] for each in result.problems if name in each.figures]) for name in names}
+    names = dict.fromkeys(name for problem in result.problems for name in problem.figures)
+    return {
+        name: interval(name, [problem.figures[name] for problem in result.problems if name in problem.figures])
+        for name in names
+    }
 
 
 def settings_of(of: EvaluationSet, model: Path | str, seed: int) -> dict[str, Any]:
@@ -61,14 +64,14 @@ def write_results(folder: Path, result: SetResult, settings: Mapping[str, Any]) 
     """Writes ``NAME.json`` (settings, figures with intervals) and ``NAME.jsonl`` (each problem with its responses)."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
-    for each in result.problems:
-        row = answers_row(each.problem, each.greedy, each.sampled)
-        row |= {"digest": problem_digest(each.problem), "figures": each.figures}
+    for problem in result.problems:
+        row = answers_row(problem.problem, problem.greedy, problem.sampled)
+        row |= {"digest": _problem_digest(problem.problem), "figures": problem.figures}
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     (folder / f"{result.name}.jsonl").write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
     figures = {
-        name: {"mean": each.mean, "low": each.low, "high": each.high, "problems": each.problems}
-        for name, each in set_intervals(result).items()
+        name: {"mean": problem.mean, "low": problem.low, "high": problem.high, "problems": problem.problems}
+        for name, problem in set_intervals(result).items()
     }
     summary = {"set": result.name, "settings": dict(settings), "figures": figures, "failed": result.failures}
     (folder / f"{result.name}.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
@@ -78,14 +81,17 @@ def read_results(folder: Path) -> dict[str, StoredSet]:
     """The sets whose results are in a folder: the output of ``tepo eval``, or a folder in it. Raises ValueError without
     results, or for a damaged file, with its line.
     """
-    place = next((each for each in (folder / "eval" / RESULTS, folder / RESULTS, folder) if any(each.glob("*.jsonl"))), None)
-    found = {} if place is None else {path.stem: _read_set(path) for path in sorted(place.glob("*.jsonl")) if _summary(path)}
-    if not found:
+    place = next(
+        (candidate for candidate in (folder / "eval" / RESULTS, folder / RESULTS, folder) if any(candidate.glob("*.jsonl"))),
+        None,
+    )
+    sets = {} if place is None else {path.stem: _read_set(path) for path in sorted(place.glob("*.jsonl")) if _summary(path)}
+    if not sets:
         raise ValueError(f"{folder} has no results of evaluation sets; tepo eval writes them")
-    return found
+    return sets
 
 
-def problem_digest(problem: Problem) -> str:
+def _problem_digest(problem: Problem) -> str:
     """Two results are compared on problems with equal digests."""
     return sha256(repr((problem.prompt, problem.answer)).encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
@@ -112,7 +118,7 @@ def _read_set(path: Path) -> StoredSet:
 
 
 @dataclass(frozen=True)
-class FigureDifference:
+class _FigureDifference:
     """A figure of two results on their common problems, and the mean difference (second minus first) per problem."""
 
     first: Interval
@@ -128,7 +134,7 @@ class SetComparison:
     problems: int
     left_out: int
     settings: Mapping[str, tuple[Any, Any]]
-    figures: Mapping[str, FigureDifference]
+    figures: Mapping[str, _FigureDifference]
 
 
 def compare_results(first: Path, second: Path) -> list[SetComparison]:
@@ -136,18 +142,18 @@ def compare_results(first: Path, second: Path) -> list[SetComparison]:
     difficulty cancels and the interval is narrower. Raises ValueError without results or common problems.
     """
     one, other = read_results(first), read_results(second)
-    found = [_compare_sets(one[name], other[name]) for name in one if name in other]
-    if not any(each.problems for each in found):
+    comparisons = [_compare_sets(one[name], other[name]) for name in one if name in other]
+    if not any(comparison.problems for comparison in comparisons):
         raise ValueError(
             f"{first} has {', '.join(one)} and {second} has {', '.join(other)}: no set with a problem that is in both; "
             "evaluate both models on the same files"
         )
-    return [each for each in found if each.problems]
+    return [comparison for comparison in comparisons if comparison.problems]
 
 
 def _compare_sets(one: StoredSet, other: StoredSet) -> SetComparison:
     common = [problem for problem, (digest, _) in one.problems.items() if other.problems.get(problem, (None,))[0] == digest]
-    figures: dict[str, FigureDifference] = {}
+    figures: dict[str, _FigureDifference] = {}
     if common:
         names = dict.fromkeys(name for problem in common for name in one.problems[problem][1])
         for name in names:
@@ -157,7 +163,7 @@ def _compare_sets(one: StoredSet, other: StoredSet) -> SetComparison:
                 if name in one.problems[problem][1] and name in other.problems[problem][1]
             ]
             if pairs:
-                figures[name] = FigureDifference(
+                figures[name] = _FigureDifference(
                     interval(name, [a for a, _ in pairs]),
                     interval(name, [b for _, b in pairs]),
                     bootstrap([b - a for a, b in pairs]),

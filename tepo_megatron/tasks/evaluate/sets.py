@@ -88,39 +88,39 @@ def load_sets(config: RunConfig, tokenizer: Tokenizer, names: Iterable[str] | No
 
 
 def _load_set(config: RunConfig, tokenizer: Tokenizer, name: str) -> EvaluationSet:
-    given, usual, training = config.evaluate.sets[name], config.evaluate, config.rollout.sampling
-    prompts = {field: getattr(given, field) for field in ("template", "system_prompt", "chat_template", "fields", "split")}
-    if given.sha256 is not None and (digest := file_digest(Path(given.path))) != given.sha256:
+    settings, defaults, training = config.evaluate.sets[name], config.evaluate, config.rollout.sampling
+    prompts = {field: getattr(settings, field) for field in ("template", "system_prompt", "chat_template", "fields", "split")}
+    if settings.sha256 is not None and (digest := file_digest(Path(settings.path))) != settings.sha256:
         raise ValueError(
-            f"evaluate.sets.{name}.sha256 = {given.sha256}, but {given.path} has {digest}: it was changed; restore it, or give "
-            "its own digest"
+            f"evaluate.sets.{name}.sha256 = {settings.sha256}, but {settings.path} has {digest}: it was changed; restore it, "
+            "or give its own digest"
         )
     try:
-        found = read_source(
-            config.data, config.data.complete(SourceConfig(path=given.path, **prompts), filtered=False), tokenizer
+        source = read_source(
+            config.data, config.data.complete(SourceConfig(path=settings.path, **prompts), filtered=False), tokenizer
         )
     except ValueError as error:
         raise ValueError(f"evaluate.sets.{name}: {error}") from error
-    problems = found.used[: given.problems]
-    samples = usual.samples if given.samples is None else given.samples
-    verifier = given.verifier or config.reward.verifier
+    problems = source.used[: settings.problems]
+    samples = defaults.samples if settings.samples is None else settings.samples
+    verifier = settings.verifier or config.reward.verifier
     resolve_verifier(verifier)
-    own = given.sampling
+    sampling = settings.sampling
     return EvaluationSet(
         name=name,
         problems=tuple(problems),
         prompts=tuple(encode_prompt(tokenizer, problem) for problem in problems),
-        left_out=found.left_out.total(),
+        left_out=source.left_out.total(),
         verifier=verifier,
-        greedy=given.greedy,
+        greedy=settings.greedy,
         samples=samples,
-        ks=tuple(sorted((samples,) if given.k is None else given.k)) if samples else (),
-        temperature=training.temperature if own.temperature is None else own.temperature,
-        max_new_tokens=own.max_new_tokens or training.max_new_tokens,
-        truncation={**truncation_of(training), **own.truncation},
-        notion=notion_of(given.majority, verifier),
-        correct_at=usual.correct_at if given.correct_at is None else given.correct_at,
-        show=usual.show if given.show is None else given.show,
+        ks=tuple(sorted((samples,) if settings.k is None else settings.k)) if samples else (),
+        temperature=training.temperature if sampling.temperature is None else sampling.temperature,
+        max_new_tokens=sampling.max_new_tokens or training.max_new_tokens,
+        truncation={**truncation_of(training), **sampling.truncation},
+        notion=notion_of(settings.majority, verifier),
+        correct_at=defaults.correct_at if settings.correct_at is None else settings.correct_at,
+        show=defaults.show if settings.show is None else settings.show,
     )
 
 
@@ -137,10 +137,10 @@ def evaluate_set(of: EvaluationSet, *, generate: Sampler, tokenizer: Tokenizer, 
 
     greedy: list[Scored | None] = [group[0] for group in answer(1, 0.0, {})] if of.greedy else [None] * len(problems)
     sampled = answer(of.samples, of.temperature, of.truncation) if of.samples else [[] for _ in problems]
-    return set_result(of, greedy, sampled, pool)
+    return _set_result(of, greedy, sampled, pool)
 
 
-def set_result(
+def _set_result(
     of: EvaluationSet, greedy: Sequence[Scored | None], sampled: Sequence[Sequence[Scored]], pool: Scorer
 ) -> SetResult:
     """The figures of a scored set; ``pool`` compares answers."""
@@ -153,38 +153,38 @@ def set_result(
         ProblemResult(problem, one, several, _figures(of, one, several, tally))
         for problem, one, several, tally in zip(of.problems, greedy, sampled, tallies, strict=True)
     ]
-    errors = [each.result.error for result in results for each in result.responses if each.result.error is not None]
+    errors = [response.result.error for result in results for response in result.responses if response.result.error is not None]
     return SetResult(
         of.name,
         results,
-        {f"eval/{of.name}/{name}": mean for name, mean in (mean_figures(results) | {"failed": float(len(errors))}).items()},
+        {f"eval/{of.name}/{name}": mean for name, mean in (_mean_figures(results) | {"failed": float(len(errors))}).items()},
         len(errors),
         errors[0] if errors else None,
-        [{"set": of.name, **answers_row(each.problem, each.greedy, each.sampled)} for each in results[: of.show]],
+        [{"set": of.name, **answers_row(result.problem, result.greedy, result.sampled)} for result in results[: of.show]],
     )
 
 
-def mean_figures(results: Sequence[ProblemResult]) -> dict[str, float]:
+def _mean_figures(results: Sequence[ProblemResult]) -> dict[str, float]:
     """The mean of each figure over the problems that have it."""
     names = dict.fromkeys(name for result in results for name in result.figures)
-    return {name: fmean(each.figures[name] for each in results if name in each.figures) for name in names}
+    return {name: fmean(result.figures[name] for result in results if name in result.figures) for name in names}
 
 
 def _figures(
     of: EvaluationSet, greedy: Scored | None, sampled: Sequence[Scored], tally: Sequence[tuple[int, int]] | None
 ) -> dict[str, float]:
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     if greedy is not None:
-        found["greedy"] = float(greedy.correct)
+        results["greedy"] = float(greedy.correct)
     if sampled:
         right = sum(response.correct for response in sampled)
-        found[f"avg@{of.samples}"] = avg_at_k(of.samples, right)
-        found |= {f"pass@{k}": pass_at_k(of.samples, right, k) for k in of.ks}
+        results[f"avg@{of.samples}"] = avg_at_k(of.samples, right)
+        results |= {f"pass@{k}": pass_at_k(of.samples, right, k) for k in of.ks}
         if tally is not None:
-            found |= {f"maj@{k}": maj_at_k(tally, of.samples, k) for k in of.ks if k > 1}
+            results |= {f"maj@{k}": maj_at_k(tally, of.samples, k) for k in of.ks if k > 1}
     means = {"reward_greedy": mean_reward([] if greedy is None else [greedy]), "reward_sampled": mean_reward(sampled)}
-    found |= {name: mean for name, mean in means.items() if mean is not None}
+    results |= {name: mean for name, mean in means.items() if mean is not None}
     responses = sampled or ([] if greedy is None else [greedy])
-    found["response_len"] = fmean(response.num_tokens for response in responses)
-    found["truncated"] = fmean(response.finish_reason == "length" for response in responses)
-    return found
+    results["response_len"] = fmean(response.num_tokens for response in responses)
+    results["truncated"] = fmean(response.finish_reason == "length" for response in responses)
+    return results

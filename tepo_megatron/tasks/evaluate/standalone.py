@@ -72,7 +72,7 @@ def evaluate_model(
     truncation = truncation_of(config.rollout.sampling)
     generate = partial(StoredResponses(stored, fleet.generate, model_identity(folder)), **truncation)
     with open_task(config, tokenizer, spec) as task, VerifierPools(config, chosen, task) as pools:
-        of_its_own = (each.problems for each in chosen if each.verifier == config.reward.verifier)
+        of_its_own = (evaluation_set.problems for evaluation_set in chosen if evaluation_set.verifier == config.reward.verifier)
         tried: Sequence[Problem] = heldout or next(of_its_own, ())
         if tried:  # else every set has a verifier of its own, which has scored an answer
             task.rehearse(tried)
@@ -89,8 +89,8 @@ def evaluate_model(
             )
     stored.unlink(missing_ok=True)  # the results have them
     _write(output, result)
-    for of, found in zip(chosen, result.sets, strict=True):
-        write_results(output / RESULTS, found, settings_of(of, model, config.seed))
+    for evaluation_set, set_result in zip(chosen, result.sets, strict=True):
+        write_results(output / RESULTS, set_result, settings_of(evaluation_set, model, config.seed))
     if table:
         # In a pipe there is no width to fit into: paths are better whole than cut.
         console = Console(width=None if sys.stdout.isatty() else 160)
@@ -110,8 +110,8 @@ def _heldout(config: RunConfig, tokenizer: Tokenizer, sets: Sequence[str] | None
         if others:
             return [], 0
         raise ValueError("data.heldout is not given: there are no problems to evaluate on; give data.heldout = FILE")
-    found = read_sources(config.data, "heldout", tokenizer)
-    return [problem for source in found for problem in source.used], sum(source.left_out.total() for source in found)
+    sources = read_sources(config.data, "heldout", tokenizer)
+    return [problem for source in sources for problem in source.used], sum(source.left_out.total() for source in sources)
 
 
 def without_trainer(server: ServerConfig) -> ServerConfig:
@@ -158,9 +158,9 @@ def _table(model: Path | str, source: str, result: EvaluationResult, left_out: i
 
 def _sets_table(model: Path | str, sets: Sequence[EvaluationSet], results: Sequence[SetResult]) -> Table:
     table = Table("set", "", "value", "95 %", title=f"{model} on {len(sets)} sets", title_justify="left")
-    for given, result in zip(sets, results, strict=True):
-        left_out = f" ({given.left_out} left out, too long)" if given.left_out else ""
-        table.add_row(given.name, "problems", f"{len(result.problems)}{left_out}")
+    for evaluation_set, result in zip(sets, results, strict=True):
+        left_out = f" ({evaluation_set.left_out} left out, too long)" if evaluation_set.left_out else ""
+        table.add_row(evaluation_set.name, "problems", f"{len(result.problems)}{left_out}")
         for name, value in set_intervals(result).items():
             digits, unit = (".1f", " tokens") if name == "response_len" else (".3f", "")
             table.add_row("", name, f"{value.mean:{digits}}{unit}", f"{value.low:{digits}} to {value.high:{digits}}")
@@ -199,10 +199,10 @@ class StoredResponses:
 
                 def keep(at: int, responses: list[Response]) -> None:
                     key = keys[missing[at]]
-                    kept = [[each.response_ids.tolist(), each.finish_reason] for each in responses]
-                    file.write(json.dumps({"key": key, "responses": kept}) + "\n")
+                    retained = [[response.response_ids.tolist(), response.finish_reason] for response in responses]
+                    file.write(json.dumps({"key": key, "responses": retained}) + "\n")
                     file.flush()
-                    self._known[key] = kept
+                    self._known[key] = retained
 
                 self._generate(
                     [prompts[place] for place in missing],
@@ -214,7 +214,7 @@ class StoredResponses:
                     on_group=keep,
                     **truncation,
                 )
-        return [[_response(*each) for each in self._known[key]] for key in keys]
+        return [[_response(*item) for item in self._known[key]] for key in keys]
 
 
 def model_identity(folder: Path) -> str:
@@ -234,14 +234,14 @@ def _response(ids: list[int], finish_reason: str) -> Response:
 def _read(path: Path) -> dict[str, list[list[Any]]]:
     if not path.is_file():
         return {}
-    found: dict[str, list[list[Any]]] = {}
+    results: dict[str, list[list[Any]]] = {}
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):
         try:
             row = json.loads(line)
-            found[row["key"]] = [[list(ids), str(reason)] for ids, reason in row["responses"]]
+            results[row["key"]] = [[list(ids), str(reason)] for ids, reason in row["responses"]]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}:{number}: no responses: {error!r}; remove the file, or leave --resume out") from error
     if lines[-1]:
         path.write_bytes(b"".join(line + b"\n" for line in lines[:-1]))
-    return found
+    return results

@@ -90,13 +90,13 @@ class Judge:
         """The judge's score. Override it if the score is one component of several."""
         values = {"prompt": problem.prompt, "answer": problem.answer, "response": str(response)}
         # Not str.format: the prompt may have braces of its own, and what is put in is not looked through.
-        question = re.sub(r"\{(prompt|answer|response)\}", lambda found: values[found[1]], self._prompt)
+        question = re.sub(r"\{(prompt|answer|response)\}", lambda match: values[match[1]], self._prompt)
         reply = await self.ask(question)
-        found = self._pattern.findall(reply)
-        if not found:
+        scores = self._pattern.findall(reply)
+        if not scores:
             self._replies.pop(question, None)
             raise JudgeError(f"the judge's reply has no score ({self._pattern.pattern}): {self._shown(reply)!r}")
-        return float(found[-1])
+        return float(scores[-1])
 
     async def ask(self, question: str) -> str:
         """The model's reply to a question, possibly remembered. Raises JudgeError if all tries fail."""

@@ -25,8 +25,8 @@ def math(problem: Problem, response: str) -> float:
     """
     try:
         gold = _parse_gold(problem.answer)
-        found = parse(response, parsing_timeout=_SOFT_LIMIT_S, raise_on_error=True)
-        return float(verify(gold, found, timeout_seconds=_SOFT_LIMIT_S, raise_on_error=True))
+        result = parse(response, parsing_timeout=_SOFT_LIMIT_S, raise_on_error=True)
+        return float(verify(gold, result, timeout_seconds=_SOFT_LIMIT_S, raise_on_error=True))
     except TimeoutException as error:
         raise TimeoutError(f"math-verify needed more than {_SOFT_LIMIT_S} s") from error
 

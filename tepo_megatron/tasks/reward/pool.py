@@ -40,11 +40,11 @@ class RewardPool:
         RuntimeError: a worker does not start.
     """
 
-    def __init__(self, config: RewardConfig, components: Sequence[str] | None = None, given: Any = None) -> None:
-        """``components``: as learnt by another pool's rehearsal. ``given``: the verifier as an object of this process;
+    def __init__(self, config: RewardConfig, components: Sequence[str] | None = None, custom: Any = None) -> None:
+        """``components``: as learnt by another pool's rehearsal. ``custom``: the verifier as an object of this process;
         ``config.verifier`` is then only its name in messages.
         """
-        self._config, self.given = config, given
+        self._config, self._custom = config, custom
         self._queue = JobQueue()
         self._numbers = count()
         self._incomplete: dict[Hashable, list[tuple[Hashable, Problem, ResponseText]]] = {}
@@ -52,7 +52,7 @@ class RewardPool:
         self._unfinished = 0
         known = components if config.weights is None else config.weights
         self.components: tuple[str, ...] | None = None if known is None else tuple(known)
-        self._workers = Workers(config, self._queue, self._record, given)
+        self._workers = Workers(config, self._queue, self._record, custom)
 
     @property
     def notice(self) -> str | None:
@@ -64,7 +64,7 @@ class RewardPool:
 
     def another(self) -> RewardPool:
         """An equal pool for another thread, with the components learnt here."""
-        return RewardPool(self._config, self.components, self.given)
+        return RewardPool(self._config, self.components, self._custom)
 
     # -- what is to be scored --------------------------------------------------------------------------------------------
 
@@ -173,7 +173,9 @@ class RewardPool:
         members.append((key, problem, text))
         if len(members) == group_size:
             del self._incomplete[group]
-            self._enqueue(Job(next(self._numbers), problem, [each[0] for each in members], [each[2] for each in members]))
+            self._enqueue(
+                Job(next(self._numbers), problem, [member[0] for member in members], [member[2] for member in members])
+            )
 
     def _enqueue(self, job: Job) -> None:
         cause = self._queue.add(job)

@@ -45,7 +45,7 @@ class PythonTests:
     async def score(self, problem: Problem, response: ResponseText) -> float:
         """Raises ValueError if the problem has no tests, RuntimeError if the sandbox does not start."""
         tests = problem.metadata.get("tests")
-        if not isinstance(tests, list) or not tests or not all(isinstance(each, str) for each in tests):
+        if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
             raise ValueError('the problem has no tests; give it "tests": ["assert f(1) == 2", …] beside prompt and answer')
         key = secrets.token_hex(16)
         task = {

@@ -68,22 +68,22 @@ def run(program: str, inputs: Sequence[int], *, steps: int = 1000, depth: int = 
     code = "".join(program.split())
     partner = _partners(code)
     stack: list[int] = []
-    at = 0
+    index = 0
     for _ in range(steps):
-        if at == len(code):
+        if index == len(code):
             if len(stack) != 1:
                 raise MachineError(f"it left {len(stack)} values")
             return stack[0]
-        instruction = code[at]
+        instruction = code[index]
         if instruction in "[]":
             _need(stack, 1, instruction)
             if (stack[-1] == 0) == (instruction == "["):
-                at = partner[at]
+                index = partner[index]
         else:
             _execute(instruction, stack, inputs)
         if len(stack) > depth:
             raise MachineError(f"it holds more than {depth} values")
-        at += 1
+        index += 1
     raise MachineError(f"it runs longer than {steps} steps")
 
 
@@ -126,16 +126,16 @@ def _need(stack: Sequence[int], count: int, instruction: str) -> None:
 
 def _partners(code: str) -> dict[int, int]:
     """Position of each bracket → position of its partner."""
-    found: dict[int, int] = {}
+    partners: dict[int, int] = {}
     opened: list[int] = []
-    for at, instruction in enumerate(code):
+    for index, instruction in enumerate(code):
         if instruction == "[":
-            opened.append(at)
+            opened.append(index)
         elif instruction == "]":
             if not opened:
                 raise MachineError("a ] has no [")
-            found[at] = opened.pop()
-            found[found[at]] = at
+            partners[index] = opened.pop()
+            partners[partners[index]] = index
     if opened:
         raise MachineError("a [ has no ]")
-    return found
+    return partners

@@ -40,20 +40,20 @@ class VerifierTask:
     """
 
     def __init__(
-        self, configs: Mapping[str, RewardConfig], components: Sequence[Sequence[str] | None] = (), given: Any = None
+        self, configs: Mapping[str, RewardConfig], components: Sequence[Sequence[str] | None] = (), custom: Any = None
     ) -> None:
         """``configs``: as from :func:`reward_configs`. ``components``: as of ``RewardPool``, for each distinct verifier.
-        ``given``: as of ``RewardPool``, for the first one.
+        ``custom``: as of ``RewardPool``, for the first one.
         """
         distinct: list[RewardConfig] = []
         for config in configs.values():
             if config not in distinct:
                 distinct.append(config)
-        self._configs, self._given = dict(configs), given
+        self._configs, self._custom = dict(configs), custom
         self._pools: list[RewardPool] = []
         try:
             for config, known in zip(distinct, [*components, *[None] * len(distinct)], strict=False):
-                self._pools.append(RewardPool(config, known, None if self._pools else given))
+                self._pools.append(RewardPool(config, known, None if self._pools else custom))
         except BaseException:
             self.close()
             raise
@@ -78,7 +78,7 @@ class VerifierTask:
 
     def another(self) -> VerifierTask:
         """An equal task, with the components that this one has learnt."""
-        return VerifierTask(self._configs, [pool.components for pool in self._pools], self._given)
+        return VerifierTask(self._configs, [pool.components for pool in self._pools], self._custom)
 
     def stream(self, samples: SampleStream, problem_of: Callable[[Any], Problem]) -> SampleStream:
         return samples

@@ -65,14 +65,14 @@ def check_reachable(name: str, problems: Iterable[Problem]) -> int:
     verifier = {"exact": exact, "last_number": last_number, "last_word": last_word}.get(name)
     if verifier is None:
         return 0
-    given = list(problems)
-    lost = [problem for problem in given if not _solves_itself(verifier, problem)]
-    if given and len(lost) == len(given):
+    listed = list(problems)
+    unsolvable = [problem for problem in listed if not _solves_itself(verifier, problem)]
+    if listed and len(unsolvable) == len(listed):
         raise ValueError(
             f"the verifier {name} can give no response a reward: the expected answers themselves do not pass, such as "
-            f"{lost[0].answer[:60]!r} of problem {lost[0].id!r}; choose another one, such as exact"
+            f"{unsolvable[0].answer[:60]!r} of problem {unsolvable[0].id!r}; choose another one, such as exact"
         )
-    return len(lost)
+    return len(unsolvable)
 
 
 def _solves_itself(verifier: Callable[[Problem, str], float], problem: Problem) -> bool:

@@ -61,16 +61,16 @@ def main() -> None:
         os._exit(NO_MEMORY)
 
 
-def serve_in_fork(given: Any) -> None:
-    """As :func:`main`, in a fork of the process that has the verifier object ``given``."""
+def serve_in_fork(custom: Any) -> None:
+    """As :func:`main`, in a fork of the process that has the verifier object ``custom``."""
     forget_memory_file()
     try:
-        _serve(given)
+        _serve(custom)
     except MemoryError:
         os._exit(NO_MEMORY)
 
 
-def _serve(given: Any = None) -> None:
+def _serve(custom: Any = None) -> None:
     requests, replies = redirect_standard_streams()
     line = requests.readline()
     if not line:
@@ -83,7 +83,7 @@ def _serve(given: Any = None) -> None:
     Thread(target=read_lines, args=(requests, inbox), daemon=True).start()
     sys.path[:] = setup["path"]
     try:
-        verifier = make_verifier(setup["verifier"], setup["kwargs"], setup, given)
+        verifier = _make_verifier(setup["verifier"], setup["kwargs"], setup, custom)
     except ValueError as error:
         reply(replies, {"error": str(error)})
         return
@@ -137,7 +137,7 @@ async def _serve_concurrently(served: _Served, inbox: SimpleQueue[Any]) -> None:
 class _Served:
     """``loaded``: memory in bytes before the first call."""
 
-    verifier: Verifier
+    verifier: _Verifier
     setup: Mapping[str, Any]
     replies: FileIO
     loaded: int
@@ -165,7 +165,7 @@ Outcome = tuple[Value | None, str | None]
 
 
 @dataclass(frozen=True)
-class Verifier:
+class _Verifier:
     """A verifier that can be called. ``setup``: its limits by their names in ``reward``."""
 
     function: Callable[..., Any]
@@ -211,40 +211,40 @@ class Verifier:
         if len(value) != count:
             what = f"{len(value)} rewards for a group of {count} responses"
             return self._failed(f"the verifier's score_group returned {what}{place_of(self.function)}", count)
-        return [self._placed(check_value(each)) for each in value]
+        return [self._placed(check_value(item)) for item in value]
 
     def _placed(self, outcome: Outcome) -> Outcome:
         value, why = outcome
         return outcome if why is None else (value, f"{why}{place_of(self.function)}")
 
 
-def make_verifier(name: str, kwargs: Mapping[str, Any], setup: Mapping[str, Any], given: Any = None) -> Verifier:
-    """Imports a verifier (unless ``given``) and makes it if it is a class. Raises ValueError if that fails, if it cannot be
-    called, or if it runs the model's programs without ``run_code``.
+def _make_verifier(name: str, kwargs: Mapping[str, Any], setup: Mapping[str, Any], custom: Any = None) -> _Verifier:
+    """Imports a verifier (unless ``custom`` is one) and makes it if it is a class. Raises ValueError if that fails, if it
+    cannot be called, or if it runs the model's programs without ``run_code``.
     """
-    found = load_verifier(name) if given is None else given
-    if getattr(found, "runs_code", False) and not setup["run_code"]:
+    verifier = load_verifier(name) if custom is None else custom
+    if getattr(verifier, "runs_code", False) and not setup["run_code"]:
         raise ValueError(
             f"the verifier {name!r} runs programs that the model writes; set reward.run_code = true if you mean it"
         )
-    if inspect.isclass(found):
+    if inspect.isclass(verifier):
         try:
-            found = found(**kwargs)
+            verifier = verifier(**kwargs)
         except Exception as error:
-            why = why_it_raised(error, found.__init__, setup).removeprefix("the verifier ")
-            given = f"reward.kwargs {', '.join(kwargs)}" if kwargs else "no reward.kwargs"  # values may be private
-            raise ValueError(f"the verifier {name!r} cannot be made with {given}: it {why}") from error
+            why = why_it_raised(error, verifier.__init__, setup).removeprefix("the verifier ")
+            arguments = f"reward.kwargs {', '.join(kwargs)}" if kwargs else "no reward.kwargs"  # values may be private
+            raise ValueError(f"the verifier {name!r} cannot be made with {arguments}: it {why}") from error
     elif kwargs:
         raise ValueError(f"reward.kwargs is for a verifier that is a class, and {name!r} is none; leave it out")
-    if hasattr(found, "score_group"):
-        return Verifier(found.score_group, of_groups=True, setup=setup)
-    if hasattr(found, "score"):
-        return Verifier(found.score, of_groups=False, setup=setup)
-    if not callable(found) or inspect.isclass(found):
+    if hasattr(verifier, "score_group"):
+        return _Verifier(verifier.score_group, of_groups=True, setup=setup)
+    if hasattr(verifier, "score"):
+        return _Verifier(verifier.score, of_groups=False, setup=setup)
+    if not callable(verifier) or inspect.isclass(verifier):
         raise ValueError(f"the verifier {name!r} has neither a method score nor score_group, and cannot be called itself")
-    if not hasattr(found, "__code__") and inspect.iscoroutinefunction(getattr(found, "__call__", None)):  # noqa: B004
-        found = found.__call__
-    return Verifier(found, of_groups=getattr(found, "__name__", "") == "score_group", setup=setup)
+    if not hasattr(verifier, "__code__") and inspect.iscoroutinefunction(getattr(verifier, "__call__", None)):  # noqa: B004
+        verifier = verifier.__call__
+    return _Verifier(verifier, of_groups=getattr(verifier, "__name__", "") == "score_group", setup=setup)
 
 
 def took_too_long(timeout_s: float) -> str:
@@ -261,8 +261,8 @@ def check_value(value: Any, *, what: str = "verifier") -> Outcome:
     if not value:
         return None, f"the {what} returned no component"
     parts: dict[str, float] = {}
-    for name, given in value.items():
-        number, fault = _number(given)
+    for name, component in value.items():
+        number, fault = _number(component)
         if number is None:
             return None, f"the {what} returned for its component {str(name)[:60]!r} {fault}"
         parts[str(name)] = number

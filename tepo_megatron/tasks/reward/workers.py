@@ -27,8 +27,8 @@ _SLACK_S = 2.0
 class Workers:
     """``config.workers`` processes that process jobs of ``queue``, ready when the constructor returns.
 
-    ``given``: a verifier object; the workers are then forks of this process. ``done`` is called with each finished job that was
-    not dropped, its outcomes and seconds. ``of_groups``: whether the verifier scores groups.
+    ``custom``: a verifier object; the workers are then forks of this process. ``done`` is called with each finished job that
+    was not dropped, its outcomes and seconds. ``of_groups``: whether the verifier scores groups.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class Workers:
         config: RewardConfig,
         queue: JobQueue,
         done: Callable[[Job, Sequence[Outcome], float], None],
-        given: Any = None,
+        custom: Any = None,
     ) -> None:
-        self._config, self._queue, self._done, self._given = config, queue, done, given
-        self._verifier = config.verifier if given is not None else resolve_verifier(config.verifier)
+        self._config, self._queue, self._done, self._custom = config, queue, done, custom
+        self._verifier = config.verifier if custom is not None else resolve_verifier(config.verifier)
         self._workers: WorkerSet[Worker[Job]] = WorkerSet()
         self.notice: str | None = None
         self.of_groups = False
@@ -72,7 +72,7 @@ class Workers:
 
     def _start(self) -> Worker[Job]:
         config = self._config
-        forked = None if self._given is None else partial(serve_in_fork, self._given)
+        forked = None if self._custom is None else partial(serve_in_fork, self._custom)
         process = WorkerProcess("tepo_megatron.tasks.reward.worker", forked)
         worker: Worker[Job] = Worker(process)
         setup = {name: getattr(config, name) for name in SETUP}

@@ -27,7 +27,7 @@ OPTIONS = {"verifier": "(python):mine", "timeout_s": 60.0, "memory_mb": 100, "fi
 
 def scored(verifier: Any, *responses: str, **options: Any) -> list[RewardResult]:
     items = [(Problem("p", "q", "4"), ResponseText(response)) for response in responses]
-    with RewardPool(RewardConfig.model_validate({**OPTIONS, **options}), given=verifier) as pool:
+    with RewardPool(RewardConfig.model_validate({**OPTIONS, **options}), custom=verifier) as pool:
         return pool.score(items, [0] * len(items))
 
 
@@ -129,7 +129,7 @@ def test_a_fork_has_no_handler_and_no_pipe_of_its_parent(monkeypatch: pytest.Mon
         return float(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and os.getsid(0) == os.getpid())
 
     try:
-        with RewardPool(RewardConfig.model_validate(OPTIONS), given=mine) as pool:
+        with RewardPool(RewardConfig.model_validate(OPTIONS), custom=mine) as pool:
             (result,) = pool.score([(Problem("p", "q", "a"), ResponseText("x"))])
             assert result.reward == 1.0, result.error
             os.close(write)

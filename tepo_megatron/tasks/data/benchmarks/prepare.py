@@ -59,7 +59,7 @@ def prepare(
         raise ValueError(f"unknown family {family!r}; known: {', '.join(families)}")
     path = _fetch(benchmark) if source is None else _find(benchmark, source)
     digest = file_digest(path)
-    lock = read_lock(folder)
+    lock = _read_lock(folder)
     expected = lock.get(name, {}).get("sha256") or benchmark.sha256
     if expected is not None and digest != expected and not accept_changed:
         whence = f"recorded in {folder / LOCK}" if name in lock else f"of {benchmark.repository} at {benchmark.revision[:12]}"
@@ -102,14 +102,14 @@ def sets_yaml(folder: Path, lock: Mapping[str, Mapping[str, Any]]) -> str:
     sets = {}
     for name in (known for known in BENCHMARKS if known in lock):
         benchmark, entry = BENCHMARKS[name], lock[name]
-        given = templates()[entry["family"]]
+        value = templates()[entry["family"]]
         sets[name] = {
             "path": str((folder / f"{name}.jsonl").absolute()),
             "sha256": entry["prepared_sha256"],
             "verifier": benchmark.verifier,
             "samples": benchmark.samples,
-            **given.get(benchmark.prompts, {}),
-            **given.get(name, {}),
+            **value.get(benchmark.prompts, {}),
+            **value.get(name, {}),
         }
     head = "# Written by tepo data prepare: tepo eval MODEL --run benchmarks.yaml, or base: benchmarks.yaml in a run.\n"
     return head + yaml.safe_dump({"data": {"heldout": None}, "evaluate": {"sets": sets}}, sort_keys=False, allow_unicode=True)
@@ -121,18 +121,18 @@ def templates() -> Mapping[str, Mapping[str, Any]]:
     by name.
     """
     text = files("tepo_megatron.tasks.data.benchmarks").joinpath("templates.yaml").read_text(encoding="utf-8")
-    found: Mapping[str, Mapping[str, Any]] = yaml.safe_load(text)
-    return found
+    result: Mapping[str, Mapping[str, Any]] = yaml.safe_load(text)
+    return result
 
 
-def read_lock(folder: Path) -> dict[str, dict[str, Any]]:
+def _read_lock(folder: Path) -> dict[str, dict[str, Any]]:
     """The entries of a folder's lock file. Raises ValueError if it is damaged."""
     path = folder / LOCK
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return {str(name): dict(entry) for name, entry in found.items()}
+        result = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): dict(entry) for name, entry in result.items()}
     except (ValueError, AttributeError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}; restore it, or prepare into another folder") from error
 

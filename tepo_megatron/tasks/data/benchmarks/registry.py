@@ -57,8 +57,8 @@ def _column(name: str) -> Callable[[Row], Any]:
 
 def _number_after_hashes(row: Row) -> Any:
     """GSM8K ends each solution with ``#### 1,234``."""
-    found = re.search(r"####\s*(\S[^\n]*?)\s*$", str(row["answer"]))
-    return found[1].replace(",", "") if found else None
+    match = re.search(r"####\s*(\S[^\n]*?)\s*$", str(row["answer"]))
+    return match[1].replace(",", "") if match else None
 
 
 def _integer(row: Row) -> Any:
@@ -74,7 +74,7 @@ def _olympiad_prompt(row: Row) -> Any:
 
 def _olympiad_answer(row: Row) -> Any:
     """A list of answers, with or without dollar signs; several parts are expected in their order."""
-    parts = [str(each).strip().strip("$") for each in row["final_answer"] or []]
+    parts = [str(answer).strip().strip("$") for answer in row["final_answer"] or []]
     return ", ".join(parts)
 
 
@@ -103,7 +103,7 @@ def _mbpp_tests(row: Row) -> Row:
 
 
 def _mbpp(title: str, file: str, sha256: str, problems: int, **changes: Any) -> Benchmark:
-    given: dict[str, Any] = {
+    value: dict[str, Any] = {
         "prompt": _mbpp_prompt("text"),
         "columns": ("task_id", "text", "code", "test_list", "test_setup_code"),
     }
@@ -118,7 +118,7 @@ def _mbpp(title: str, file: str, sha256: str, problems: int, **changes: Any) -> 
         id=_column("task_id"),
         more=_mbpp_tests,
         verifier="python_tests",
-        **{**given, **changes},
+        **{**value, **changes},
     )
 
 
@@ -271,7 +271,7 @@ def convert(name: str, benchmark: Benchmark, rows: Iterable[Row]) -> list[Proble
     Raises:
         ValueError: a missing column, a row without prompt, answer or tests, or a repeated id; with the row's number.
     """
-    found: dict[str, Problem] = {}
+    problems: dict[str, Problem] = {}
     for number, row in enumerate(rows, start=1):
         missing = [column for column in benchmark.columns if column not in row]
         if missing:
@@ -289,10 +289,10 @@ def convert(name: str, benchmark: Benchmark, rows: Iterable[Row]) -> list[Proble
         }
         if "tests" in problem and not problem["tests"]:
             raise ValueError(f"row {number} has no tests")
-        if problem["id"] in found:
+        if problem["id"] in problems:
             raise ValueError(f"row {number} has the id {own!r}, which another row has too")
-        found[problem["id"]] = problem
-    return list(found.values())
+        problems[problem["id"]] = problem
+    return list(problems.values())
 
 
 def as_lines(problems: Iterable[Problem]) -> bytes:

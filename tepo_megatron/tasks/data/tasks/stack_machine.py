@@ -51,26 +51,26 @@ def supervised_examples(n: int, noise: float, seed: int) -> list[tuple[str, str]
 
 def _another_formula(problem: Problem, tree: Tree, rng: random.Random) -> Tree:
     while True:
-        found = slipped(tree, rng)
-        if any(value_of(found, inputs) != result for inputs, result in problem.metadata["tests"]):
-            return found
+        outcome = _slipped(tree, rng)
+        if any(value_of(outcome, inputs) != result for inputs, result in problem.metadata["tests"]):
+            return outcome
 
 
 @cache
 def _problems() -> tuple[tuple[Problem, Tree], ...]:
     """Drawn from digests, because random generators may change between versions."""
-    found: dict[str, tuple[Problem, Tree]] = {}
+    drawn_by_text: dict[str, tuple[Problem, Tree]] = {}
     number = 0
-    while len(found) < NUM_HELDOUT + NUM_TRAIN:
+    while len(drawn_by_text) < NUM_HELDOUT + NUM_TRAIN:
         drawn = iter(shake_256(f"stack machine {number}".encode()).digest(64))
         number += 1
         tree = _draw(drawn)
         tests = [[next(drawn) % 16 - 3 for _ in INPUTS] for _ in range(_TESTS)]
         text = text_of(tree)
-        if text not in found and _is_a_task(tree, tests):
+        if text not in drawn_by_text and _is_a_task(tree, tests):
             cases = [[inputs, value_of(tree, inputs)] for inputs in tests]
-            found[text] = (Problem(text, f"{text}=", program_of(tree), {"tests": cases}), tree)
-    return tuple(found.values())
+            drawn_by_text[text] = (Problem(text, f"{text}=", program_of(tree), {"tests": cases}), tree)
+    return tuple(drawn_by_text.values())
 
 
 def _draw(drawn: Iterator[int]) -> Tree:
@@ -137,7 +137,7 @@ def program_of(tree: Tree, rng: random.Random | None = None) -> str:
         return tree
     operator, *operands = tree
     if operator == "?":
-        return "".join(program_of(each, rng) for each in operands) + operator
+        return "".join(program_of(operand, rng) for operand in operands) + operator
     left, right = operands
     if rng is not None and left == right and rng.random() < 0.5:
         return f"{program_of(left, rng)}d{operator}"
@@ -155,11 +155,11 @@ def value_of(tree: Tree, inputs: Sequence[int]) -> int:
     if operator == "?":
         condition, first, second = operands
         return value_of(first if value_of(condition, inputs) else second, inputs)
-    a, b = (value_of(each, inputs) for each in operands)
+    a, b = (value_of(operand, inputs) for operand in operands)
     return {"+": a + b, "-": a - b, "*": a * b, "<": int(a < b)}[operator]
 
 
-def slipped(tree: Tree, rng: random.Random) -> Tree:
+def _slipped(tree: Tree, rng: random.Random) -> Tree:
     """The formula with one mistake: a wrong leaf or operator, exchanged operands, or ignored brackets. Its values may be equal
     by chance.
     """
@@ -167,7 +167,7 @@ def slipped(tree: Tree, rng: random.Random) -> Tree:
     if kind == "brackets":
         return _from_left_to_right(tree)
     leaf = kind == "leaf"
-    places = [place for place, each in _places(tree) if isinstance(each, str) == leaf]
+    places = [place for place, item in _places(tree) if isinstance(item, str) == leaf]
     place = rng.choice(places)
     return _changed(tree, place, lambda each: _slip(each, kind, rng))
 
@@ -186,12 +186,12 @@ def _from_left_to_right(tree: Tree) -> Tree:
     if isinstance(tree, str):
         return tree
     if tree[0] == "?":
-        return ("?", tree[1], *(_from_left_to_right(each) for each in tree[2:]))
+        return ("?", tree[1], *(_from_left_to_right(item) for item in tree[2:]))
     leaves, operators = _in_order(tree)
-    found: Tree = leaves[0]
+    result: Tree = leaves[0]
     for operator, leaf in zip(operators, leaves[1:], strict=True):
-        found = (operator, found, leaf)
-    return found
+        result = (operator, result, leaf)
+    return result
 
 
 def _in_order(tree: Tree) -> tuple[list[str], list[str]]:
@@ -205,8 +205,8 @@ def _in_order(tree: Tree) -> tuple[list[str], list[str]]:
 def _places(tree: Tree, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Tree]]:
     yield place, tree
     if not isinstance(tree, str):
-        for number, each in enumerate(tree[1:], start=1):
-            yield from _places(each, (*place, number))
+        for number, item in enumerate(tree[1:], start=1):
+            yield from _places(item, (*place, number))
 
 
 def _changed(tree: Tree, place: tuple[int, ...], change: Callable[[Tree], Tree]) -> Tree:

@@ -51,9 +51,9 @@ class Agents:
         )
         self._threads: list[threading.Thread] = []
 
-    def episode(self) -> AgentEpisode:
+    def episode(self) -> _AgentEpisode:
         settings = self.setup["agent"]
-        return AgentEpisode(self, Talk(settings["history"], settings["tool_calls"], reward_ends=self.solve is None))
+        return _AgentEpisode(self, Talk(settings["history"], settings["tool_calls"], reward_ends=self.solve is None))
 
     @property
     def worn(self) -> bool:
@@ -68,10 +68,10 @@ class Agents:
             self.address.offer(_as_json(problem), key, seed)
             return
         loop = asyncio.get_running_loop()
-        given = {**self.kwargs, "base_url": url, "api_key": key, **({"seed": seed} if self._takes_seed else {})}
+        arguments = {**self.kwargs, "base_url": url, "api_key": key, **({"seed": seed} if self._takes_seed else {})}
 
         def run() -> None:
-            ended = _run(self.solve, problem, given)
+            ended = _run(self.solve, problem, arguments)
             loop.call_soon_threadsafe(talk.end, ended)
 
         # A thread for each: agents may block, and those that are async may run an event loop of their own.
@@ -81,10 +81,10 @@ class Agents:
             thread.start()
         finally:
             threading.stack_size(before)
-        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+        self._threads = [*(thread_ for thread_ in self._threads if thread_.is_alive()), thread]
 
 
-class AgentEpisode:
+class _AgentEpisode:
     """An agent's episode with the methods of an environment."""
 
     def __init__(self, agents: Agents, talk: Talk) -> None:
@@ -98,10 +98,10 @@ class AgentEpisode:
         self._problem = problem
         self._key = self._agents.address.open(self._talk)
         await self._agents.begin(problem, seed, self._talk, self._key)
-        found = await self._talk.wait()
-        if isinstance(found, ChatRequest):
-            return found
-        self._check(found)
+        request = await self._talk.wait()
+        if isinstance(request, ChatRequest):
+            return request
+        self._check(request)
         raise EpisodeError("the agent ended without asking the model anything")
 
     async def step(self, action: ResponseText) -> StepResult:
@@ -109,12 +109,12 @@ class AgentEpisode:
         self._last = action
         self._talk.give(action)
         mistake = self._talk.malformed
-        found = await self._talk.wait()
-        if isinstance(found, ChatRequest):
-            asked: Any = found  # an observation that only this package makes
+        request = await self._talk.wait()
+        if isinstance(request, ChatRequest):
+            asked: Any = request  # an observation that only this package makes
             return StepResult(asked, tool_error=mistake)
-        self._check(found)
-        return StepResult(reward=self._reward(found.result), done=True, tool_error=mistake)
+        self._check(request)
+        return StepResult(reward=self._reward(request.result), done=True, tool_error=mistake)
 
     def close(self) -> None:
         self._agents.address.close(self._key)
@@ -168,7 +168,9 @@ def _takes_seed(solve: Callable[..., Any], kwargs: Mapping[str, Any], name: str)
     try:
         signature = inspect.signature(solve)
         parameters = signature.parameters.values()
-        takes = "seed" not in kwargs and any(each.name == "seed" or each.kind is each.VAR_KEYWORD for each in parameters)
+        takes = "seed" not in kwargs and any(
+            parameter.name == "seed" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters
+        )
         signature.bind(None, base_url="", api_key="", **({"seed": 0} if takes else {}), **kwargs)
     except (TypeError, ValueError) as error:
         raise ValueError(

@@ -21,7 +21,7 @@ _LONGEST_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Offer:
+class _Offer:
     """An episode for an external agent, with the key of its requests."""
 
     problem: Mapping[str, Any]
@@ -48,7 +48,7 @@ class ChatAddress:
         self._sampling, self._ignored, self._port, self._outside_key = sampling, ignored, port, outside_key
         self._max_request_bytes = max_request_bytes
         self._talks: dict[str, Talk] = {}
-        self._offers: asyncio.Queue[Offer] = asyncio.Queue()
+        self._offers: asyncio.Queue[_Offer] = asyncio.Queue()
         self._starting: asyncio.Task[str] | None = None
 
     async def url(self) -> str:
@@ -69,7 +69,7 @@ class ChatAddress:
 
     def offer(self, problem: Mapping[str, Any], key: str, seed: int) -> None:
         """Offers the episode of this key to external agents."""
-        self._offers.put_nowait(Offer(problem, key, seed))
+        self._offers.put_nowait(_Offer(problem, key, seed))
 
     # -- within ------------------------------------------------------------------------------------------------------------
 

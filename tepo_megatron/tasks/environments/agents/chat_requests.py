@@ -91,21 +91,21 @@ def read_request(body: Any, sampling: Mapping[str, Any], ignored: frozenset[str]
     """
     if not isinstance(body, dict):
         raise RefusedError("the body must be a JSON object")
-    given = {name: value for name, value in body.items() if value is not None and name not in ignored}
-    for name, value in given.items():
+    fields = {name: value for name, value in body.items() if value is not None and name not in ignored}
+    for name, value in fields.items():
         _check_field(name, value, sampling)
     try:
-        messages = read_messages(given.get("messages"))
+        messages = read_messages(fields.get("messages"))
     except ValueError as error:
         raise RefusedError(str(error), param="messages") from None
-    options = given.get("stream_options")
+    options = fields.get("stream_options")
     return AskedFor(
         messages,
-        _tools(given.get("tools")),
-        _max_tokens(given),
-        given.get("stream") is True,
+        _tools(fields.get("tools")),
+        _max_tokens(fields),
+        fields.get("stream") is True,
         isinstance(options, dict) and bool(options.get("include_usage")),
-        str(given.get("model", "")),
+        str(fields.get("model", "")),
     )
 
 
@@ -147,7 +147,7 @@ def _tools(given: Any) -> list[dict[str, Any]] | None:
     if not given:
         return None
     if not isinstance(given, list) or not all(
-        isinstance(each, dict) and each.get("type") == "function" and isinstance(each.get("function"), dict) for each in given
+        isinstance(item, dict) and item.get("type") == "function" and isinstance(item.get("function"), dict) for item in given
     ):
         raise RefusedError('tools must be a list of {"type": "function", "function": {…}}', param="tools")
     return given
@@ -182,9 +182,9 @@ def read_answer(action: ResponseText, tool_calls: str) -> Answer:
     """Parses the model's answer; ``tool_calls``: the format of tool calls (``AgentConfig``)."""
     text, calls, malformed = str(action), [], False
     if tool_calls == "hermes":
-        for found in _CALL.findall(text):
+        for result in _CALL.findall(text):
             try:
-                call = json.loads(found)
+                call = json.loads(result)
                 function = {"name": str(call["name"]), "arguments": call.get("arguments") or {}}
             except (ValueError, TypeError, KeyError, AttributeError):
                 malformed = True
@@ -226,14 +226,14 @@ def chunks(whole: Mapping[str, Any], *, usage: bool) -> list[dict[str, Any]]:
     (choice,) = whole["choices"]
     delta = dict(choice["message"])
     if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(delta["tool_calls"])]
-    kept = {name: whole[name] for name in ("id", "created", "model")}
-    kept["object"] = "chat.completion.chunk"
-    found = [
-        {**kept, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-        {**kept, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
+    common = {name: whole[name] for name in ("id", "created", "model")}
+    common["object"] = "chat.completion.chunk"
+    parts = [
+        {**common, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+        {**common, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
     ]
-    return [*found, {**kept, "choices": [], "usage": whole["usage"]}] if usage else found
+    return [*parts, {**common, "choices": [], "usage": whole["usage"]}] if usage else parts
 
 
 Message = dict[str, Any]
@@ -247,7 +247,7 @@ def read_messages(given: Any) -> list[Message]:
     """
     if not isinstance(given, list) or not given:
         raise ValueError("messages must be a list of at least one message")
-    messages = [_message(each, f"messages[{at}]") for at, each in enumerate(given)]
+    messages = [_message(item, f"messages[{index}]") for index, item in enumerate(given)]
     if messages[-1]["role"] == "assistant":
         raise ValueError(
             "the last message is the assistant's: the model would go on with words that it may not have written, and these "
@@ -285,11 +285,11 @@ class Conversation:
 
     def why_not(self, messages: Sequence[Message], tools: Any) -> str:
         """The difference from the earlier messages, as part of a sentence."""
-        for at, (ours, theirs) in enumerate(zip(self.said, messages, strict=False)):
+        for index, (ours, theirs) in enumerate(zip(self.said, messages, strict=False)):
             if _compared(ours) != _compared(theirs):
                 if ours["role"] != theirs["role"]:
-                    return f"message {at} was the {ours['role']}'s and is the {theirs['role']}'s"
-                return f"message {at} ({ours['role']}) was {_abbreviated(ours)} and is {_abbreviated(theirs)}"
+                    return f"message {index} was the {ours['role']}'s and is the {theirs['role']}'s"
+                return f"message {index} ({ours['role']}) was {_abbreviated(ours)} and is {_abbreviated(theirs)}"
         if tools != self.tools:
             return "the tools are others than in the request before"
         return f"it has {len(messages)} messages, none of them behind the {len(self.said)} that were said"
@@ -342,18 +342,18 @@ def _text(given: Mapping[str, Any], place: str) -> str:
 
 def _calls(given: Any, place: str) -> list[dict[str, Any]]:
     calls = []
-    for each in given if isinstance(given, list) else [None]:
-        call: Mapping[str, Any] = each if isinstance(each, Mapping) else {}
+    for item in given if isinstance(given, list) else [None]:
+        call: Mapping[str, Any] = item if isinstance(item, Mapping) else {}
         function = call.get("function")
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(f"tool_calls of {place} must be a list of calls, each with a function and its name")
         arguments = function.get("arguments", "")
         try:
-            found = json.loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or {}
+            result = json.loads(arguments) if isinstance(arguments, str) and arguments.strip() else arguments or {}
         except ValueError:
-            found = arguments
+            result = arguments
         calls.append(
-            {"id": str(call.get("id", "")), "type": "function", "function": {"name": function["name"], "arguments": found}}
+            {"id": str(call.get("id", "")), "type": "function", "function": {"name": function["name"], "arguments": result}}
         )
     return calls
 
