@@ -27,22 +27,22 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _paths_are_not_empty(cls, given: Any) -> Any:
+    def _paths_are_not_empty(cls, raw: Any) -> Any:
         """An empty path would be the current folder."""
-        if isinstance(given, Mapping):
+        if isinstance(raw, Mapping):
             for name, field in cls.model_fields.items():
-                if field.annotation in (Path, Path | None) and given.get(name) == "":
+                if field.annotation in (Path, Path | None) and raw.get(name) == "":
                     raise ValueError(f"{name} is an empty path; write . for the current folder")
-        return given
+        return raw
 
     @field_validator("*")
     @classmethod
     def _can_be_kept(cls, value: Any) -> Any:
-        for each in value if isinstance(value, tuple) else (value,):
-            if isinstance(each, int) and abs(each) > LARGEST_INTEGER:
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, int) and abs(item) > LARGEST_INTEGER:
                 raise ValueError(f"an integer here is {LARGEST_INTEGER} at most")
-            if isinstance(each, str | Path):
-                _check_text(str(each))
+            if isinstance(item, str | Path):
+                _check_text(str(item))
         return value
 
 

@@ -2,7 +2,7 @@
 
 import warnings
 
-from tepo_megatron.config.data import is_own, show_paths
+from tepo_megatron.config.data import is_custom, show_paths
 from tepo_megatron.config.objective.choices import GDPOAdvantage
 from tepo_megatron.config.sections import RunSections
 
@@ -19,10 +19,10 @@ def _minibatches_have_work(run: RunSections) -> None:
     sequences = run.rollout.prompts_per_step * run.rollout.samples_per_prompt
     parallel = run.engine.parallel
     if sequences < run.fewest_sequences:
-        each = f", {parallel.pp} for each, as engine.parallel.vpp = {parallel.vpp} needs" if parallel.vpp > 1 else ""
+        group = f", {parallel.pp} for each, as engine.parallel.vpp = {parallel.vpp} needs" if parallel.vpp > 1 else ""
         raise ValueError(
             f"{sequences} rollouts a step cannot fill train.minibatches = {run.train.minibatches} on "
-            f"engine.parallel.dp = {parallel.dp} ranks{each}; raise rollout.prompts_per_step or "
+            f"engine.parallel.dp = {parallel.dp} ranks{group}; raise rollout.prompts_per_step or "
             "samples_per_prompt, or lower train.minibatches"
         )
 
@@ -48,20 +48,20 @@ def _fp8_has_what_it_needs(run: RunSections) -> None:
 
 def _lean_optimizer_has_what_it_needs(run: RunSections) -> None:
     optimizer, engine, dtype = run.optimizer, run.engine, run.model.dtype
-    given = "offload_fraction" if optimizer.offload_fraction else next(iter(optimizer.reduced_fields), "")
+    name = "offload_fraction" if optimizer.offload_fraction else next(iter(optimizer.reduced_fields), "")
     if optimizer.own_masters and engine.fp8.params:
         raise ValueError(
-            f"optimizer.{given} with engine.fp8.params = true: FP8 weights are made from fp32 masters in Megatron's "
-            f"optimizer, and with {given} they are in Adam; leave one of them out"
+            f"optimizer.{name} with engine.fp8.params = true: FP8 weights are made from fp32 masters in Megatron's "
+            f"optimizer, and with {name} they are in Adam; leave one of them out"
         )
     if optimizer.precision_aware and engine.platform == "cpu":
         raise ValueError(
-            f"optimizer.{given} needs Transformer Engine's Adam on a GPU, and engine.platform = cpu; leave it out, or use "
+            f"optimizer.{name} needs Transformer Engine's Adam on a GPU, and engine.platform = cpu; leave it out, or use "
             "optimizer.offload_fraction, which a CPU has too"
         )
     if optimizer.own_masters and dtype != "bfloat16":
         raise ValueError(
-            f"optimizer.{given} with model.dtype = {dtype}: there an Adam of its own kind has the fp32 masters of bfloat16 "
+            f"optimizer.{name} with model.dtype = {dtype}: there an Adam of its own kind has the fp32 masters of bfloat16 "
             "weights, and float32 weights are their own; set model.dtype = bfloat16"
         )
     turns = run.rollout.server.placement == "colocated" and run.rollout.replay is None
@@ -114,7 +114,7 @@ def _no_demonstration_beside_own_problems(run: RunSections) -> None:
             f"evaluate.every = {run.evaluate.every}, but there are no held-out problems; give data.heldout or "
             "evaluate.sets, or set evaluate.every = 0"
         )
-    if heldout is not None and is_own(train) != is_own(heldout):
+    if heldout is not None and is_custom(train) != is_custom(heldout):
         raise ValueError(
             f"data.train = {show_paths(train)} with data.heldout = {show_paths(heldout)}: one is your own, the other "
             "the demonstration's, and a model is "
@@ -174,10 +174,10 @@ def _rewards_are_weighed(run: RunSections) -> None:
         )
     if advantage.weights is None:
         if weights is not None and len(set(weights.values())) > 1:
-            given = ", ".join(f"{each:g}" for each in weights.values())
+            values = ", ".join(f"{weight:g}" for weight in weights.values())
             raise ValueError(
                 "reward.weights differ, but objective.advantage.kind = gdpo without weights weighs all components the "
-                f"same; set objective.advantage.weights=[{given}], in this order, or reward.weights to 1 each"
+                f"same; set objective.advantage.weights=[{values}], in this order, or reward.weights to 1 each"
             )
     elif weights is None:
         raise ValueError(
@@ -208,11 +208,11 @@ def _punishment_is_felt(run: RunSections) -> None:
 
 def _programs_are_run_knowingly(run: RunSections) -> None:
     """Of environments ``EnvironmentConfig`` asks the same."""
-    given = {"reward.verifier": run.reward.verifier}
-    given |= {f"evaluate.sets.{name}.verifier": each.verifier or "" for name, each in run.evaluate.sets.items()}
-    given |= {f"the verifier of the source {each.called}": each.verifier or "" for each in run.data.train_sources}
-    given |= {f"the verifier of the source {each.called}": each.verifier or "" for each in run.data.heldout_sources}
-    field = next((field for field, verifier in given.items() if verifier == "python_tests"), None)
+    verifiers = {"reward.verifier": run.reward.verifier}
+    verifiers |= {f"evaluate.sets.{name}.verifier": item.verifier or "" for name, item in run.evaluate.sets.items()}
+    verifiers |= {f"the verifier of the source {item.called}": item.verifier or "" for item in run.data.train_sources}
+    verifiers |= {f"the verifier of the source {item.called}": item.verifier or "" for item in run.data.heldout_sources}
+    field = next((field for field, verifier in verifiers.items() if verifier == "python_tests"), None)
     if field is None:
         return
     if not run.reward.run_code:

@@ -11,16 +11,16 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class ClusterConfig(Section):
-    """The nodes and GPUs that ``tepo plan`` assumes and ``tepo launch`` asks for; ``tepo train`` reads none of it."""
+    """Nodes and GPUs that ``tepo plan`` assumes and ``tepo launch`` requests; ``tepo train`` ignores them."""
 
     train_nodes: PositiveInt = 1
-    """Nodes that train. More than one: engine.parallel fills all their GPUs."""
+    """Nodes for training. With more than one, engine.parallel fills all their GPUs."""
 
     rollout_nodes: NonNegativeInt = 0
-    """Nodes that serve vLLM; 0: the servers run on the training node, on the GPUs that engine.parallel leaves free."""
+    """Nodes for vLLM servers; 0: the servers run on the training node, on the GPUs that engine.parallel leaves free."""
 
     gpus_per_node: PositiveInt = 8
-    """GPUs of one node; all nodes have the same."""
+    """GPUs per node, equal on all nodes."""
 
     gpu_memory_gib: PositiveFloat = 79.0
     """Memory of one GPU, as torch reports it: 79 for an 80 GB H100 or A100, 139 for an H200."""
@@ -44,24 +44,24 @@ class ClusterConfig(Section):
     """Peak rate between a GPU and its host, in 10⁹ bytes/s, per GPU and direction: 55 of PCIe 5.0 × 16, 25 of PCIe 4.0."""
 
     link_efficiency: Share = 0.7
-    """The part of a link's peak rate that a plan assumes: an assumption, not measured."""
+    """Fraction of a link's peak rate that a plan assumes; not measured."""
 
     train_mfu: Share = 0.45
-    """Model FLOPs utilisation (FLOPs over peak) that a plan assumes of training while a GPU computes: the pipeline's bubble and
-    waiting for other ranks come on top."""
+    """Model FLOPs utilisation (FLOPs over peak) that a plan assumes for training while a GPU computes, without the pipeline's
+    bubble and waiting for other ranks."""
 
     score_mfu: Share = 0.45
     """The same for passes without a gradient: log-probs before the update, prompts in the servers."""
 
     storage_gb_per_s: PositiveFloat = 7.0
-    """Rate at which all nodes together write a checkpoint to the disk that they share, in 10⁹ bytes/s: an assumption."""
+    """Rate at which all nodes together write a checkpoint to the shared disk, in 10⁹ bytes/s: an assumption."""
 
     host_adam_per_s: PositiveFloat = 2e9
-    """Of how many weights a rank's share of the host's cores makes a step of Adam in a second, with
-    ``optimizer.offload_fraction``: an assumption, for about eight cores."""
+    """CPU-Adam throughput of a rank's share of the host's cores, in parameters per second, with ``optimizer.offload_fraction``:
+    an assumption, for about eight cores."""
 
     decode_bandwidth: Share = 0.5
-    """The part of the memory bandwidth that a plan assumes in token-by-token generation."""
+    """Fraction of the memory bandwidth that a plan assumes for token-by-token generation."""
 
     account: str | None = None
     """Slurm account that is charged."""
@@ -73,17 +73,17 @@ class ClusterConfig(Section):
     """Slurm's limit, as [days-]hours:minutes:seconds."""
 
     max_requeues: NonNegativeInt = 50
-    """How often a job that was warned or preempted, and has saved (exit code 75), is put back into the queue, where it resumes
-    by itself; counted as Slurm counts restarts. 0: never."""
+    """Most times that a job which was warned or preempted, and has saved (exit code 75), is put back into the queue to resume;
+    counted as Slurm counts restarts. 0: never."""
 
     sbatch: tuple[str, ...] = ()
-    """More options of sbatch, as on its command line without the dashes, such as ``qos=high`` or ``reservation=rl``."""
+    """Further options of sbatch, as on its command line without the dashes, such as ``qos=high`` or ``reservation=rl``."""
 
     ssh: str | None = Field(default=None, pattern=r"^[^@\s]+@[^@:\s]+(:\d+)?$")
     """The login node to submit from, as user@host[:port]; default: this machine has sbatch."""
 
     ssh_identity: Path | None = None
-    """Private key for ``ssh``; default: the agent's, or a password that is asked for."""
+    """Private key for ``ssh``; default: the agent's, or a password prompt."""
 
     container: str | None = None
     """Image of the trainer (a registry's name or a .sqsh file), for Slurm with pyxis; default: ``python`` on the nodes."""
@@ -92,7 +92,7 @@ class ClusterConfig(Section):
     """Image of the servers; default: ``container``."""
 
     mounts: tuple[str, ...] = ()
-    """More folders for the containers, as source:target. The folders of output, model and data are mounted as they are."""
+    """Further folders for the containers, as source:target. The folders of output, model and data are mounted in any case."""
 
     python: str = "python"
     """The trainer's interpreter on the nodes, or in ``container``; such as /shared/tepo/.venv/bin/python."""
@@ -101,4 +101,4 @@ class ClusterConfig(Section):
     """The servers' interpreter; default: ``python``."""
 
     setup: tuple[str, ...] = ()
-    """Lines of shell that run on every node before either, such as ``module load cuda``."""
+    """Shell commands that run on every node first, such as ``module load cuda``."""

@@ -15,7 +15,7 @@ _COLUMN = re.compile(r"\{[A-Za-z_][\w.]*\}")
 
 
 class FieldsConfig(Section):
-    """What the columns of a file are called. ``a.b`` is the key b of a column a."""
+    """Names of the columns of a file. ``a.b`` is the key b of a column a."""
 
     prompt: Annotated[str, Field(min_length=1)] = "prompt"
     """The column with the prompt: text, or a list of messages."""
@@ -28,18 +28,18 @@ class FieldsConfig(Section):
     """The column with the answer: text, or a number."""
 
     id: Annotated[str, Field(min_length=1)] = "id"
-    """The column that names the problem. Where it is absent, problems are called by their file and line."""
+    """The column that names the problem. Without it, problems are named by file and line."""
 
 
 class PromptsConfig(Section):
-    """How prompts are made of the lines of a file; ``data`` has these for all files, and each source may have its own."""
+    """How prompts are made of the lines of a file; ``data`` sets this for all files, and each source may override it."""
 
     template: str | None = None
     """Text with columns in braces, such as ``"{prompt}\\nAnswer:"``, which makes a prompt of a line; ``{{`` is a brace. null:
     the prompt as it is."""
 
     system_prompt: str | None = None
-    """The system message of each prompt in the chat template; a line whose messages have one keeps its own. null, or empty:
+    """The system message of each prompt in the chat template; a line with its own system message keeps it. null, or empty:
     none."""
 
     @field_validator("template")
@@ -72,15 +72,15 @@ def _known(names: Sequence[str], known: Sequence[str], what: str, form: str) -> 
 
 
 class SourceConfig(PromptsConfig):
-    """One of several sources of problems. What is not given is as in ``data``, or as in ``reward`` for its verifier."""
+    """One of several sources of problems. Fields that are not set are as in ``data``, or as in ``reward`` for the verifier."""
 
     path: Annotated[str, Field(min_length=1)]
     """``builtin:NAME``, a file (JSON lines or Parquet), or a folder (a data set that Hugging Face's ``datasets`` saved to disk,
     or Parquet files)."""
 
     name: str | None = None
-    """What metrics, messages and ids call it: letters, digits, and ``_ . -``. Ids of its problems are then ``name/id``. null:
-    the name of its file, and ids as they are."""
+    """Name in metrics, messages and ids: letters, digits, and ``_ . -``. Ids of its problems are then ``name/id``. null: the
+    name of its file, and ids as they are."""
 
     weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Its share of the prompts, relative to the other sources' weights."""
@@ -95,16 +95,16 @@ class SourceConfig(PromptsConfig):
     """As ``reward.weights``, for ``verifier``."""
 
     chat_template: bool | None = None
-    """As ``data.chat_template``, which null stands for."""
+    """As ``data.chat_template``; null: the same."""
 
     fields: FieldsConfig | None = None
-    """As ``data.fields``, which null stands for."""
+    """As ``data.fields``; null: the same."""
 
     split: str | None = None
-    """Which split of a folder, such as ``train``. null: the only one that it has."""
+    """Split of a folder, such as ``train``. null: the only one."""
 
     filter: tuple[str, ...] | None = None
-    """As ``data.filter``, which null stands for where the problems are trained on."""
+    """As ``data.filter``; null: the same for problems to train on."""
 
     @field_validator("name")
     @classmethod
@@ -144,39 +144,40 @@ class DataConfig(PromptsConfig):
     of several sources (``path``, ``weight``, ``verifier`` and others: docs/guides/data.md)."""
 
     heldout: Sources | None = "builtin:addition-heldout"
-    """Problems for evaluation, given in the same way; they are never trained on, and weights do not count. null: nothing is
-    evaluated, which is the default where ``train`` is your own file: built-in problems stand beside built-in ones only."""
+    """Problems for evaluation, in the same form; they are never trained on, and weights do not count. null: nothing is
+    evaluated, which is the default if ``train`` is your own file: built-in problems are evaluated next to built-in ones
+    only."""
 
     chat_template: bool = False
-    """Wrap each prompt in the tokenizer's chat template as a user message. Prompts that are messages always are."""
+    """Wrap each prompt in the tokenizer's chat template as a user message. Prompts in the form of messages always are."""
 
     fields: FieldsConfig = FieldsConfig()
-    """What the columns of the files are called."""
+    """Names of the columns of the files."""
 
     filter: tuple[str, ...] = ()
-    """Only problems to train on that each of these keeps: ``unique`` (leaves out a prompt that came before in its source),
-    ``number`` (an answer without a number in it), or your own function ``(problem) -> bool``, true to keep it, as
+    """Filters of problems to train on, all of which must keep a problem: ``unique`` (drops a prompt that came before in its
+    source), ``number`` (drops an answer without a number), or a custom function ``(problem) -> bool``, true to keep it, as
     ``path/file.py:function`` or ``package.module:function``."""
 
     order: str = "shuffled"
-    """The order of a source's problems in each pass over them: ``shuffled`` (by ``seed``, another one in each pass),
-    ``as_given`` (as in the file), ``shortest_first`` (by the characters of the prompt), or your own function
-    ``(problem) -> float`` as ``path/file.py:function``, the smallest first, equal ones shuffled. Sources alternate by their
-    weights in any order."""
+    """The order of a source's problems in each pass over them: ``shuffled`` (by ``seed``, differently in each pass),
+    ``as_given`` (as in the file), ``shortest_first`` (by the characters of the prompt), or a custom function ``(problem) ->
+    float`` as ``path/file.py:function``, the smallest first, equal ones shuffled. Sources alternate by their weights in any
+    order."""
 
     max_prompt_tokens: PositiveInt | None = None
     """Largest length of a prompt in tokens; problems with a longer one are left out, and counted. Default: no bound."""
 
     @field_validator("train", "heldout")
     @classmethod
-    def _sources_can_be_told_apart(cls, given: Sources | None) -> Sources | None:
-        if given == ():
+    def _sources_can_be_told_apart(cls, raw: Sources | None) -> Sources | None:
+        if raw == ():
             raise ValueError("the list of sources is empty; give a path, or at least one source")
-        called = [source.called for source in given] if isinstance(given, tuple) else []
+        called = [source.called for source in raw] if isinstance(raw, tuple) else []
         twice = next((name for name in called if called.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"two sources are called {twice}, and could not be told apart; give each a name of its own")
-        return given
+        return raw
 
     @field_validator("filter")
     @classmethod
@@ -203,26 +204,26 @@ class DataConfig(PromptsConfig):
     @property
     def paths(self) -> dict[str, str]:
         """The path of each source, by its field, such as ``data.train`` or ``data.train[1].path``."""
-        found = {}
+        result = {}
         for field in ("train", "heldout"):
-            given = getattr(self, field)
-            if isinstance(given, str):
-                found[f"data.{field}"] = given
+            raw = getattr(self, field)
+            if isinstance(raw, str):
+                result[f"data.{field}"] = raw
             else:
-                found |= {f"data.{field}[{at}].path": source.path for at, source in enumerate(given or ())}
-        return found
+                result |= {f"data.{field}[{index}].path": source.path for index, source in enumerate(raw or ())}
+        return result
 
     def with_paths(self, change: dict[str, str]) -> DataConfig:
         """With other paths; keys as in :attr:`paths`."""
         changed: dict[str, Any] = {}
         for field in ("train", "heldout"):
-            given = getattr(self, field)
-            if isinstance(given, str):
+            raw = getattr(self, field)
+            if isinstance(raw, str):
                 changed[field] = change[f"data.{field}"]
-            elif given is not None:
-                moved = [change[f"data.{field}[{at}].path"] for at in range(len(given))]
+            elif raw is not None:
+                paths = [change[f"data.{field}[{index}].path"] for index in range(len(raw))]
                 changed[field] = tuple(
-                    source.model_copy(update={"path": path}) for source, path in zip(given, moved, strict=True)
+                    source.model_copy(update={"path": path}) for source, path in zip(raw, paths, strict=True)
                 )
         return self.model_copy(update=changed)
 
@@ -232,17 +233,17 @@ class DataConfig(PromptsConfig):
         return source.model_copy(update={name: getattr(self, name) for name in inherited if getattr(source, name) is None})
 
 
-def _listed(given: Sources) -> tuple[SourceConfig, ...]:
-    return (SourceConfig(path=given),) if isinstance(given, str) else given
+def _listed(raw: Sources) -> tuple[SourceConfig, ...]:
+    return (SourceConfig(path=raw),) if isinstance(raw, str) else raw
 
 
-def is_own(given: Any) -> bool:
+def is_custom(given: Any) -> bool:
     """Whether one of these problems is the user's own; ``given`` as for ``data.train``, also before it is checked."""
     if isinstance(given, str):
         return not given.startswith(BUILTIN)
     if isinstance(given, Sequence):
-        return any(is_own(source.get("path") if isinstance(source, Mapping) else source) for source in given)
-    return is_own(given.path) if isinstance(given, SourceConfig) else False
+        return any(is_custom(source.get("path") if isinstance(source, Mapping) else source) for source in given)
+    return is_custom(given.path) if isinstance(given, SourceConfig) else False
 
 
 def show_paths(given: Sources) -> str:

@@ -9,41 +9,40 @@ from tepo_megatron.config.base import Section
 
 class ParallelConfig(Section):
     tp: PositiveInt = 1
-    """Tensor-parallel size: heads, MLP and vocabulary are split over so many ranks."""
+    """Tensor-parallel size: ranks that share heads, MLP and vocabulary."""
 
     pp: PositiveInt = 1
-    """Pipeline-parallel size: layers are split over so many stages."""
+    """Pipeline-parallel size: stages that share the layers."""
 
     dp: PositiveInt = 1
     """Data-parallel size. The world is tp × pp × cp × dp processes."""
 
     vpp: PositiveInt = 1
-    """Virtual pipeline stages per rank: the layers of a stage are cut into so many chunks, which take turns (interleaved 1F1B).
-    The pipeline idles a vpp-th of the time, and activations travel vpp times as often. More than 1 needs pp > 1, and at least
-    dp × pp sequences in a mini-batch, since micro-batches pass the stages in groups of pp."""
+    """Virtual pipeline stages per rank: a stage's layers are cut into this many chunks, which alternate (interleaved 1F1B). The
+    pipeline's idle time is divided by vpp, and activations travel vpp times as often. More than 1 needs pp > 1, and at least dp
+    × pp sequences in a mini-batch, since micro-batches pass the stages in groups of pp."""
 
     num_layers_in_first_pipeline_stage: PositiveInt | None = None
-    """Layers of the first stage, which has the embedding too; those that it and the last stage leave are divided evenly among
-    the others. Named as in Megatron-Core. Default: as many as every other stage."""
+    """Layers of the first stage, which also has the embedding; the layers of the middle stages are divided evenly. Named as in
+    Megatron-Core. Default: as many as every other stage."""
 
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
-    """Layers of the last stage, which has the head and the logits too. Default: as many as every other stage."""
+    """Layers of the last stage, which also has the head and the logits. Default: as many as every other stage."""
 
     cp: PositiveInt = 1
-    """Context-parallel size: the tokens of every sequence are split over so many ranks, for responses whose activations one
-    rank cannot hold (docs/reference/context.md). Each sequence is padded to a multiple of 2 cp."""
+    """Context-parallel size: ranks that share the tokens of every sequence, for responses whose activations do not fit one rank
+    (docs/reference/context.md). Each sequence is padded to a multiple of 2 cp."""
 
     cp_comm_type: Literal["p2p", "a2a"] = "p2p"
-    """How Transformer Engine's attention exchanges what lies on other context-parallel ranks: ``p2p`` passes keys and values
-    round in a ring, behind the computation; ``a2a`` trades tokens for heads, so that cp must divide the key/value heads of a
+    """Exchange between context-parallel ranks in Transformer Engine's attention: ``p2p`` passes keys and values round in a
+    ring, overlapped with the computation; ``a2a`` trades tokens for heads, so that cp must divide the key/value heads of a
     tensor-parallel rank. Not run on a GPU yet. On a CPU keys and values are gathered."""
 
     ep: PositiveInt = 1
-    """Expert-parallel size: the experts of a mixture-of-experts model are split over so many ranks, taken out of tp × cp ×
-    dp."""
+    """Expert-parallel size: ranks, out of tp × cp × dp, that share the experts of a mixture-of-experts model."""
 
     etp: PositiveInt | None = None
-    """Expert-tensor-parallel size: each expert is split over so many ranks. Default: tp, as in Megatron-Core."""
+    """Expert-tensor-parallel size: ranks that share each expert. Default: tp, as in Megatron-Core."""
 
     sequence_parallel: bool = False
     """Split activations outside attention and MLP over the tensor-parallel ranks (Megatron's SP)."""
@@ -104,7 +103,7 @@ Recipe = Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"]
 
 class Fp8Config(Section):
     recipe: Recipe = "none"
-    """How the inputs of the layers' matrix products are scaled into FP8. ``delayed``: one scale for a tensor, from the largest
+    """Scaling of the inputs of the layers' matrix products into FP8. ``delayed``: one scale for a tensor, from the largest
     values of earlier steps; ``tensorwise``: one scale, from the tensor itself; ``blockwise``: one for each 128 values (Hopper);
     ``mxfp8``: one for each 32 values (Blackwell). ``none``: no FP8. Not run on a GPU yet."""
 
@@ -112,7 +111,7 @@ class Fp8Config(Section):
     """``e4m3`` for everything, or ``hybrid``: E4M3 forward and E5M2, with more range, for gradients."""
 
     amax_history_len: PositiveInt | None = None
-    """``delayed`` only: how many steps' largest values are remembered. Default: 1024."""
+    """``delayed`` only: number of steps whose largest values are remembered. Default: 1024."""
 
     amax_compute_algo: Literal["max", "most_recent"] | None = None
     """``delayed`` only: which of the remembered values counts. Default: max."""
@@ -121,10 +120,10 @@ class Fp8Config(Section):
     """``delayed`` only: powers of two that the scale stays below the largest possible. Default: 0."""
 
     first_layers_bf16: NonNegativeInt = 0
-    """So many layers at the start of the model stay in bfloat16."""
+    """Number of layers at the start of the model that stay in bfloat16."""
 
     last_layers_bf16: NonNegativeInt = 0
-    """So many layers at the end of the model stay in bfloat16."""
+    """Number of layers at the end of the model that stay in bfloat16."""
 
     params: bool = False
     """Keep the weights of the layers in FP8 only (masters stay fp32), and gather them in FP8 over the data-parallel ranks;
@@ -170,17 +169,16 @@ _KIND_OF = {"coefficient": "aux_loss", "update_rate": "expert_bias"}
 
 class MoeBalanceConfig(Section):
     kind: Literal["none", "aux_loss", "expert_bias"] = "none"
-    """``none``: nothing, so that updates follow the objective alone. ``aux_loss``: an auxiliary loss on the routers, over the
-    whole mini-batch. ``expert_bias``: no loss; each expert has a bias that is added to its score where experts are chosen, and
-    is moved against its load after each update (DeepSeek-V3's balance), for families whose servers have the bias too."""
+    """``none``: updates follow the objective alone. ``aux_loss``: an auxiliary loss on the routers, over the whole mini-batch.
+    ``expert_bias``: no loss; each expert has a bias that is added to its score for the choice of experts, and is moved against
+    its load after each update (DeepSeek-V3's balance), for families whose servers have the bias too."""
 
     coefficient: Annotated[float, Field(gt=0, le=1)] = 1e-3
-    """``aux_loss`` only: what the loss of each layer is multiplied by, which is 1 where experts are evenly loaded. The product
-    is added to the objective's loss, and competes with it: pre-training takes 1e-3 to 1e-2."""
+    """``aux_loss`` only: factor of each layer's loss, which is 1 if experts are evenly loaded. The product is added to the
+    objective's loss and competes with it: pre-training uses 1e-3 to 1e-2."""
 
     update_rate: Annotated[float, Field(gt=0, le=1)] = 1e-3
-    """``expert_bias`` only: by how much a bias rises or falls in an update, beside scores between 0 and 1. 1e-3 is
-    DeepSeek-V3's."""
+    """``expert_bias`` only: change of a bias per update; scores are between 0 and 1. 1e-3 is DeepSeek-V3's."""
 
     @model_validator(mode="after")
     def _settings_act(self) -> "MoeBalanceConfig":
@@ -196,51 +194,50 @@ RecomputeModule = Literal["core_attn", "mlp", "moe", "moe_act", "layernorm"]
 
 class EngineConfig(Section):
     platform: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the trainer runs; ``auto`` is CUDA if torch sees a GPU. The CUDA path has not been run on a GPU yet."""
+    """Device of the trainer; ``auto`` is CUDA if torch sees a GPU. The CUDA path has not been run on a GPU yet."""
 
     cpu_threads: PositiveInt | Literal["auto"] | None = None
     """On a CPU: torch's threads in each rank. ``auto``: with ``train.schedule = sync`` this machine's cores over its ranks, as
-    servers wait meanwhile; with ``overlap`` the cores that its servers leave. Default: ``OMP_NUM_THREADS``, which is 1 where it
-    is not set, as results are rounded otherwise by another number of threads."""
+    servers wait meanwhile; with ``overlap`` the cores that its servers leave. Default: ``OMP_NUM_THREADS``, or 1 if it is not
+    set, since another number of threads rounds differently."""
 
     layers: Literal["auto", "te", "local"] = "auto"
     """``te``: Transformer Engine's fused layers, on a GPU; ``local``: Megatron-Core's own with torch's attention and norm,
-    anywhere. ``auto`` is ``te`` on a GPU and ``local`` on a CPU; a run that should have ``te`` and cannot stops."""
+    anywhere. ``auto`` is ``te`` on a GPU and ``local`` on a CPU; ``te`` without Transformer Engine stops the run."""
 
     fp8: Fp8Config = Fp8Config()
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The part of a GPU's memory that the trainer may allocate; beyond it an allocation fails. The metric ``memory/peak_gib``
-    is what it used. In the colocated placement servers that sleep keep some memory too."""
+    """Fraction of a GPU's memory that the trainer may allocate; beyond it an allocation fails. The metric ``memory/peak_gib``
+    is its actual use. In the colocated placement sleeping servers keep some memory too."""
 
     check_memory: bool = True
-    """Refuse a run on GPUs that needs more memory than they have (docs/reference/plan.md), before anything is built on them,
-    and say what to change. ``false``: warn, and try it."""
+    """Refuse a run that needs more memory than its GPUs have (docs/reference/plan.md), before anything is built on them, and
+    say what to change. ``false``: warn, and try it."""
 
     parallel: ParallelConfig = ParallelConfig()
 
     moe_balance: MoeBalanceConfig = MoeBalanceConfig()
 
     micro_batch_tokens: PositiveInt = 4096
-    """Upper bound on the tokens packed into one micro-batch; a longer sequence gets a micro-batch of its own. It counts the
-    tokens of all context-parallel ranks: each holds 1/cp of them."""
+    """Most tokens packed into one micro-batch; a longer sequence gets a micro-batch of its own. Counts the tokens of all
+    context-parallel ranks: each has 1/cp of them."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """Which activations are computed again in the backward pass rather than kept, as in Megatron-Core: ``selective`` those of
-    ``recompute_modules``, ``full`` every layer's. More of it takes less memory and more time."""
+    """Activations that are computed again in the backward pass instead of stored, as in Megatron-Core: ``selective`` those of
+    ``recompute_modules``, ``full`` every layer's. Saves memory and costs time."""
 
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
-    """What ``recompute = selective`` computes again, by Megatron-Core's names. ``core_attn``: attention without projections;
-    ``mlp``: the MLP of a dense model; for models with experts ``moe`` (router, experts and their exchange), or, with
-    Transformer Engine's layers, ``moe_act`` (the experts' activation alone) and ``layernorm`` (the norm before the router)."""
+    """Modules of ``recompute = selective``, by Megatron-Core's names. ``core_attn``: attention without projections; ``mlp``:
+    the MLP of a dense model; for models with experts ``moe`` (router, experts and their exchange), or, with Transformer
+    Engine's layers, ``moe_act`` (the experts' activation alone) and ``layernorm`` (the norm before the router)."""
 
     overlap_grad_reduce: bool = False
-    """Reduce gradients between data-parallel ranks while the backward pass of the last micro-batch goes on, bucket by bucket.
-    Not run on a GPU yet."""
+    """Reduce gradients between data-parallel ranks during the backward pass of the last micro-batch, bucket by bucket. Not run
+    on a GPU yet."""
 
     overlap_param_gather: bool = False
-    """Gather the weights that the distributed optimizer has updated while the next mini-batch's forward pass goes on. After a
-    step's last update nothing is left to overlap with, and they are gathered at once. Needs ``overlap_grad_reduce`` and
-    ``optimizer.distributed``. Not run on a GPU yet."""
+    """Gather the weights that the distributed optimizer has updated during the next mini-batch's forward pass. After a step's
+    last update they are gathered at once. Needs ``overlap_grad_reduce`` and ``optimizer.distributed``. Not run on a GPU yet."""
 
     bucket_size: PositiveInt | None = None
     """Parameters in a bucket of ``overlap_grad_reduce``; default: Megatron's, the larger of 40 million and a million for each
@@ -248,22 +245,20 @@ class EngineConfig(Section):
 
     head: Literal["logits", "fused"] = "logits"
     """``logits``: the head gives the logits of a whole micro-batch, from which scores are computed. ``fused``: head and scores
-    are computed together, a chunk of tokens at a time, so that no rank ever holds the logits of a micro-batch, which are
-    ``micro_batch_tokens`` × vocabulary / ``tp`` numbers; the backward pass computes the head's product once more. ``logits`` is
-    the default because it takes less time where its memory is there."""
+    are computed together, a chunk of tokens at a time; no rank holds the ``micro_batch_tokens`` × vocabulary / ``tp`` logits of
+    a micro-batch, and the backward pass repeats the head's product. ``logits`` needs less time if there is memory."""
 
     score_backend: Literal["auto", "torch", "cpp", "triton"] = "auto"
-    """What sweeps the logits for log-probs and entropies: ``cpp`` on a CPU with a C++ compiler, ``triton`` on a GPU, ``torch``
-    anywhere. ``auto`` is ``triton`` on a GPU where Triton is installed, ``cpp`` on a CPU where it can be compiled, else
-    ``torch``. They agree to fp32 rounding; the same one gives the same bits."""
+    """Implementation of log-probs and entropies: ``cpp`` on a CPU with a C++ compiler, ``triton`` on a GPU, ``torch`` anywhere.
+    ``auto`` is ``triton`` on a GPU with Triton installed, ``cpp`` on a CPU if it can be compiled, else ``torch``. They agree to
+    fp32 rounding; the same one gives the same bits."""
 
     noise_every: NonNegativeInt = 50
-    """Steps from one measurement of the rounding noise to the next, the first included: a few sequences are scored twice, in
-    different micro-batches. It gives ``entropy/noise``, ``ratio/noise`` and ``sequence_ratio/noise``. 0: never."""
+    """Steps between two measurements of the rounding noise, the first step included: a few sequences are scored twice, in
+    different micro-batches. Gives ``entropy/noise``, ``ratio/noise`` and ``sequence_ratio/noise``. 0: never."""
 
     noise_sequences: PositiveInt = 8
-    """How many of the step's sequences are scored twice, from the shortest to the longest; a multiple of the data-parallel
-    size."""
+    """Sequences of the step that are scored twice, from the shortest to the longest; a multiple of the data-parallel size."""
 
     @property
     def recomputed(self) -> tuple[RecomputeModule, ...]:
@@ -289,8 +284,8 @@ class EngineConfig(Section):
                 "overlap_grad_reduce = true hides a reduction between data-parallel ranks, and with dp × cp = 1 there is none; "
                 "leave it out, or raise parallel.dp"
             )
-        for name, given in (("overlap_param_gather", self.overlap_param_gather), ("bucket_size", self.bucket_size)):
-            if given and not self.overlap_grad_reduce:
+        for name, value in (("overlap_param_gather", self.overlap_param_gather), ("bucket_size", self.bucket_size)):
+            if value and not self.overlap_grad_reduce:
                 raise ValueError(
                     f"{name} acts with overlap_grad_reduce = true alone, which cuts gradients and weights into buckets; set "
                     f"it, or leave {name} out"

@@ -33,31 +33,30 @@ class AgentConfig(Section):
     """How an agent's requests become an episode: with ``adapter: agent``, whose ``name`` is the agent."""
 
     history: Literal["fail", "restart"] = "fail"
-    """What becomes of an episode whose agent sends another history than what was said (edited, summarised, a second
-    conversation). ``fail``: it has failed, with a sentence. ``restart``: it begins anew with these messages, and what was said
-    before is not trained on."""
+    """Handling of an agent that sends another history than its conversation (edited, summarised, a second conversation).
+    ``fail``: the episode has failed, with a sentence. ``restart``: it starts again with these messages, and earlier turns are
+    not trained on."""
 
     ignore: tuple[Ignorable, ...] = ()
-    """Fields of requests that are ignored, since the run decides on them: for agents that send a temperature of their own, a
-    seed, or a response format. All others that would change what the model writes are refused."""
+    """Fields of requests that are ignored because the run decides them: for agents that set a temperature, a seed, or a
+    response format. Other fields that change the model's output are refused."""
 
     verifier: str | None = None
-    """What rates the last answer where the agent returns no reward: as ``reward.verifier``, a function of one response."""
+    """Rates the last answer if the agent returns no reward: as ``reward.verifier``, a function of one response."""
 
     chat_template: bool = True
-    """Whether messages are rendered by the model's chat template. false: their contents are read as they stand, with nothing
-    between them, for models that have no template."""
+    """Whether messages are rendered by the model's chat template. false: their contents are concatenated, for models without a
+    template."""
 
     tool_calls: Literal["text", "hermes"] = "text"
-    """How the model's calls of tools get to the agent. ``text``: as it wrote them. ``hermes``: JSON between ``<tool_call>`` and
+    """Form of the model's tool calls in answers. ``text``: as written. ``hermes``: JSON between ``<tool_call>`` and
     ``</tool_call>``, as Qwen and Hermes models write it, becomes ``tool_calls`` of the message."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Of the address on loopback that requests go to; 0: any free one, and each of ``environment.workers`` has its own."""
+    """Port on loopback for requests; 0: any free one, and each of ``environment.workers`` has its own."""
 
     key_file: Path | None = None
-    """The file with the key with which agents outside (``name: outside``) ask for episodes; it is written if it is not
-    there."""
+    """File with the key of agents outside (``name: outside``); written if it does not exist."""
 
     max_request_mb: PositiveInt = 16
     """The largest request in 10⁶ bytes."""
@@ -77,67 +76,67 @@ OUTSIDE = "outside"
 
 
 class EnvironmentConfig(Section):
-    """Episodes of several turns: the model writes, the environment answers, until it is done. What the model wrote is trained
-    on, what the environment wrote is not. Rewards come from the environment; ``reward.weights``, ``failed_reward`` and
+    """Episodes of several turns: the model writes, the environment answers, until it is done. Tokens of the model are trained
+    on, those of the environment are not. Rewards come from the environment; ``reward.weights``, ``failed_reward`` and
     ``max_failed`` apply to them. docs/guides/environments.md has the protocol."""
 
     name: str
-    """``guess_number``, ``calculator``, ``python``, or your own class as ``path/file.py:Class`` or ``package.module:Class``;
-    with ``adapter: agent`` a function of yours, or ``outside``."""
+    """``guess_number``, ``calculator``, ``python``, or a custom class as ``path/file.py:Class`` or ``package.module:Class``;
+    with ``adapter: agent`` a custom function, or ``outside``."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """What the class is made with, once an episode, as keyword arguments. No place for a secret: a run's folder keeps its
+    """Keyword arguments of the class, which is made once per episode. Not for secrets: a run's folder keeps its
     configuration."""
 
     adapter: Literal["none", "gymnasium", "skyrl_gym", "openenv", "agent"] = "none"
-    """The interface that ``name`` has: ``none`` is this package's; ``agent`` is a function that calls the model over the OpenAI
-    protocol (docs/guides/agents.md); the others are those of these libraries (text environments)."""
+    """Interface of ``name``: ``none`` is this package's; ``agent`` is a function that calls the model over the OpenAI protocol
+    (docs/guides/agents.md); the others are those of these libraries (text environments)."""
 
     agent: AgentConfig | None = None
-    """How an agent's requests become an episode, with ``adapter: agent``. null: as by default."""
+    """How an agent's requests become an episode, with ``adapter: agent``. null: the defaults."""
 
     max_turns: PositiveInt = 8
-    """Turns of the model in an episode, at most; one that is not done by then is cut."""
+    """Most turns of the model in an episode; a longer one is cut."""
 
     max_tokens: PositiveInt | None = None
-    """Tokens of an episode behind the prompt, the model's and the environment's together; one that needs more is cut. Default:
-    what the model takes. A single turn has ``rollout.sampling.max_new_tokens`` at most."""
+    """Most tokens of an episode after the prompt, the model's and the environment's together; a longer one is cut. Default: the
+    model's limit. A single turn has ``rollout.sampling.max_new_tokens`` at most."""
 
     workers: PositiveInt = 1
-    """Processes that run environments, beside rank 0 or in each of ``servers``."""
+    """Processes that run environments, next to rank 0 or in each of ``servers``."""
 
     concurrency: Annotated[int, Field(ge=1, le=65536)] = 256
-    """Episodes that a worker has at a time, each with an object of its own; more wait. Lower it where an episode holds much
-    memory, or something outside such as a container."""
+    """Concurrent episodes of a worker, each with its own object; more wait. Lower it if an episode needs much memory, or
+    something outside such as a container."""
 
     timeout_s: Annotated[float, Field(gt=0, le=86400)] = 10.0
-    """Seconds for one ``reset`` or ``step``; an episode that takes longer in one has failed."""
+    """Seconds for one ``reset`` or ``step``; an episode that needs more has failed."""
 
     memory_mb: PositiveInt = 1024
-    """What a worker may take in 10⁶ bytes for all its episodes, beyond what it has once the environment is imported. An episode
+    """Memory of a worker for all its episodes, in 10⁶ bytes, beyond its memory after the import of the environment. An episode
     that needs more fails. Linux only."""
 
     file_mb: PositiveInt = 256
     """The largest file that an environment may write, in 10⁶ bytes."""
 
     network: bool | None = None
-    """Whether environments reach the network, this machine's own addresses included. null: your own do, the built-in ones do
-    not. false takes it away where the kernel allows it; ``tepo doctor`` says whether it does."""
+    """Whether environments reach the network, this machine's own addresses included. null: custom ones do, built-in ones do
+    not. false removes it if the kernel allows it; ``tepo doctor`` tells."""
 
     max_restarts: NonNegativeInt = 1
-    """How often an episode is begun again that may have been the cause of its worker's end, alone in a worker then; after that
-    it has failed. Others that the worker had are begun again anyway."""
+    """Restarts of an episode that may have ended its worker, alone in a worker then; after that it has failed. Other episodes
+    of the worker are restarted in any case."""
 
     run_code: bool = False
     """Lets ``python`` run programs that the model writes: in a process with limits, without network, in a folder that is
-    removed afterwards. It is no virtual machine: what this user may read, such a program may read."""
+    removed afterwards. It is no virtual machine: such a program may read what this user may read."""
 
     servers: tuple[str, ...] = ()
-    """Addresses such as http://node7:8400 of ``tepo environment serve``, which run the environments on other machines; episodes
-    are spread over them. Default: processes beside rank 0."""
+    """Addresses of ``tepo environment serve``, such as http://node7:8400, which run the environments on other machines;
+    episodes are spread over them. Default: processes next to rank 0."""
 
     key_file: Path | None = None
-    """The file with the key of ``servers``, as ``tepo environment serve`` wrote it."""
+    """File with the key of ``servers``, as ``tepo environment serve`` wrote it."""
 
     @field_validator("servers")
     @classmethod
@@ -169,8 +168,8 @@ class EnvironmentConfig(Section):
     def _agents_are_agents(self) -> "EnvironmentConfig":
         if self.adapter != "agent":
             if self.agent is not None or self.name == OUTSIDE:
-                given = "environment.agent" if self.agent is not None else f"environment.name = {OUTSIDE}"
-                raise ValueError(f"{given} without environment.adapter = agent; set it")
+                name = "environment.agent" if self.agent is not None else f"environment.name = {OUTSIDE}"
+                raise ValueError(f"{name} without environment.adapter = agent; set it")
             return self
         if self.name in BUILTIN_ENVIRONMENTS:
             raise ValueError(f"environment.name = {self.name} is an environment, and no agent; leave environment.adapter out")
@@ -197,10 +196,10 @@ class EnvironmentConfig(Section):
     def decides(self) -> dict[str, Any]:
         """What of it decides how an episode goes, as JSON values."""
         where = {"workers", "concurrency", "servers", "key_file", "max_restarts"}
-        found = self.model_dump(mode="json", exclude={*where, "agent"})
+        result = self.model_dump(mode="json", exclude={*where, "agent"})
         if self.adapter == "agent":
-            found["agent"] = self.agent_settings.model_dump(mode="json", exclude={"port", "key_file"})
-        return found
+            result["agent"] = self.agent_settings.model_dump(mode="json", exclude={"port", "key_file"})
+        return result
 
     @property
     def cuts_network(self) -> bool:

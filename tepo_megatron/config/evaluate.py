@@ -11,8 +11,8 @@ from tepo_megatron.config.data import FieldsConfig, PromptsConfig
 
 
 class SetSamplingConfig(Section):
-    """How responses to a set are sampled; what is not given is as in ``rollout.sampling``. The greedy response takes its length
-    from here and nothing else. Nothing is trained on these responses, so that their distribution may be truncated at will."""
+    """Sampling of responses to a set; defaults are those of ``rollout.sampling``. The greedy response uses only the length.
+    Nothing is trained on these responses, so that any truncation is possible."""
 
     temperature: Annotated[float | None, Field(ge=0.01, le=2)] = None
     """Sampling temperature. Default: ``rollout.sampling.temperature``."""
@@ -25,45 +25,45 @@ class SetSamplingConfig(Section):
     ``rollout.sampling.top_p``."""
 
     top_k: NonNegativeInt | None = None
-    """From so many of the likeliest tokens; 0: from all. Default: ``rollout.sampling.top_k``."""
+    """From this many of the likeliest tokens; 0: from all. Default: ``rollout.sampling.top_k``."""
 
     min_p: Annotated[float | None, Field(ge=0, lt=1)] = None
-    """From tokens that are at least this times as likely as the likeliest; 0: from all. Default: ``rollout.sampling.min_p``."""
+    """From tokens with at least this fraction of the likeliest one's probability; 0: from all. Default:
+    ``rollout.sampling.min_p``."""
 
     @property
     def truncation(self) -> dict[str, float | int | None]:
         """What is given of ``top_p``, ``top_k`` and ``min_p``, as a sampler takes it: there a ``top_k`` of None is all."""
-        given = {"top_p": self.top_p, "min_p": self.min_p}
-        found: dict[str, float | int | None] = {name: value for name, value in given.items() if value is not None}
-        return found if self.top_k is None else {**found, "top_k": self.top_k or None}
+        bounds = {"top_p": self.top_p, "min_p": self.min_p}
+        args: dict[str, float | int | None] = {name: value for name, value in bounds.items() if value is not None}
+        return args if self.top_k is None else {**args, "top_k": self.top_k or None}
 
 
 class EvaluationSetConfig(PromptsConfig):
     path: Annotated[str, Field(min_length=1)]
-    """Problems of the set, given as ``data.heldout`` is. They are never trained on."""
+    """Problems of the set, in the form of ``data.heldout``. They are never trained on."""
 
     sha256: Annotated[str | None, Field(pattern="^[0-9a-f]{64}$")] = None
-    """The digest of the file, which is then checked: ``tepo data prepare`` writes it. null: any file is taken."""
+    """Expected digest of the file; ``tepo data prepare`` writes it. null: not checked."""
 
     verifier: str | None = None
-    """What scores the responses, as ``reward.verifier``. null: the run's own. Another one has the limits of ``reward`` too, but
+    """Scores the responses, as ``reward.verifier``. null: the run's own. Another one has the limits of ``reward`` too, but
     neither its ``kwargs`` nor its ``weights``."""
 
     chat_template: bool | None = None
-    """As ``data.chat_template``, for this set. null: as there."""
+    """As ``data.chat_template``, for this set. null: the same."""
 
     fields: FieldsConfig | None = None
-    """As ``data.fields``, for this set. null: as there; so it is with ``template`` and ``system_prompt``."""
+    """As ``data.fields``, for this set. null: the same; likewise ``template`` and ``system_prompt``."""
 
     split: str | None = None
-    """Which split of a folder, such as ``test``. null: the only one that it has."""
+    """Split of a folder, such as ``test``. null: the only one."""
 
     every: NonNegativeInt | None = None
-    """As ``evaluate.every``, for this set; a large set is better evaluated less often. null: as there. ``tepo eval`` does not
-    read it."""
+    """As ``evaluate.every``, for this set, such as less often for a large one. null: the same. ``tepo eval`` ignores it."""
 
     problems: PositiveInt | None = None
-    """How many of the problems to use, the first ones; default: all."""
+    """Number of problems to use, the first ones; default: all."""
 
     greedy: bool = True
     """Also answer each problem greedily."""
@@ -72,20 +72,20 @@ class EvaluationSetConfig(PromptsConfig):
     """n, the samples per problem. null: ``evaluate.samples``."""
 
     k: tuple[PositiveInt, ...] | None = None
-    """For which k pass@k and maj@k are estimated from the samples; each is ``samples`` at most. null: ``samples`` alone."""
+    """The k of pass@k and maj@k, estimated from the samples; each is ``samples`` at most. null: ``samples`` alone."""
 
     sampling: SetSamplingConfig = SetSamplingConfig()
 
     majority: Literal["auto", "verifier", "text", "none"] = "auto"
-    """When two answers are the same, for maj@k. ``verifier``: when the verifier takes one for the other. ``text``: when their
-    final answers are the same text, but for spaces, case and the like. ``auto``: ``verifier`` for exact, last_word, last_number
+    """When two answers are equal, for maj@k. ``verifier``: when the verifier accepts one for the other. ``text``: when their
+    final answers are the same text, up to spaces, case and the like. ``auto``: ``verifier`` for exact, last_word, last_number
     and math, ``none`` for python_tests and stack_machine, else ``text``. ``none``: no maj@k."""
 
     correct_at: Annotated[float | None, Field(allow_inf_nan=False)] = None
-    """As ``evaluate.correct_at``, for this set. null: as there."""
+    """As ``evaluate.correct_at``, for this set. null: the same."""
 
     show: NonNegativeInt | None = None
-    """As ``evaluate.show``, for this set. null: as there."""
+    """As ``evaluate.show``, for this set. null: the same."""
 
     @model_validator(mode="after")
     def _something_is_sampled(self) -> "EvaluationSetConfig":
@@ -101,22 +101,22 @@ _SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 
 class EvaluateConfig(Section):
     every: NonNegativeInt = 10
-    """Evaluate before the first step, after every so many and after the last; 0: never."""
+    """Evaluate before the first step, after every multiple of this and after the last step; 0: never."""
 
     problems: PositiveInt | None = None
-    """How many held-out problems to use; default: all."""
+    """Number of held-out problems to use; default: all."""
 
     samples: NonNegativeInt = 4
-    """k, the samples per problem for avg@k and pass@k, drawn as training's are (``rollout.sampling``); 0: greedy only. Stop
-    strings and bad words of training are those of the greedy response, too."""
+    """k, the samples per problem for avg@k and pass@k, drawn as in training (``rollout.sampling``); 0: greedy only. Training's
+    stop strings and bad words apply to the greedy response, too."""
 
     correct_at: Annotated[float, Field(allow_inf_nan=False)] = 1.0
-    """A response counts as correct where its reward is at least this. Lower it for rewards that seldom reach 1; mean rewards
+    """A response counts as correct if its reward is at least this. Lower it for rewards that seldom reach 1; mean rewards
     (``heldout/…``) do not depend on it."""
 
     show: NonNegativeInt = 32
-    """Problems written to ``samples.jsonl`` at each evaluation, the first ones, each with its greedy and its sampled responses,
-    their rewards and what failed. ``tepo samples`` shows them."""
+    """Number of problems written to ``samples.jsonl`` at each evaluation, the first ones, with greedy and sampled responses,
+    rewards and failures. ``tepo samples`` shows them."""
 
     sets: dict[str, EvaluationSetConfig] = Field(default_factory=dict)
     """Further problems to evaluate, by name, each with its own verifier and sampling: ``evaluate.sets.aime.path=aime.jsonl``.
@@ -139,7 +139,7 @@ class EvaluateConfig(Section):
     @property
     def paths(self) -> dict[str, str]:
         """Where the problems of each set are, by its name."""
-        return {name: each.path for name, each in self.sets.items()}
+        return {name: item.path for name, item in self.sets.items()}
 
     def with_paths(self, change: Mapping[str, str]) -> "EvaluateConfig":
         """With other paths of these sets."""
@@ -159,12 +159,12 @@ class EvaluateConfig(Section):
 
     @model_validator(mode="after")
     def _enough_is_sampled(self) -> "EvaluateConfig":
-        for name, each in self.sets.items():
-            samples = self.samples if each.samples is None else each.samples
-            if not each.greedy and not samples:
+        for name, item in self.sets.items():
+            samples = self.samples if item.samples is None else item.samples
+            if not item.greedy and not samples:
                 raise ValueError(f"evaluate.sets.{name}: greedy = false with evaluate.samples = 0 leaves nothing to answer")
-            if each.k is not None and max(each.k, default=0) > samples:
+            if item.k is not None and max(item.k, default=0) > samples:
                 raise ValueError(
-                    f"evaluate.sets.{name}.k = {max(each.k)} cannot be estimated from {samples} samples; raise its samples"
+                    f"evaluate.sets.{name}.k = {max(item.k)} cannot be estimated from {samples} samples; raise its samples"
                 )
         return self

@@ -15,27 +15,26 @@ _NOT_IN_PROJECTS = "/\\#?%:"
 
 class WandbConfig(Section):
     """A run of Weights & Biases with the rows of ``metrics.jsonl`` and the configuration without secrets. Needs the extra
-    ``tepo-megatron[wandb]``. The key is read from where ``wandb login`` or WANDB_API_KEY puts it; it is no setting.
-    """
+    ``tepo-megatron[wandb]``. The key is read from the place of ``wandb login`` or from WANDB_API_KEY."""
 
     project: Annotated[str, Field(min_length=1, max_length=128)]
-    """The project of W&B that the run belongs to."""
+    """W&B project of the run."""
 
     entity: Name | None = None
-    """The user or team that owns the project. null: the one that W&B takes for the key."""
+    """User or team that owns the project. null: W&B's default for the key."""
 
     name: Name | None = None
-    """What W&B calls the run. null: the run's ``name``."""
+    """Name of the run in W&B. null: the run's ``name``."""
 
     group: Name | None = None
-    """The group under which W&B shows the run, such as the seeds of one setting. null: none."""
+    """Group of the run in W&B, such as the seeds of one setting. null: none."""
 
     tags: tuple[Tag, ...] = ()
-    """Words to find the run by."""
+    """Tags of the run."""
 
     mode: Literal["online", "offline"] = "online"
     """``offline``: nothing leaves the machine; the run is in ``OUT/wandb``, and ``wandb sync`` sends it later. ``online``: it
-    is sent while it goes on; where W&B is not reached until the end, it is written as an offline run then."""
+    is sent during the run; if W&B is not reached until the end, it is written as an offline run."""
 
     @field_validator("project")
     @classmethod
@@ -54,15 +53,14 @@ class MlflowConfig(Section):
     """
 
     experiment_name: Name
-    """The experiment of MLflow that the run belongs to; it is made where it is not there."""
+    """MLflow experiment of the run; made if it does not exist."""
 
     run_name: Name | None = None
-    """What MLflow calls the run. null: the run's ``name``."""
+    """Name of the run in MLflow. null: the run's ``name``."""
 
     tracking_uri: str | None = None
-    """Where MLflow keeps runs: the address of a tracking server, or a database such as ``sqlite:////shared/mlflow.db``. null:
-    what MLFLOW_TRACKING_URI says, else the run's own ``OUT/mlflow/mlflow.db``, which needs no network. No place for a
-    password."""
+    """Address of a tracking server, or a database such as ``sqlite:////shared/mlflow.db``. null: MLFLOW_TRACKING_URI, else the
+    run's own ``OUT/mlflow/mlflow.db``, which needs no network. Not for a password."""
 
     tags: dict[str, str] = Field(default_factory=dict)
     """Tags of the run."""
@@ -92,33 +90,34 @@ class MlflowConfig(Section):
 
 class LogConfig(Section):
     progress: Literal["auto", "live", "plain", "none"] = "auto"
-    """How the run shows its progress: ``live``, a view that redraws itself; ``plain``, a line for each step; ``none``.
-    ``auto``: live on a terminal, plain in a file or a pipe."""
+    """Display of progress: ``live``, a view that redraws itself; ``plain``, a line for each step; ``none``. ``auto``: live on a
+    terminal, plain in a file or a pipe."""
 
     tensorboard: bool = True
     """Also write the metrics as TensorBoard events, to ``<output>/tensorboard``; ``metrics.jsonl`` is written always."""
 
     wandb: WandbConfig | None = None
-    """Also log to Weights & Biases. null: not."""
+    """Also log to Weights & Biases. null: off."""
 
     mlflow: MlflowConfig | None = None
-    """Also log to MLflow. null: not."""
+    """Also log to MLflow. null: off."""
 
     finish_timeout_s: Seconds = 30.0
-    """How long the end of a run waits for W&B and MLflow to take what is left; a run with less time waits less. What they have
-    not taken then is said, and stays in ``metrics.jsonl``."""
+    """Seconds that the end of a run waits for W&B and MLflow to accept the remaining rows; a run with less time waits less.
+    Rows that are not accepted are reported, and stay in ``metrics.jsonl``."""
 
     train_samples: NonNegativeInt = 0
-    """Responses of every training step written to ``train_samples.jsonl``, the first ones: prompt, expected answer, response,
-    reward. ``tepo samples OUT --train`` shows them. 0: none; ``rollout.record`` keeps every response with its tokens."""
+    """Number of responses of every training step written to ``train_samples.jsonl``, the first ones: prompt, expected answer,
+    response, reward. ``tepo samples OUT --train`` shows them. 0: none; ``rollout.record`` keeps every response with its
+    tokens."""
 
     token_samples: NonNegativeInt = 0
-    """Groups of a step whose responses are written token by token to ``<output>/tokens``, the first ones: log-probs of sampler
-    and trainer, entropy and its change, advantage, mask, ratio, version. ``tepo report`` shows them. About 20 bytes a token;
-    0: none, and nothing is computed for it."""
+    """Number of groups of a step whose responses are written token by token to ``<output>/tokens``, the first ones: log-probs
+    of sampler and trainer, entropy and its change, advantage, mask, ratio, version. ``tepo report`` shows them. About 20 bytes
+    a token; 0: none, at no cost."""
 
     token_samples_every: PositiveInt = 10
-    """Every how many steps ``token_samples`` are written: a file for each of them."""
+    """Steps between two files of ``token_samples``."""
 
     def records_tokens(self, step: int) -> bool:
         """Whether token values of a step are written; ``step``: steps done after it, as its row says."""

@@ -12,8 +12,8 @@ ALL_LINEAR = "all-linear"
 
 class LoraConfig(Section):
     rank: Annotated[int, Field(ge=1, le=1024)] = 16
-    """The inner dimension of an adapter: A is [rank, in], B is [out, rank]. More can learn more, and costs memory; 8 to 32 is
-    usual for RL."""
+    """The inner dimension of an adapter: A is [rank, in], B is [out, rank]. A higher rank can learn more and costs memory; 8 to
+    32 is usual for RL."""
 
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """An adapter adds alpha / rank · B · A to its weight. Twice the rank is usual."""
@@ -22,23 +22,22 @@ class LoraConfig(Section):
     """Divides alpha by the square root of the rank instead of the rank, which keeps the size of updates at high ranks."""
 
     dropout: float = 0.0
-    """Must be 0: nothing in a training step draws random numbers, so that scores can be computed again. The field is there to
+    """Must be 0: nothing in a training step draws random numbers, so that scores can be computed again. The field exists to
     refuse settings that are copied from elsewhere."""
 
     target_modules: tuple[Annotated[str, Field(min_length=1)], ...] = (ALL_LINEAR,)
-    """The layers that have adapters, by their Hugging Face names: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj
-    (those of every expert too; w1, w2, w3 in Mixtral). ``all-linear``: all of them. Embedding, head, norms and router stay as
-    they are."""
+    """Layers with adapters, by their Hugging Face names: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (those
+    of every expert too; w1, w2, w3 in Mixtral). ``all-linear``: all of them. Embedding, head, norms and router have none."""
 
     path: Path | None = None
     """A PEFT folder (adapter_config.json, adapter_model.safetensors) whose adapters are trained further. None: A is drawn from
     the seed and B is 0, so that training starts from the model itself."""
 
     serve: Literal["merged", "adapter"] = "merged"
-    """What the rollout servers get. ``merged``: the weights with the adapters in them, rounded as the trainer's own are, so
-    that both compute the same. ``adapter``: A and B alone, which vLLM computes beside the weights of ``model.path``, which it
-    has read: a fraction of the bytes of an update. In float32 that is the same; in bfloat16 the two sides round differently.
-    For dense models up to rank 512, with servers on GPUs of their own, or on a CPU. Not run on a GPU yet."""
+    """What the rollout servers receive. ``merged``: the weights with the adapters added, rounded as the trainer's own, so that
+    both compute the same. ``adapter``: A and B alone, which vLLM computes next to the weights of ``model.path`` that it has
+    read: a fraction of an update's bytes. Equal in float32; in bfloat16 the two sides round differently. For dense models up to
+    rank 512, with servers on GPUs of their own, or on a CPU. Not run on a GPU yet."""
 
     @property
     def scale(self) -> float:
@@ -76,8 +75,8 @@ class ModelConfig(Section):
     the servers' weights still come from ``path``."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What weights and activations are kept in, in the trainer and (unless overridden there) in the rollout server."""
+    """Dtype of weights and activations, in the trainer and (unless overridden there) in the rollout server."""
 
     lora: LoraConfig | None = None
-    """Trains low-rank adapters instead of the weights, which then need neither gradients nor optimizer states.
-    None: all weights are trained."""
+    """Trains low-rank adapters instead of the weights, which then need neither gradients nor optimizer states. None: all
+    weights are trained."""

@@ -20,29 +20,29 @@ in an optimizer step may be rounded back to where it was, for ever."""
 
 class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-6
-    """Learning rate of Adam after the warm-up: roughly how far one step moves a weight. The default suits models of billions of
-    parameters; the tiny example, with 0.6 million, trains at 5e-5."""
+    """Adam's learning rate after the warm-up. The default suits models of billions of parameters; the tiny example, with 0.6
+    million, trains at 5e-5."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps over which the learning rate rises linearly from 0 to ``lr``; a rollout batch has ``train.minibatches``
+    """Optimizer steps over which the learning rate rises linearly from 0 to ``lr``; a step of the run has ``train.minibatches``
     of them."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes on after the warm-up: it stays (``constant``), or falls along a line or a half cosine to
-    ``min_lr``, which it reaches at the last optimizer step of the run."""
+    """Learning rate after the warm-up: ``constant``, or a line or half cosine down to ``min_lr`` at the last optimizer step of
+    the run."""
 
     min_lr: float = Field(default=0.0, ge=0)
-    """The learning rate at which ``linear`` and ``cosine`` end; at most ``lr``."""
+    """Final learning rate of ``linear`` and ``cosine``; at most ``lr``."""
 
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay per optimizer step of Adam's running means of the gradient and of its square. 0.95 rather than Adam's 0.999 is
-    usual for language models: the mean square follows a change within 20 steps, not 1000."""
+    """Decay per optimizer step of Adam's running means of the gradient and of its square. 0.95 instead of Adam's 0.999 is usual
+    for language models: the mean square follows a change within 20 steps, not 1000."""
 
     eps: PositiveFloat = 1e-8
-    """Adam's ε, which is added to the root of the mean square before the division, so that it is never by 0."""
+    """Adam's ε, added to the root of the mean square before the division."""
 
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay (AdamW): each step takes the part ``lr`` × this off a weight; norms and biases are left out. 0 by
+    """Decoupled weight decay (AdamW): each step subtracts ``lr`` × this × the weight; norms and biases are left out. 0 by
     default, since a run of RL is short and starts from a trained model."""
 
     clip_grad: float = Field(default=1.0, ge=0)
@@ -50,24 +50,24 @@ class OptimizerConfig(Section):
 
     distributed: bool = False
     """Shard the optimizer's states (fp32 weights and both means) over the data- and context-parallel ranks: Megatron's
-    distributed optimizer. It saves memory where ``engine.parallel.dp`` × ``cp`` is more than 1; the fields below need it also
-    where that is 1."""
+    distributed optimizer. Saves memory if ``engine.parallel.dp`` × ``cp`` is more than 1; the fields below need it in any
+    case."""
 
     exp_avg_dtype: MomentDtype = "float32"
-    """What Adam's running mean of the gradient is kept in between steps: Megatron's precision-aware optimizer. A step computes
-    in fp32. Needs a GPU and Transformer Engine. Not run on a GPU yet."""
+    """Dtype of Adam's running mean of the gradient between steps: Megatron's precision-aware optimizer. A step computes in
+    fp32. Needs a GPU and Transformer Engine. Not run on a GPU yet."""
 
     exp_avg_sq_dtype: MomentDtype = "float32"
     """The same for the running mean of its square."""
 
     store_param_remainders: bool = False
-    """Keep of each fp32 weight only the 16 bits that its bfloat16 weight lacks: 2 bytes instead of 4, and the same values.
+    """Store of each fp32 weight only the 16 bits that its bfloat16 weight lacks: 2 bytes instead of 4, and the same values.
     Needs a GPU and Transformer Engine. Not run on a GPU yet."""
 
     offload_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """The part of the weights whose optimizer states (fp32 weight and both means) are in the host's memory, where Adam then
-    computes: Megatron's hybrid optimizer. It costs the host 16 bytes a weight, and a step the transfer of its gradient and of
-    the new weight. Not run on a GPU yet."""
+    """Fraction of the weights whose optimizer states (fp32 weight and both means) are in the host's memory, where Adam then
+    computes: Megatron's hybrid optimizer. Costs the host 16 bytes a weight, and a step the transfer of gradient and new weight.
+    Not run on a GPU yet."""
 
     @property
     def precision_aware(self) -> bool:
@@ -89,11 +89,11 @@ class OptimizerConfig(Section):
     def _lean_states_have_what_they_need(self) -> "OptimizerConfig":
         if not self.own_masters:
             return self
-        given = "offload_fraction" if self.offload_fraction else self.reduced_fields[0]
+        name = "offload_fraction" if self.offload_fraction else self.reduced_fields[0]
         if not self.distributed:
             raise ValueError(
-                f"{given} = {getattr(self, given)} needs optimizer.distributed = true, also where dp × cp is 1: only "
-                f"Megatron's distributed optimizer leaves the fp32 weights to Adam; set it, or leave {given} out"
+                f"{name} = {getattr(self, name)} needs optimizer.distributed = true, also where dp × cp is 1: only "
+                f"Megatron's distributed optimizer leaves the fp32 weights to Adam; set it, or leave {name} out"
             )
         if self.offload_fraction and self.precision_aware:
             raise ValueError(

@@ -19,49 +19,47 @@ class RewardConfig(Section):
     other forms. A reward of 1 or more counts as a correct answer."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Where the verifier is a class: what it is made with, once a worker, as keyword arguments. No place for a secret: a run's
-    folder keeps its configuration."""
+    """Keyword arguments of a verifier that is a class, made once per worker. Not for secrets: a run's folder keeps its
+    configuration."""
 
     weights: dict[str, float] | None = None
-    """Where the verifier returns components by name: what each weighs in the sum that is the reward. The verifier must return
-    exactly these. null: each weighs 1, and the components are those that it returned when it was tried before the run."""
+    """Weights of the components in the reward, for a verifier that returns components by name; it must return exactly these.
+    null: each weighs 1, and the components are those of a trial before the run."""
 
     workers: PositiveInt = 1
-    """Processes that run the verifier. Rank 0 starts them and waits for their results. Responses that take long hold up one
-    process each, so that more of them help where many time out."""
+    """Processes that run the verifier. Rank 0 starts them and waits for their results. A slow response occupies one process, so
+    more of them help if many time out."""
 
     concurrency: Annotated[int, Field(ge=1, le=128)] = 16
-    """Where the verifier is an ``async`` function: how many calls of it a worker has under way at once. Others are called one
-    after another."""
+    """Concurrent calls per worker of an ``async`` verifier. Other verifiers are called one after another."""
 
     timeout_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
-    """Seconds per response, per group where the verifier scores whole groups; one that takes longer has failed. The same
-    response to the same problem is not tried again."""
+    """Seconds per response, or per group if the verifier scores whole groups; one that needs more has failed, and is not tried
+    again."""
 
     memory_mb: PositiveInt = 512
-    """What a verifier may take in 10⁶ bytes, beyond what its process has once the verifier is imported; a response that needs
-    more has failed. The default is several times what math-verify takes for a long answer; a verifier that loads a model at its
-    first call needs more, or loads it when it is imported. Linux only."""
+    """Memory of a verifier in 10⁶ bytes, beyond that of its process after the import; a response that needs more has failed.
+    The default is several times the need of math-verify for a long answer; a verifier that loads a model at its first call
+    needs more, or loads it when it is imported. Linux only."""
 
     file_mb: PositiveInt = 256
-    """The largest file that a verifier may write, in 10⁶ bytes; what it prints into the run's own log is not counted before."""
+    """The largest file that a verifier may write, in 10⁶ bytes; earlier output in the run's own log does not count."""
 
     network: bool | None = None
-    """Whether a verifier reaches the network, this machine's own addresses included. null: ``judge`` does, and so does your
-    own, which may ask one; the other built-in ones do not. false takes it away where the kernel allows it;
-    ``tepo doctor`` says whether it does."""
+    """Whether a verifier reaches the network, this machine's own addresses included. null: ``judge`` and custom verifiers do,
+    other built-in ones do not. false removes it if the kernel allows it; ``tepo doctor`` tells."""
 
     run_code: bool = False
     """Lets ``python_tests`` run programs that the model writes: in a process with limits, without network, in a folder that is
-    removed afterwards. It is no virtual machine: what this user may read, such a program may read."""
+    removed afterwards. It is no virtual machine: such a program may read what this user may read."""
 
     failed_reward: float | None = None
-    """The reward of a response whose verifier raised, returned no finite number, or passed a limit. null: it has none and
-    leaves its group; of a group that it leaves with fewer than two, nothing is learnt."""
+    """The reward of a response whose verifier raised, returned no finite number, or passed a limit. null: it leaves its group;
+    a group with fewer than two others teaches nothing."""
 
     max_failed: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The largest share of a step's responses that may fail; above it the run stops with the first cause. It also stops where
-    too few are left for ``train.minibatches`` on all data-parallel ranks."""
+    """Largest share of a step's responses that may fail; above it the run stops with the first cause. It also stops if too few
+    are left for ``train.minibatches`` on all data-parallel ranks."""
 
     @field_validator("weights")
     @classmethod

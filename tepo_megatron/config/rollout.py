@@ -11,62 +11,62 @@ from tepo_megatron.config.sampling import FilterGroupsConfig, OverlongConfig, Sa
 
 
 class CanaryConfig(Section):
-    """What shows that servers compute as the trainer does: a fixed prompt that both score after a weight sync, one that goes
-    through the servers' prefix caches, and the rollouts themselves. A difference above a tolerance stops the run."""
+    """Checks that servers compute as the trainer does: on a fixed prompt after a weight sync, on one that goes through the
+    servers' prefix caches, and on the rollouts. A difference above a tolerance stops the run."""
 
     every: NonNegativeInt = 1
-    """Check after every so many weight syncs, and the rollouts of every step; 0: never."""
+    """Weight syncs between two checks; rollouts are checked in every step. 0: never."""
 
     tolerance: PositiveFloat | None = None
-    """Largest difference of a token's log-prob, in nats. Default: set by the coarser dtype of the two sides
+    """Largest difference of a token's log-prob, in nats. Default: from the coarser dtype of the two sides
     (docs/reference/numerics.md)."""
 
     rollouts_tolerance: PositiveFloat | None = None
-    """Largest difference between sampler and trainer of the log-probs of a group's tokens, on average, in nats. Default: as for
-    ``tolerance``; a mean varies far less than a single token, so it is smaller."""
+    """Largest mean difference between sampler and trainer of the log-probs of a group's tokens, in nats. Default: as for
+    ``tolerance``, but smaller, since a mean varies less."""
 
 
 class RolloutConfig(Section):
     prompts_per_step: PositiveInt = 64
-    """Prompts sampled from in a step; a step has this × ``samples_per_prompt`` responses."""
+    """Prompts per step; a step has this × ``samples_per_prompt`` responses."""
 
     samples_per_prompt: PositiveInt = 8
-    """G, the responses to one prompt: the group whose rewards are compared for the advantage."""
+    """G, the responses per prompt: the group whose rewards are compared for the advantage."""
 
     filter_groups: FilterGroupsConfig | None = None
-    """Dynamic sampling: train on groups that pass filters only, and sample until there are ``prompts_per_step`` of them."""
+    """Dynamic sampling: train only on groups that pass filters, and sample until there are ``prompts_per_step`` of them."""
 
     oversample: Annotated[float, Field(ge=1, le=2)] = 1.0
-    """How many times as many groups are begun as are missing, with ``filter_groups`` or ``partial``: fewer waits for groups
-    that replace others. What a step does not use is trained on in the next one, by then a step old. 1: none too many."""
+    """Groups started per missing group, with ``filter_groups`` or ``partial``: less waiting for replacements. Groups that a
+    step does not use are trained on in the next one, one step old. 1: no surplus."""
 
     partial: bool = False
-    """Partial rollouts: a step ends when it has its groups, and what is unfinished goes on in the next one with the tokens that
-    it has, which older weights drew. Needs ``oversample`` above 1. Which groups a step gets then depends on what finishes
-    first, so that the seed alone does not repeat a run; its record does."""
+    """Partial rollouts: a step ends when it has its groups, and unfinished responses continue in the next one after the tokens
+    that older weights drew. Needs ``oversample`` above 1. A step then gets the groups that finish first, so that the seed alone
+    does not repeat a run; its record does."""
 
     truncated: Literal["train", "mask", "penalise"] = "train"
-    """What is done with responses that are cut at ``max_new_tokens``. ``train``: as with any other. ``mask``: their tokens are
-    left out of the loss, and their rewards still count in the mean and deviation of their group (DAPO's overlong filtering).
-    ``penalise``: ``overlong`` lowers the rewards of long responses."""
+    """Handling of responses that are cut at ``max_new_tokens``. ``train``: as any other. ``mask``: their tokens are left out of
+    the loss, and their rewards still count in the group's mean and deviation (DAPO's overlong filtering). ``penalise``:
+    ``overlong`` lowers the rewards of long responses."""
 
     overlong: OverlongConfig | None = None
     """For ``truncated: penalise``."""
 
     collect: str | None = None
-    """Your own generation step in place of ``samples_per_prompt`` draws for each prompt, such as the best of many: a function
-    ``(problems, sampler) -> rollouts`` as ``path/file.py:function`` or ``package.module:function``."""
+    """Custom generation step instead of ``samples_per_prompt`` draws per prompt, such as best-of-n: a function ``(problems,
+    sampler) -> rollouts`` as ``path/file.py:function`` or ``package.module:function``."""
 
     sampling: SamplingConfig = SamplingConfig()
     server: ServerConfig = ServerConfig()
     canary: CanaryConfig = CanaryConfig()
     uncorrected: bool = False
-    """Train on samples of quantised servers, or of older weights (``train.schedule``), without ``objective.mismatch``: as if
-    the trainer's own weights had drawn them."""
+    """Train on samples of quantised servers or of older weights (``train.schedule``) without ``objective.mismatch``, as if the
+    trainer's own weights had drawn them."""
 
     journal: bool = True
-    """Write every step's rollouts to ``<output>/journal/`` as soon as they are rewarded, and have a resumed run take them from
-    there instead of drawing them again. They are removed when no checkpoint needs them any more. Cost: ``time/journal``."""
+    """Write every step's rollouts to ``<output>/journal/`` as soon as they are rewarded; a resumed run reads them there instead
+    of drawing them again. They are removed when no checkpoint needs them any more. Cost: ``time/journal``."""
 
     record: bool = False
     """Write every step's rollouts to ``<output>/rollouts/``, and keep them."""

@@ -9,22 +9,22 @@ from tepo_megatron.config.base import Seconds, Section
 
 
 class SpeculativeConfig(Section):
-    """Speculative decoding: a server guesses the next tokens, from where the last ones stood before in the prompt and the
-    response, or by a draft model, and the model checks all guesses in one pass. Log-probs are the model's, and samples are
-    distributed as without it; they are other samples. It pays where guesses are good and few are drawn at a time."""
+    """Speculative decoding: a server guesses the next tokens, by n-grams of prompt and response or by a draft model, and the
+    model checks all guesses in one pass. Log-probs are the model's, and samples have the same distribution, but are not the
+    same samples. It pays if guesses are good and few sequences are decoded at a time."""
 
     num_speculative_tokens: PositiveInt = 4
-    """Tokens guessed at a time, at most. More cost more where they are wrong."""
+    """Most tokens guessed at a time. Wrong guesses cost time."""
 
     draft_model: Path | None = None
-    """Folder of a smaller model in Hugging Face's format, of the policy's vocabulary, which guesses. Its weights stay as they
-    are when the policy's are updated: as the policy moves away from it, fewer guesses hold. Default: n-grams guess."""
+    """Folder of a smaller Hugging Face model with the policy's vocabulary. Weight updates do not change it, so that fewer
+    guesses are right as the policy moves away from it. Default: n-grams guess."""
 
     prompt_lookup_min: PositiveInt = 2
-    """Fewest of the last tokens that must have stood before, for a guess."""
+    """Shortest n-gram that is looked up, in tokens."""
 
     prompt_lookup_max: PositiveInt = 4
-    """Most of the last tokens that are looked for; the longest match is taken."""
+    """Longest n-gram that is looked up, in tokens; the longest match is used."""
 
     @model_validator(mode="after")
     def _lengths_are_a_range(self) -> "SpeculativeConfig":
@@ -38,9 +38,9 @@ class SpeculativeConfig(Section):
     @model_validator(mode="after")
     def _one_of_the_two_guesses(self) -> "SpeculativeConfig":
         fields = type(self).model_fields  # a complete configuration (resolved.yaml) names the defaults too
-        given = [name for name in ("prompt_lookup_max", "prompt_lookup_min") if getattr(self, name) != fields[name].default]
-        if self.draft_model is not None and given:
-            raise ValueError(f"{given[0]} is for n-grams, and draft_model guesses here; leave one of the two out")
+        raw = [name for name in ("prompt_lookup_max", "prompt_lookup_min") if getattr(self, name) != fields[name].default]
+        if self.draft_model is not None and raw:
+            raise ValueError(f"{raw[0]} is for n-grams, and draft_model guesses here; leave one of the two out")
         return self
 
 
@@ -48,101 +48,100 @@ class ServerConfig(Section):
     placement: Literal["local", "colocated", "external"] = "local"
     """``local``: the trainer starts the servers on its own machine, on GPUs that it does not use itself. ``colocated``: on its
     own GPUs, and the two take turns; all on one machine, and not run on a GPU yet. ``external``: ``tepo serve`` runs them
-    elsewhere, and they are found in ``registry``; ``tepo launch`` sets both where a run has nodes for rollouts."""
+    elsewhere, and they are found in ``registry``; ``tepo launch`` sets both if a run has nodes for rollouts."""
 
     registry: Path | None = None
-    """Folder on a disk that all nodes share: external servers write their addresses there, and the run's key lies there."""
+    """Folder on a disk that all nodes share, with the external servers' addresses and the run's key."""
 
     interface: str | None = None
-    """Interface of the nodes' inner network, such as ib0: external servers listen on its address only. Default: the address
-    that the node's own host name resolves to."""
+    """Interface of the nodes' inner network, such as ib0; external servers listen on its address only. Default: the address
+    that the node's host name resolves to."""
 
     count: PositiveInt = 1
-    """How many servers to start; prompts are spread over them."""
+    """Number of servers; prompts are spread over them."""
 
     tp: PositiveInt = 1
     """Tensor-parallel size of each server."""
 
     host: str = "127.0.0.1"
-    """The address that local servers listen on: one of this machine's, not a wildcard. Anyone who reaches it and holds the
-    run's key can change the weights."""
+    """Address that local servers listen on: one of this machine's, not a wildcard. Anyone who reaches it and has the run's key
+    can change the weights."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """First port to try; the next free one is taken. 0 lets the operating system choose."""
+    """First port to try; the next free one is used. 0: the operating system chooses."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What weights and activations are kept in, in the servers; ``auto`` is ``model.dtype``."""
+    """Dtype of weights and activations in the servers; ``auto`` is ``model.dtype``."""
 
     quantization: Literal["none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"] = "none"
-    """What the servers round the weights of linear layers to when they receive them, with one scale for each tensor, output
-    channel or block of 128 × 128: vLLM's online quantization, under its names. Needs dtype bfloat16."""
+    """Quantisation of the linear layers' weights in the servers, with one scale per tensor, output channel or block of 128 ×
+    128: vLLM's online quantization, under its names. Needs dtype bfloat16."""
 
     max_model_len: PositiveInt | None = None
-    """Largest length of prompt and response together, in tokens; default: what the model's config allows."""
+    """Largest length of prompt and response together, in tokens; default: the limit of the model's config."""
 
     max_num_seqs: PositiveInt = 512
     """Most sequences that a server decodes at once; more wait."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """The part of each GPU's memory that a server takes while awake; ``engine.gpu_memory_fraction`` bounds the trainer."""
+    """Fraction of each GPU's memory that a server uses while awake; ``engine.gpu_memory_fraction`` bounds the trainer."""
 
     cpu_kv_cache_gib: PositiveInt = 1
-    """Memory of a worker for the KV cache where there is no GPU, in GiB."""
+    """Memory of a worker for the KV cache on a machine without GPU, in GiB."""
 
     cpu_threads: str = "auto"
-    """Where there is no GPU: the cores of each worker, as ``VLLM_CPU_OMP_THREADS_BIND`` has them, such as ``0``, ``0-3`` or
-    ``0|1`` for two workers. ``auto`` gives each worker one. ``all`` shares all cores of the machine among its workers, for
+    """On a machine without GPU: the cores of each worker in the form of ``VLLM_CPU_OMP_THREADS_BIND``, such as ``0``, ``0-3``
+    or ``0|1`` for two workers. ``auto`` gives each worker one. ``all`` shares all cores of the machine among its workers, for
     servers that sample while the trainer waits (``train.schedule = sync``)."""
 
     load_format: Literal["auto", "dummy", "model"] = "auto"
-    """What a server holds when it starts. ``dummy``: numbers that mean nothing, and it refuses to sample until the trainer has
-    sent its weights; nothing is read from the disk. ``model``: the weights of ``model.path``, read by every server. ``auto``:
-    ``dummy`` in training and in tepo serve, where the trainer's weights come before the first sample, if transfer is
-    ``reshard``, whose plan proves that it fills every parameter, and no draft model is to be read; else ``model``."""
+    """Weights of a server when it starts. ``dummy``: meaningless numbers, read from no disk; it refuses to sample until the
+    trainer has sent its weights. ``model``: those of ``model.path``, read by every server. ``auto``: ``dummy`` in training and
+    in tepo serve if transfer is ``reshard``, whose plan proves that it fills every parameter, and there is no draft model; else
+    ``model``."""
 
     start_timeout_s: Seconds = 900.0
-    """Seconds that a server may take from its start to its first answer. The default is many times what one needs on a machine
-    without other work, 15 to 60: one that ends is seen at once, so that this is waited for only where it hangs. A large model
-    may need more, to be read from a slow disk or for its kernels to be compiled."""
+    """Seconds from a server's start to its first answer. A machine without other work needs 15 to 60; a server that ends is
+    noticed at once, so this bounds only one that hangs. A large model may need more, for a slow disk or for compiling
+    kernels."""
 
     request_timeout_s: Seconds = 300.0
-    """Seconds that a server may go without progress: without an answer to a request, or, while it samples, without a new token
-    of any of its requests; a response may take longer. After that it counts as dead, is killed and started again. The default
-    is what vLLM itself gives its workers for one step."""
+    """Seconds without progress of a server: no answer to a request, or while it samples no new token of any request; a response
+    may take longer. The server then counts as dead, and is killed and started again. The default is vLLM's own limit for one
+    step of its workers."""
 
     max_retries: NonNegativeInt = 3
-    """How often a request for samples is sent again, to another server where there is one, after an answer that cannot be
-    right: malformed, status 5xx, a connection that broke. A server that fails more often in a row is started again; 0: at
-    once."""
+    """Retries of a request for samples, on another server if there is one, after an invalid answer: malformed, status 5xx, a
+    broken connection. A server with more consecutive failures is started again; 0: at once."""
 
     transfer: Literal["reshard", "gather"] = "reshard"
     """How weights reach the servers. ``reshard``: every trainer rank sends its shards straight to the workers that need them.
-    ``gather``: rank 0 gathers each full tensor and broadcasts it, for models that the bridge's table does not know in vLLM."""
+    ``gather``: rank 0 gathers each full tensor and broadcasts it, for models without an entry for vLLM in the table of
+    ``weights/layouts``."""
 
     transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
-    """What shards travel over. ``gloo``: sockets, through the memory of the hosts. ``nccl``: from GPU to GPU, where trainer and
-    servers have GPUs of their own. ``ipc``: within a GPU, where they are colocated; what must go to another GPU goes to the
-    trainer's rank there first, by NCCL. ``auto``: ``gloo`` where the trainer runs on a CPU, ``ipc`` where they are colocated,
-    ``nccl`` otherwise, or ``gloo`` again where a server turns out to be on a GPU of the trainer's. NCCL and IPC have not been
-    run on a GPU yet."""
+    """Transport of shards. ``gloo``: sockets, through the memory of the hosts. ``nccl``: from GPU to GPU, if trainer and
+    servers have separate GPUs. ``ipc``: within a GPU, if they are colocated; shards for another GPU go through the trainer's
+    rank there, by NCCL. ``auto``: ``gloo`` if the trainer runs on a CPU or a server turns out to be on one of its GPUs, ``ipc``
+    if they are colocated, else ``nccl``. NCCL and IPC have not been run on a GPU yet."""
 
     transfer_timeout_s: Seconds = 120.0
-    """How long one message of a weight update may take before the update counts as failed."""
+    """Seconds for one message of a weight update, after which the update has failed."""
 
     max_restarts: NonNegativeInt = 3
-    """How many times in a run servers that died, hung or kept answering wrongly are started again, over all servers. The run
-    stops at the next one, with the first cause."""
+    """Restarts in a run, over all servers, of those that died, hung or kept answering wrongly. The run stops at the next one,
+    with the first cause."""
 
     speculative: SpeculativeConfig | None = None
     """Speculative decoding, ``{}`` for n-grams with the defaults; default: none. Not run on a GPU yet."""
 
     routing_replay: bool = False
-    """For models with experts: the servers return the experts that their routers chose for every token, and the trainer replays
-    them in scores and updates, so that both sides compute with the same experts (routing replay: docs/reference/moe.md). A
-    token costs layers × experts per token bytes. With ``rollout.replay`` the recorded rollouts must have them."""
+    """For models with experts: the servers return the experts of every token, and the trainer replays them in scores and
+    updates, so that both sides use the same experts (routing replay: docs/reference/moe.md). Costs layers × experts per token
+    bytes for each token. With ``rollout.replay`` the recorded rollouts must have them."""
 
     extra_args: tuple[str, ...] = ()
-    """More arguments for ``vllm.entrypoints.openai.api_server``, as on its command line."""
+    """Further arguments of ``vllm.entrypoints.openai.api_server``, as on its command line."""
 
     def served_dtype(self, model_dtype: str) -> str:
         """The servers' dtype for a trainer in ``model_dtype``: ``dtype``, with ``auto`` resolved."""
@@ -160,7 +159,7 @@ class ServerConfig(Section):
 
     def starts_with_dummies(self, *, trained: bool) -> bool:
         """Whether servers read no weights. ``trained``: a weight update comes before their first sample."""
-        own_format = any(each.split("=")[0] == "--load-format" for each in self.extra_args)
+        own_format = any(item.split("=")[0] == "--load-format" for item in self.extra_args)
         if self.load_format == "auto":
             return trained and self.transfer == "reshard" and not own_format and not self.drafts
         return self.load_format == "dummy"

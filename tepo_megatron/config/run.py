@@ -10,7 +10,7 @@ from pydantic import field_validator, model_validator
 
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.checks import check_sections
-from tepo_megatron.config.data import BUILTIN, is_own, show_paths
+from tepo_megatron.config.data import BUILTIN, is_custom, show_paths
 from tepo_megatron.config.sections import RunSections
 
 _ABSENT = object()
@@ -33,28 +33,28 @@ class RunConfig(RunSections):
 
     @model_validator(mode="before")
     @classmethod
-    def _nothing_is_evaluated_without_problems(cls, given: Any) -> Any:
+    def _nothing_is_evaluated_without_problems(cls, raw: Any) -> Any:
         """Without held-out problems ``evaluate.every`` is 0; one's own training problems bring no built-in ones."""
-        if not isinstance(given, Mapping):
-            return given
-        data, evaluate = given.get("data", {}), given.get("evaluate", {})
+        if not isinstance(raw, Mapping):
+            return raw
+        data, evaluate = raw.get("data", {}), raw.get("evaluate", {})
         train, heldout = _given(data, "train"), _given(data, "heldout")
-        if heldout is _ABSENT and is_own(train):
+        if heldout is _ABSENT and is_custom(train):
             heldout = None
-            given = {**given, "data": _with(data, heldout=None)}
+            raw = {**raw, "data": _with(data, heldout=None)}
         if heldout is None and _given(evaluate, "every") is _ABSENT and not _has_sets(evaluate):
             warnings.warn(
                 "no held-out problems (data.heldout): nothing is evaluated. Give a file of problems that are not trained on, "
                 "or set evaluate.every = 0 to say that you mean it",
                 stacklevel=2,
             )
-            return {**given, "evaluate": _with(evaluate, every=0)}
-        return given
+            return {**raw, "evaluate": _with(evaluate, every=0)}
+        return raw
 
     @field_validator("name")
     @classmethod
     def _name_can_be_shown(cls, name: str) -> str:
-        wrong = next((each for each in name if not each.isprintable() or each == "/"), None)
+        wrong = next((item for item in name if not item.isprintable() or item == "/"), None)
         if wrong is not None:
             raise ValueError(f"a name has printable characters but the slash, not U+{ord(wrong):04X}; output names the folder")
         return name

@@ -14,32 +14,32 @@ MOST_KEPT = 1024
 
 class SamplingConfig(Section):
     max_new_tokens: PositiveInt = 512
-    """Largest length of a response in tokens; a longer one is cut there."""
+    """Largest length of a response in tokens; a longer one is cut."""
 
     temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
-    """Sampling temperature. The trainer divides its logits by the same, so that both sides mean one distribution. vLLM
-    raises what is below 0.01, and refuses what is above 2."""
+    """Sampling temperature. The trainer divides its logits by the same, so that both sides have one distribution. vLLM raises
+    values below 0.01, and refuses values above 2."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling: tokens are drawn from the likeliest ones whose probabilities reach this sum; 1: from all. In training
+    """Nucleus sampling: tokens are drawn from the likeliest ones whose probabilities reach this sum; 1: from all. Training with
     it needs ``top_k`` (docs/reference/truncated-sampling.md)."""
 
     top_k: PositiveInt | None = None
-    """Tokens are drawn from so many of the likeliest ones; default: from all. In training at most 1024, since a server names
+    """Tokens are drawn from this many of the likeliest ones; default: from all. In training at most 1024, since a server names
     them one by one: 20 to 100 are usual."""
 
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Tokens are drawn from those that are at least this times as likely as the likeliest; 0: from all. In training it needs
-    ``top_k``."""
+    """Tokens are drawn from those with at least this fraction of the likeliest one's probability; 0: from all. Training with it
+    needs ``top_k``."""
 
     stop: tuple[str, ...] = ()
-    """A response ends with the token that completes any of these strings, and with the reason ``stop``. Its tokens and its text
+    """A response ends with the token that completes any of these strings, with the reason ``stop``. Its tokens and its text
     keep the string. The servers then load the model's tokenizer."""
 
     bad_words: tuple[str, ...] = ()
-    """Strings that are not drawn: never the last token of one behind its others, as the tokenizer divides it with and without a
-    space before it. Other divisions of the same text are. In training they need ``top_k``. The servers then load the model's
-    tokenizer."""
+    """Strings that are not drawn: the last token of one never follows its other tokens, as the tokenizer divides it with and
+    without a space before it. Other divisions of the same text are possible. Training with it needs ``top_k``. The servers then
+    load the model's tokenizer."""
 
     @property
     def truncates(self) -> bool:
@@ -70,10 +70,10 @@ def training_fault(sampling: SamplingConfig, *, speculative: bool, partial: bool
     if not sampling.truncates:
         return None
     if top_k is None:
-        given = "bad_words" if sampling.bad_words else f"min_p = {sampling.min_p:g}"
-        given = f"top_p = {sampling.top_p:g}" if sampling.top_p < 1 else given
+        raw = "bad_words" if sampling.bad_words else f"min_p = {sampling.min_p:g}"
+        raw = f"top_p = {sampling.top_p:g}" if sampling.top_p < 1 else raw
         return (
-            f"sampling.{given} without sampling.top_k: the trainer scores a token among those that could have been drawn, "
+            f"sampling.{raw} without sampling.top_k: the trainer scores a token among those that could have been drawn, "
             "which a server names one by one, and without top_k that may be the whole vocabulary; set sampling.top_k = 100, or "
             f"up to {MOST_KEPT}"
         )
@@ -95,25 +95,25 @@ NAMED_FILTERS = ("zero_variance", "too_long", "reward_range")
 
 
 class FilterGroupsConfig(Section):
-    """Dynamic sampling, as in DAPO: groups that a filter refuses are not trained on, and other prompts are sampled until the
+    """Dynamic sampling, as in DAPO: groups that a filter refuses are not trained on, and further prompts are sampled until the
     batch has ``prompts_per_step`` groups."""
 
     filters: tuple[str, ...] = ("zero_variance",)
-    """A group is trained on if every one of these keeps it, asked in this order: ``zero_variance`` (refuses a group whose
-    rewards are all equal), ``too_long`` (more than ``max_truncated`` of its responses are cut), ``reward_range`` (its mean
-    reward is outside of ``reward_range``), or your own function ``(group: Sequence[Rollout]) -> bool``, true to keep it, as
+    """Filters of groups, applied in this order; all must keep a group: ``zero_variance`` (refuses a group whose rewards are all
+    equal), ``too_long`` (more than ``max_truncated`` of its responses are cut), ``reward_range`` (its mean reward is outside of
+    ``reward_range``), or a custom function ``(group: Sequence[Rollout]) -> bool``, true to keep it, as
     ``package.module:function`` or ``path/file.py:function``. They see the verifier's rewards, without ``overlong``."""
 
     max_batches: PositiveInt = 10
-    """A step may draw this many times ``prompts_per_step`` prompts; where the filters leave too few of them the run stops and
-    shows the rewards. verl calls it ``max_num_gen_batches``, NeMo-RL ``dynamic_sampling_max_gen_batches``."""
+    """A step may draw this many times ``prompts_per_step`` prompts; if too few groups pass the filters the run stops and shows
+    the rewards. verl calls it ``max_num_gen_batches``, NeMo-RL ``dynamic_sampling_max_gen_batches``."""
 
     max_truncated: Annotated[float, Field(ge=0, lt=1)] | None = None
     """For ``too_long``: the largest share of a group's responses that may be cut at ``max_new_tokens``."""
 
     reward_range: tuple[float, float] | None = None
-    """For ``reward_range``: the smallest and the largest mean reward of a group, both included; (0.1, 0.9) leaves out what is
-    all but always or all but never solved."""
+    """For ``reward_range``: the smallest and the largest mean reward of a group, both included; (0.1, 0.9) drops groups that
+    are almost always or almost never solved."""
 
     @field_validator("filters")
     @classmethod
@@ -144,10 +144,10 @@ class FilterGroupsConfig(Section):
 
 
 class OverlongConfig(Section):
-    """DAPO's soft overlong punishment: what is added to the reward of a response that comes near to ``max_new_tokens``."""
+    """DAPO's soft overlong punishment: subtracted from the reward of a response close to ``max_new_tokens``."""
 
     buffer: PositiveInt
     """Tokens before ``max_new_tokens`` over which the punishment grows from 0 to ``penalty``; DAPO has 4096 of 20480."""
 
     penalty: PositiveFloat = 1.0
-    """What is taken off the reward of a response that is cut; 1 in DAPO, where rewards are −1 and 1."""
+    """Subtracted from the reward of a response that is cut; 1 in DAPO, with rewards −1 and 1."""

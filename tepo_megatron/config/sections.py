@@ -24,10 +24,10 @@ class RunSections(Section):
     """The fields of :class:`RunConfig`, which is what everybody uses."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)] = "run"
-    """Free text that names the run in the progress view, in pictures and in plans: printable characters but the slash."""
+    """Name of the run in the progress view, in pictures and in plans: printable characters without the slash."""
 
     output: Path = Path("out/run")
-    """The folder for everything that the run writes; not in /proc, /sys or /dev, but for /dev/shm."""
+    """Folder for everything that the run writes; not in /proc, /sys or /dev, except for /dev/shm."""
 
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of everything random: order of problems, sampling, evaluation, mini-batches. On a CPU the same seed and the same

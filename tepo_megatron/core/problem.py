@@ -1,4 +1,4 @@
-"""A problem and a response as verifiers get them. Their processes import nothing more of this package's values, nor NumPy."""
+"""A problem and a response as verifiers receive them. Verifier processes import nothing else of core, and no NumPy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
-    """One task of a dataset: what the model reads, and what the verifier compares its answer with.
+    """One task of a dataset: the prompt, and the answer for the verifier.
 
-    ``metadata``: every other key of its line in the data file, with JSON's values, for verifiers. Two problems that differ in
-    nothing else are equal. ``messages``: where the model reads the prompt in its chat template, the (role, content) pairs; then
-    ``prompt`` is the user's last message. ``source``: which of several sources it is of, by name; empty where there is one.
+    ``metadata``: every other key of its line in the data file, as JSON values, for verifiers; it is ignored by ``==``.
+    ``messages``: the (role, content) pairs if the prompt is in the model's chat template; ``prompt`` is then the user's last
+    message. ``source``: the name of its source; empty if there is only one.
     """
 
     id: str
@@ -28,11 +28,10 @@ class Problem:
 
 
 class ResponseText(str):
-    """What a verifier gets as a response: its text, a ``str``, with what else is known of it.
+    """The text of a response, a ``str``, with its tokens and the reason of its end.
 
-    ``finish_reason`` is ``"stop"`` (the model ended it) or ``"length"`` (cut at the longest response allowed). What is made of
-    it, such as ``response.strip()``, is a plain ``str``. ``prompt_tokens``: of a turn of an episode, how many tokens the model
-    had read; 0 elsewhere.
+    ``finish_reason`` is ``"stop"`` (the model ended it) or ``"length"`` (cut at the longest response allowed). Results of
+    methods, such as ``response.strip()``, are a plain ``str``. ``prompt_tokens``: tokens before a turn of an episode, else 0.
     """
 
     finish_reason: str
@@ -40,19 +39,19 @@ class ResponseText(str):
     _ids: Iterable[int]
 
     def __new__(cls, text: str, token_ids: Iterable[int] = (), finish_reason: str = "stop") -> ResponseText:
-        made = super().__new__(cls, text)
-        made._ids, made.finish_reason = token_ids, finish_reason
-        return made
+        response = super().__new__(cls, text)
+        response._ids, response.finish_reason = token_ids, finish_reason
+        return response
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The ids as they were sampled, the end token included. Empty where only the text is known."""
+        """The sampled ids, the end token included; empty if only the text is known."""
         return tuple(self._ids)
 
     @cached_property
     def packed_ids(self) -> bytes:
-        """The ids as 32-bit integers of this machine, as they travel to the process that runs the verifier."""
-        with suppress(TypeError):  # what has no buffer
+        """The ids as 32-bit integers of this machine, for the process that runs the verifier."""
+        with suppress(TypeError):  # no buffer
             view = memoryview(self._ids)  # type: ignore[arg-type]
             if view.format == "i":
                 return view.tobytes()
@@ -60,7 +59,7 @@ class ResponseText(str):
 
     @classmethod
     def unpack(cls, text: str, packed_ids: bytes, finish_reason: str) -> ResponseText:
-        """The other end of ``packed_ids``."""
+        """The inverse of ``packed_ids``."""
         ids = array("i")
         ids.frombytes(packed_ids)
         return cls(text, ids, finish_reason)

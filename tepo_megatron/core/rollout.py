@@ -1,4 +1,4 @@
-"""What a sampler gives: responses, and rollouts of a step, with the weights that drew them. For others: ``types``."""
+"""Responses of a sampler, and rollouts of a step, with the versions of the weights that drew them."""
 
 from __future__ import annotations
 
@@ -12,42 +12,39 @@ from numpy.typing import ArrayLike, NDArray
 from tepo_megatron.core.sampling_mask import SamplingMask
 
 TokenIds = NDArray[np.int32]
-"""Token ids as values carry them: read-only int32, one axis."""
+"""Read-only int32, one axis."""
 
 Logprobs = NDArray[np.float32]
-"""Natural-log probabilities of tokens as values carry them: read-only float32, one axis."""
-
+"""Natural-log probabilities: read-only float32, one axis."""
 
 LossMask = NDArray[np.bool_]
-"""Which tokens of a response the model wrote, as values carry it: read-only bool, one axis. The others are an environment's:
-context, on which nothing is trained."""
-
+"""The tokens of a response that the model wrote: read-only bool, one axis. The others are an environment's."""
 
 Routes = NDArray[np.uint8] | NDArray[np.int16]
-"""The experts that the tokens of a sequence passed, as values carry them: read-only [tokens − 1, layers, experts per token], a
-byte for each where the model has at most 255. The last token has none: a sampler draws it, and does not compute it."""
+"""The experts of a sequence's tokens: read-only [tokens − 1, layers, experts per token], a byte for each if the model has at
+most 255. The last token has none: a sampler draws it, and does not compute it."""
 
 
 @dataclass(frozen=True, order=True)
 class WeightsVersion:
-    """Which weights: the step after which they were taken, and their fingerprint in hex, empty if not known."""
+    """The step after which the weights were taken, and their fingerprint in hex, empty if not known."""
 
     step: int
     digest: str = ""
 
 
 Spans = tuple[tuple[int, WeightsVersion], ...]
-"""Which weights drew which tokens: (index of the first token, version), the first at 0, each to where the next one begins."""
+"""(index of the first token, version of the weights that drew it and the following ones), the first at index 0."""
 
 
 @dataclass(frozen=True, eq=False, init=False)
 class Response:
     """One sampled continuation of a prompt.
 
-    ``logprobs`` has one natural-log probability per response id, under the temperature it was drawn with (under temperature 1
-    where it was decoded greedily), among the tokens that could be drawn. ``finish_reason`` is ``"stop"`` (the last id is an end
-    token, or completes a stop string), ``"length"`` (cut) or ``"abort"`` (a part, which can be gone on with). ``versions``: by
-    which weights the tokens were drawn, as the server said. Two are equal if all their bits are.
+    ``logprobs`` has one natural-log probability per response id, under its sampling temperature (under temperature 1 if it was
+    decoded greedily), among the tokens that could be drawn. ``finish_reason`` is ``"stop"`` (the last id is an end token, or
+    completes a stop string), ``"length"`` (cut) or ``"abort"`` (a part that can be continued). Two are equal if all their bits
+    are.
     """
 
     response_ids: TokenIds
@@ -55,11 +52,11 @@ class Response:
     finish_reason: str
     versions: Spans
     routed_experts: Routes | None = None
-    """Of the prompt's tokens and the response's, where the server records them."""
+    """Of the prompt's tokens and the response's, if the server records them."""
     loss_mask: LossMask | None = None
-    """None where the model wrote every token, as in all that has one turn; the log-probs of the others are 0."""
+    """None if the model wrote every token, as in any single turn; the log-probs of other tokens are 0."""
     sampling_mask: SamplingMask | None = None
-    """Of the response's tokens, where it was asked for: tokens that could have been drawn in their place."""
+    """Of the response's tokens, if requested."""
 
     def __init__(
         self,
@@ -71,7 +68,7 @@ class Response:
         loss_mask: ArrayLike | None = None,
         sampling_mask: SamplingMask | None = None,
     ) -> None:
-        """``versions``: spans, or one version for all tokens; a token of the environment's counts to the span before it."""
+        """``versions``: spans, or one version for all tokens; a token of the environment belongs to the span before it."""
         ids = token_ids(response_ids)
         _fill(
             self,
@@ -91,7 +88,7 @@ class Response:
 
     @property
     def model_tokens(self) -> int:
-        """How many of the tokens the model wrote."""
+        """Tokens that the model wrote."""
         return _model_tokens(self)
 
     def __eq__(self, other: object) -> bool:
@@ -109,12 +106,11 @@ NO_PARTS: Mapping[str, float] = MappingProxyType({})
 class Rollout:
     """One sampled response to a prompt, with its reward.
 
-    ``sampler_logprobs`` has one entry per response token: the natural-log probability with which the sampler drew it, under
-    the sampling temperature and among the tokens that could be drawn. ``group`` numbers the prompt within its step; responses
-    of one group share a prompt. ``finish_reason`` is ``"stop"`` (the last response id is an end token, or completes a stop
-    string) or ``"length"`` (cut). ``versions``: by which weights the tokens were drawn. ``reward`` is None where the verifier
-    failed: the response is recorded, and not trained on. ``reward_parts``: the components that the reward is the weighted sum
-    of, by name; empty where the verifier returns none. Two are equal if all their bits are.
+    ``sampler_logprobs`` has one entry per response token: the natural-log probability of the draw, under the sampling
+    temperature and among the tokens that could be drawn. ``group`` numbers the prompt within its step. ``finish_reason`` is
+    ``"stop"`` (the last response id is an end token, or completes a stop string) or ``"length"`` (cut). ``reward`` is None if
+    the verifier failed: the response is recorded, and not trained on. ``reward_parts``: the components of the reward's weighted
+    sum, by name; empty if the verifier returns none. Two are equal if all their bits are.
     """
 
     problem_id: str
@@ -128,11 +124,11 @@ class Rollout:
     reward: float | None = 0.0
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     routed_experts: Routes | None = None
-    """Of the prompt's tokens and the response's, where the sampler recorded them."""
+    """Of the prompt's tokens and the response's, if the sampler recorded them."""
     loss_mask: LossMask | None = None
-    """None where the model wrote every response token; the sampler's log-probs of the others are 0."""
+    """None if the model wrote every response token; the sampler's log-probs of other tokens are 0."""
     sampling_mask: SamplingMask | None = None
-    """Of the response's tokens, where the sampler recorded it: tokens that could have been drawn in their place."""
+    """Of the response's tokens, if the sampler recorded it."""
 
     def __init__(
         self,
@@ -150,7 +146,7 @@ class Rollout:
         loss_mask: ArrayLike | None = None,
         sampling_mask: SamplingMask | None = None,
     ) -> None:
-        """``versions``: spans, or one version for all tokens. Arrays of the right type are taken over, and read-only then."""
+        """``versions``: spans, or one version for all tokens. Arrays of the right dtype are not copied, but made read-only."""
         ids = token_ids(response_ids)
         _fill(
             self,
@@ -180,7 +176,7 @@ class Rollout:
         text: str,
         reward: float | None = 0.0,
     ) -> Rollout:
-        """The rollout whose tokens, masks, versions and record of experts are those of ``response``."""
+        """A rollout with the tokens, masks, versions and experts of ``response``."""
         return cls(
             problem_id=problem_id,
             group=group,
@@ -203,7 +199,7 @@ class Rollout:
 
     @property
     def model_tokens(self) -> int:
-        """How many of the response tokens the model wrote: T_i of the paper's sums."""
+        """Response tokens that the model wrote: T_i of the paper's sums."""
         return _model_tokens(self)
 
     def __eq__(self, other: object) -> bool:
@@ -214,31 +210,31 @@ class Rollout:
 
 
 def token_ids(values: ArrayLike) -> TokenIds:
-    """Token ids as values carry them; an int32 array is taken over, and read-only then.
+    """Converts to read-only int32; an int32 array is not copied, but made read-only.
 
-    Raises ValueError for what has more or fewer axes than one, is no whole number, or does not fit in 32 bits.
+    Raises ValueError unless ``values`` is a 1-D integer array that fits int32.
     """
-    found = np.asarray(values)
-    if found.size == 0:
-        found = found.astype(np.int32)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise ValueError(f"token ids must be whole numbers in a row, but they are {found.dtype} of shape {found.shape}")
-    if found.dtype != np.int32:
-        narrow = found.astype(np.int32)
-        if not np.array_equal(narrow, found):
-            raise ValueError(f"token ids must fit in 32 bits, but one of them is {max(found.tolist(), key=abs)}")
-        found = narrow
-    found.flags.writeable = False
-    return found
+    ids = np.asarray(values)
+    if ids.size == 0:
+        ids = ids.astype(np.int32)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(f"token ids must be whole numbers in a row, but they are {ids.dtype} of shape {ids.shape}")
+    if ids.dtype != np.int32:
+        narrow = ids.astype(np.int32)
+        if not np.array_equal(narrow, ids):
+            raise ValueError(f"token ids must fit in 32 bits, but one of them is {max(ids.tolist(), key=abs)}")
+        ids = narrow
+    ids.flags.writeable = False
+    return ids
 
 
 def token_logprobs(values: ArrayLike) -> Logprobs:
-    """Log-probs as values carry them; a float32 array is taken over, and read-only then. Raises ValueError unless one axis."""
-    found = np.asarray(values, dtype=np.float32)
-    if found.ndim != 1:
-        raise ValueError(f"log-probs must be in a row, but they have the shape {found.shape}")
-    found.flags.writeable = False
-    return found
+    """Converts to read-only float32; a float32 array is not copied, but made read-only. Raises ValueError unless 1-D."""
+    logprobs = np.asarray(values, dtype=np.float32)
+    if logprobs.ndim != 1:
+        raise ValueError(f"log-probs must be in a row, but they have the shape {logprobs.shape}")
+    logprobs.flags.writeable = False
+    return logprobs
 
 
 def _read_only(routes: Routes | None) -> Routes | None:
@@ -252,15 +248,15 @@ def _read_only(routes: Routes | None) -> Routes | None:
 def _loss_mask(mask: ArrayLike | None, tokens: int) -> LossMask | None:
     if mask is None:
         return None
-    found = np.asarray(mask)
-    if found.dtype != np.bool_ or found.shape != (tokens,):
+    bools = np.asarray(mask)
+    if bools.dtype != np.bool_ or bools.shape != (tokens,):
         raise ValueError(
-            f"a loss mask has one bool for each of the {tokens} response tokens, but it is {found.dtype} of shape {found.shape}"
+            f"a loss mask has one bool for each of the {tokens} response tokens, but it is {bools.dtype} of shape {bools.shape}"
         )
-    if found.all():
+    if bools.all():
         return None  # so that equal responses are equal
-    found.flags.writeable = False
-    return found
+    bools.flags.writeable = False
+    return bools
 
 
 def _model_tokens(value: Response | Rollout) -> int:
@@ -280,8 +276,8 @@ def _fill(target: object, **values: object) -> None:
 def _same_bits(one: Response | Rollout, other: object) -> bool:
     if not isinstance(other, type(one)):
         return False
-    for each in fields(one):
-        a, b = getattr(one, each.name), getattr(other, each.name)
+    for item in fields(one):
+        a, b = getattr(one, item.name), getattr(other, item.name)
         if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
             a, b = a.tobytes(), b.tobytes()  # so that nan equals nan, and 0 is not -0
         if (a is None) != (b is None) or a != b:
@@ -290,5 +286,5 @@ def _same_bits(one: Response | Rollout, other: object) -> bool:
 
 
 def not_recorded(itemsize: int) -> int:
-    """The number that stands for an expert that is not known, in a record of routes with so many bytes a number (1 or 2)."""
+    """The number of an unknown expert in routes with this many bytes per number (1 or 2)."""
     return 2**8 - 1 if itemsize == 1 else 2**15 - 1

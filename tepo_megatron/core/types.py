@@ -19,28 +19,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """S sequences packed into T tokens: a whole step, a mini-batch or a micro-batch, always the same type.
+    """S sequences packed into T tokens: a whole step, a mini-batch or a micro-batch. All on one device, unless stated.
 
-    Always there (all on one device):
-      - ``tokens_T`` int64, ``labels_T`` int64 (the next token; 0 where there is none), ``loss_mask_T`` bool (True where the
-        label is a response token that the model wrote, so that T_i counts these alone: an environment's tokens are context),
-        ``cu_seqlens`` int32 [S+1] (offsets of the sequences, first 0, last T),
-      - ``sampler_logprobs_T`` fp32 (0 outside the mask), ``rewards_S`` fp32, ``groups_S`` int64.
-    Filled on the way, ``None`` before:
-      - ``advantages_S`` fp32; ``old_logprobs_T``, ``old_entropy_T`` fp32 from the pre-update policy;
-        ``reference_logprobs_T`` fp32 from a frozen reference model,
-      - ``reward_parts_SK`` fp32 [S, K]: the components of each reward, for an objective that weighs them itself.
-    Where the sampler recorded them:
-      - ``routed_experts_T`` uint8 or int16 [T, layers, k]: the experts that each *token* passed, always in the host's memory,
-        since it is far larger than all else; the largest number of the dtype where there is no record, as for the last token
-        of a sequence, which the sampler never computed,
-      - ``sampling_mask_T``, of T tokens: those that could have been drawn in place of the *label*, also in the host's memory;
-        scores are then among them. None outside the mask.
-    Where token values of the step are recorded:
-      - ``recorded_S`` int64: which of the step's sequences it is, where an update hands its token values back; −1 elsewhere.
-    Where an auxiliary loss balances experts:
-      - ``expert_load_LE`` int64 [layers, experts]: how many tokens of the mini-batch, which a micro-batch is a part of, each
-        layer's router sent to each expert when it was scored.
+    - ``tokens_T`` int64, ``labels_T`` int64 (the next token, or 0), ``loss_mask_T`` bool (the label is a response token of
+      the model; T_i counts these), ``cu_seqlens`` int32 [S+1] (offsets of the sequences, first 0, last T)
+    - ``sampler_logprobs_T`` fp32 (0 outside the mask), ``rewards_S`` fp32, ``groups_S`` int64
+    - ``advantages_S`` fp32; ``old_logprobs_T``, ``old_entropy_T`` fp32 of the pre-update policy; ``reference_logprobs_T`` fp32
+      of a frozen reference model: ``None`` until they are computed
+    - ``reward_parts_SK`` fp32 [S, K]: the components of each reward, for an objective that weighs them itself
+    - ``routed_experts_T`` uint8 or int16 [T, layers, k], in host memory because of its size: the experts of each *token*, if
+      recorded by the sampler; the dtype's largest number if unknown, as for the last token of a sequence
+    - ``sampling_mask_T``, in host memory: the tokens that could have been drawn instead of the *label*, if the sampler recorded
+      them; scores are then among them
+    - ``recorded_S`` int64: the index in the step of a sequence whose token values are recorded; −1 for the others
+    - ``expert_load_LE`` int64 [layers, experts], for an auxiliary loss that balances experts: tokens of the whole mini-batch
+      that each layer's router sent to each expert when it was scored
     """
 
     tokens_T: Tensor
@@ -94,12 +87,12 @@ class Batch:
         return replace(self, **changes)
 
     def to(self, device: torch.device | str) -> Batch:
-        """A copy on a device, but for what stays in the host's memory."""
+        """A copy on a device, except for the fields in host memory."""
         names = [f.name for f in fields(self) if f.name not in ("routed_experts_T", "sampling_mask_T")]
         return replace(self, **{name: value.to(device) for name in names if (value := getattr(self, name)) is not None})
 
     def token_index(self, sequences: Sequence[int]) -> Tensor:
-        """Where the tokens of these sequences lie, in their order: int64 [tokens of the sequences]."""
+        """The positions of these sequences' tokens, in their order: int64 [tokens of the sequences]."""
         import torch
 
         offsets = self.cu_seqlens.tolist()
@@ -110,23 +103,23 @@ class Batch:
         """The batch of these sequences, in this order."""
         import torch
 
-        at_T = self.token_index(sequences)
-        at_S = torch.tensor(list(sequences), dtype=torch.int64, device=at_T.device)
+        index_T = self.token_index(sequences)
+        index_S = torch.tensor(list(sequences), dtype=torch.int64, device=index_T.device)
         changes: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, SamplingMask):
-                changes[f.name] = value[at_T.cpu().numpy()]
+                changes[f.name] = value[index_T.cpu().numpy()]
             elif value is not None and f.name not in ("cu_seqlens", "expert_load_LE"):
-                changes[f.name] = value[(at_T if f.name.endswith("_T") else at_S).to(value.device)]
+                changes[f.name] = value[(index_T if f.name.endswith("_T") else index_S).to(value.device)]
         cu_seqlens = self.cu_seqlens.new_zeros(len(sequences) + 1)
-        cu_seqlens[1:] = self.lengths_S[at_S].cumsum(0)
+        cu_seqlens[1:] = self.lengths_S[index_S].cumsum(0)
         return replace(self, cu_seqlens=cu_seqlens, **changes)
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What the objective needs of the logits: log-probability of the label and entropy of the whole distribution.
+    """Log-probability of the label and entropy of the whole distribution.
 
     Each fp32 [T], natural logarithm. The first two are differentiable with respect to the logits (or hidden states and head
     weight) that they were computed from. Under tensor parallelism every rank of the group holds the same values.
@@ -135,20 +128,20 @@ class TokenScores:
     logprob: Tensor
     entropy: Tensor
     entropy_slope: Tensor | None = None
-    """How fast the entropy H changes when the logits move by e_k − p, as a policy-gradient step on the label k with a positive
-    advantage moves them: Σ_j p_j² (log p_j + H) − p_k (log p_k + H), p the probabilities. Below 0 the step lowers the entropy.
-    Detached; None where it was not asked for."""
+    """The slope of the entropy H along e_k − p, the direction of the logits in a policy-gradient step on the label k with a
+    positive advantage: Σ_j p_j² (log p_j + H) − p_k (log p_k + H), p the probabilities. Below 0 the step lowers the entropy.
+    Detached; None if not requested."""
 
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
     """A micro-batch's share of the loss of one optimizer step.
 
-    ``numerator`` is a differentiable scalar: a *sum*, to be minimised. ``denominator`` is what the sum over all
-    micro-batches and ranks is divided by, once; it was passed in, so it is the same on all of them. ``metrics`` maps a name
-    to detached ``(sum, count)`` scalars that add up over micro-batches and ranks; ``extrema`` maps a name that ends in
-    ``/min`` or ``/max`` to a detached scalar. ``token_values``: detached values [T] of the micro-batch's tokens by their names
-    (``logprob_update``, ``entropy_change``, ``ratio``, ``masked``), for runs that record them; an objective may leave some out.
+    ``numerator`` is a differentiable scalar: a *sum*, to be minimised. ``denominator`` divides the sum over all micro-batches
+    and ranks, once; it is the same on all of them. ``metrics`` maps a name to detached ``(sum, count)`` scalars that add up
+    over micro-batches and ranks; ``extrema`` maps a name that ends in ``/min`` or ``/max`` to a detached scalar.
+    ``token_values``: detached values [T] by name (``logprob_update``, ``entropy_change``, ``ratio``, ``masked``), for runs that
+    record them.
     """
 
     numerator: Tensor

@@ -52,9 +52,9 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
     problems: list[str] = []
     values: Any = None
     try:
-        given = OmegaConf.create() if path is None else _read(Path(path))
+        raw = OmegaConf.create() if path is None else _read(Path(path))
         over = _parse_overrides(overrides, problems)
-        values = _resolve(_merge(given, over))
+        values = _resolve(_merge(raw, over))
         config = RunConfig.model_validate(values)
     except OmegaConfBaseException as error:
         raise ConfigError(source, [*problems, describe_reference(error)]) from error
@@ -74,16 +74,16 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
 def _wrong_permissions(entries: Sequence[str]) -> list[str]:
     """Returns a line for each entry of ``train.allow_change`` that names no field, or one that can never change."""
     paths = [row.path for row in schema_rows()]
-    known = {path[:end] for path in paths for end in (*(at for at, sign in enumerate(path) if sign == "."), len(path))}
-    found = []
+    known = {path[:end] for path in paths for end in (*(index for index, sign in enumerate(path) if sign == "."), len(path))}
+    result = []
     for entry in entries:
         if entry == "model.dtype":
-            found.append("train.allow_change: model.dtype is of the model's architecture, which a resumed run cannot change")
+            result.append("train.allow_change: model.dtype is of the model's architecture, which a resumed run cannot change")
         elif entry not in known:
             near = difflib.get_close_matches(entry, sorted(known), n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]}?" if near else ""
-            found.append(f"train.allow_change: {show(entry)} is no field of a run{hint}")
-    return found
+            result.append(f"train.allow_change: {show(entry)} is no field of a run{hint}")
+    return result
 
 
 def dump_resolved(config: Section) -> str:
@@ -226,12 +226,12 @@ def _drop_other_kinds(below: DictConfig, above: DictConfig) -> None:
             _drop_other_kinds(old, new)
 
 
-def _resolve(given: DictConfig) -> Any:
+def _resolve(raw: DictConfig) -> Any:
     """Returns the given values with ``${…}`` replaced, and only the keys that were given."""
     defaults = OmegaConf.create(RunConfig().model_dump(mode="json"))
-    merged = _merge(defaults, given)
+    merged = _merge(defaults, raw)
     complete = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-    return _select(complete, OmegaConf.to_container(given))
+    return _select(complete, OmegaConf.to_container(raw))
 
 
 def _plain(section: DictConfig) -> dict[str, Any]:
@@ -252,22 +252,22 @@ def _diff(section: Section, default: Section) -> dict[str, Any]:
     """Returns the fields of ``section`` that differ from ``default``; a section with a preset is compared with the preset."""
     if "preset" in type(section).model_fields:
         preset, usual = dict(section)["preset"], dict(default)["preset"]
-        found = _differing(section, type(section).model_validate({"preset": preset}))
-        return found if preset == usual else {"preset": preset, **found}
+        result = _differing(section, type(section).model_validate({"preset": preset}))
+        return result if preset == usual else {"preset": preset, **result}
     return _differing(section, default)
 
 
 def _differing(section: Section, reference: Section) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name in type(section).model_fields:
         value, usual = getattr(section, name), getattr(reference, name)
         if value == usual:
             continue
         if isinstance(value, Section) and isinstance(usual, Section) and type(value) is type(usual):
-            found[name] = _diff(value, usual)
+            result[name] = _diff(value, usual)
         else:
-            found[name] = section.model_dump(mode="json")[name]
-    return found
+            result[name] = section.model_dump(mode="json")[name]
+    return result
 
 
 def _to_yaml(values: dict[str, Any]) -> str:

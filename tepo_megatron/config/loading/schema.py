@@ -138,13 +138,13 @@ def show(value: Any, limit: int = 100) -> str:
     """Writes a value as users of YAML do (true, null, "text"), cut to ``limit`` characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     text = text if len(text) <= limit else text[: limit - 1] + "…"
-    return "".join(each if each.isprintable() else f"\\u{ord(each):04x}" for each in text)
+    return "".join(item if item.isprintable() else f"\\u{ord(item):04x}" for item in text)
 
 
 def discriminator(node: Node) -> Node:
     """``propertyName`` and ``mapping`` of a section with variants, also of one that may be null; empty for any other."""
-    found = node.get("discriminator")
-    return found or next((each["discriminator"] for each in node.get("anyOf", []) if "discriminator" in each), {})
+    result = node.get("discriminator")
+    return result or next((item["discriminator"] for item in node.get("anyOf", []) if "discriminator" in item), {})
 
 
 def _rows(node: Node, path: str, default: Any, when: str) -> Iterator[SchemaRow]:

@@ -35,7 +35,7 @@ def describe_reference(error: OmegaConfBaseException) -> str:
 def describe_all(error: ValidationError) -> list[str]:
     """Returns one line for each place; the members of a union that all refused one value give one line together."""
     details = error.errors()
-    details = [each for each in details if not _is_of_another_form(each, details)]
+    details = [item for item in details if not _is_of_another_form(item, details)]
     lines = list(dict.fromkeys(_describe(detail) for detail in details[:_MOST_PROBLEMS]))
     return [*lines, f"and {len(details) - _MOST_PROBLEMS} more"] if len(details) > _MOST_PROBLEMS else lines
 
@@ -43,7 +43,7 @@ def describe_all(error: ValidationError) -> list[str]:
 def _is_of_another_form(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> bool:
     """Whether it says that a list of sections is no text, where either may stand, and others say what is wrong in the list."""
     place = detail["loc"][:-1]
-    others = (each["loc"] for each in details if len(each["loc"]) > len(detail["loc"]))
+    others = (item["loc"] for item in details if len(item["loc"]) > len(detail["loc"]))
     return (
         detail["type"] == "string_type"
         and isinstance(detail["input"], list)
@@ -52,10 +52,10 @@ def _is_of_another_form(detail: ErrorDetails, details: Sequence[ErrorDetails]) -
 
 
 def _describe(detail: ErrorDetails) -> str:
-    place, given = locate(detail["loc"]), detail["input"]
+    place, raw = locate(detail["loc"]), detail["input"]
     kind = detail["type"]
     if kind == "extra_forbidden":
-        return _describe_unknown(place, given)
+        return _describe_unknown(place, raw)
     if kind == "missing":
         return f"{place.path}: missing; allowed: {allowed(place.node)}"
     if kind == "union_tag_invalid":
@@ -66,21 +66,21 @@ def _describe(detail: ErrorDetails) -> str:
         text = " ".join(detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ").split())
         if text.startswith(place.path):
             return text
-        return f"{place.path}: {text}" if isinstance(given, dict | Section) else f"{place.path}: got {show(given)}; {text}"
+        return f"{place.path}: {text}" if isinstance(raw, dict | Section) else f"{place.path}: got {show(raw)}; {text}"
     if not place.node or allowed(place.node) == "any value":
-        return f"{place.path}: got {show(given)}; {detail['msg']}"
-    line = f"{place.path}: got {show(given)}; allowed: {allowed(place.node)}"
+        return f"{place.path}: got {show(raw)}; {detail['msg']}"
+    line = f"{place.path}: got {show(raw)}; allowed: {allowed(place.node)}"
     if kind in ("string_too_short", "string_too_long"):
         line += f" of {place.node.get('minLength', 0)} to {place.node.get('maxLength', 'any number of')} characters"
-    if kind == "string_type" and isinstance(given, int | float) and "a list" not in line:
-        line += f" (to give a number as text: {place.path}='\"{show(given)}\"')"
+    if kind == "string_type" and isinstance(raw, int | float) and "a list" not in line:
+        line += f" (to give a number as text: {place.path}='\"{show(raw)}\"')"
     return line
 
 
-def _describe_unknown(place: Place, given: Any) -> str:
+def _describe_unknown(place: Place, raw: Any) -> str:
     near = _nearest_fields(place)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known keys here: {', '.join(place.siblings)}"
-    return f"{place.path}: unknown key (got {show(given)}); {hint}"
+    return f"{place.path}: unknown key (got {show(raw)}); {hint}"
 
 
 def one_line(error: Exception) -> str:
@@ -126,11 +126,11 @@ def _nearest_fields(place: Place) -> list[str]:
     close = [f"{prefix}{name}" for name in difflib.get_close_matches(key, place.siblings, n=1, cutoff=0.75)]
     paths = list(dict.fromkeys(row.path for row in schema_rows() if ".NAME." not in row.path))
     same = [path for path in paths if path.rpartition(".")[2] == key]
-    found = close or [*same, *_BY_OTHER_NAMES.get(key, ())]
-    if not found:
-        found = [f"{prefix}{name}" for name in difflib.get_close_matches(key, place.siblings, n=1, cutoff=0.5)]
-    if not found:
+    result = close or [*same, *_BY_OTHER_NAMES.get(key, ())]
+    if not result:
+        result = [f"{prefix}{name}" for name in difflib.get_close_matches(key, place.siblings, n=1, cutoff=0.5)]
+    if not result:
         last = {path.rpartition(".")[2] for path in paths}
         near = difflib.get_close_matches(key, sorted(last), n=1, cutoff=0.75)
-        found = [path for path in paths if path.rpartition(".")[2] in near]
-    return list(dict.fromkeys(found))[:3]
+        result = [path for path in paths if path.rpartition(".")[2] in near]
+    return list(dict.fromkeys(result))[:3]

@@ -205,16 +205,16 @@ def read_preset(name: str) -> _PresetFile:
     try:
         with path.open("rb") as file:
             text = file.read(LARGEST_FILE).decode()
-        given = yaml.safe_load(text)
+        raw = yaml.safe_load(text)
     except OSError as error:
         raise ValueError(f"{where}: {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+    if not isinstance(raw, Mapping) or not all(isinstance(key, str) for key in raw):
         raise ValueError(f"{where}: a preset's file has the keys of an objective section, such as 'trust_region:'")
-    if isinstance(given.get("objective"), Mapping):
+    if isinstance(raw.get("objective"), Mapping):
         raise ValueError(f"{where}: the keys of an objective section are at its top, without 'objective:'; is it a run's file?")
-    sections = dict(given)
+    sections = dict(raw)
     said = {key: _text(sections.pop(key, ""), key, where) for key in ("source", "formula")}
     base = sections.pop("preset", "tepo")
     if not isinstance(base, str) or base not in PRESETS:
@@ -226,7 +226,7 @@ def beside(file: Path, plugins: Any) -> tuple[Any, ...]:
     """``plugins`` as a file names them: the paths among them are relative to the file. What is no list is left as it is."""
     if not isinstance(plugins, list | tuple):
         return (plugins,)
-    return tuple(beside_path(file, each) if isinstance(each, str) and each.endswith(".py") else each for each in plugins)
+    return tuple(beside_path(file, item) if isinstance(item, str) and item.endswith(".py") else item for item in plugins)
 
 
 def beside_path(file: Path, path: str) -> str:

@@ -121,10 +121,10 @@ class ObjectiveConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _over_preset(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        name = given.get("preset", "tepo")
+    def _over_preset(cls, raw: Any) -> Any:
+        if not isinstance(raw, Mapping):
+            return raw
+        name = raw.get("preset", "tepo")
         file = read_preset(name) if isinstance(name, str) and is_preset_file(name) else None
         if file is not None:
             name = file.base
@@ -134,18 +134,18 @@ class ObjectiveConfig(Section):
                 f"objective.preset = {str(name)[:60]!r} is unknown; the nearest is {nearest!r}. Known: "
                 f"{', '.join(PRESETS)}, or a file of your own, my_preset.yaml"
             )
-        levels = [PRESETS[name].changes, *([] if file is None else [file.preset.changes]), given]
+        levels = [PRESETS[name].changes, *([] if file is None else [file.preset.changes]), raw]
         sections = {key: field.default for key, field in cls.model_fields.items() if isinstance(field.default, Section)}
         merged: dict[str, Any] = {key: section.model_dump() for key, section in sections.items()}
         for level in levels:
             if level is not levels[0]:
                 _check_empty_sections(level, merged)
             merged = _merge(merged, level)
-        own = given.get("plugins", ())
-        if isinstance(own, list | tuple) and all(isinstance(each, str) for each in own):
+        own = raw.get("plugins", ())
+        if isinstance(own, list | tuple) and all(isinstance(item, str) for item in own):
             inherited = () if file is None else file.plugins
-            used = (each for each in inherited if _uses(load_plugin(each).kinds, merged))
-            merged["plugins"] = tuple(dict.fromkeys([*used, *(load_plugin(each).name for each in own)]))
+            used = (item for item in inherited if _uses(load_plugin(item).kinds, merged))
+            merged["plugins"] = tuple(dict.fromkeys([*used, *(load_plugin(item).name for item in own)]))
         return {**merged, "preset": name}
 
     @model_validator(mode="after")
@@ -182,10 +182,10 @@ class ObjectiveConfig(Section):
         return self
 
 
-def _check_empty_sections(given: Mapping[str, Any], preset: Mapping[str, Any]) -> None:
+def _check_empty_sections(raw: Mapping[str, Any], preset: Mapping[str, Any]) -> None:
     """An empty section over a term that is off would switch it on, and read as if it did nothing."""
     for key in ObjectiveConfig.model_fields:
-        value = given.get(key)
+        value = raw.get(key)
         if isinstance(value, Mapping) and not value and preset.get(key) is None:
             raise ValueError(
                 f"objective.{key} = {{}} does not say what it switches on; give one of its fields ('tepo config schema "
@@ -211,17 +211,17 @@ def named_plugins(values: Any) -> tuple[str, ...]:
     """The plugins that a run's values name, those of its preset's file among them, as far as they can be loaded: where one
     cannot, its own sentence says why.
     """
-    given = values.get("objective") if isinstance(values, Mapping) else None
-    found: list[str] = []
+    raw = values.get("objective") if isinstance(values, Mapping) else None
+    result: list[str] = []
     try:
-        if isinstance(given, Mapping) and isinstance(given.get("preset"), str) and is_preset_file(given["preset"]):
-            found += [load_plugin(each).name for each in read_preset(given["preset"]).plugins]
-        own = given.get("plugins", ()) if isinstance(given, Mapping) else ()
-        for each in own if isinstance(own, list | tuple) else ():
-            found.append(load_plugin(str(each)).name)
+        if isinstance(raw, Mapping) and isinstance(raw.get("preset"), str) and is_preset_file(raw["preset"]):
+            result += [load_plugin(item).name for item in read_preset(raw["preset"]).plugins]
+        own = raw.get("plugins", ()) if isinstance(raw, Mapping) else ()
+        for item in own if isinstance(own, list | tuple) else ():
+            result.append(load_plugin(str(item)).name)
     except ValueError:
         return ()
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(result))
 
 
 @cache
@@ -230,13 +230,13 @@ def usual_sections() -> Mapping[str, tuple[type[Section], ...]]:
 
     def members(annotation: Any) -> list[Any]:
         inner = get_args(annotation)
-        return [each for part in inner for each in members(part)] if inner else [annotation]
+        return [item for part in inner for item in members(part)] if inner else [annotation]
 
-    found = {name: members(field.annotation) for name, field in ObjectiveConfig.model_fields.items()}
+    result = {name: members(field.annotation) for name, field in ObjectiveConfig.model_fields.items()}
     return {
-        name: tuple(each for each in sections if issubclass(each, Section) and not issubclass(each, CustomKind))
-        for name, sections in ((key, [each for each in parts if isinstance(each, type)]) for key, parts in found.items())
-        if any(issubclass(each, CustomKind) for each in sections)
+        name: tuple(item for item in sections if issubclass(item, Section) and not issubclass(item, CustomKind))
+        for name, sections in ((key, [item for item in parts if isinstance(item, type)]) for key, parts in result.items())
+        if any(issubclass(item, CustomKind) for item in sections)
     }
 
 

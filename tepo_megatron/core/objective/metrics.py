@@ -66,5 +66,5 @@ def measure(
 
 def token_values(values: TokenValues, ratio_T: Tensor, masked_T: Tensor) -> dict[str, Tensor]:
     """What :func:`measure` takes its means of, as it is at each token: detached views, nothing is computed."""
-    found = {"logprob_update": values.logprob_T.detach(), "ratio": ratio_T.detach(), "masked": masked_T}
-    return found if values.entropy_change_T is None else {**found, "entropy_change": values.entropy_change_T}
+    result = {"logprob_update": values.logprob_T.detach(), "ratio": ratio_T.detach(), "masked": masked_T}
+    return result if values.entropy_change_T is None else {**result, "entropy_change": values.entropy_change_T}

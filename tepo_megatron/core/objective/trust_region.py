@@ -150,9 +150,9 @@ def surrogate(
 
 def _custom_surrogate(region: OwnTrustRegion, ratio_T: Tensor, values: TokenValues, detached_T: Tensor | None) -> Surrogate:
     """That of a kind of the user's own; what a mask detaches is its value, through whatever it was computed from."""
-    given = region.surrogate(ratio_T, values)
+    raw = region.surrogate(ratio_T, values)
     never_T = torch.zeros_like(values.mask_T)
-    whole = given if isinstance(given, Surrogate) else Surrogate(given, never_T, never_T)
+    whole = raw if isinstance(raw, Surrogate) else Surrogate(raw, never_T, never_T)
     value_T = torch.where(values.mask_T, check_token_values(region, whole.value_T, "surrogate", values), 0.0)
     if detached_T is not None:
         value_T = torch.where(detached_T, value_T.detach(), value_T)

@@ -101,14 +101,14 @@ def check_step(batch: Batch, *, reference: bool) -> None:
         raise ValueError(f"advantages_S has shape {tuple(batch.advantages_S.shape)} for {batch.num_sequences} sequences")
     if not batch.advantages_S.isfinite().all():
         raise NotFiniteError("advantages_S holds values that are not finite; look at the rewards")
-    given = {
+    raw = {
         "old_logprobs_T": batch.old_logprobs_T,
         "sampler_logprobs_T": batch.sampler_logprobs_T,
         "old_entropy_T": batch.old_entropy_T,
         "reference_logprobs_T": batch.reference_logprobs_T,
     }
     _check_mask(batch)
-    for name, values_T in given.items():
+    for name, values_T in raw.items():
         if values_T is not None:
             _check_token_values(name, values_T, batch)
 

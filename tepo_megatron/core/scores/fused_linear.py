@@ -103,9 +103,9 @@ class _FusedLinear(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         hidden_RH = of_rows(_gather(hidden, gather_group), scoring)
         stats_RK = hidden.new_empty(scoring.count, scoring.statistics, dtype=compute_dtype(hidden.dtype))
-        for at, chunk, logits_cVp in _chunks(hidden_RH, weight_VpH, scoring):
-            torch.mm(hidden_RH[at], weight_VpH.t(), out=logits_cVp)
-            backend.statistics(logits_cVp, chunk, stats_RK[at])
+        for index, chunk, logits_cVp in _chunks(hidden_RH, weight_VpH, scoring):
+            torch.mm(hidden_RH[index], weight_VpH.t(), out=logits_cVp)
+            backend.statistics(logits_cVp, chunk, stats_RK[index])
         rows, slope_R = combine(stats_RK, scoring.rows_R, scoring.temperature, scoring.tp_group)
         ctx.scoring, ctx.backend, ctx.gather_group = scoring, backend, gather_group
         # The parameter itself, for its attributes: a saved tensor need not be the same object.
@@ -165,20 +165,20 @@ def _add_gradients(
 ) -> Tensor:
     """Adds the weight's gradient to ``grad_weight_VpH``; returns the hidden states' [R, H], this vocabulary shard's share."""
     grad_hidden_RH = torch.empty_like(hidden_RH)
-    for at, chunk, logits_cVp in _chunks(hidden_RH, weight_VpH, scoring):
+    for index, chunk, logits_cVp in _chunks(hidden_RH, weight_VpH, scoring):
         # The logits are computed again rather than kept: keeping them is what this function avoids.
-        torch.mm(hidden_RH[at], weight_VpH.t(), out=logits_cVp)
+        torch.mm(hidden_RH[index], weight_VpH.t(), out=logits_cVp)
         backend.gradient(
             logits_cVp,
             chunk,
-            RowScores(*(value_R[at] for value_R in rows)),
-            None if grad_logprob_R is None else grad_logprob_R[at],
-            None if grad_entropy_R is None else grad_entropy_R[at],
+            RowScores(*(value_R[index] for value_R in rows)),
+            None if grad_logprob_R is None else grad_logprob_R[index],
+            None if grad_entropy_R is None else grad_entropy_R[index],
             logits_cVp,  # the gradient takes the logits' place
         )
-        torch.mm(logits_cVp, weight_VpH, out=grad_hidden_RH[at])
+        torch.mm(logits_cVp, weight_VpH, out=grad_hidden_RH[index])
         if grad_weight_VpH is not None:
-            _add_product(grad_weight_VpH, logits_cVp.t(), hidden_RH[at])
+            _add_product(grad_weight_VpH, logits_cVp.t(), hidden_RH[index])
     return grad_hidden_RH
 
 
@@ -199,11 +199,11 @@ def _chunks(hidden_RH: Tensor, weight_VpH: Tensor, scoring: Scoring) -> Iterator
     size = max(16, budget // (width * hidden_RH.dtype.itemsize))
     buffer = hidden_RH.new_empty(min(size, hidden_RH.shape[0]), width)
     for start in range(0, hidden_RH.shape[0], size):
-        at = slice(start, min(start + size, hidden_RH.shape[0]))
-        labels = LocalLabels(scoring.labels.column_R[at], scoring.labels.inside_R[at])
-        kept = None if scoring.kept is None else scoring.kept.of(at)
-        count = at.stop - at.start
-        yield at, replace(scoring, tokens=count, rows_R=None, labels=labels, kept=kept), buffer[:count]
+        index = slice(start, min(start + size, hidden_RH.shape[0]))
+        labels = LocalLabels(scoring.labels.column_R[index], scoring.labels.inside_R[index])
+        kept = None if scoring.kept is None else scoring.kept.of(index)
+        count = index.stop - index.start
+        yield index, replace(scoring, tokens=count, rows_R=None, labels=labels, kept=kept), buffer[:count]
 
 
 def _add_product(sum_VH: Tensor, left_Vc: Tensor, right_cH: Tensor) -> None:
@@ -215,8 +215,8 @@ def _add_product(sum_VH: Tensor, left_Vc: Tensor, right_cH: Tensor) -> None:
     else:  # torch has no such product on a CPU: the factors are widened, the larger one in parts
         right_cH = right_cH.to(sum_VH.dtype)
         for start in range(0, sum_VH.shape[0], _PART_ROWS):
-            at = slice(start, start + _PART_ROWS)
-            sum_VH[at].addmm_(left_Vc[at].to(sum_VH.dtype), right_cH)
+            index = slice(start, start + _PART_ROWS)
+            sum_VH[index].addmm_(left_Vc[index].to(sum_VH.dtype), right_cH)
 
 
 def _gather(hidden: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -115,9 +115,9 @@ def _with_dense_rows(logits_TV: Tensor) -> Tensor:
     return logits_TV if logits_TV.stride(1) == 1 else logits_TV.contiguous()
 
 
-def _part_of(values_TV: Tensor, rows_R: Tensor | None, at: slice) -> tuple[Tensor, int | None]:
+def _part_of(values_TV: Tensor, rows_R: Tensor | None, index: slice) -> tuple[Tensor, int | None]:
     """Returns where a part of the scored rows starts, and the address of its row numbers (None if all rows are scored)."""
-    return (values_TV[at], None) if rows_R is None else (values_TV, rows_R[at].data_ptr())
+    return (values_TV[index], None) if rows_R is None else (values_TV, rows_R[index].data_ptr())
 
 
 def _in_parts(part: Callable[[slice], None], count: int) -> None:
@@ -162,8 +162,8 @@ def _library() -> ctypes.CDLL:
 
 def _refuse_others(path: Path) -> None:
     """``RuntimeError`` where another user owns the folder or the library in it, or may write to it."""
-    found = path.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    result = path.stat()
+    if result.st_uid != os.geteuid() or result.st_mode & 0o022:
         raise RuntimeError(
             f"backend = 'cpp' would load code from {path}, which belongs to another user or which others may write to; "
             "remove it, or set XDG_CACHE_HOME to a folder of yours, or use backend = 'torch'"

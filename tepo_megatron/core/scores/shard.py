@@ -150,10 +150,10 @@ def _kept_of_rows(kept_TK: Tensor, rows_R: Tensor | None, tokens: int) -> Tensor
 def _check_kept(kept_RK: Tensor, labels_R: Tensor, rows_R: Tensor | None, vocab_size: int) -> None:
     wrong_RK = (kept_RK >= vocab_size) | (kept_RK == labels_R.unsqueeze(1))
     if wrong_RK.any():
-        first, at = wrong_RK.nonzero()[0].tolist()
-        token, found = first if rows_R is None else int(rows_R[first]), int(kept_RK[first, at])
-        said = f"is outside [0, {vocab_size})" if found >= vocab_size else "is the label itself, which counts already"
-        raise ValueError(f"kept token {found} of token {token} {said}; sampler and model must agree on the vocabulary")
+        first, index = wrong_RK.nonzero()[0].tolist()
+        token, result = first if rows_R is None else int(rows_R[first]), int(kept_RK[first, index])
+        said = f"is outside [0, {vocab_size})" if result >= vocab_size else "is the label itself, which counts already"
+        raise ValueError(f"kept token {result} of token {token} {said}; sampler and model must agree on the vocabulary")
 
 
 def to_tokens(values_R: Tensor, scoring: Scoring) -> Tensor:

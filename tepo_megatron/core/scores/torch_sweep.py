@@ -37,25 +37,25 @@ def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_
     Σ e^2t and Σ e^2t·t to ``stats_RK[:, 4:]``.
     """
     workspace = _workspace(logits_TV)
-    for at, where in _chunks(rows_R, logits_TV.shape[0], workspace.shape[1]):
-        t_cV, e_cV = workspace[:, : at.stop - at.start]
+    for index, where in _chunks(rows_R, logits_TV.shape[0], workspace.shape[1]):
+        t_cV, e_cV = workspace[:, : index.stop - index.start]
         logits_cV = logits_TV[where]
         source_cV = logits_cV if logits_cV.dtype == t_cV.dtype else t_cV.copy_(logits_cV)
         max_c1 = source_cV.amax(1, keepdim=True).clamp(min=EMPTY_MAX)
         _exponents(source_cV, max_c1, temperature, t_cV)
         torch.exp2(t_cV, out=e_cV)
-        stats_RK[at, 0:1] = max_c1
-        stats_RK[at, 1] = e_cV.sum(1)
+        stats_RK[index, 0:1] = max_c1
+        stats_RK[index, 1] = e_cV.sum(1)
         if t_cV.device.type == "cpu" and len(t_cV) <= _FEW_ROWS:
-            stats_RK[at, 2] = _inner(t_cV, e_cV) / _LOG2_E
+            stats_RK[index, 2] = _inner(t_cV, e_cV) / _LOG2_E
             if stats_RK.shape[1] == 6:
-                stats_RK[at, 5] = _inner(t_cV.mul_(e_cV), e_cV) / _LOG2_E
-                stats_RK[at, 4] = _inner(e_cV, e_cV)
+                stats_RK[index, 5] = _inner(t_cV.mul_(e_cV), e_cV) / _LOG2_E
+                stats_RK[index, 4] = _inner(e_cV, e_cV)
             continue
-        stats_RK[at, 2] = t_cV.mul_(e_cV).sum(1) / _LOG2_E
+        stats_RK[index, 2] = t_cV.mul_(e_cV).sum(1) / _LOG2_E
         if stats_RK.shape[1] == 6:
-            stats_RK[at, 5] = t_cV.mul_(e_cV).sum(1) / _LOG2_E
-            stats_RK[at, 4] = e_cV.mul_(e_cV).sum(1)
+            stats_RK[index, 5] = t_cV.mul_(e_cV).sum(1) / _LOG2_E
+            stats_RK[index, 4] = e_cV.mul_(e_cV).sum(1)
 
 
 def _inner(a_cV: Tensor, b_cV: Tensor) -> Tensor:
@@ -88,17 +88,17 @@ def backward(
     max_R1, column_R1 = scores.max_R.unsqueeze(1), labels.column_R.unsqueeze(1)
     at_label_R1 = (grad_logprob_R * labels.inside_R / temperature).unsqueeze(1)
     workspace = _workspace(logits_TV)
-    for at, where in _chunks(rows_R, logits_TV.shape[0], workspace.shape[1]):
-        t_cV, e_cV = workspace[:, : at.stop - at.start]
+    for index, where in _chunks(rows_R, logits_TV.shape[0], workspace.shape[1]):
+        t_cV, e_cV = workspace[:, : index.stop - index.start]
         logits_cV = logits_TV[where]
         source_cV = logits_cV if logits_cV.dtype == t_cV.dtype else t_cV.copy_(logits_cV)
-        _exponents(source_cV, max_R1[at], temperature, t_cV)
+        _exponents(source_cV, max_R1[index], temperature, t_cV)
         torch.exp2(t_cV, out=e_cV)
         if slope_R1 is None:
-            e_cV.mul_(constant_R1[at])
+            e_cV.mul_(constant_R1[index])
         else:
-            e_cV.mul_(t_cV.mul_(slope_R1[at]).add_(constant_R1[at]))
-        e_cV.scatter_add_(1, column_R1[at], at_label_R1[at])  # before rounding: scatter into bf16 is slow and inexact
+            e_cV.mul_(t_cV.mul_(slope_R1[index]).add_(constant_R1[index]))
+        e_cV.scatter_add_(1, column_R1[index], at_label_R1[index])  # before rounding: scatter into bf16 is slow and inexact
         out_TV[where] = e_cV if isinstance(where, slice) else e_cV.to(out_TV.dtype)
 
 
@@ -121,14 +121,14 @@ def _chunks(rows_R: Tensor | None, tokens: int, size: int) -> Iterator[tuple[sli
     count = tokens if rows_R is None else rows_R.numel()
     places = None if rows_R is None else rows_R.cpu()
     for start in range(0, count, size):
-        at = slice(start, min(start + size, count))
+        index = slice(start, min(start + size, count))
         if rows_R is None or places is None:
-            yield at, at
+            yield index, index
             continue
         # Rows without a gap between them are indexed by a slice, which copies nothing.
-        first, last = int(places[at.start]), int(places[at.stop - 1])
-        adjacent = last - first == at.stop - at.start - 1
-        yield at, slice(first, last + 1) if adjacent else rows_R[at]
+        first, last = int(places[index.start]), int(places[index.stop - 1])
+        adjacent = last - first == index.stop - index.start - 1
+        yield index, slice(first, last + 1) if adjacent else rows_R[index]
 
 
 class _Sweep(Protocol):
