@@ -114,7 +114,7 @@ def names_read(path: Path) -> Iterator[str]:
 def read_in_config(path: Path) -> Iterator[str]:
     """The attributes that a section's public properties and methods read for others, such as ``served_dtype``; what only a
     check reads, nothing acts on."""
-    if path.stem.endswith("_checks"):
+    if path.stem == "checks":
         return
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
