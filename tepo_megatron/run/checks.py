@@ -13,8 +13,7 @@ from pathlib import Path
 from tepo_megatron.config import LoraConfig, RunConfig
 from tepo_megatron.run.loggers.loggers import check_installed
 from tepo_megatron.run.output.resume import find_checkpoint, resumes
-from tepo_megatron.run.step.memory_check import check_fits
-from tepo_megatron.run.step.placement import Machine, check_placement, this_machine, trains_on_gpus
+from tepo_megatron.run.step.placement import Machine, check_fits, check_placement, this_machine, trains_on_gpus
 from tepo_megatron.runtime.named_check import NamedCheck, verify_all
 from tepo_megatron.sampler.registry import sampler_spec
 from tepo_megatron.tasks.data.builtin import resolve_model_path

@@ -1,24 +1,34 @@
-"""What rank 0 compares of trainer and servers: the canary prompt, the prefix cache, and the rollouts themselves."""
+"""Comparisons of the trainer's log-probs with the servers': of a canary prompt, of tokens after a cached prompt, of all
+rollouts.
+
+Digests show that weights arrived; these checks show that the servers compute with them what the trainer computes. Log-probs are
+natural logarithms. A canary prompt is scored under temperature 1, all tokens but the first, never from a prefix cache; so a
+server also draws tokens after a longer prompt twice, with its prefix cache and without. Rollouts have both sides' log-probs
+anyway, and show more: every layer, head and expert that the samples use, the run's temperature, and the caches.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.core.types import Batch
-from tepo_megatron.run.sampling.length_handling import trained_places
 from tepo_megatron.run.sampling.staleness import mismatch_by_age, most_stale, part_ages
-from tepo_megatron.run.step.agreement import check_agreement
-from tepo_megatron.run.step.canary import CACHED_TOKENS, Canary, cached_prompt, rollouts_tolerance, tolerance
+from tepo_megatron.run.sampling.step_rewards import trained_places
 from tepo_megatron.sampler.protocol import Sampler
 from tepo_megatron.weights.architecture import ModelSpec
 
 
 class Canaries:
-    """Each raises RuntimeError where trainer and servers are too far apart; their figures wait for the next row."""
+    """A run's checks. Each raises RuntimeError if trainer and servers are too far apart."""
 
     def __init__(self, config: RunConfig, spec: ModelSpec) -> None:
         self._config = config
@@ -29,23 +39,23 @@ class Canaries:
     def check_servers(
         self, fleet: Sampler, step: int, prompt: Sequence[int], logprobs: Sequence[float], *, is_logged: bool
     ) -> None:
-        """Compares the servers' log-probs of a prompt with the trainer's, and those through their prefix caches with those
-        without. ``is_logged``: the step has its row already.
+        """Checks the canary prompt, whose trainer's ``logprobs`` these are, and the prefix caches. ``is_logged``: the step has
+        its row already.
         """
         started = time.perf_counter()
         gap = self._canary.check(step, prompt, logprobs, fleet.prompt_logprobs(prompt))
         cache_gap = self._canary.check_cache(step, fleet.cached_logprobs(self._cached_prompt, CACHED_TOKENS))
-        # Not what is checked beside the steps that log it, of servers that have just started: a resumed run has the same rows.
+        # No figures of checks at other steps, after a start of servers: a resumed run has the same rows.
         if step % self._config.rollout.canary.every == 0 and not is_logged:
             seconds = time.perf_counter() - started
             self._figures |= {"canary/max_logprob_gap": gap, "canary/cache_gap": cache_gap, "time/canary": seconds}
 
     def check_rollouts(self, step: int, parts: Sequence[Batch], rollouts: Sequence[Rollout]) -> None:
-        """Compares the sampler's log-probs of a step's scored mini-batches with the trainer's, where its present weights drew
-        them; ``rollouts``: the step's, as they were packed.
+        """Compares log-probs of the step's scored mini-batches, of tokens that the present weights drew. ``rollouts``: all of
+        the step, in the order in which they were packed.
         """
         config = self._config
-        # Replayed ones may be another run's, and keys and values of older weights may be among what drew others: figures only.
+        # Replayed rollouts may be another run's, and kept caches have keys and values of older weights: figures only.
         is_checked = config.rollout.replay is None and config.rollout.canary.every and config.train.kv_cache == "recompute"
         limit = rollouts_tolerance(config) if is_checked else math.inf
         fresh = None
@@ -57,6 +67,214 @@ class Canaries:
         self._figures |= check_agreement(step, parts, tolerance=limit, token_tolerance=tolerance(config), fresh=fresh)
 
     def take_figures(self) -> dict[str, float]:
-        """Of the checks since the last call, for a row of metrics."""
+        """Figures of the checks since the last call, for a row."""
         figures, self._figures = self._figures, {}
         return figures
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Differences of log-probs, in nats, over the ``tokens`` response tokens of a group."""
+
+    group: int
+    tokens: int
+    mean: float
+    largest: float
+
+
+def agreements(parts: Sequence[Batch], fresh: Sequence[Tensor] | None = None) -> list[Agreement]:
+    """One for each group in the scored mini-batches ``parts``. A non-finite log-prob of the sampler counts as inf. Tokens with
+    a non-finite log-prob of the trainer are left out: the update checks them.
+
+    ``fresh``: for each part the tokens that the trainer's present weights drew, bool [T]; None: all.
+    """
+    gaps, groups = [], []
+    for index, part in enumerate(parts):
+        assert part.old_logprobs_T is not None
+        gap_T = (part.old_logprobs_T - part.sampler_logprobs_T).abs().nan_to_num(nan=torch.inf)
+        counted_T = part.loss_mask_T & part.old_logprobs_T.isfinite()
+        if fresh is not None:
+            counted_T &= fresh[index]
+        gaps.append(gap_T[counted_T].double())
+        groups.append(part.groups_S[part.sequence_index_T][counted_T])
+    gap, (names, at) = torch.cat(gaps), torch.cat(groups).unique(return_inverse=True)
+    zeros = gap.new_zeros(names.numel())
+    tokens = zeros.index_add(0, at, torch.ones_like(gap))
+    mean = zeros.index_add(0, at, gap) / tokens
+    largest = zeros.scatter_reduce(0, at, gap, "amax")
+    columns: list[Tensor] = [names, tokens, mean, largest]
+    return [
+        Agreement(int(name), int(count), average, most)
+        for name, count, average, most in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+
+
+def check_agreement(
+    step: int, parts: Sequence[Batch], *, tolerance: float, token_tolerance: float, fresh: Sequence[Tensor] | None = None
+) -> dict[str, float]:
+    """Figures of the agreement between sampler and trainer. Arguments as of :func:`agreements`.
+
+    The mean difference of each group may be ``tolerance`` nats plus ``token_tolerance`` divided by its number of tokens, so
+    that one rare token of a short response is no alarm. Raises RuntimeError with the worst group if one exceeds that.
+    """
+    groups = agreements(parts, fresh)
+    if not groups:
+        return {}
+    worst = max(groups, key=lambda group: group.mean - token_tolerance / group.tokens)
+    if not worst.mean <= tolerance + token_tolerance / worst.tokens:
+        wrong = sum(not group.mean <= tolerance + token_tolerance / group.tokens for group in groups)
+        raise RuntimeError(
+            f"step {step}: {wrong} of {len(groups)} groups of rollouts were not drawn from the trainer's policy: in group "
+            f"{worst.group} the log-probs of {worst.tokens} tokens differ by {worst.mean:.3g} nats on average, "
+            f"{worst.largest:.3g} at most (rollout.canary.rollouts_tolerance = {tolerance:g}). The servers' weights, "
+            "temperature or cache are not what this run gave them; nothing was trained on these rollouts. Start again with "
+            "--resume, which starts new servers"
+        )
+    total = sum(group.tokens for group in groups)
+    return {
+        "canary/rollouts_mean_gap": sum(group.mean * group.tokens for group in groups) / total,
+        "canary/rollouts_worst_group": max(group.mean for group in groups),
+        "canary/rollouts_max_gap": max(group.largest for group in groups),
+    }
+
+
+LENGTH = 32
+STALE_SHARE = 0.01
+"""A server is stale if its log-probs are the same to the bit while the trainer's have moved by this share of the tolerance."""
+
+CACHED_TOKENS = 16
+"""Tokens drawn after the prompt for the caches."""
+
+CACHE_SHARE = 0.02
+"""Largest gap between cached and uncached log-probs, as a share of the tolerance. Measured: 0 in float32 and bfloat16."""
+
+CACHED_LENGTH = 257
+"""Tokens of the prompt for the caches: two blocks of vLLM's on a CPU (128; 16 on a GPU), and the last token, never cached."""
+
+_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.5}
+_QUANTISED_TOLERANCE = 2.0
+"""Nats, 5 (FP8) to 300 times (float32) the measured values: docs/reference/numerics.md."""
+
+_MEAN_TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1}
+_QUANTISED_MEAN_TOLERANCE = 1.0
+"""Nats, of the mean over the tokens of a group of rollouts: docs/reference/numerics.md."""
+
+
+def canary_prompt(vocab_size: int, limit: int) -> tuple[int, ...]:
+    """Token ids spread over the vocabulary by a fixed rule, at most ``limit`` − 1. Rows of embedding and head in wrong places
+    show, and no log-prob is near 0, where differences vanish.
+    """
+    return _tokens("canary", max(2, min(LENGTH, limit - 1)), vocab_size)  # the server samples a token after it
+
+
+def cached_prompt(vocab_size: int, limit: int) -> tuple[int, ...]:
+    """As :func:`canary_prompt`, long enough for blocks of a prefix cache. It is the same after every sync, so that a server
+    would use blocks of older weights.
+    """
+    return _tokens("cached canary", max(2, min(CACHED_LENGTH, limit - CACHED_TOKENS - 1)), vocab_size)
+
+
+def _tokens(name: str, length: int, vocab_size: int) -> tuple[int, ...]:
+    digests = (hashlib.blake2b(f"{name} {at}".encode(), digest_size=8).digest() for at in range(length))
+    return tuple(int.from_bytes(digest) % vocab_size for digest in digests)
+
+
+def due_prompt(config: RunConfig, spec: ModelSpec, *, sync: int) -> tuple[int, ...] | None:
+    """The prompt that both sides score after weight update number ``sync``, from 0; None if none is due."""
+    rollout = config.rollout
+    if rollout.replay is not None or not rollout.canary.every or sync % rollout.canary.every:
+        return None
+    lora = config.model.lora
+    if sync and config.train.schedule == "overlap" and lora is not None and lora.serve == "adapter":
+        return None  # vLLM 0.32 cannot score a prompt beside other requests of an adapter; the rollouts are compared
+    return canary_prompt(spec.vocab_size, rollout.server.max_model_len or spec.max_positions)
+
+
+def tolerance(config: RunConfig) -> float:
+    """The largest gap of a canary token in nats: the run's, or the default of the coarser of both sides' number formats."""
+    if config.rollout.canary.tolerance is not None:
+        return config.rollout.canary.tolerance
+    return _coarser(config, _TOLERANCES, _QUANTISED_TOLERANCE)
+
+
+def rollouts_tolerance(config: RunConfig) -> float:
+    """The largest mean gap over a group's tokens in nats, chosen as in :func:`tolerance`."""
+    if config.rollout.canary.rollouts_tolerance is not None:
+        return config.rollout.canary.rollouts_tolerance
+    return _coarser(config, _MEAN_TOLERANCES, _QUANTISED_MEAN_TOLERANCE)
+
+
+def _coarser(config: RunConfig, by_dtype: Mapping[str, float], quantised: float) -> float:
+    server = config.rollout.server
+    if server.quantization != "none" or config.engine.fp8.enabled:
+        return quantised
+    return max(by_dtype[config.model.dtype], by_dtype[server.served_dtype(config.model.dtype)])
+
+
+class Canary:
+    """Compares log-probs, which may be ``tolerance`` nats apart. It remembers how long a server's have been the same: this
+    shows old weights, even if a single update moves log-probs very little.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        self._tolerance = tolerance
+        self._since: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+        """Address → its log-probs, and the trainer's when they first were these."""
+
+    def check(self, step: int, prompt: Sequence[int], ours: Sequence[float], theirs: Mapping[str, Sequence[float]]) -> float:
+        """The largest gap, in nats, between the trainer's log-probs and those of the servers (by address).
+
+        Raises RuntimeError with prompt and worst token for servers beyond the tolerance, and for those with old weights.
+        """
+        worst = {url: _worst(ours, logprobs) for url, logprobs in theirs.items()}
+        wrong = [
+            f"{url} gives token {prompt[at + 1]} at position {at + 1} the log-prob {theirs[url][at]:.6g}, "
+            f"the trainer {ours[at]:.6g}"
+            for url, (gap, at) in worst.items()
+            if not gap <= self._tolerance
+        ]
+        wrong = wrong or [
+            f"{url} still gives the same log-probs, to the last bit, after the trainer's have moved by {moved:.2g} nats"
+            for url, moved in self._moved(ours, theirs).items()
+            if moved > STALE_SHARE * self._tolerance
+        ]
+        if wrong:
+            raise RuntimeError(
+                f"weights {step}: trainer and servers do not compute the same of the canary prompt {list(prompt)}: "
+                f"{'; '.join(wrong)} (rollout.canary.tolerance = {self._tolerance:g}). Either weights lie in the wrong place "
+                "there, or are old ones, or the two sides' models differ; samples of these servers would train nothing"
+            )
+        return max(gap for gap, _ in worst.values())
+
+    def check_cache(self, step: int, pairs: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> float:
+        """The largest gap, in nats, between log-probs of tokens after a prompt with the prefix cache and without; ``pairs``:
+        address → both. Raises RuntimeError for servers where it is more than ``CACHE_SHARE`` of the tolerance.
+        """
+        limit = CACHE_SHARE * self._tolerance
+        worst = {url: _worst(fresh, through) for url, (through, fresh) in pairs.items() if fresh}
+        wrong = [
+            f"{url} gives a token the log-prob {pairs[url][0][at]:.6g} through its prefix cache and {pairs[url][1][at]:.6g} "
+            "without it"
+            for url, (gap, at) in worst.items()
+            if not gap <= limit
+        ]
+        if wrong:
+            raise RuntimeError(
+                f"weights {step}: {'; '.join(wrong)} (more than {limit:g} apart, by the canary's tolerance). The cache was not "
+                "emptied with the update: it holds keys and values of older weights, and samples that begin as earlier ones "
+                "did would be wrong"
+            )
+        return max((gap for gap, _ in worst.values()), default=0.0)
+
+    def _moved(self, ours: Sequence[float], theirs: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        """How far the trainer's log-probs have moved while a server's were the same, in nats."""
+        for url, logprobs in theirs.items():
+            if url not in self._since or self._since[url][0] != logprobs:
+                self._since[url] = (logprobs, ours)
+        return {url: _worst(ours, self._since[url][1])[0] for url in theirs}
+
+
+def _worst(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, int]:
+    """The largest gap and its index; nan is larger than any number."""
+    gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    return max(((gap, index) for index, gap in enumerate(gaps)), key=lambda item: (item[0] != item[0], item[0]))

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.run.consistency_checks import due_prompt
 from tepo_megatron.run.metrics.summary import summarize
 from tepo_megatron.run.output.resume import newest_whole
 from tepo_megatron.run.rank0 import Rank0
-from tepo_megatron.run.step.canary import due_prompt
 from tepo_megatron.run.step.graceful_stop import Leaving
+from tepo_megatron.run.step.instability import Rollback, SkippedUpdates, describe
 from tepo_megatron.run.step.minibatches import mark_recorded, minibatches, trained_sequences
-from tepo_megatron.run.step.nonfinite_updates import SkippedUpdates, describe
 from tepo_megatron.run.step.placement import takes_turns
-from tepo_megatron.run.step.rollback import Rollback
 from tepo_megatron.runtime.preemption import StopRequested
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 

@@ -27,9 +27,8 @@ from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.sampling.journal import Journal
 from tepo_megatron.run.sampling.step_rewards import StepRewards
 from tepo_megatron.run.servers import Servers
+from tepo_megatron.run.step.instability import below_the_noise, write_skipped
 from tepo_megatron.run.step.minibatches import derive_seed
-from tepo_megatron.run.step.noise_floor import below_the_noise
-from tepo_megatron.run.step.nonfinite_updates import write_skipped
 from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.sampler.protocol import NO_SERVERS

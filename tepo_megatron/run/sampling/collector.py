@@ -14,7 +14,6 @@ from typing import Any
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.output.resume import restore_data
-from tepo_megatron.run.sampling import length_handling as truncated
 from tepo_megatron.run.sampling.custom_rollout import Collect, StepSampler, arranged, call_collect, with_results
 from tepo_megatron.run.sampling.filters import load_filters
 from tepo_megatron.run.sampling.group_worker import POLL_INTERVAL_S, BackgroundThread, BusyClock, Ended, GroupWorker
@@ -22,7 +21,7 @@ from tepo_megatron.run.sampling.groups import Group, GroupBuffer
 from tepo_megatron.run.sampling.inputs import Inputs, read_replay
 from tepo_megatron.run.sampling.journal import Journal
 from tepo_megatron.run.sampling.staleness import most_stale, version_figures
-from tepo_megatron.run.sampling.step_rewards import StepRewards
+from tepo_megatron.run.sampling.step_rewards import StepRewards, apply_overlong
 from tepo_megatron.runtime.preemption import stop_signals
 from tepo_megatron.runtime.watch.heartbeat import Heartbeat
 from tepo_megatron.sampler.protocol import Sampler
@@ -99,7 +98,7 @@ class RolloutCollector:
         task = self._sampled_task  # None until the thread samples
         self._figures |= version_figures(self.rollouts, step)
         self._figures |= turn_figures(self.rollouts) if task is None else task.take_figures(self.rollouts)
-        trained, figures = truncated.trained(self.rollouts, self._config, step)
+        trained, figures = apply_overlong(self.rollouts, self._config, step)
         self._figures |= figures
         return trained
 

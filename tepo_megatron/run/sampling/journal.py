@@ -1,14 +1,17 @@
-"""The journal: a step's rollouts on disk as soon as they are drawn and rewarded, so that a killed run draws none twice.
+"""The journal: rollouts on disk as soon as they are drawn and rewarded, so that a killed run draws none twice. Rank 0 only.
 
-Rank 0 only. An entry, ``<output>/journal/step_0000012.jsonl``, is a record as ``rollout.record`` writes it, and names the
-weights and settings that its rollouts come of. Decision 014.
+``<output>/journal/step_0000012.jsonl`` has the rollouts of a step as a record (``rollout.record``), with a digest of the
+weights and settings that drew them (decision 014). With dynamic sampling, ``step_0000012.json`` states what was drawn up to the
+end of that step, and ``groups/step_0000123.jsonl`` has group number 123 until an entry has it; an unfinished response ends with
+``abort``, and its ``group`` is its number within the group (decision 024).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,21 +19,20 @@ from typing import Any
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.sampling.group_store import GroupStore
-from tepo_megatron.run.sampling.groups import Group
-from tepo_megatron.runtime.files import Failed
+from tepo_megatron.run.sampling.groups import UNFINISHED, Group
+from tepo_megatron.runtime.files import Failed, write_atomically
 from tepo_megatron.sampler.rollout_file import Record, check_rollouts, link_record, read_record, record_path, write_rollouts
+from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.trainer.checkpoints.folder import checkpoints, step_of
 from tepo_megatron.trainer.checkpoints.run_compatibility import source_verifiers
 
-MOST_BYTES = 2**30
-"""What the journal may take of the disk, beside its newest entry: the oldest entries go first."""
+MAX_BYTES = 2**30
+"""Size limit of the journal without its newest entry; the oldest entries are removed first."""
 
 
 class Journal:
-    """The rollouts that a run may need again, and those that it records for ever (``rollout.record``).
-
-    ``say`` shows a sentence; ``failed`` is told of a file that could not be written, which does not end the run.
+    """Rollouts of steps, for a resumed run and for records (``rollout.record``). ``say`` shows a sentence; ``failed`` is called
+    for a file that could not be written, which does not end the run.
     """
 
     def __init__(self, config: RunConfig, say: Callable[[str], None], failed: Failed) -> None:
@@ -45,20 +47,20 @@ class Journal:
         version: WeightsVersion | None,
         **also: Mapping[str, Any],
     ) -> str:
-        """A digest of what decides a step's rollouts: weights, problems, prompts, seed, sampling, verifier; and what the caller
-        adds, as JSON values.
+        """A digest of everything that decides a step's rollouts: weights, problems, prompts, seed, sampling, verifier, and
+        ``also``, JSON values of the caller.
         """
         rollout = self._config.rollout
         server, environment = rollout.server, self._config.environment
         reward = self._config.reward.model_dump(mode="json", exclude={"workers", "concurrency"})
-        beside = [dict(each.metadata) for each in problems]
+        metadata = [dict(problem.metadata) for problem in problems]
         sampling = rollout.sampling
         decides: dict[str, Any] = {
             "seed": self._config.seed,
             "weights": None if version is None else [version.step, version.digest],
-            "problems": [[each.id, each.prompt, each.answer, list(ids)] for each, ids in zip(problems, prompts, strict=True)],
+            "problems": [[p.id, p.prompt, p.answer, list(ids)] for p, ids in zip(problems, prompts, strict=True)],
             "samples": rollout.samples_per_prompt,
-            # What older versions did not have counts where it is used, here and below: their entries are still found.
+            # Newer settings count only if they are used, here and below: entries of older versions are still found.
             "sampling": {
                 "max_new_tokens": sampling.max_new_tokens,
                 "temperature": sampling.temperature,
@@ -66,7 +68,7 @@ class Journal:
             },
             "server": [server.served_dtype(self._config.model.dtype), server.quantization, list(server.extra_args)],
             "reward": {name: value for name, value in reward.items() if value or name not in ("kwargs", "weights")},
-            **({"metadata": beside} if any(beside) else {}),
+            **({"metadata": metadata} if any(metadata) else {}),
             **({"environment": environment.decides()} if environment is not None else {}),
             **({"speculative": server.speculative.model_dump(mode="json", exclude_none=True)} if server.speculative else {}),
             **also,
@@ -81,23 +83,21 @@ class Journal:
         return sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
     def find(self, step: int, drawn_by: str, *, stalest: int = 0) -> Record | None:
-        """The step's rollouts as an interrupted run left them, whole and drawn by the same; None where they must be drawn.
-        ``stalest``: by how many versions the weights that drew them may be older than the step's.
-
-        An entry that is damaged, or of other weights or settings, is said to be, and not used.
+        """The step's rollouts as an interrupted run left them; None if they must be drawn. ``stalest``: how many versions older
+        than the step their weights may be. The user is told of an entry that is damaged, or of other weights or settings.
         """
         path = record_path(self._folder, step)
         if not self._config.rollout.journal or not path.exists():
             return None
         rollout = self._config.rollout
         try:
-            found = read_record(self._folder, step)
-            if found.drawn_by != drawn_by:
+            entry = read_record(self._folder, step)
+            if entry.drawn_by != drawn_by:
                 self._say(f"step {step} is sampled again: {path} was drawn by other weights or with other settings")
                 return None
             check_rollouts(
                 path,
-                found.rollouts,
+                entry.rollouts,
                 step=step,
                 prompts=rollout.prompts_per_step,
                 samples=rollout.samples_per_prompt,
@@ -108,14 +108,13 @@ class Journal:
             return None
         self._say(f"step {step} takes the rollouts that were drawn before the interruption: {path}")
         self._keep_record(path)
-        return found
+        return entry
 
     def group_store(self, identity: Callable[[Group], str], *, active: bool) -> GroupStore:
-        """Where the groups of a step lie until its entry is written; ``active``: whether they are kept at all."""
         return GroupStore(self._folder, identity, self._failed, active=active and self._config.rollout.journal)
 
     def write(self, step: int, rollouts: Sequence[Rollout], drawn_by: str, failed_rewards: int) -> None:
-        """Returns when the step's rollouts are on disk: in the journal, and among the records where the run keeps them."""
+        """Returns when the step's rollouts are on disk: in the journal, and in the records if the run has them."""
         folder = self._folder if self._config.rollout.journal else self._records
         if folder is None:
             return
@@ -129,14 +128,14 @@ class Journal:
             self.prune()
 
     def prune(self) -> None:
-        """Removes entries before the oldest checkpoint that is kept, from which nothing resumes, and the oldest beyond
-        ``MOST_BYTES``. Those between the oldest and the newest checkpoint serve a run whose newest checkpoint is damaged.
+        """Removes entries before the oldest checkpoint, and the oldest ones beyond ``MAX_BYTES``. Those between the oldest and
+        the newest checkpoint serve a run whose newest checkpoint is damaged.
         """
         if not self._folder.is_dir():
             return
         oldest = min(map(step_of, checkpoints(self._config.output / "checkpoints")), default=0)
-        room = MOST_BYTES
-        with suppress(OSError):  # what is gone is gone; what cannot be removed is tried again after the next step
+        room = MAX_BYTES
+        with suppress(OSError):  # a file that cannot be removed is tried again after the next step
             for number, path in enumerate(sorted(self._folder.glob("step_*.jsonl"), reverse=True)):
                 room -= path.stat().st_size if number else 0
                 if _step(path) < oldest or room < 0:
@@ -152,7 +151,80 @@ class Journal:
             self._failed(self._records / path.name, error)
 
 
-def _step(path: Path) -> int:
-    """The step that an entry is named by; 0 for a name of another form, which is left alone."""
+class GroupStore:
+    """Groups of a step until its entry has them. ``identity`` is a digest of everything that decides a group. Without
+    ``active``, nothing is written or found.
+    """
+
+    def __init__(self, journal: Path, identity: Callable[[Group], str], failed: Failed, *, active: bool) -> None:
+        self._journal, self._folder = journal, journal / "groups"
+        self._identity, self._failed, self._active = identity, failed, active
+        self._numbers = {_step(path, default=-1) for path in self._folder.glob("step_*.jsonl")} if active else set()
+
+    def write(self, group: Group) -> None:
+        """Returns when the group's responses outlive this process."""
+        rollouts = [replace(rollout, group=index) for index, rollout in enumerate(group.samples) if rollout is not None]
+        if not self._active or not rollouts:
+            return
+        try:
+            # Unflushed: flushes of all groups need longer than a small step, and a machine's death loses only samples.
+            write_rollouts(self._folder, group.number, rollouts, drawn_by=self._identity(group), flush=False)
+            self._numbers.add(group.number)
+        except OSError as error:
+            self._failed(record_path(self._folder, group.number), error)
+
+    def fill(self, group: Group, *, partial: bool) -> bool:
+        """Gives a group the responses that an earlier process drew for it, and returns whether there are any. An incomplete
+        group is used only with ``partial``.
+        """
+        if group.number not in self._numbers:
+            return False
+        try:
+            record = read_record(self._folder, group.number)
+        except ValueError:  # cut or damaged, also by the kill itself
+            return False
+        whole = all(rollout.finish_reason != UNFINISHED for rollout in record.rollouts)
+        if record.drawn_by != self._identity(group) or len(record.rollouts) > len(group.samples):
+            return False
+        if not partial and not (whole and len(record.rollouts) == len(group.samples)):
+            return False
+        for rollout in record.rollouts:
+            group.samples[rollout.group] = rollout
+            if rollout.reward is not None:  # others have no answer of a verifier yet, or only an error
+                group.asked.add(rollout.group)
+                group.results[rollout.group] = RewardResult(rollout.reward, parts=rollout.reward_parts)
+        return True
+
+    def keep_only(self, numbers: Collection[int]) -> None:
+        """Removes all other groups: an entry has them."""
+        for number in self._numbers - set(numbers):
+            with suppress(OSError):  # tried again after the next step
+                record_path(self._folder, number).unlink(missing_ok=True)
+                self._numbers.discard(number)
+
+    def write_state(self, step: int, state: Mapping[str, Any]) -> None:
+        """To be called before the step's entry is written."""
+        if not self._active:
+            return
+        path = self._state_path(step)
+        try:
+            write_atomically(path, json.dumps(state) + "\n")
+        except OSError as error:
+            self._failed(path, error)
+
+    def read_state(self, step: int) -> dict[str, Any] | None:
+        """The value of :meth:`write_state`; None if it is missing or damaged."""
+        try:
+            state = json.loads(self._state_path(step).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return state if isinstance(state, dict) else None
+
+    def _state_path(self, step: int) -> Path:
+        return record_path(self._journal, step).with_suffix(".json")
+
+
+def _step(path: Path, *, default: int = 0) -> int:
+    """The number in a file's name; ``default`` for other names, which are left alone."""
     number = path.stem.removeprefix("step_")
-    return int(number) if number.isdecimal() else 0
+    return int(number) if number.isdecimal() else default

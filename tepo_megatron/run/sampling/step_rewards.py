@@ -1,4 +1,4 @@
-"""The rewards of a step's rollouts: what could not be scored leaves the step, and too much of it ends the run. Rank 0 only."""
+"""The rewards of a step's rollouts, and what becomes of responses without a reward or cut at the token limit. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from tepo_megatron.config import RunConfig
+from tepo_megatron.config import RolloutConfig, RunConfig
+from tepo_megatron.config.sampling import OverlongConfig
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.tasks.evaluate.answers import Scorer
@@ -26,32 +27,28 @@ def rehearsed(task: Task, config: RunConfig, problems: Sequence[Problem]) -> Tas
 
 
 class StepRewards:
-    """Scores a step after another. What is left out is out of everything that follows: means and deviations of the groups,
-    denominators, metrics.
+    """Rewards one step after another. ``say`` shows a sentence in the run's progress.
 
-    The rule: a response without a reward leaves its group; a group that has lost one and of which fewer than two are left
-    leaves the step. With ``reward.failed_reward`` every response has a reward, and stays.
+    A response without a reward leaves its group; a group that lost one leaves the step if fewer than two responses remain. They
+    then count nowhere: not in means and deviations of groups, denominators or metrics. With ``reward.failed_reward`` every
+    response has a reward.
     """
 
     def __init__(self, config: RunConfig, pool: Scorer, say: Callable[[str], None]) -> None:
-        """``say`` shows a sentence in the run's progress."""
         self._config, self._pool, self._say = config, pool, say
         self._cause = ""
         self._dropped = 0
         self._components: dict[str, float] = {}
         self.failed = 0
-        """Responses of the step whose verifier failed."""
+        """How many responses of the step have a verifier that failed."""
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem], step: int) -> list[Rollout]:
-        """All rollouts of the step, as they are recorded; see :meth:`reward`. Waits for all rewards."""
+        """As :meth:`reward`, with the verifier's results. Waits for all rewards."""
         items = [(problems[rollout.group], answer_of(rollout)) for rollout in rollouts]
         return self.reward(rollouts, self._pool.score(items, [rollout.group for rollout in rollouts]), step)
 
     def reward(self, rollouts: Sequence[Rollout], results: Sequence[RewardResult], step: int) -> list[Rollout]:
-        """The rollouts with their rewards, None where there is none; ``results`` has one for each.
-
-        Raises RuntimeError where more than ``reward.max_failed`` of them failed.
-        """
+        """The rollouts with their rewards. Raises RuntimeError if more than the share ``reward.max_failed`` failed."""
         failures = [result.error for result in results if result.error]
         self.failed, self._cause = len(failures), f"; the first: {failures[0]}" if failures else ""
         if len(failures) / len(results) > self._config.reward.max_failed:
@@ -68,9 +65,8 @@ class StepRewards:
         return rewarded
 
     def leave_out(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Those of a step's rollouts that are trained on, also of a recorded step; in their order, with their groups' numbers.
-
-        Raises RuntimeError where too few are left for the step's mini-batches.
+        """The rollouts that stay in the step, in their order, with their groups' numbers. Raises RuntimeError if too few are
+        left for the step's mini-batches.
         """
         kept = _trained_on(rollouts)
         self.failed = max(self.failed, sum(rollout.reward is None for rollout in rollouts))
@@ -87,7 +83,7 @@ class StepRewards:
         return kept
 
     def take_figures(self) -> dict[str, float]:
-        """Of the step that was just collected, for its row of metrics; they begin anew."""
+        """Figures of the step that was just collected, for its row; they then start again."""
         figures = {"reward/failed": float(self.failed), "groups/dropped": float(self._dropped), **self._components}
         self.failed, self._dropped, self._cause, self._components = 0, 0, "", {}
         return figures
@@ -100,14 +96,16 @@ class StepRewards:
 
 
 def _means_of_components(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """The mean of each component over the responses that have it, as a metric ``reward/<name>``."""
-    names = dict.fromkeys(name for rollout in rollouts for name in rollout.reward_parts)
-    values = {name: [each.reward_parts[name] for each in rollouts if name in each.reward_parts] for name in names}
-    return {f"reward/{name}": fmean(found) for name, found in values.items()}
+    """Means over the responses that have a component."""
+    values: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, value in rollout.reward_parts.items():
+            values.setdefault(name, []).append(value)
+    return {f"reward/{name}": fmean(parts) for name, parts in values.items()}
 
 
 def answer_of(rollout: Rollout) -> ResponseText:
-    """What a verifier sees of a rollout."""
+    """The text that a verifier scores."""
     return ResponseText(rollout.text, rollout.response_ids, rollout.finish_reason)
 
 
@@ -116,3 +114,59 @@ def _trained_on(rollouts: Sequence[Rollout]) -> list[Rollout]:
     after = Counter(rollout.group for rollout in rollouts if rollout.reward is not None)
     whole = {group for group in after if after[group] >= min(2, before[group])}
     return [rollout for rollout in rollouts if rollout.reward is not None and rollout.group in whole]
+
+
+def overlong_penalty(length: int, max_new_tokens: int, overlong: OverlongConfig) -> float:
+    """The penalty, from −``penalty`` to 0, that is added to the reward of a response of ``length`` tokens.
+
+    DAPO's equation 13 (2503.14476): 0 up to ``max_new_tokens`` − ``buffer``, then falling along a line to −``penalty``.
+    """
+    beyond = length - (max_new_tokens - overlong.buffer)
+    return -overlong.penalty * min(max(beyond, 0) / overlong.buffer, 1.0)
+
+
+def apply_overlong(rollouts: Sequence[Rollout], config: RunConfig, step: int) -> tuple[list[Rollout], dict[str, float]]:
+    """A step's rollouts with the rewards that are trained on (records have the verifier's), and figures of responses that are
+    cut at ``rollout.sampling.max_new_tokens``. Raises RuntimeError if ``truncated: mask`` leaves too few for the mini-batches.
+    """
+    _check_enough(rollouts, config, step)
+    penalised = _penalise(rollouts, config.rollout)
+    return penalised, _cut_figures(rollouts, penalised)
+
+
+def _penalise(rollouts: Sequence[Rollout], config: RolloutConfig) -> list[Rollout]:
+    if config.overlong is None:
+        return list(rollouts)
+    most = config.sampling.max_new_tokens
+    penalties = [overlong_penalty(rollout.model_tokens, most, config.overlong) for rollout in rollouts]
+    return [
+        replace(rollout, reward=rollout.reward + penalty) if penalty and rollout.reward is not None else rollout
+        for rollout, penalty in zip(rollouts, penalties, strict=True)
+    ]
+
+
+def trained_places(rollouts: Sequence[Rollout], config: RolloutConfig) -> list[int]:
+    """Indices of the rollouts that mini-batches consist of: with ``truncated: mask`` those that are not cut."""
+    masks = config.truncated == "mask"
+    return [index for index, rollout in enumerate(rollouts) if not (masks and rollout.finish_reason == "length")]
+
+
+def _check_enough(rollouts: Sequence[Rollout], config: RunConfig, step: int) -> None:
+    whole = len(trained_places(rollouts, config.rollout))
+    if whole < config.fewest_sequences and whole < len(rollouts):
+        raise RuntimeError(
+            f"{len(rollouts) - whole} of the {len(rollouts)} responses of step {step} were cut at "
+            f"rollout.sampling.max_new_tokens = {config.rollout.sampling.max_new_tokens}, and rollout.truncated = mask trains "
+            f"on none of them: the {whole} others are too few for train.minibatches = {config.train.minibatches} on "
+            f"engine.parallel.dp = {config.engine.parallel.dp} ranks; raise max_new_tokens, or set rollout.truncated = train"
+        )
+
+
+def _cut_figures(rollouts: Sequence[Rollout], penalised: Sequence[Rollout]) -> dict[str, float]:
+    cut = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
+    row = {"response_len/truncated": cut}
+    pairs = zip(rollouts, penalised, strict=True)
+    penalties = [(after.reward or 0.0) - (before.reward or 0.0) for before, after in pairs]
+    if any(penalties):
+        row["reward/overlong"] = sum(penalties) / len(penalties)
+    return row

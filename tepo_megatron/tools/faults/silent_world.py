@@ -21,12 +21,13 @@ import torch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.core.types import Batch
-from tepo_megatron.run.step.agreement import agreements, check_agreement
-from tepo_megatron.run.step.canary import (
+from tepo_megatron.run.consistency_checks import (
     CACHED_TOKENS,
     Canary,
+    agreements,
     cached_prompt,
     canary_prompt,
+    check_agreement,
     rollouts_tolerance,
     tolerance,
 )

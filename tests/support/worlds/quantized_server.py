@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.run.step.canary import Canary, canary_prompt, tolerance
+from tepo_megatron.run.consistency_checks import Canary, canary_prompt, tolerance
 from tepo_megatron.run.weights import make_shard_sender
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.tasks.data.builtin import resolve_model_path

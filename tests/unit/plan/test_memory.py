@@ -16,8 +16,7 @@ from tepo_megatron.plan import memory as of_the_plan
 from tepo_megatron.plan.activations import token_multiple
 from tepo_megatron.plan.run_plan import Plan
 from tepo_megatron.run import checks
-from tepo_megatron.run.step.memory_check import check_fits
-from tepo_megatron.run.step.placement import Machine
+from tepo_megatron.run.step.placement import Machine, check_fits
 from tepo_megatron.trainer.megatron.model.fp8 import token_multiple as of_the_engine
 from tepo_megatron.trainer.megatron.policy import reduced_states
 
@@ -125,7 +124,7 @@ ONE_GPU = Machine(gpus=1, has_nccl=True, local_ranks=1, ranks=1)
 
 @pytest.fixture
 def gpu_of(monkeypatch: pytest.MonkeyPatch) -> object:
-    return lambda gib: monkeypatch.setattr("tepo_megatron.run.step.memory_check.gpu_memory_gib", lambda: gib)
+    return lambda gib: monkeypatch.setattr("tepo_megatron.run.step.placement.gpu_memory_gib", lambda: gib)
 
 
 def test_a_run_is_refused_by_the_memory_of_the_gpus_that_are_here(gpu_of) -> None:

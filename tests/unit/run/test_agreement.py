@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
-from tepo_megatron.run.step.agreement import agreements, check_agreement
+from tepo_megatron.run.consistency_checks import agreements, check_agreement
 from tepo_megatron.trainer.packing import pack
 
 

@@ -209,11 +209,11 @@ def test_a_journal_that_grows_large_loses_its_oldest_entries(tmp_path: Path, mon
     one = journal(tmp_path)
     one.write(0, rollouts(0), "", 0)
     size = record_path(tmp_path / "journal", 0).stat().st_size
-    monkeypatch.setattr(journals, "MOST_BYTES", 2 * size + 20)
+    monkeypatch.setattr(journals, "MAX_BYTES", 2 * size + 20)
     for step in range(1, 6):
         one.write(step, rollouts(step), "", 0)
     assert names(tmp_path / "journal") == [f"step_000000{step}.jsonl" for step in (3, 4, 5)]
-    monkeypatch.setattr(journals, "MOST_BYTES", 0)
+    monkeypatch.setattr(journals, "MAX_BYTES", 0)
     one.write(6, rollouts(6), "", 0)
     assert names(tmp_path / "journal") == ["step_0000006.jsonl"]
 

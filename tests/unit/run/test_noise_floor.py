@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tepo_megatron.config import ObjectiveConfig
-from tepo_megatron.run.step.noise_floor import below_the_noise
+from tepo_megatron.run.step.instability import below_the_noise
 
 QUIET = {"entropy/noise/p99": 1e-6, "ratio/noise/p99": 1e-6, "sequence_ratio/noise/p99": 1e-6}
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.train import RollbackConfig
-from tepo_megatron.run.step.rollback import LEAST, WINDOW, Rollback
+from tepo_megatron.run.step.instability import LEAST, WINDOW, Rollback
 from tests.support.recorded_loop import STEP, make, run
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from tepo_megatron.core.rollout import Rollout, WeightsVersion, token_logprobs
 from tepo_megatron.run.metrics.summary import summarize
+from tepo_megatron.run.step.instability import SkippedUpdates, describe, write_skipped
 from tepo_megatron.run.step.minibatches import minibatches
-from tepo_megatron.run.step.nonfinite_updates import SkippedUpdates, describe, write_skipped
 from tepo_megatron.sampler.rollout_file import read_rollouts
 from tepo_megatron.trainer.packing import pack
 from tepo_megatron.trainer.protocol import UpdateResult

@@ -13,7 +13,7 @@ from tepo_megatron.config import ObjectiveConfig, RunConfig
 from tepo_megatron.config.sampling import OverlongConfig
 from tepo_megatron.core.objective import build_objective
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.sampling.length_handling import check_enough, figures, overlong_penalty, penalise
+from tepo_megatron.run.sampling.step_rewards import apply_overlong, overlong_penalty
 from tepo_megatron.run.step.minibatches import minibatches
 from tepo_megatron.trainer.packing import pack
 from tests.support.fake_sampling import MAX_NEW_TOKENS
@@ -45,7 +45,7 @@ def test_the_punishment_never_grows_with_room(lengths: list[int], buffer: int) -
     """A longer response never loses less; one within the room loses nothing; others keep their rewards to the last bit."""
     run = config(truncated="penalise", overlong={"buffer": buffer, "penalty": 2.0})
     given_rewards = [rollout(0, length, 1 / 3) for length in sorted(lengths)]
-    trained = penalise(given_rewards, run.rollout)
+    trained, _ = apply_overlong(given_rewards, run, 0)
     rewards = [each.reward or 0.0 for each in trained]
     assert rewards == sorted(rewards, reverse=True)
     for before, after in zip(given_rewards, trained, strict=True):
@@ -53,16 +53,16 @@ def test_the_punishment_never_grows_with_room(lengths: list[int], buffer: int) -
         assert after is before if room else (after.reward or 0.0) < 1 / 3
         assert after.reward is not None
         assert after.reward >= 1 / 3 - 2.0
-    assert penalise([rollout(0, 8, None)], run.rollout)[0].reward is None
+    assert apply_overlong([rollout(0, 8, None)], run, 0)[0][0].reward is None
 
 
 def test_figures_say_how_many_were_cut_and_what_they_lost() -> None:
     run = config(truncated="penalise", overlong={"buffer": 4})
     step = [rollout(0, 2, 1.0), rollout(0, 6, 1.0), rollout(0, 8, 0.0, cut=True), rollout(0, 4, 0.0)]
-    trained = penalise(step, run.rollout)
+    trained, figures = apply_overlong(step, run, 0)
     assert [each.reward for each in trained] == [1.0, 0.5, -1.0, 0.0]
-    assert figures(step, trained) == {"response_len/truncated": 0.25, "reward/overlong": -0.375}
-    assert figures(step, step) == {"response_len/truncated": 0.25}
+    assert figures == {"response_len/truncated": 0.25, "reward/overlong": -0.375}
+    assert apply_overlong(step, config(), 0) == (step, {"response_len/truncated": 0.25})
 
 
 def test_a_masked_response_counts_for_its_group_and_for_nothing_else() -> None:
@@ -93,10 +93,10 @@ def test_a_masked_response_counts_for_its_group_and_for_nothing_else() -> None:
 
 def test_a_step_of_which_the_mask_leaves_too_little_stops_the_run() -> None:
     step = [rollout(0, 8, 0.0, cut=True), rollout(0, 8, 0.0, cut=True), rollout(0, 2, 1.0)]
-    check_enough(step, config(), 3)
-    check_enough([*step, rollout(0, 2, 1.0)], config(truncated="mask"), 3)
+    apply_overlong(step, config(), 3)
+    apply_overlong([*step, rollout(0, 2, 1.0)], config(truncated="mask"), 3)
     with pytest.raises(RuntimeError, match=r"2 of the 3 responses of step 3 were cut .* the 1 others are too few"):
-        check_enough(step, config(truncated="mask"), 3)
+        apply_overlong(step, config(truncated="mask"), 3)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.run.step.canary import Canary, cached_prompt, canary_prompt, due_prompt, rollouts_tolerance, tolerance
+from tepo_megatron.run.consistency_checks import Canary, cached_prompt, canary_prompt, due_prompt, rollouts_tolerance, tolerance
 
 PROMPT = (5, 9, 2, 7)
 OURS = [-3.0, -2.5, -8.0]

@@ -1,12 +1,16 @@
-"""Optimizer steps that were skipped since a number was not finite: counted, kept for study, and after too many the end."""
+"""Signs of an unstable run: skipped optimizer steps, a metric that calls for a return to a checkpoint, bounds below noise."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from tepo_megatron.config import ObjectiveConfig
+from tepo_megatron.config.train import RollbackConfig
 from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.run.step.minibatches import members
 from tepo_megatron.sampler.rollout_file import write_rollouts
@@ -89,3 +93,81 @@ def write_skipped(folder: Path, step: int, rollouts: Sequence[Rollout], skipped:
     path = write_rollouts(folder, step, rollouts).with_suffix(".json")
     path.write_text(json.dumps({"step": step, "skipped": list(skipped)}, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+WINDOW = 20
+"""Steps whose median a factor is of."""
+
+LEAST = 5
+"""Steps that there must be for a median."""
+
+
+class Rollback:
+    """Every rank has one, and decides alike: the rows are the same on all."""
+
+    def __init__(self, config: RollbackConfig | None) -> None:
+        self._config = config
+        self._seen: deque[float] = deque(maxlen=WINDOW)
+        self.times = 0
+        """How often the run has gone back."""
+
+    def reason(self, row: Mapping[str, float]) -> str:
+        """Why the run should go back behind the step with this row; empty where it should not.
+
+        Raises ValueError where a row that is whole has no such metric.
+        """
+        config = self._config
+        if config is None:
+            return ""
+        value = row.get(config.metric)
+        if value is None and not row.get("update/skipped"):
+            raise ValueError(
+                f"train.rollback.metric = {config.metric} is no column of a step; there are {', '.join(sorted(row))}"
+            )
+        if value is None or value != value:  # all of the step was skipped
+            return ""
+        bound, text = self._bound(config)
+        if bound is not None and value > bound:
+            return f"{config.metric} is {value:.4g}, above {text}"
+        self._seen.append(value)
+        return ""
+
+    def _bound(self, config: RollbackConfig) -> tuple[float | None, str]:
+        if config.above is not None:
+            return config.above, f"train.rollback.above = {config.above:g}"
+        assert config.factor is not None
+        if len(self._seen) < LEAST:
+            return None, ""
+        usual = median(self._seen)
+        return config.factor * usual, f"{config.factor:g} times its median of {usual:.4g} (train.rollback.factor)"
+
+    def count(self, reason: str) -> None:
+        """Counts a return. Raises RuntimeError where there were as many as are allowed."""
+        assert self._config is not None
+        if self.times == self._config.max_times:
+            raise RuntimeError(
+                f"{reason}, after {self.times} returns to a checkpoint (train.rollback.max_times); the run does not get past "
+                "it. Resume from an older checkpoint with a lower optimizer.lr, or look at the rollouts of the last steps"
+            )
+        self.times += 1
+
+
+_QUANTILE = "p99"
+
+
+def below_the_noise(objective: ObjectiveConfig, row: Mapping[str, float]) -> list[str]:
+    """One sentence for each bound below the noise in a row of metrics; none if the row measured none."""
+    return list(_warnings(objective, row))
+
+
+def _warnings(objective: ObjectiveConfig, row: Mapping[str, float]) -> Iterator[str]:
+    for name, section in objective.sections.items():
+        for bound in section.noise_bounds:
+            metric = f"{objective.ratio.noise if bound.noise == 'ratio' else bound.noise}/noise/{_QUANTILE}"
+            noise = row.get(metric, 0.0)
+            if bound.value < noise:
+                unit, values = ("", "ratios") if bound.noise == "ratio" else (" nats", "entropies")
+                yield (
+                    f"objective.{name}.{bound.field} = {bound.value:g}{unit} is below the rounding noise of {values} here "
+                    f"({metric} = {noise:.2g}): {bound.consequence}"
+                )

@@ -135,7 +135,7 @@ def spoiled(how: Any) -> Any:
         (lambda found: [replace(found[0], reward=float("inf")), *found[1:]], "the reward is inf"),
         (lambda found: None, "returned no list of rollouts in step 1"),
         (lambda found: [each.text for each in found], "returned no list of rollouts in step 1"),
-        (lambda found: found[0].nothing, r"raised AttributeError in step 1: .*test_own_collect\.py:\d+\)"),
+        (lambda found: found[0].nothing, r"raised AttributeError in step 1: .*test_custom_rollout\.py:\d+\)"),
     ],
 )
 @BOTH
