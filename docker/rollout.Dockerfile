@@ -24,4 +24,4 @@ RUN pip install --no-deps /opt/tepo-megatron && pip install omegaconf 'pydantic>
 RUN python docker/check_pins.py torch nvidia-nccl-cu13 vllm && python -c "\
 import importlib.metadata as m; \
 assert 'tepo_megatron' in [p.name for p in m.entry_points(group='vllm.general_plugins')]; \
-import tepo_megatron.sampler.fleet.serve, tepo_megatron.tasks.data.builtin, tepo_megatron.cli.main"
+import tepo_megatron.sampler.fleet.external, tepo_megatron.tasks.data.builtin, tepo_megatron.cli.main"

@@ -64,7 +64,7 @@ def serve(
     """
 
     def work(config: Any) -> None:
-        from tepo_megatron.sampler.fleet.serve import Node
+        from tepo_megatron.sampler.fleet.external import Node
         from tepo_megatron.sampler.vllm.server.checks import check_server_split
         from tepo_megatron.tasks.data.builtin import resolve_model_path
         from tepo_megatron.weights.architecture import read_model_spec

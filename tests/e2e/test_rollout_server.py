@@ -31,7 +31,7 @@ from tepo_megatron.sampler.vllm.client.client import GENERATE, PROGRESS, Client
 from tepo_megatron.sampler.vllm.server.resources import worker_cores
 from tepo_megatron.sampler.vllm.server.server import Server
 from tepo_megatron.sampler.vllm.server.server_program import MODEL_NAME
-from tepo_megatron.sampler.vllm.wire.frames import ABORT, SAMPLES
+from tepo_megatron.sampler.vllm.wire import ABORT, SAMPLES
 from tests.support.processes import assert_none_names, processes_naming
 from tests.support.programs import TIMEOUT_S
 

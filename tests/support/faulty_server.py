@@ -14,7 +14,7 @@ from typing import Any
 from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.vllm.client.client import PROGRESS
-from tepo_megatron.sampler.vllm.wire.frames import SAMPLES
+from tepo_megatron.sampler.vllm.wire import SAMPLES
 from tests.support.samples import Sample, answer, response
 
 VOCABULARY = 64

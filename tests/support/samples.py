@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tepo_megatron.sampler.vllm.wire.frames import end_frame, response_frame
+from tepo_megatron.sampler.vllm.wire import end_frame, response_frame
 
 Sample = dict[str, Any]
 """A response as a test writes it: sample, ids, logprobs, finish_reason, versions."""

@@ -43,7 +43,7 @@ _PROGRAMS = (
 )
 
 ALLOWED = {
-    ("tepo_megatron/sampler/vllm/plugin/signed.py", "pickle"): "reads only what carries a signature under the run's key",
+    ("tepo_megatron/sampler/vllm/plugin/patches.py", "pickle"): "reads only what carries a signature under the run's key",
     (
         "tepo_megatron/trainer/megatron/platform/collectives.py",
         "all_gather_object",

@@ -57,7 +57,7 @@ class Planted(NamedTuple):
 
 
 PLANTED = (
-    Planted("sampler/fleet/serve.py", "import vllm", "vllm"),
+    Planted("sampler/fleet/external.py", "import vllm", "vllm"),
     Planted("cli/doctor/run_checks.py", "import vllm", "vllm"),
     Planted("cli/doctor/run_checks.py", "from megatron.core import parallel_state", "megatron"),
     Planted("run/loop.py", "import megatron.core", "megatron"),

@@ -23,7 +23,7 @@ from tepo_megatron.run.sampling.inputs import read_inputs
 from tepo_megatron.run.sampling.step_rewards import rehearsed
 from tepo_megatron.run.step.placement import this_machine
 from tepo_megatron.runtime.named_check import NamedCheck
-from tepo_megatron.sampler.fleet.server_registry import registered
+from tepo_megatron.sampler.fleet.external import registered
 from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.problems import load_problems
 from tepo_megatron.tasks.environments.environment_task import open_host

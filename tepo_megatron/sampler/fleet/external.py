@@ -2,16 +2,154 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import secrets
+import socket
+import stat
+import struct
 import time
 from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.sampler.fleet.server_registry import Registration, claim, registered, retire, shared_key, with_own_address
-from tepo_megatron.sampler.vllm.server.server import is_healthy
+from tepo_megatron.sampler.vllm.server.resources import (
+    check_machine,
+    raise_open_files,
+    server_seed,
+    weights_bytes,
+    worker_cores,
+)
+from tepo_megatron.sampler.vllm.server.server import Server, has_gpu, is_healthy
 
-POLL_S = 0.5
+_KEY = "key"
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True)
+class Registration:
+    """One life of a server: its address, and a name that its next life does not have."""
+
+    url: str
+    life: str
+
+
+def shared_key(folder: Path) -> str:
+    """The key of the folder's servers: made by whoever asks first, readable by its owner only.
+
+    Raises RuntimeError if the folder cannot be written, or others than this user can write it or read the key.
+    """
+    path = folder / _KEY
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _check_private(
+            folder, stat.S_IWGRP | stat.S_IWOTH, "write to it: they could put a server of theirs in place of one of this run's"
+        )
+        if not path.exists():
+            draft = folder / f".{_KEY}.{secrets.token_hex(8)}"
+            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_urlsafe(32))
+            with suppress(FileExistsError):
+                os.link(draft, path)  # of several that try at once, one wins
+            draft.unlink()
+        _check_private(path, stat.S_IRWXG | stat.S_IRWXO, "open it: they could change the weights of this run's servers")
+        return path.read_text()
+    except OSError as error:
+        raise RuntimeError(
+            f"the key of the rollout servers cannot be written to {folder} ({error.strerror}); "
+            "set rollout.server.registry to a folder that all nodes can write"
+        ) from error
+
+
+def _check_private(path: Path, forbidden: int, what: str) -> None:
+    found = path.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & forbidden:
+        raise RuntimeError(
+            f"{path} belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):04o}, so that others can {what}; "
+            "remove it, or set rollout.server.registry to a new folder of yours"
+        )
+
+
+def register(folder: Path, index: int, registration: Registration) -> None:
+    """Tell where server ``index`` is reached."""
+    _write(folder / f"server-{index}.json", json.dumps(asdict(registration)))
+
+
+def registered(folder: Path, index: int) -> Registration | None:
+    """The newest registration of server ``index``, if there is one."""
+    with suppress(FileNotFoundError):
+        return Registration(**json.loads((folder / f"server-{index}.json").read_text()))
+    return None
+
+
+def claim(folder: Path, index: int, life: str) -> bool:
+    """Take this life of server ``index`` for one trainer; False if one has it, whose weights it may hold."""
+    try:
+        (folder / f"server-{index}.{life}.claimed").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def retire(folder: Path, index: int, life: str) -> None:
+    """Ask the node of server ``index`` to end this life of it and to start another."""
+    _write(folder / f"server-{index}.retired", life)
+
+
+def is_retired(folder: Path, index: int, life: str) -> bool:
+    """Whether the trainer has asked for the end of this life."""
+    with suppress(FileNotFoundError):
+        return (folder / f"server-{index}.retired").read_text() == life
+    return False
+
+
+def with_own_address(config: ServerConfig) -> ServerConfig:
+    """The config of external servers with ``host`` set to this machine's address on the nodes' inner network.
+
+    Raises ValueError where the interface has no IPv4 address, or this machine's name stands for none that others reach.
+    """
+    if config.interface is not None:
+        return config.model_copy(update={"host": _interface_address(config.interface)})
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        raise ValueError(
+            f"this machine's name {socket.gethostname()!r} stands for no address ({error}); "
+            "set rollout.server.interface to the interface of the nodes' inner network"
+        ) from error
+    if address.startswith("127."):
+        raise ValueError(
+            f"this machine's name {socket.gethostname()!r} stands for its loopback address {address}, which other nodes do not "
+            "reach; set rollout.server.interface to the interface of the nodes' inner network (lo where all is on one machine)"
+        )
+    return config.model_copy(update={"host": address})
+
+
+def _interface_address(name: str) -> str:
+    request = struct.pack("256s", name.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+        except OSError as error:
+            known = ", ".join(interface for _, interface in socket.if_nameindex())
+            raise ValueError(
+                f"rollout.server.interface = {name!r} has no IPv4 address on {socket.gethostname()}; interfaces here: {known}"
+            ) from error
+
+
+def _write(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+_POLL_INTERVAL_S = 0.5
 
 
 class ExternalServer:
@@ -64,7 +202,7 @@ class ExternalServer:
                     "(rollout.server.start_timeout_s); does 'tepo serve' run on its node, and is its registry "
                     f"{self._folder}? {self.log_end()}"
                 )
-            time.sleep(POLL_S)
+            time.sleep(_POLL_INTERVAL_S)
         raise RuntimeError(f"waiting for external rollout server {self._index} was ended")
 
     def healthy(self) -> bool:
@@ -96,3 +234,103 @@ def external_servers(config: ServerConfig, log_dir: Path) -> tuple[ServerConfig,
 def _is_healthy(registration: Registration) -> bool:
     parts = urlsplit(registration.url)
     return is_healthy(parts.hostname or "", parts.port or 0)
+
+
+_WATCH_INTERVAL_S = 1.0
+
+
+class Node:
+    """The servers of node ``node`` of ``nodes``: an equal share of ``rollout.server.count``.
+
+    A context manager: entering starts the servers and registers each when it answers, leaving ends them. The trainer sends the
+    weights; until then a server has none, or those of the model's folder (``rollout.server.load_format``).
+    """
+
+    def __init__(self, config: RunConfig, *, model_dir: Path, node: int, nodes: int) -> None:
+        """Raises ValueError where servers cannot be spread over the nodes, or this node has no address on their network."""
+        server = config.rollout.server
+        share = _share(server, node, nodes)
+        assert server.registry is not None
+        raise_open_files()
+        check_machine(server, len(share), weights_bytes=weights_bytes(model_dir), on_gpu=has_gpu())
+        self._folder, self._first = server.registry, share.start
+        own = with_own_address(server)
+        cores = worker_cores(own, len(share))
+        key = shared_key(server.registry)
+        self._servers = [
+            Server(
+                own,
+                model_dir=model_dir,
+                dtype=own.served_dtype(config.model.dtype),
+                cores=cores[slot],
+                key=key,
+                log=config.output / "logs" / f"server-{index}.log",
+                seed=server_seed(config.seed, index),
+                gpus=range(slot * own.tp, (slot + 1) * own.tp),
+                dummy=config.adapter_rank is None and own.starts_with_dummies(trained=True),
+                adapter_rank=config.adapter_rank,
+                tokenizer=config.servers_need_tokenizer,
+            )
+            for slot, index in enumerate(share)
+        ]
+        self._lives = [""] * len(self._servers)
+        self._restarts = 0
+        self._max_restarts = server.max_restarts * len(self._servers)
+
+    def __enter__(self) -> Node:
+        try:
+            self._start(list(range(len(self._servers))))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        for server in self._servers:
+            server.stop()
+
+    def watch(self) -> None:
+        """Replace servers that died and those that the trainer retired, until interrupted.
+
+        Raises RuntimeError with the end of a log when that is needed more often than ``rollout.server.max_restarts`` times the
+        servers of this node, or a server does not come up.
+        """
+        while True:
+            gone = [slot for slot in range(len(self._servers)) if self._is_gone(slot)]
+            if gone:
+                self._restarts += len(gone)
+                if self._restarts > self._max_restarts:
+                    logs = "\n".join(self._servers[slot].log_end() for slot in gone)
+                    raise RuntimeError(f"the servers of this node died {self._restarts} times; none is started again.\n{logs}")
+                self._start(gone)
+            time.sleep(_WATCH_INTERVAL_S)
+
+    def _is_gone(self, slot: int) -> bool:
+        return not self._servers[slot].alive or is_retired(self._folder, self._first + slot, self._lives[slot])
+
+    def _start(self, slots: list[int]) -> None:
+        for slot in slots:
+            self._servers[slot].stop()
+        taken = {server.port for server in self._servers if server.alive}
+        for slot in slots:
+            self._servers[slot].start(taken)
+            taken.add(self._servers[slot].port)
+        for slot in slots:
+            server, self._lives[slot] = self._servers[slot], secrets.token_hex(8)
+            server.wait_ready()
+            register(self._folder, self._first + slot, Registration(server.url, self._lives[slot]))
+
+
+def _share(config: ServerConfig, node: int, nodes: int) -> range:
+    """The numbers of the servers of this node."""
+    if config.placement != "external":
+        raise ValueError(
+            "tepo serve needs rollout.server.placement = external and rollout.server.registry, a folder that it shares with "
+            "the trainer; with placement = local, 'tepo train' starts the servers itself"
+        )
+    if not 0 <= node < nodes:
+        raise ValueError(f"node {node} is not one of {nodes} nodes; number them from 0")
+    if config.count % nodes:
+        raise ValueError(f"rollout.server.count = {config.count} servers cannot be spread over {nodes} nodes; give a multiple")
+    size = config.count // nodes
+    return range(node * size, (node + 1) * size)

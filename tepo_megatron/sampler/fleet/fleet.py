@@ -15,7 +15,7 @@ from tepo_megatron.sampler.fleet.sync import AdapterSync, BroadcastSync, ShardSy
 from tepo_megatron.sampler.protocol import INITIAL_WEIGHTS, SamplerSpec, ServerDied
 from tepo_megatron.sampler.sampling import Sampling, SamplingSettings, prompt_seed
 from tepo_megatron.sampler.vllm.client.client import Client
-from tepo_megatron.sampler.vllm.client.faults import ServerFault, ServerGone, ServerSilent
+from tepo_megatron.sampler.vllm.client.connection import ServerFault, ServerGone, ServerSilent
 from tepo_megatron.sampler.vllm.server.checks import check_machine_serves, check_server_split
 from tepo_megatron.sampler.vllm.server.resources import cores_of, worker_cores
 from tepo_megatron.sampler.vllm.server.server import for_all_at_once

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from tepo_megatron.sampler.vllm.client.faults import ServerGone, ServerSilent
+from tepo_megatron.sampler.vllm.client.connection import ServerGone, ServerSilent
 
 LOOKS = 20
 """How often a server is asked within the time-out, at least."""

@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.core.rollout import WeightsVersion
-from tepo_megatron.sampler.fleet.external import ExternalServer
-from tepo_megatron.sampler.fleet.restarts import Restarts
-from tepo_megatron.sampler.fleet.server_handle import Lane
-from tepo_megatron.sampler.fleet.servers import make_servers
+from tepo_megatron.sampler.fleet.external import ExternalServer, external_servers
+from tepo_megatron.sampler.fleet.stream import Lane
 from tepo_megatron.sampler.fleet.sync import WeightSync
 from tepo_megatron.sampler.protocol import FAULT_FIGURES, INITIAL_WEIGHTS, ServerDied
 from tepo_megatron.sampler.vllm.client.client import Client
-from tepo_megatron.sampler.vllm.client.faults import ServerFault, ServerGone, ServerSilent
-from tepo_megatron.sampler.vllm.server.limits import connections
-from tepo_megatron.sampler.vllm.server.server import Server, for_all_at_once
-from tepo_megatron.sampler.vllm.server.speculation import read_vocab_size
+from tepo_megatron.sampler.vllm.client.connection import ServerFault, ServerGone, ServerSilent
+from tepo_megatron.sampler.vllm.server.checks import read_vocab_size
+from tepo_megatron.sampler.vllm.server.resources import (
+    check_machine,
+    connections,
+    raise_open_files,
+    server_seed,
+    weights_bytes,
+    worker_cores,
+)
+from tepo_megatron.sampler.vllm.server.server import Server, for_all_at_once, has_gpu
 from tepo_megatron.weights.architecture import read_model_spec
+
+
+@dataclass
+class Restarts:
+    """Restarts of all servers of a run, of which there may be ``most``."""
+
+    most: int
+    done: int = 0
+    first_cause: str = ""
+
+    def blame(self, cause: object) -> None:
+        """Remember why the first server failed: what comes later may be a consequence."""
+        self.first_cause = self.first_cause or str(cause).partition("\n")[0]
+
+    def add(self, count: int, logs: str) -> None:
+        """Count restarts that are about to be made. Raises RuntimeError, with the end of the logs, if they are too many."""
+        if self.done + count > self.most:
+            first = f" The first failure was: {self.first_cause}." if self.first_cause else ""
+            raise RuntimeError(
+                f"rollout servers died {self.done + count} times; rollout.server.max_restarts = {self.most}.{first}\n{logs}"
+            )
+        self.done += count
 
 
 class Roster:
@@ -268,3 +297,45 @@ class Roster:
         if self._sync is not None:
             self._sync.close()
             self._sync = None
+
+
+def make_servers(
+    config: ServerConfig,
+    *,
+    model_dir: Path,
+    dtype: str,
+    log_dir: Path,
+    seed: int,
+    first_gpu: int,
+    trained: bool = False,
+    adapter_rank: int | None = None,
+    tokenizer: bool = False,
+) -> tuple[ServerConfig, str, Sequence[Server | ExternalServer]]:
+    """The config with the address at which they are reached, their key, and the servers, none of them started yet.
+
+    Those of this machine take ``config.tp`` GPUs each, from ``first_gpu`` on, where it has any. ``trained``: a weight update
+    comes before the first sample; ``adapter_rank``: it brings adapters of this rank, for weights that servers read;
+    ``tokenizer``: they load the model's. Raises ValueError where this machine has too little left for them.
+    """
+    if config.placement == "external":
+        return external_servers(config, log_dir)
+    raise_open_files()
+    check_machine(config, config.count, weights_bytes=weights_bytes(model_dir), on_gpu=has_gpu())
+    key = secrets.token_urlsafe(32)
+    servers = [
+        Server(
+            config,
+            model_dir=model_dir,
+            dtype=config.served_dtype(dtype),
+            cores=cores,
+            key=key,
+            log=log_dir / f"server-{index}.log",
+            seed=server_seed(seed, index),
+            gpus=range(first_gpu + index * config.tp, first_gpu + (index + 1) * config.tp),
+            dummy=adapter_rank is None and config.starts_with_dummies(trained=trained),
+            adapter_rank=adapter_rank,
+            tokenizer=tokenizer,
+        )
+        for index, cores in enumerate(worker_cores(config, config.count))
+    ]
+    return config, key, servers

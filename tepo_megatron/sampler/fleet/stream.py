@@ -6,21 +6,68 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from queue import Empty, SimpleQueue
 from types import TracebackType
+from typing import Protocol
 
 from numpy.typing import ArrayLike
 
 from tepo_megatron.core.rollout import Response, TokenIds, WeightsVersion, token_ids
 from tepo_megatron.sampler.fleet.progress import ProgressWatch, interval_s
-from tepo_megatron.sampler.fleet.server_handle import Host, Lane
 from tepo_megatron.sampler.protocol import KeyedResponse, ServerDied
 from tepo_megatron.sampler.sampling import Sample, Sampling, join_parts, make_sample
 from tepo_megatron.sampler.vllm.client.client import Client
-from tepo_megatron.sampler.vllm.client.faults import ServerFault, ServerGone, ServerSilent
+from tepo_megatron.sampler.vllm.client.connection import ServerFault, ServerGone, ServerSilent
+
+
+@dataclass
+class Lane:
+    """One server that samples. ``healthy`` asks whether it says that it works; ``index`` is its number in the fleet.
+
+    Its requests wait in threads of its own: those of a server that hangs must not keep the others' from starting.
+    """
+
+    index: int
+    client: Client
+    pool: ThreadPoolExecutor
+    healthy: Callable[[], bool]
+    samples: int = 0
+    """That it owes."""
+    tokens: int = 0
+    """That it may have to read and draw for them."""
+    faults: int = 0
+    """In a row."""
+
+
+class Host(Protocol):
+    """What a stream asks of its fleet."""
+
+    @property
+    def updating(self) -> bool:
+        """Whether the servers are getting new weights just now, for which they hold their requests."""
+
+    def lanes(self) -> Sequence[Lane]:
+        """The servers that sample, each time new."""
+
+    def published(self) -> int:
+        """How many weights the servers have been given so far, those that all of them have now included."""
+
+    def versions(self, since: int) -> Sequence[WeightsVersion]:
+        """The weights that were given to the servers, the last of the first ``since`` and all after it."""
+
+    def lose(self, lane: Lane, cause: ServerFault) -> None:
+        """A server is dead, hangs or answers wrongly. May raise to end everything."""
+
+    def raise_if_dead(self, cause: Exception) -> None:
+        """Raises ServerDied if ``cause`` is the consequence of one that is gone."""
+
+    def count_retried(self, requests: int) -> None:
+        """So many requests were asked again."""
+
 
 FIRST_PAUSE_S = 0.1
 """Before a request is asked again for the first time; the pause doubles each time, up to LAST_PAUSE_S."""

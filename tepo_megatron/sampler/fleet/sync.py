@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.sampler.vllm.client.client import Client
-from tepo_megatron.sampler.vllm.client.faults import ServerFault, ServerGone, ServerSilent
+from tepo_megatron.sampler.vllm.client.connection import ServerFault, ServerGone, ServerSilent
 from tepo_megatron.weights.transfer import full_tensors
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 from tepo_megatron.weights.transfer.sender import ShardSender

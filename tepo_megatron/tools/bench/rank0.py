@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tepo_megatron.core.rollout import Response, Rollout, WeightsVersion
 from tepo_megatron.sampler.rollout_file import write_rollouts
 from tepo_megatron.sampler.vllm.client.answers import read_frames, read_response
-from tepo_megatron.sampler.vllm.wire.frames import end_frame, response_frame
+from tepo_megatron.sampler.vllm.wire import end_frame, response_frame
 from tepo_megatron.trainer.megatron.batching.batch import broadcast
 from tepo_megatron.trainer.packing import pack
 

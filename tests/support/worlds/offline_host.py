@@ -21,7 +21,7 @@ from vllm import LLM, SamplingParams
 
 from tepo_megatron.sampler.vllm.plugin.forks import FORK_VARIABLE
 from tepo_megatron.sampler.vllm.server.resources import bind_cores
-from tepo_megatron.sampler.vllm.wire.frames import SAMPLES, end_frame, response_frame
+from tepo_megatron.sampler.vllm.wire import SAMPLES, end_frame, response_frame
 from tepo_megatron.weights.transfer.transport import BACKEND
 
 HOST = "127.0.0.1"

@@ -22,7 +22,7 @@ from tepo_megatron.cli.doctor.run_checks import run_checks
 from tepo_megatron.cli.main import app
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.loading.load import load_run
-from tepo_megatron.sampler.fleet.server_registry import Registration, register
+from tepo_megatron.sampler.fleet.external import Registration, register
 from tepo_megatron.sampler.vllm.server.resources import reserve_port
 
 

@@ -19,9 +19,9 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.vllm.client.client import GENERATE
-from tepo_megatron.sampler.vllm.plugin.gate import ALLOWED, AWAITS_VARIABLE, DUMMY_FORMAT, RequireWeights
+from tepo_megatron.sampler.vllm.plugin.middleware import ALLOWED, AWAITS_VARIABLE, DUMMY_FORMAT, RequireWeights
 from tepo_megatron.sampler.vllm.server.server import Server
-from tepo_megatron.sampler.vllm.wire.frames import SAMPLES
+from tepo_megatron.sampler.vllm.wire import SAMPLES
 from tepo_megatron.tasks.evaluate.standalone import evaluate_model, without_trainer
 
 UPDATE = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
@@ -156,7 +156,7 @@ def test_dummies_leave_what_no_checkpoint_brings_as_the_model_made_it() -> None:
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-    from tepo_megatron.sampler.vllm.plugin import dummy as dummy
+    from tepo_megatron.sampler.vllm.plugin import engine as engine  # registers the loader
 
     def layer() -> Any:
         made = torch.nn.Linear(4, 4)

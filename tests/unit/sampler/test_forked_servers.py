@@ -21,10 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.runtime.cores import read_cores
 from tepo_megatron.sampler.vllm.plugin import ROUTES_VARIABLE
 from tepo_megatron.sampler.vllm.plugin.forks import FORK_VARIABLE, leave_parent, take_cores
 from tepo_megatron.sampler.vllm.server.server import Server
-from tepo_megatron.sampler.vllm.wire.cores import read_cores
 
 
 def look(answer: Connection, internet: int, local: int) -> None:
@@ -59,7 +59,7 @@ def test_a_fork_keeps_neither_the_port_nor_the_signals_of_its_parent(wakeup: int
     assert signal.set_wakeup_fd(wakeup) == wakeup
 
 
-@pytest.mark.parametrize(("cores", "worker"), [("0", "bound_worker.BoundWorker"), ("nobind", "routed_worker.RoutedWorker")])
+@pytest.mark.parametrize(("cores", "worker"), [("0", "BoundWorker"), ("nobind", "RoutedWorker")])
 def test_a_server_that_is_to_return_experts_does_on_a_cpu_too(cores: str, worker: str) -> None:
     def made(on_gpu: bool, **options: Any) -> tuple[list[str], dict[str, str]]:
         config = ServerConfig(**options)
@@ -68,7 +68,7 @@ def test_a_server_that_is_to_return_experts_does_on_a_cpu_too(cores: str, worker
 
     command, environment = made(False, routing_replay=True)
     assert "--enable-return-routed-experts" in command
-    assert command[command.index("--worker-cls") + 1] == f"tepo_megatron.sampler.vllm.plugin.{worker}"
+    assert command[command.index("--worker-cls") + 1] == f"tepo_megatron.sampler.vllm.plugin.workers.{worker}"
     assert ROUTES_VARIABLE in environment
     command, _ = made(True, routing_replay=True)
     assert "--enable-return-routed-experts" in command
@@ -97,7 +97,7 @@ def test_processes_are_forks_where_each_worker_has_its_cores(cores: str, tp: int
     server = Server(ServerConfig(tp=tp), model_dir=Path("model"), dtype="float32", cores=cores, key="key", log=Path("log"))
     command, environment = server.program.command(on_gpu=on_gpu), server.program.environment(on_gpu=on_gpu)
     assert (FORK_VARIABLE in environment) == forks
-    assert ("tepo_megatron.sampler.vllm.plugin.bound_worker.BoundWorker" in command) == forks
+    assert ("tepo_megatron.sampler.vllm.plugin.workers.BoundWorker" in command) == forks
     assert ("--distributed-executor-backend" in command) == (forks and tp == 1)
     assert command[1:3] == ["-m", "tepo_megatron.sampler.vllm.plugin.start" if forks else "vllm.entrypoints.openai.api_server"]
 

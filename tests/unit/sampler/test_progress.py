@@ -10,7 +10,7 @@ import pytest
 
 from tepo_megatron.sampler.fleet.progress import ProgressWatch
 from tepo_megatron.sampler.vllm.client.client import PROGRESS
-from tepo_megatron.sampler.vllm.client.faults import ServerGone, ServerSilent
+from tepo_megatron.sampler.vllm.client.connection import ServerGone, ServerSilent
 
 
 class Clock:
@@ -93,7 +93,7 @@ def test_time_in_which_this_process_did_not_run_is_nobodys_fault() -> None:
 
 
 def test_the_route_of_the_progress_is_the_plugins() -> None:
-    from tepo_megatron.sampler.vllm.plugin import progress
+    from tepo_megatron.sampler.vllm.plugin import middleware as progress
 
     assert progress.PATH == PROGRESS
 

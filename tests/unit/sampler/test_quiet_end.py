@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tepo_megatron.sampler.vllm.plugin.quiet_end import QuietEnd
+from tepo_megatron.sampler.vllm.plugin.middleware import QuietEnd
 
 
 class Engine:

@@ -15,7 +15,7 @@ from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.vllm.client.answers import BadAnswer, read_frames, read_spans
 from tepo_megatron.sampler.vllm.client.client import GENERATE, Client
 from tepo_megatron.sampler.vllm.server.resources import reserve_port
-from tepo_megatron.sampler.vllm.wire.frames import SAMPLES, end_frame, error_frame
+from tepo_megatron.sampler.vllm.wire import SAMPLES, end_frame, error_frame
 from tests.support.programs import TIMEOUT_S
 from tests.support.samples import answer, response
 

@@ -19,7 +19,7 @@ from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.sampler.vllm.client.client import Client
 from tepo_megatron.sampler.vllm.server.resources import visible_gpus
 from tepo_megatron.sampler.vllm.server.server import Server
-from tepo_megatron.sampler.vllm.wire.frames import SAMPLES
+from tepo_megatron.sampler.vllm.wire import SAMPLES
 from tests.support.programs import TIMEOUT_S
 from tests.support.samples import answer, response
 

@@ -15,9 +15,9 @@ import pytest
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.sampler.fleet import external
-from tepo_megatron.sampler.fleet.external import ExternalServer
-from tepo_megatron.sampler.fleet.serve import Node
-from tepo_megatron.sampler.fleet.server_registry import (
+from tepo_megatron.sampler.fleet.external import (
+    ExternalServer,
+    Node,
     Registration,
     is_retired,
     register,
@@ -50,7 +50,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ExternalServer:
-    monkeypatch.setattr(external, "POLL_S", 0.01)
+    monkeypatch.setattr(external, "_POLL_INTERVAL_S", 0.01)
     config = ServerConfig(placement="external", registry=tmp_path, start_timeout_s=0.2)  # for who waits in vain
     return ExternalServer(config, folder=tmp_path, index=0, log=tmp_path / "server-0.log")
 
@@ -149,7 +149,7 @@ def test_the_interface_gives_the_address() -> None:
 def test_a_name_that_stands_for_loopback_is_no_address_for_others(
     address: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tepo_megatron.sampler.fleet.server_registry.socket.gethostbyname", lambda name: address)
+    monkeypatch.setattr("tepo_megatron.sampler.fleet.external.socket.gethostbyname", lambda name: address)
     config = ServerConfig(placement="external", registry=Path("r"))
     if fits:
         assert with_own_address(config).host == address
@@ -204,7 +204,7 @@ def test_a_node_replaces_what_died_and_what_was_retired(tmp_path: Path, monkeypa
         made.append(FakeServer(*arguments, **options))
         return made[-1]
 
-    monkeypatch.setattr("tepo_megatron.sampler.fleet.serve.Server", make)
+    monkeypatch.setattr("tepo_megatron.sampler.fleet.external.Server", make)
     server = {"placement": "external", "registry": str(tmp_path), "interface": "lo", "count": 4, "tp": 2, "max_restarts": 1}
     config = RunConfig.model_validate({"rollout": {"server": server}, "output": str(tmp_path)})
     turns = iter(
@@ -215,7 +215,7 @@ def test_a_node_replaces_what_died_and_what_was_retired(tmp_path: Path, monkeypa
             lambda: setattr(made[1], "alive", False),
         ]
     )
-    monkeypatch.setattr("tepo_megatron.sampler.fleet.serve.time.sleep", lambda _: next(turns)())
+    monkeypatch.setattr("tepo_megatron.sampler.fleet.external.time.sleep", lambda _: next(turns)())
     with Node(config, model_dir=Path("model"), node=1, nodes=2) as node:
         first = [registered(tmp_path, index) for index in range(4)]
         assert first[:2] == [None, None]  # the other node's

@@ -19,7 +19,7 @@ from tepo_megatron.sampler.fleet.fleet import Fleet
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.sampler.vllm.client.answers import BadAnswer, FailedAnswer, OtherWeights, read_frames, read_response
 from tepo_megatron.sampler.vllm.client.client import GENERATE
-from tepo_megatron.sampler.vllm.wire.frames import SAMPLES, end_frame, error_frame, head_frame, response_frame
+from tepo_megatron.sampler.vllm.wire import SAMPLES, end_frame, error_frame, head_frame, response_frame
 from tests.support.faulty_server import VOCABULARY, Behaviour, FaultyServer, answer_well, choice, fleet_of
 from tests.support.samples import Sample
 

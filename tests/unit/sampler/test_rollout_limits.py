@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.sampler.fleet.fleet import Fleet
-from tepo_megatron.sampler.vllm.server import limits
-from tepo_megatron.sampler.vllm.server.limits import (
+from tepo_megatron.sampler.vllm.server import resources as limits
+from tepo_megatron.sampler.vllm.server.resources import (
     GIB,
     MIB,
     Machine,
     check_machine,
     connections,
     needed,
+    server_seed,
     this_machine,
     weights_bytes,
 )
-from tepo_megatron.sampler.vllm.server.resources import server_seed
 
 CPU: dict[str, Any] = {"weights_bytes": 0, "on_gpu": False}
 
@@ -79,7 +79,7 @@ def test_a_fleet_is_refused_before_anything_is_started(tmp_path: Path, monkeypat
 ASK = """
 import json, resource, sys
 from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.sampler.vllm.server.limits import check_machine, raise_open_files
+from tepo_megatron.sampler.vllm.server.resources import check_machine, raise_open_files
 name, soft, hard = json.loads(sys.argv[1])
 if name:
     resource.setrlimit(getattr(resource, name), (soft, hard))

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.rollout_server import ServerConfig
+from tepo_megatron.runtime.cores import read_cores
 from tepo_megatron.sampler.vllm.server.resources import bind_cores, cores_of, free_port, reserve_port
 from tepo_megatron.sampler.vllm.server.server import Server
 from tepo_megatron.sampler.vllm.server.server_program import ServerProgram
-from tepo_megatron.sampler.vllm.wire.cores import read_cores
 from tests.support.programs import TIMEOUT_S
 
 HOST = "127.0.0.1"

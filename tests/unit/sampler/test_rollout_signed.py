@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import distributed_c10d
 
-from tepo_megatron.sampler.vllm.plugin.signed import sign_objects
+from tepo_megatron.sampler.vllm.plugin.patches import sign_objects
 from tests.support.launch import run_dist
 from tests.support.stranger import Payload
 

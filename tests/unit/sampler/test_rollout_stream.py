@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.fleet.fleet import Fleet
-from tepo_megatron.sampler.fleet.server_handle import Lane
-from tepo_megatron.sampler.fleet.stream import FleetStream
+from tepo_megatron.sampler.fleet.stream import FleetStream, Lane
 from tepo_megatron.sampler.protocol import ServerDied
 from tepo_megatron.sampler.sampling import Sampling, join_parts
-from tepo_megatron.sampler.vllm.wire.frames import SAMPLES
+from tepo_megatron.sampler.vllm.wire import SAMPLES
 from tests.support.faulty_server import FaultyServer, answer_well, fleet_of
 from tests.support.programs import TIMEOUT_S
 

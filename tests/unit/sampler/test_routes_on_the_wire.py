@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from tepo_megatron.core.rollout import Response, WeightsVersion
 from tepo_megatron.sampler.sampling import join_parts
 from tepo_megatron.sampler.vllm.client.answers import BadAnswer, Routed, read_response
-from tepo_megatron.sampler.vllm.wire.frames import BadFrame, Frame, FrameReader, head_frame, response_frame
+from tepo_megatron.sampler.vllm.wire import BadFrame, Frame, FrameReader, head_frame, response_frame
 from tepo_megatron.weights.architecture import model_spec
 
 SPEC = model_spec(

@@ -18,7 +18,7 @@ from tepo_megatron.sampler.rollout_file import check_rollouts, read_rollouts, re
 from tepo_megatron.sampler.sampling import Sampling, append_observation, join_parts
 from tepo_megatron.sampler.vllm.client.answers import BadAnswer, read_response
 from tepo_megatron.sampler.vllm.plugin.samples import split_logprobs
-from tepo_megatron.sampler.vllm.wire.frames import BadFrame, FrameReader, head_frame, response_frame
+from tepo_megatron.sampler.vllm.wire import BadFrame, FrameReader, head_frame, response_frame
 
 VERSION = WeightsVersion(3, "ab")
 NEVER = -np.inf

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tepo_megatron.config.rollout_server import ServerConfig, SpeculativeConfig
-from tepo_megatron.sampler.vllm.plugin.speculative import SPECULATES_VARIABLE, expand_batch_to_tokens
+from tepo_megatron.sampler.vllm.plugin.patches import SPECULATES_VARIABLE, expand_batch_to_tokens
 from tepo_megatron.sampler.vllm.server.server import Server
 
 

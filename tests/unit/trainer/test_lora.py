@@ -16,8 +16,14 @@ from torch.nn.functional import linear
 from tepo_megatron.config import LoraConfig
 from tepo_megatron.config.loading.load import ConfigError, load_run
 from tepo_megatron.run.checks import check_adapters
-from tepo_megatron.sampler.vllm.plugin.adapter_route import ADAPTER_NAME, ADAPTER_PATH, ADAPTER_VARIABLE, USE, UseAdapter
-from tepo_megatron.sampler.vllm.plugin.gate import AWAITS_VARIABLE
+from tepo_megatron.sampler.vllm.plugin.middleware import (
+    ADAPTER_NAME,
+    ADAPTER_PATH,
+    ADAPTER_VARIABLE,
+    AWAITS_VARIABLE,
+    USE,
+    UseAdapter,
+)
 from tepo_megatron.sampler.vllm.server.server import Server
 from tepo_megatron.trainer.megatron.model.lora import Adapter, Lora, with_merged_weights
 from tepo_megatron.weights.layouts.adapters import AdapterBlock

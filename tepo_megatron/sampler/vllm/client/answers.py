@@ -12,7 +12,7 @@ import numpy as np
 
 from tepo_megatron.core.rollout import Logprobs, Response, Routes, Spans, TokenIds, WeightsVersion
 from tepo_megatron.core.sampling_mask import SamplingMask
-from tepo_megatron.sampler.vllm.wire.frames import BadFrame, Frame, FrameReader
+from tepo_megatron.sampler.vllm.wire import BadFrame, Frame, FrameReader
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.expert_routes import routes_dtype, routes_fault
 

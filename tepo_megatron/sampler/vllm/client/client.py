@@ -22,12 +22,11 @@ from tepo_megatron.sampler.vllm.client.answers import (
     read_prompt_logprobs,
     read_response,
 )
-from tepo_megatron.sampler.vllm.client.connection import Connection
-from tepo_megatron.sampler.vllm.client.faults import ServerFault, ServerGone, ServerSilent
-from tepo_megatron.sampler.vllm.plugin.adapter_route import ADAPTER_NAME, USE
+from tepo_megatron.sampler.vllm.client.connection import Connection, ServerFault, ServerGone, ServerSilent
+from tepo_megatron.sampler.vllm.plugin.middleware import ADAPTER_NAME, USE
 from tepo_megatron.sampler.vllm.server.server import HEALTH_TIMEOUT_S
 from tepo_megatron.sampler.vllm.server.server_program import MODEL_NAME
-from tepo_megatron.sampler.vllm.wire.frames import ABORT, SAMPLES
+from tepo_megatron.sampler.vllm.wire import ABORT, SAMPLES
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.transfer.full_tensors import TensorManifest
 

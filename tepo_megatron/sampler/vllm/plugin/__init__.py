@@ -5,12 +5,9 @@ server starts with, checks of the key; and on CPUs how its processes start.
 import os
 from functools import cache
 
-from tepo_megatron.sampler.vllm.plugin.adapter_route import ADAPTER_VARIABLE
-from tepo_megatron.sampler.vllm.plugin.auth import KEY_VARIABLE
 from tepo_megatron.sampler.vllm.plugin.forks import FORK_VARIABLE, fork_processes, resume_collector
-from tepo_megatron.sampler.vllm.plugin.gate import AWAITS_VARIABLE
-from tepo_megatron.sampler.vllm.plugin.signed import sign_objects
-from tepo_megatron.sampler.vllm.plugin.speculative import SPECULATES_VARIABLE, mend_expansion
+from tepo_megatron.sampler.vllm.plugin.middleware import ADAPTER_VARIABLE, AWAITS_VARIABLE, KEY_VARIABLE
+from tepo_megatron.sampler.vllm.plugin.patches import SPECULATES_VARIABLE, mend_expansion, sign_objects
 from tepo_megatron.weights.transfer.transport import BACKEND
 
 ROUTES_VARIABLE = "TEPO_SERVER_ROUTES"
@@ -28,11 +25,11 @@ def register() -> None:
 
     WeightTransferEngineFactory.register_engine(BACKEND, "tepo_megatron.sampler.vllm.plugin.engine", "TransferEngine")
     if os.environ.get(ROUTES_VARIABLE):
-        from tepo_megatron.sampler.vllm.plugin.routed_worker import allow_on_cpu
+        from tepo_megatron.sampler.vllm.plugin.workers import allow_on_cpu
 
         allow_on_cpu()
     if os.environ.get(AWAITS_VARIABLE):
-        from tepo_megatron.sampler.vllm.plugin import dummy as dummy  # registers its loader
+        from tepo_megatron.sampler.vllm.plugin import engine as engine  # registers the loader
     if os.environ.get(ADAPTER_VARIABLE):
         from tepo_megatron.sampler.vllm.plugin.adapters import load_from_memory
 

@@ -15,7 +15,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.worker_manager import WorkerLoRAManager
 
-from tepo_megatron.sampler.vllm.plugin.adapter_route import ADAPTER_PATH
+from tepo_megatron.sampler.vllm.plugin.middleware import ADAPTER_PATH
 
 
 @dataclass

@@ -9,17 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
-from tepo_megatron.sampler.vllm.plugin.experts import pack_experts_again
+from tepo_megatron.sampler.vllm.plugin.middleware import DUMMY_FORMAT
 from tepo_megatron.sampler.vllm.plugin.shards import ShardLoader
-from tepo_megatron.weights.transfer import full_tensors as broadcast
-from tepo_megatron.weights.transfer import move
+from tepo_megatron.weights.transfer import full_tensors, move
 from tepo_megatron.weights.transfer.sender import ReceiveOrder, decode_order, order_key
 from tepo_megatron.weights.transfer.transport import TransferGroup, connect, local_address
 from tepo_megatron.weights.transfer.transports import Member, join
@@ -29,8 +32,7 @@ from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm's types are not followed, here and below
     """The rendezvous of the group; ``rank_offset`` is the rank of this server's first worker. ``sharded``: the trainer's ranks
-    send shards by a plan, and this worker finds its part in the rendezvous store; otherwise rank 0 broadcasts full tensors, or
-    with ``adapters`` those of LoRA.
+    send shards by the plan in the rendezvous store; otherwise rank 0 broadcasts full tensors, or LoRA's with ``adapters``.
     """
 
     host: str
@@ -44,19 +46,17 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vllm's types ar
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Of full tensors the manifest: [name, shape, dtype name] of each, under Hugging Face names, in order; of adapters also the
-    settings that a PEFT folder has.
-    """
+    """[Hugging Face name, shape, dtype name] of each full tensor, in order; with adapters, a PEFT folder's settings."""
 
     manifest: list[tuple[str, list[int], str]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
 
 
 class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """Receives shards in vLLM's own layout, or full Hugging Face tensors that the model's ``load_weights`` takes apart.
+    """Receives shards in vLLM's own layout, or full Hugging Face tensors that the model's ``load_weights`` splits.
 
-    Either way an update runs inside vLLM's layerwise reload, because some back ends (the CPU's linear layers for one) repack
-    weights after loading, so that the live parameters could not be written in place.
+    An update runs inside vLLM's layerwise reload: some back ends (the CPU's linear layers) repack weights after loading, so
+    that the live parameters cannot be written in place.
     """
 
     init_info_cls = InitInfo
@@ -68,7 +68,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
     _adapters = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Enter the trainer's group; one that was joined before is left. RuntimeError if the orders do not fit the model."""
+        """Joins the trainer's group, after leaving an earlier one. Raises RuntimeError if the orders do not fit the model."""
         self.shutdown()
         store = connect(init_info.host, init_info.place, init_info.timeout_s)
         rank = init_info.rank_offset + self.parallel_config.rank
@@ -85,18 +85,17 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             self._group = GlooGroup(store, address, rank, init_info.world_size, init_info.timeout_s)
 
     def start_weight_update(self) -> None:
-        """Prepare the model for new tensors, in the way that the group was entered for."""
         self._joined()
         if self._adapters:
             return  # the weights stay
-        pack_experts_again(self.model)
+        _pack_experts_again(self.model)
         if self._loader is None:
             initialize_layerwise_reload(self.model)
         else:
             self._loader.start()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive and load all weights. Raises RuntimeError where the transfer or the loading of a tensor fails."""
+        """Raises RuntimeError if the transfer or the loading of a tensor fails."""
         group = self._joined()
         try:
             with torch.no_grad():
@@ -104,7 +103,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
                     from tepo_megatron.sampler.vllm.plugin.adapters import hold  # only here: it imports all of vLLM's LoRA
 
                     assert isinstance(group, GlooGroup)
-                    hold(update_info.settings, dict(broadcast.receive(group, update_info.manifest)))
+                    hold(update_info.settings, dict(full_tensors.receive(group, update_info.manifest)))
                 elif self._loader is None:
                     assert isinstance(group, GlooGroup)
                     self._receive_tensors(group, update_info)
@@ -123,7 +122,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
         current = ["the first tensor"]
 
         def stream() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in broadcast.receive(group, update_info.manifest):
+            for name, tensor in full_tensors.receive(group, update_info.manifest):
                 current[0] = repr(name)
                 yield name, tensor
 
@@ -141,7 +140,6 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             raise RuntimeError(f"the weight update failed in worker {worker} of this server: {error}") from error
 
     def finish_weight_update(self) -> None:
-        """Let every layer process its new weights."""
         if self._adapters:
             return
         if self._loader is not None:
@@ -152,16 +150,13 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignor
             _process_tied_heads(self.model)
 
     def shutdown(self) -> None:
-        """Leave the group."""
         if self._group is not None:
             self._group.close()
         self._group = self._loader = self._order = None
 
 
 def _process_tied_heads(model: torch.nn.Module) -> None:
-    """No full tensor bears the name of a head that shares the embedding's weight, so vLLM's reload leaves what the head made of
-    the old weight (on a CPU a packed copy, which it computes with) in use.
-    """
+    """No full tensor has the name of a tied head, so vLLM's reload keeps what the head packed of the old weight."""
     plain = [
         module
         for module in model.modules()
@@ -170,3 +165,31 @@ def _process_tied_heads(model: torch.nn.Module) -> None:
     for head in plain:
         if isinstance(head, ParallelLMHead) and any(other is not head and other.weight is head.weight for other in plain):
             head.quant_method.process_weights_after_loading(head)
+
+
+def _pack_experts_again(model: torch.nn.Module) -> None:
+    """On CPUs, before an update: makes every layer build its kernel again, and so pack the new weights.
+
+    vLLM 0.32 packs expert weights when it builds the kernel. A layer with a kernel would use unpacked weights as packed ones,
+    without an error unless packing pads them, since the shapes are equal.
+    """
+    if not current_platform.is_cpu():
+        return
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
+
+
+@register_model_loader(DUMMY_FORMAT)  # type: ignore[untyped-decorator, unused-ignore]  # vllm's types are not followed, here and below
+class DummyWeights(DummyModelLoader):  # type: ignore[misc]
+    """vLLM's ``dummy`` weights, without its random buffers. No update sends buffers (tables of angles, scales of the KV cache),
+    so they must stay as the model made them.
+    """
+
+    def load_weights(self, model: torch.nn.Module, model_config: object) -> None:
+        kept = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+        super().load_weights(model, model_config)
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)

@@ -13,7 +13,7 @@ import signal
 import socket
 import stat
 
-from tepo_megatron.sampler.vllm.wire.cores import read_cores
+from tepo_megatron.runtime.cores import read_cores
 from tepo_megatron.versions import VLLM_RANGE, in_range
 
 FORK_VARIABLE = "TEPO_SERVER_FORKS"

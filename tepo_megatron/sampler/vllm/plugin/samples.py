@@ -1,47 +1,41 @@
-"""The route ``/tepo/samples``: token ids in, drawn responses out, each as it finishes, as arrays (``rollout.frames``).
+"""The route ``/tepo/samples``: token ids in, each response out as it finishes, in the binary form of ``vllm.wire``.
 
-vLLM's own route for token ids answers when the last of n responses is there, in JSON: ninety bytes a token, and microseconds of
-each side's processor. This one makes the same requests of the engine that vLLM makes of n samples, with the same seeds.
+vLLM's own route for token ids answers with the last of n responses, in JSON of ninety bytes a token. This route makes the same
+requests of the engine, with the same seeds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tepo_megatron.sampler.vllm.plugin.adapter_route import ADAPTER_NAME
-from tepo_megatron.sampler.vllm.wire.frames import ABORT, SAMPLES, end_frame, error_frame, response_frame
+from tepo_megatron.sampler.vllm.plugin.middleware import ADAPTER_NAME, App, Message, Receive, Send, send_answer
+from tepo_megatron.sampler.vllm.wire import ABORT, SAMPLES, end_frame, error_frame, response_frame
 
-IMPOSSIBLE = -1e30
-"""A log-prob below this is −inf, however it is written."""
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
+_IMPOSSIBLE = -1e30
+"""A log-prob below this is −inf in one of its notations."""
 
 
 class Samples:
-    """ASGI middleware that answers the two routes of ``rollout.frames``.
+    """ASGI middleware that answers the routes ``SAMPLES`` and ``ABORT`` of ``vllm.wire``.
 
     A request for samples is ``{"id": "…", "model": "…", "prompt": [ids], "sampling": {vLLM's parameters}, "samples":
-    [{"sample": 0, "seed": 7, "max_tokens": 64, "prefix": [ids]}], "cache_salt": null, "priority": 0, "sampling_mask": false}``:
-    ``prefix`` are tokens drawn before, behind which the sample goes on; requests of different salts share no part of the prefix
-    cache; those of a lower priority number are begun before others; a sampling mask needs ``top_k`` among the parameters. One
-    to end them is
-    ``{"ids": ["…"]}``: what is unfinished is answered as far as it is, with finish reason ``abort``.
+    [{"sample": 0, "seed": 7, "max_tokens": 64, "prefix": [ids]}], "cache_salt": null, "priority": 0, "sampling_mask": false}``.
+    A sample continues after its ``prefix``. Requests with different salts share no prefix cache. A lower priority number starts
+    first. A sampling mask needs ``top_k``. ``{"ids": ["…"]}`` aborts requests: what they have is answered with finish reason
+    ``abort``.
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._open: dict[str, list[str]] = {}
-        """A request's id → the engine's names of its samples."""
+        """Request id → the engine's names of its samples."""
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         path = scope.get("path") if scope["type"] == "http" and scope.get("method") == "POST" else None
@@ -52,21 +46,21 @@ class Samples:
         try:
             body = json.loads(await _body(receive))
             if path == ABORT:
-                await engine.abort([name for wanted in body["ids"] for name in self._open.get(wanted, ())])
-                await _answer(send, HTTPStatus.OK, b"{}")
+                await engine.abort([name for request_id in body["ids"] for name in self._open.get(request_id, ())])
+                await send_answer(send, HTTPStatus.OK, b"{}")
                 return
-            wanted = _Wanted(body, scope["app"].state)
+            request = _SamplesRequest(body, scope["app"].state)
         except (ValueError, KeyError, TypeError) as error:
-            await _answer(send, HTTPStatus.BAD_REQUEST, _error(f"not a request for samples: {error!r}"))
+            await send_answer(send, HTTPStatus.BAD_REQUEST, _error(f"not a request for samples: {error!r}"))
             return
-        self._open[wanted.id] = [wanted.name(at) for at in range(len(wanted.samples))]
+        self._open[request.id] = [request.name(index) for index in range(len(request.samples))]
         try:
-            await self._draw(engine, wanted, receive, send)
+            await self._draw(engine, request, receive, send)
         finally:
-            del self._open[wanted.id]
+            del self._open[request.id]
 
-    async def _draw(self, engine: Any, wanted: _Wanted, receive: Receive, send: Send) -> None:
-        tasks = [asyncio.ensure_future(wanted.draw(engine, at)) for at in range(len(wanted.samples))]
+    async def _draw(self, engine: Any, request: _SamplesRequest, receive: Receive, send: Send) -> None:
+        tasks = [asyncio.ensure_future(request.draw(engine, index)) for index in range(len(request.samples))]
         watch = asyncio.ensure_future(_disconnected(receive, tasks))
         started = False
         try:
@@ -85,15 +79,15 @@ class Samples:
             if started:
                 await send({"type": "http.response.body", "body": error_frame(message, status)})
             else:
-                await _answer(send, status, _error(message))
+                await send_answer(send, status, _error(message))
         finally:
             for task in (watch, *tasks):
                 task.cancel()
             await asyncio.gather(watch, *tasks, return_exceptions=True)
 
 
-class _Wanted:
-    """A request for samples of one prompt. Raises KeyError, TypeError or ValueError where it is none."""
+class _SamplesRequest:
+    """Raises KeyError, TypeError or ValueError for a malformed request."""
 
     def __init__(self, body: Any, state: Any) -> None:
         from vllm import SamplingParams
@@ -120,17 +114,16 @@ class _Wanted:
             for sample in self.samples
         ]
 
-    def name(self, at: int) -> str:
-        return f"tepo-{self.id}-{at}"
+    def name(self, index: int) -> str:
+        return f"tepo-{self.id}-{index}"
 
-    async def draw(self, engine: Any, at: int) -> bytes:
-        """The frame of a sample, when it is finished or ended."""
+    async def draw(self, engine: Any, index: int) -> bytes:
         from vllm.inputs.engine import tokens_input
 
-        sample = self.samples[at]
+        sample = self.samples[index]
         prompt = tokens_input([*self.prompt, *sample.get("prefix", ())], cache_salt=self.cache_salt)
-        asked = engine.generate(prompt, self._parameters[at], self.name(at), priority=self.priority, **self._adapter)
-        async for output in asked:
+        outputs = engine.generate(prompt, self._parameters[index], self.name(index), priority=self.priority, **self._adapter)
+        async for output in outputs:
             (drawn,) = output.outputs
         versions = [(span.start, span.version) for span in drawn.weight_versions or ()]
         logprobs, kept = split_logprobs(drawn.logprobs.token_ids, drawn.logprobs.logprobs, self._others)
@@ -141,8 +134,8 @@ class _Wanted:
 
 
 def named_tokens(top_k: int) -> int:
-    """How many of the likeliest tokens vLLM is asked for: those that are as likely as the last of ``top_k`` are kept too, and
-    logits in bfloat16 are often equal.
+    """The number of likeliest tokens to request of vLLM. More than ``top_k``: vLLM also keeps tokens that are as likely as the
+    last one, and logits in bfloat16 are often equal.
     """
     return top_k + 8 + top_k // 8
 
@@ -150,14 +143,14 @@ def named_tokens(top_k: int) -> int:
 def split_logprobs(
     token_ids: Sequence[int], logprobs: Sequence[float], others: int
 ) -> tuple[NDArray[np.float32], tuple[NDArray[np.int32], NDArray[np.int32]]]:
-    """The log-probs of the drawn tokens, and which others could have been drawn: counts and ids.
+    """The log-probs of the drawn tokens, and the counts and ids of a sampling mask.
 
-    vLLM gives 1 + ``others`` of each position, those of the drawn token and of the likeliest, among which it may be again; a
-    token that could not be drawn has −inf.
+    vLLM gives 1 + ``others`` values for each position: the drawn token's, and those of the likeliest, which may include it
+    again. A token that could not be drawn has −inf.
     """
     ids = np.asarray(token_ids, np.int32).reshape(-1, 1 + others)
     values = np.asarray(logprobs, np.float32).reshape(ids.shape)
-    kept = (values[:, 1:] > IMPOSSIBLE) & (ids[:, 1:] != ids[:, :1])
+    kept = (values[:, 1:] > _IMPOSSIBLE) & (ids[:, 1:] != ids[:, :1])
     return values[:, 0], (kept.sum(1, dtype=np.int32), ids[:, 1:][kept])
 
 
@@ -171,7 +164,7 @@ async def _body(receive: Receive) -> bytes:
 
 
 async def _disconnected(receive: Receive, tasks: Sequence[asyncio.Future[bytes]]) -> None:
-    """Ends the samples of a client that is gone: the engine drops them."""
+    """Cancels the samples when the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         continue
     for task in tasks:
@@ -188,11 +181,6 @@ def _status(error: Exception) -> int:
 
 def _error(message: str) -> bytes:
     return json.dumps({"error": {"message": message}}).encode()
-
-
-async def _answer(send: Send, status: int, content: bytes) -> None:
-    await _start(send, status, b"application/json")
-    await send({"type": "http.response.body", "body": content})
 
 
 async def _start(send: Send, status: int, kind: bytes) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
 from tepo_megatron.config.rollout_server import ServerConfig
-from tepo_megatron.runtime.cores import available_cores
-from tepo_megatron.sampler.vllm.wire.cores import read_cores
+from tepo_megatron.runtime.cores import available_cores, read_cores
+from tepo_megatron.runtime.proc import processes
 
 
 def reserve_port(host: str, first: int = 0, taken: Collection[int] = ()) -> socket.socket:
@@ -94,3 +98,186 @@ def _resolve(host: str) -> tuple[int, int, int, str, tuple[str | int, ...]]:
 def server_seed(seed: int, index: int) -> int:
     """The seed of server number ``index``: vLLM takes 32 bits. Requests for samples bring seeds of their own."""
     return (seed + index) % 2**32
+
+
+GIB = 2**30
+MIB = 2**20
+
+SHM = Path("/dev/shm")  # noqa: S108
+_UNLIMITED = 2**62
+
+SERVER_FILES, WORKER_FILES = 80, 10
+"""Open files of the process that takes most, without its connections."""
+
+OWN_FILES = 200
+"""Open files of the trainer's rank 0 beside its connections to servers, and of a server beside those to the trainer."""
+
+SERVER_THREADS, WORKER_THREADS = 20, 25
+"""Of a server's own processes together, and of each of its workers."""
+
+SERVER_MEMORY, WORKER_MEMORY = GIB, GIB // 2
+"""Resident, beside the weights."""
+
+ADDRESS_SPACE = 2 * GIB
+"""Of the largest process, beside its cache; torch maps much that it never touches."""
+
+SHARED_MEMORY = 240 * MIB
+"""The largest queue between a server's processes; it must find its size free, although little of it is ever touched."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What may still be taken: ``memory``, ``address_space`` (of one process) and ``shared_memory`` in bytes."""
+
+    open_files: int = _UNLIMITED
+    processes: int = _UNLIMITED
+    memory: int = _UNLIMITED
+    address_space: int = _UNLIMITED
+    shared_memory: int = _UNLIMITED
+
+
+def raise_open_files() -> None:
+    """Raise this process' limit of open files to the most that it may set itself; its servers inherit it.
+
+    A server has a connection for every sequence that it samples, and so has the trainer's rank 0.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # macOS says "unlimited" and means less; the check sees what is left
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def connections(config: ServerConfig) -> int:
+    """How many requests to each server this process may have open: one for each sequence, as far as open files reach."""
+    spare = max(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OWN_FILES)
+    return max(1, min(config.max_num_seqs, spare // config.count))
+
+
+def this_machine(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Machine:
+    """What this process and its children may still take; what the system does not tell counts as unlimited."""
+    groups = list(_groups(proc, cgroups))
+    memory = min([_UNLIMITED, *_available(proc), *(left for group in groups for left in _left(group, "memory"))])
+    pids = min([_UNLIMITED, *_threads_left(proc), *(left for group in groups for left in _left(group, "pids"))])
+    return Machine(
+        open_files=_limit(resource.RLIMIT_NOFILE, hard=True),
+        processes=pids,
+        memory=memory,
+        address_space=min(_limit(resource.RLIMIT_AS), _limit(resource.RLIMIT_DATA)),
+        shared_memory=_free_shared_memory(),
+    )
+
+
+def needed(config: ServerConfig, servers: int, *, weights_bytes: int, on_gpu: bool) -> Machine:
+    """What ``servers`` servers of this config take at least."""
+    workers = config.tp * servers
+    memory = servers * SERVER_MEMORY + workers * WORKER_MEMORY
+    return Machine(
+        open_files=SERVER_FILES + WORKER_FILES * config.tp,
+        processes=servers * SERVER_THREADS + workers * WORKER_THREADS,
+        memory=memory if on_gpu else memory + servers * weights_bytes,
+        address_space=ADDRESS_SPACE if on_gpu else ADDRESS_SPACE + config.cpu_kv_cache_gib * GIB,
+        shared_memory=0 if on_gpu and config.tp == 1 else SHARED_MEMORY,
+    )
+
+
+def check_machine(
+    config: ServerConfig, servers: int, *, weights_bytes: int, on_gpu: bool, machine: Machine | None = None
+) -> None:
+    """Raises ValueError, saying everything that is short, where ``servers`` servers cannot run on ``machine``, by default this
+    one. ``weights_bytes``: of one server's weights.
+    """
+    machine = machine or this_machine()
+    want = needed(config, servers, weights_bytes=weights_bytes, on_gpu=on_gpu)
+    short = [
+        f"{what}: {_amount(getattr(want, name), name)} needed, {_amount(getattr(machine, name), name)} found; {do}"
+        for name, (what, do) in _REMEDIES.items()
+        if getattr(machine, name) < getattr(want, name)
+    ]
+    if short:
+        some = "a rollout server needs" if servers == 1 else f"{servers} rollout servers need"
+        raise ValueError(f"{some} more of this machine than is left. " + ". ".join(short))
+
+
+def weights_bytes(model_dir: Path) -> int:
+    """The size of a model's weights on disk, which a server holds at least once, in all its workers together."""
+    return sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
+
+
+_REMEDIES = {
+    "open_files": ("open files", "raise the hard limit (ulimit -Hn, or LimitNOFILE of the service)"),
+    "processes": ("processes and threads", "raise the limit (ulimit -u, or the container's pids limit), or end others"),
+    "memory": (
+        "memory",
+        "free some, raise the job's or container's limit, or lower rollout.server.count or rollout.server.tp",
+    ),
+    "address_space": ("address space of a process", "lift the limit (ulimit -v unlimited; ulimit -d unlimited)"),
+    "shared_memory": (
+        "shared memory in /dev/shm",
+        "enlarge it (docker run --shm-size=1g, or --ipc=host; mount -o remount,size=1g /dev/shm), or remove what lies there",
+    ),
+}
+
+
+def _amount(value: int, name: str) -> str:
+    return str(value) if name in ("open_files", "processes") else f"{value / MIB:.0f} MiB"
+
+
+def _limit(which: int, *, hard: bool = False) -> int:
+    value = resource.getrlimit(which)[1 if hard else 0]
+    return _UNLIMITED if value == resource.RLIM_INFINITY else value
+
+
+def _free_shared_memory() -> int:
+    try:
+        found = os.statvfs(SHM)
+    except OSError:
+        return _UNLIMITED
+    return found.f_bavail * found.f_frsize
+
+
+def _available(proc: Path) -> Iterator[int]:
+    with suppress(OSError):
+        for line in (proc / "meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                yield int(line.split()[1]) * 1024
+
+
+def _threads_left(proc: Path) -> Iterator[int]:
+    """Of this user, whose processes and threads are counted together. root is not bound."""
+    limit = _limit(resource.RLIMIT_NPROC)
+    if limit < _UNLIMITED and os.geteuid() != 0:
+        yield max(0, limit - sum(state.threads for state in processes(proc) if state.uid == os.geteuid()))
+
+
+def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
+    """The folders of this process' cgroups and of those around them, of version 2 and of version 1."""
+    with suppress(OSError):
+        for line in (proc / "self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            roots = (
+                [cgroups / name for name in controllers.split(",") if name in ("memory", "pids")] if controllers else [cgroups]
+            )
+            for root in roots:
+                folder = root / path.lstrip("/")
+                yield from (inner for inner in (folder, *folder.parents) if inner == root or root in inner.parents)
+
+
+def _left(group: Path, controller: str) -> Iterator[int]:
+    """What a cgroup's limit leaves; nothing where it has none. Memory of files that are only cached can be had back."""
+    pairs = {
+        "memory": (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+        "pids": (("pids.max", "pids.current"),),
+    }
+    for limit, usage in pairs[controller]:
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            left = int((group / limit).read_text()) - int((group / usage).read_text())
+            yield max(0, left + (_cached(group) if controller == "memory" else 0))
+
+
+def _cached(group: Path) -> int:
+    with suppress(OSError):
+        for line in (group / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name in ("inactive_file", "total_inactive_file"):
+                return int(value)
+    return 0

@@ -11,16 +11,15 @@ from pathlib import Path
 
 from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.config.sampling import MOST_KEPT
+from tepo_megatron.runtime.cores import read_cores
 from tepo_megatron.runtime.rendezvous import FOLDER_VARIABLE
 from tepo_megatron.sampler.vllm.plugin import ROUTES_VARIABLE
-from tepo_megatron.sampler.vllm.plugin.adapter_route import ADAPTER_VARIABLE
 from tepo_megatron.sampler.vllm.plugin.forks import FORK_VARIABLE
-from tepo_megatron.sampler.vllm.plugin.gate import AWAITS_VARIABLE, DUMMY_FORMAT
+from tepo_megatron.sampler.vllm.plugin.middleware import ADAPTER_VARIABLE, AWAITS_VARIABLE, DUMMY_FORMAT
+from tepo_megatron.sampler.vllm.plugin.patches import SPECULATES_VARIABLE
 from tepo_megatron.sampler.vllm.plugin.samples import named_tokens
-from tepo_megatron.sampler.vllm.plugin.speculative import SPECULATES_VARIABLE
+from tepo_megatron.sampler.vllm.server.checks import vllm_options
 from tepo_megatron.sampler.vllm.server.resources import visible_gpus
-from tepo_megatron.sampler.vllm.server.speculation import vllm_options
-from tepo_megatron.sampler.vllm.wire.cores import read_cores
 from tepo_megatron.weights.transfer.transport import BACKEND
 
 MODEL_NAME = "policy"
@@ -93,12 +92,12 @@ class ServerProgram:
         if self.adapter_rank is not None:
             options |= {"--max-lora-rank": served_rank(self.adapter_rank), "--max-loras": 1, "--max-cpu-loras": 1}
         flags = [
-            *("--middleware", "tepo_megatron.sampler.vllm.plugin.adapter_route.UseAdapter"),
-            *("--middleware", "tepo_megatron.sampler.vllm.plugin.progress.Progress"),
-            *("--middleware", "tepo_megatron.sampler.vllm.plugin.quiet_end.QuietEnd"),
+            *("--middleware", "tepo_megatron.sampler.vllm.plugin.middleware.UseAdapter"),
+            *("--middleware", "tepo_megatron.sampler.vllm.plugin.middleware.Progress"),
+            *("--middleware", "tepo_megatron.sampler.vllm.plugin.middleware.QuietEnd"),
             *("--middleware", "tepo_megatron.sampler.vllm.plugin.samples.Samples"),
-            *("--middleware", "tepo_megatron.sampler.vllm.plugin.gate.RequireWeights"),
-            *("--middleware", "tepo_megatron.sampler.vllm.plugin.auth.RequireKey"),  # the last one is asked first
+            *("--middleware", "tepo_megatron.sampler.vllm.plugin.middleware.RequireWeights"),
+            *("--middleware", "tepo_megatron.sampler.vllm.plugin.middleware.RequireKey"),  # the last one is asked first
             "--enable-scale-out",
             *([] if self.tokenizer else ["--skip-tokenizer-init"]),
             "--disable-log-stats",
@@ -118,11 +117,11 @@ class ServerProgram:
         start = []
         if self.forks(on_gpu):
             start = ["tepo_megatron.sampler.vllm.plugin.start"]
-            flags += ["--worker-cls", "tepo_megatron.sampler.vllm.plugin.bound_worker.BoundWorker"]
+            flags += ["--worker-cls", "tepo_megatron.sampler.vllm.plugin.workers.BoundWorker"]
             if config.tp == 1:  # the engine core's process is the worker's; by its short name vLLM would take "mp" for it
                 flags += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
         elif config.routing_replay and not on_gpu:
-            flags += ["--worker-cls", "tepo_megatron.sampler.vllm.plugin.routed_worker.RoutedWorker"]
+            flags += ["--worker-cls", "tepo_megatron.sampler.vllm.plugin.workers.RoutedWorker"]
         return [sys.executable, "-m", *start, "vllm.entrypoints.openai.api_server", *pairs, *flags, *config.extra_args]
 
     def forks(self, on_gpu: bool) -> bool:

@@ -1,9 +1,4 @@
-"""vLLM's worker on a CPU that returns the experts which routers chose, as vLLM's own does on a GPU.
-
-vLLM 0.32 returns them (``--enable-return-routed-experts``) from Model Runner V2 alone, which is made of Triton's kernels; on a
-CPU Model Runner V1 runs. This gives V1 the four calls that V2 makes. All else is vLLM's: what is captured in the routers, the
-store by blocks of the prefix cache, which has the experts of a prompt that was found there, and the scheduler that sends them.
-"""
+"""vLLM's workers on a CPU, with what they lack there: the choice of experts in responses, and binding to cores after a fork."""
 
 from __future__ import annotations
 
@@ -11,27 +6,33 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector, PendingAuxOutput, get_aux_output_connector
 from vllm.platforms import current_platform
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from tepo_megatron.sampler.vllm.plugin.forks import take_cores
+
 
 class RoutedWorker(CPUWorker):  # type: ignore[misc] # vllm's types are not followed
-    """As vLLM's; answers carry the experts where the server is to return them."""
+    """Returns the experts that routers chose, as vLLM's worker on a GPU does.
+
+    vLLM 0.32 returns them (``--enable-return-routed-experts``) from Model Runner V2 only, which needs Triton; a CPU runs V1.
+    This adds V2's four calls to V1. Capture in the routers, storage by blocks of the prefix cache and the scheduler are vLLM's.
+    """
 
     _connector: AuxOutputWorkerConnector | None = None
     _pending: PendingAuxOutput | None = None
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """As vLLM's, and has the model's routers show their choice."""
         super().initialize_from_config(kv_cache_config)
         if self.vllm_config.aux_output_config.enabled:
             self._connector = get_aux_output_connector(self.model_runner.get_model(), self.vllm_config, kv_cache_config)
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """As vLLM's, and keeps what the routers chose in this step."""
         connector = self._connector
         if connector is None:
             return super().execute_model(scheduler_output)
@@ -42,7 +43,6 @@ class RoutedWorker(CPUWorker):  # type: ignore[misc] # vllm's types are not foll
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """As vLLM's, with the experts of each request's tokens of this step."""
         output = super().sample_tokens(grammar_output)
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -53,20 +53,19 @@ class RoutedWorker(CPUWorker):  # type: ignore[misc] # vllm's types are not foll
         return output
 
     def shutdown(self) -> None:
-        """As vLLM's."""
         if self._connector is not None:
             self._connector.close()
         super().shutdown()
 
 
 def allow_on_cpu() -> None:
-    """From here on vLLM's config lets a server on a CPU return experts. Nothing happens on GPUs, which check it themselves."""
+    """On CPUs, lets vLLM's config accept a server that returns experts."""
     if current_platform.is_cpu():
         VllmConfig._verify_aux_output_compatibility = lambda _: None
 
 
 def _step_of(runner: Any) -> SimpleNamespace:
-    """Which request has which rows of the step that V1 has just computed, by V2's names."""
+    """The requests and rows of V1's last step, under V2's names."""
     batch = runner.input_batch
     requests = list(batch.req_ids)
     return SimpleNamespace(
@@ -74,3 +73,13 @@ def _step_of(runner: Any) -> SimpleNamespace:
         query_start_loc_np=runner.query_start_loc.np[: len(requests) + 1].copy(),
         num_computed_tokens_np=batch.num_computed_tokens_cpu[: len(requests)].copy(),
     )
+
+
+class BoundWorker(RoutedWorker):
+    """Runs on its cores of ``VLLM_CPU_OMP_THREADS_BIND`` (``3``, ``0-3``, or ``0|1`` for two workers), with as many torch
+    threads. vLLM leaves that to OpenMP, which reads the environment only once in a process.
+    """
+
+    def __init__(self, vllm_config: Any, local_rank: int, *args: Any, **kwargs: Any) -> None:
+        torch.set_num_threads(take_cores(envs.VLLM_CPU_OMP_THREADS_BIND, local_rank))
+        super().__init__(vllm_config, local_rank, *args, **kwargs)

@@ -1,1 +1,0 @@
-"""What travels between client and server."""
