@@ -22,23 +22,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 from tepo_megatron.runtime.user_code import load_user_code, locate_user_code
 from tepo_megatron.runtime.workers.child import (
-    NO_MEMORY,
     OPEN_FILES,
     has_a_free_file,
     has_grown,
-    leave_network,
     limit_file_size,
     limit_memory,
-    limit_process,
     limit_processor_time,
-    read_lines,
-    redirect_standard_streams,
     reply,
 )
 from tepo_megatron.runtime.workers.failure import place_of, why_it_raised
@@ -47,7 +40,7 @@ from tepo_megatron.tasks.environments.agents.agent_session import EpisodeError
 from tepo_megatron.tasks.environments.agents.chat_requests import ChatRequest
 from tepo_megatron.tasks.environments.host import read_action, read_problem
 from tepo_megatron.tasks.environments.protocol import StepResult
-from tepo_megatron.tasks.reward.worker import check_value
+from tepo_megatron.tasks.reward.worker import WorkerChannel, check_value, open_channel, run_worker
 
 SETUP = ("name", "adapter", "kwargs", "timeout_s", "memory_mb", "file_mb", "run_code")
 """Fields of ``environment`` in a worker's setup, besides ``concurrency``, ``network``, ``agent`` (from ``agent_setup`` or null)
@@ -59,35 +52,29 @@ _FILES_OF_AGENT = 8
 
 
 def main() -> None:
-    """Answers the parent's calls until the pipe closes or the parent dies."""
+    """Answers the parent's calls."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm warns all processes of a step; the trainer acts on it
-    try:
-        _serve()
-    except MemoryError:
-        os._exit(NO_MEMORY)
+    run_worker(_serve)
+
+
+def _open_files(setup: Mapping[str, Any]) -> int:
+    return OPEN_FILES + (_FILES_OF_AGENT * setup["concurrency"] if setup["agent"] else 0)
 
 
 def _serve() -> None:
-    requests, replies = redirect_standard_streams()
-    line = requests.readline()
-    if not line:
+    channel = open_channel(_open_files)
+    if channel is None:
         return
-    setup = {**json.loads(line), "what": "environment", "section": "environment"}
-    # Before there is a second thread: the kernel moves only one at a time.
-    network = None if setup["network"] else leave_network()
-    limit_process(OPEN_FILES + (_FILES_OF_AGENT * setup["concurrency"] if setup["agent"] else 0))
-    inbox: SimpleQueue[Any] = SimpleQueue()
-    Thread(target=read_lines, args=(requests, inbox), daemon=True).start()
-    sys.path[:] = setup["path"]
+    setup, replies = {**channel.setup, "what": "environment", "section": "environment"}, channel.replies
     try:
         desk = Desk(setup)
     except ValueError as error:
         reply(replies, {"error": str(error)})
         return
-    notice = network and f"environments keep their network: {network}"
+    notice = channel.network and f"environments keep their network: {channel.network}"
     served = _Served(desk, setup, replies, limit_memory(setup["memory_mb"]))
     reply(replies, {"ready": True, "notice": notice, "concurrent": desk.concurrent})
-    asyncio.run(_answer_all(served, inbox) if desk.concurrent else _answer_in_turn(served, inbox))
+    asyncio.run(_answer_all(served, channel) if desk.concurrent else _answer_in_turn(served, channel))
 
 
 @dataclass
@@ -112,27 +99,23 @@ class _Served:
             reply(self.replies, [number, answer, time.monotonic() - started, self.ended])
 
 
-async def _answer_in_turn(served: _Served, inbox: SimpleQueue[Any]) -> None:
+async def _answer_in_turn(served: _Served, channel: WorkerChannel) -> None:
     while not served.ended:
-        for call in inbox.get():
+        for call in channel.inbox.get():
             await served.answer(*call)
 
 
-async def _answer_all(served: _Served, inbox: SimpleQueue[Any]) -> None:
+async def _answer_all(served: _Served, channel: WorkerChannel) -> None:
     """The parent limits the number of episodes."""
     loop = asyncio.get_running_loop()
 
-    def begin(calls: list[Any]) -> None:
+    def begin(calls: Sequence[Any]) -> None:
         for call in calls:
             task = loop.create_task(served.answer(*call))
             served.running.add(task)
             task.add_done_callback(served.running.discard)
 
-    def hand_over() -> None:
-        while True:
-            loop.call_soon_threadsafe(begin, inbox.get())
-
-    Thread(target=hand_over, daemon=True).start()
+    channel.feed(begin)
     while not served.ended:
         await asyncio.sleep(1.0)
     os._exit(0)

@@ -25,6 +25,7 @@ import time
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from queue import SimpleQueue
 from threading import Thread
@@ -33,6 +34,7 @@ from typing import Any, SupportsFloat
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.runtime.workers.child import (
     NO_MEMORY,
+    OPEN_FILES,
     forget_memory_file,
     has_a_free_file,
     has_grown,
@@ -52,51 +54,84 @@ SETUP = ("kwargs", "timeout_s", "memory_mb", "file_mb", "run_code")
 """Fields of ``reward`` in a worker's setup, besides ``verifier``, ``network`` and ``path`` (the module search path)."""
 
 
-def main() -> None:
-    """Scores the parent's calls until the pipe closes or the parent dies."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm warns all processes of a step; the trainer acts on it
+@dataclass(frozen=True)
+class WorkerChannel:
+    """The setup that a worker process has received, and its pipes. ``inbox``: lists of calls. ``network``: why the process
+    keeps its network although the setup forbids it.
+    """
+
+    setup: Mapping[str, Any]
+    replies: FileIO
+    inbox: SimpleQueue[Any]
+    network: str | None
+
+    def feed(self, begin: Callable[[Sequence[Any]], None]) -> None:
+        """Calls ``begin`` with each list of calls, in the running event loop."""
+        loop = asyncio.get_running_loop()
+
+        def hand_over() -> None:
+            while True:
+                loop.call_soon_threadsafe(begin, self.inbox.get())
+
+        Thread(target=hand_over, daemon=True).start()
+
+
+def open_channel(open_files: Callable[[Mapping[str, Any]], int] = lambda setup: OPEN_FILES) -> WorkerChannel | None:
+    """Reads the setup and limits this process; None if the parent has closed the pipe. ``open_files``: limit for a setup."""
+    requests, replies = redirect_standard_streams()
+    line = requests.readline()
+    if not line:
+        return None
+    setup = json.loads(line)
+    # Before there is a second thread: the kernel moves only one at a time.
+    network = None if setup["network"] else leave_network()
+    limit_process(open_files(setup))
+    inbox: SimpleQueue[Any] = SimpleQueue()
+    Thread(target=read_lines, args=(requests, inbox), daemon=True).start()
+    sys.path[:] = setup["path"]
+    return WorkerChannel(setup, replies, inbox, network)
+
+
+def run_worker(serve: Callable[[], None]) -> None:
+    """Runs a worker process until the pipe closes or the parent dies. Its exit status tells that memory was the cause."""
     try:
-        _serve()
+        serve()
     except MemoryError:
         os._exit(NO_MEMORY)
+
+
+def main() -> None:
+    """Scores the parent's calls."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm warns all processes of a step; the trainer acts on it
+    run_worker(_serve)
 
 
 def serve_in_fork(custom: Any) -> None:
     """As :func:`main`, in a fork of the process that has the verifier object ``custom``."""
     forget_memory_file()
-    try:
-        _serve(custom)
-    except MemoryError:
-        os._exit(NO_MEMORY)
+    run_worker(partial(_serve, custom))
 
 
 def _serve(custom: Any = None) -> None:
-    requests, replies = redirect_standard_streams()
-    line = requests.readline()
-    if not line:
+    channel = open_channel()
+    if channel is None:
         return
-    setup = json.loads(line)
-    # Before there is a second thread: the kernel moves only one at a time.
-    network = None if setup["network"] else leave_network()
-    limit_process()
-    inbox: SimpleQueue[Any] = SimpleQueue()
-    Thread(target=read_lines, args=(requests, inbox), daemon=True).start()
-    sys.path[:] = setup["path"]
+    setup, replies = channel.setup, channel.replies
     try:
         verifier = _make_verifier(setup["verifier"], setup["kwargs"], setup, custom)
     except ValueError as error:
         reply(replies, {"error": str(error)})
         return
     loaded = limit_memory(setup["memory_mb"])
-    notice = network and f"verifiers keep their network: {network}"
+    notice = channel.network and f"verifiers keep their network: {channel.network}"
     ready = {"ready": True, "notice": notice, "of_groups": verifier.of_groups, "concurrent": verifier.concurrent}
     reply(replies, ready)
     served = _Served(verifier, setup, replies, loaded)
     if verifier.concurrent:
-        asyncio.run(_serve_concurrently(served, inbox))
+        asyncio.run(_serve_concurrently(served, channel))
         return
     while True:
-        for call in inbox.get():
+        for call in channel.inbox.get():
             served.begin()
             number, problem, responses = _read_call(call)
             started = time.monotonic()
@@ -104,7 +139,7 @@ def _serve(custom: Any = None) -> None:
                 return
 
 
-async def _serve_concurrently(served: _Served, inbox: SimpleQueue[Any]) -> None:
+async def _serve_concurrently(served: _Served, channel: WorkerChannel) -> None:
     """The parent limits the number of open calls."""
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
@@ -124,11 +159,7 @@ async def _serve_concurrently(served: _Served, inbox: SimpleQueue[Any]) -> None:
             running.add(task)
             task.add_done_callback(running.discard)
 
-    def hand_over() -> None:
-        while True:
-            loop.call_soon_threadsafe(begin, inbox.get())
-
-    Thread(target=hand_over, daemon=True).start()
+    channel.feed(begin)
     await ended
     os._exit(0)  # what is still under way is given to another worker
 
