@@ -243,7 +243,7 @@ def gpu_command(
     if isinstance(found, str):
         typer.echo(f"gpu check: {found}; nothing was checked", err=True)
         raise typer.Exit(gpu.NO_GPU)
-    started, outcomes = datetime.datetime.now(datetime.UTC), list[gpu.Outcome]()
+    started, outcomes = datetime.datetime.now(datetime.UTC), list[gpu.PartOutcome]()
     for part in parts:
         outcomes.append(gpu.run_part(part, found, say=lambda line: typer.echo(line, err=True)))
         paths = gpu.write_results(

@@ -204,7 +204,7 @@ def _size(count: int) -> str:
     return f"{count / 1e3:.1f} kB"
 
 
-class Dtype(StrEnum):
+class _Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
@@ -240,7 +240,7 @@ def export_command(
     model: Annotated[
         Path | None, typer.Option("--model", metavar="HF_DIR", help="Config and tokenizer; default: what was trained.")
     ] = None,
-    dtype: Annotated[Dtype | None, typer.Option("--dtype", help="Of the weights; default: what the config says.")] = None,
+    dtype: Annotated[_Dtype | None, typer.Option("--dtype", help="Of the weights; default: what the config says.")] = None,
 ) -> None:
     """Make a Hugging Face folder of a checkpoint, to evaluate, serve or share it.
 

@@ -66,10 +66,10 @@ def show_schema(
         rows = [row for row in listed if under is None or f"{row.path}.".startswith(f"{under.rstrip('.')}.")]
         if not rows:
             raise ValueError(f"no field is {under} or below it; 'tepo config schema' lists all")
-    show(schema_table(rows))
+    show(_schema_table(rows))
 
 
-def schema_table(rows: Sequence[SchemaRow]) -> Table:
+def _schema_table(rows: Sequence[SchemaRow]) -> Table:
     """One row for each field: its path, what it takes, its default, what it means."""
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape

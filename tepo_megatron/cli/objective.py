@@ -56,23 +56,23 @@ def list_presets(files: Files = None, as_json: AsJson = False) -> None:
     [dim]tepo objective list my_preset.yaml my_objective.py[/]
     """
     with user_errors():
-        found = {name: find_preset(name) for name in files or ()}
+        found = {name: _find_preset(name) for name in files or ()}
         presets = {**PRESETS, **{name: preset for name, preset in found.items() if preset is not None}}
-        plugins = [find_plugin(name) for name, preset in found.items() if preset is None]
+        plugins = [_find_plugin(name) for name, preset in found.items() if preset is None]
         configs = {name: ObjectiveConfig(preset=name) for name in presets}
     if as_json:
         print_json(
             {
                 "presets": {name: _record(each, configs[name]) for name, each in presets.items()},
                 "corrections": {name: {**_said(each), "fields": each.changes} for name, each in CORRECTIONS.items()},
-                **({"plugins": {plugin.name: kind_records(plugin) for plugin in plugins}} if plugins else {}),
+                **({"plugins": {plugin.name: _kind_records(plugin) for plugin in plugins}} if plugins else {}),
             }
         )
         return
-    show(preset_table(presets, configs))
-    show(correction_table())
+    show(_preset_table(presets, configs))
+    show(_correction_table())
     for plugin in plugins:
-        show(plugin_table(plugin))
+        show(_plugin_table(plugin))
 
 
 @app.command("show")
@@ -91,15 +91,15 @@ def show_preset(
     [dim]tepo objective show my_preset.yaml --png mine.png[/]
     """
     with user_errors():
-        preset = find_preset(name)
+        preset = _find_preset(name)
         if preset is None:
-            plugin = find_plugin(name)
+            plugin = _find_plugin(name)
             if png is not None:
                 raise ValueError(f"--png draws a preset, and {name} is a plugin; write a preset's file with its kinds")
             if as_json:
-                print_json(kind_records(plugin))
+                print_json(_kind_records(plugin))
             else:
-                show(plugin_table(plugin))
+                show(_plugin_table(plugin))
             return
         config = ObjectiveConfig(preset=name)
     from tepo_megatron.cli.objective import curves, draw, text_plot
@@ -112,7 +112,7 @@ def show_preset(
         drawn = {line.label: list(line.ys) for line in lines}
         print_json({**_said(preset), "fields": fields, "ratios": ratios, "gradient_weights": drawn})
     else:
-        show(field_table(config, name, preset))
+        show(_field_table(config, name, preset))
         console().print(text_plot(ratios, lines), highlight=False, markup=False)
     if png is not None:
         draw(ratios, lines, png, f"{name}: {preset.formula}")
@@ -142,8 +142,8 @@ def check_command(
     [dim]tepo objective check my_preset.yaml[/]
     """
     with user_errors():
-        objectives = [pair for target in targets for pair in objectives_of(target, preset)]
-        notes = notes_on(dict.fromkeys(plugin for _, config in objectives for plugin in config.plugins))
+        objectives = [pair for target in targets for pair in _objectives_of(target, preset)]
+        notes = _notes_on(dict.fromkeys(plugin for _, config in objectives for plugin in config.plugins))
     from tepo_megatron.core.objective.checking.check import run_checks
 
     checked: list[dict[str, Any]] = []
@@ -179,7 +179,7 @@ def _record(preset: Preset, config: ObjectiveConfig) -> dict[str, Any]:
     return {**_said(preset), "objective": config.model_dump(mode="json")}
 
 
-def preset_table(presets: Mapping[str, Preset], configs: Mapping[str, ObjectiveConfig]) -> Table:
+def _preset_table(presets: Mapping[str, Preset], configs: Mapping[str, ObjectiveConfig]) -> Table:
     """One row for each preset. Field names are those of the configuration below ``objective``."""
     table = _table("preset", "what is maximised; ÷ its denominator", "source", "composed of", keep="preset")
     for name, preset in presets.items():
@@ -190,7 +190,7 @@ def preset_table(presets: Mapping[str, Preset], configs: Mapping[str, ObjectiveC
     return table
 
 
-def correction_table() -> Table:
+def _correction_table() -> Table:
     """One row for each correction that goes beside a preset."""
     table = _table(
         "for a sampler that differs", "times the surrogate, w = π_old / π_sampler", "source", "fields", keep="source"
@@ -201,16 +201,16 @@ def correction_table() -> Table:
     return table
 
 
-def plugin_table(plugin: Plugin) -> Table:
+def _plugin_table(plugin: Plugin) -> Table:
     """The kinds of a plugin and their fields."""
     table = _table("field", "default", "meaning", keep="field")
     table.title, table.title_justify = f"{_plain(plugin.name)}, digest {plugin.digest}", "left"
-    for field, default, meaning in kind_rows(plugin):
+    for field, default, meaning in _kind_rows(plugin):
         table.add_row(f"[bold]{field}[/]" if " = " in field else field, _plain(default), _plain(meaning))
     return table
 
 
-def field_table(config: ObjectiveConfig, name: str, preset: Preset) -> Table:
+def _field_table(config: ObjectiveConfig, name: str, preset: Preset) -> Table:
     """Every field of the sections that are on, with its value and what it means; sections that are off in one row."""
     table = _table("field", "value", "meaning", keep="field")
     table.title, table.title_justify = f"{_plain(name)}: {_plain(preset.formula)}\n{_plain(preset.source)}", "left"
@@ -342,12 +342,12 @@ _TRIED = (1.0, 0.1, 0.5, 2.0, 0.01, 10.0, 1)
 """Values for fields without a default, where a kind is checked by itself."""
 
 
-def find_preset(name: str) -> Preset | None:
+def _find_preset(name: str) -> Preset | None:
     """What a preset says, a row of the table or a file; None for what is neither, which may be a plugin."""
     return read_preset(name).preset if is_preset_file(name) else PRESETS.get(name)
 
 
-def find_plugin(name: str) -> Plugin:
+def _find_plugin(name: str) -> Plugin:
     """A plugin by its file or module; ValueError that says what would be there where it is none."""
     if not name.endswith(".py") and "." not in name:
         raise ValueError(
@@ -356,7 +356,7 @@ def find_plugin(name: str) -> Plugin:
     return load_plugin(name)
 
 
-def kind_rows(plugin: Plugin) -> Iterator[tuple[str, str, str]]:
+def _kind_rows(plugin: Plugin) -> Iterator[tuple[str, str, str]]:
     """(field, default, meaning) of every kind of a plugin and of its fields."""
     for kind in plugin.kinds:
         yield f"objective.{kind.slot}.kind = {kind_name(kind)}", "", kind.__doc__ or ""
@@ -366,25 +366,25 @@ def kind_rows(plugin: Plugin) -> Iterator[tuple[str, str, str]]:
                 yield f"objective.{kind.slot}.{name}", default, field.description or ""
 
 
-def kind_records(plugin: Plugin) -> dict[str, Any]:
+def _kind_records(plugin: Plugin) -> dict[str, Any]:
     """A plugin for tools."""
-    fields = [{"field": field, "default": default, "meaning": meaning} for field, default, meaning in kind_rows(plugin)]
+    fields = [{"field": field, "default": default, "meaning": meaning} for field, default, meaning in _kind_rows(plugin)]
     return {"digest": plugin.digest, "fields": fields}
 
 
-def objectives_of(target: str, preset: str) -> Iterator[tuple[str, ObjectiveConfig]]:
+def _objectives_of(target: str, preset: str) -> Iterator[tuple[str, ObjectiveConfig]]:
     """What there is to check in a target, with a label: a preset as it is; of a plugin each kind, over ``preset``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a range that belongs to another ratio is no fault of a kind
-        if find_preset(target) is not None:
+        if _find_preset(target) is not None:
             yield target, ObjectiveConfig(preset=target)
             return
-        plugin = find_plugin(target)
+        plugin = _find_plugin(target)
         for kind in plugin.kinds:
             yield f"{target}: {kind.slot} {kind_name(kind)}, over {preset}", _alone(kind, plugin, preset)
 
 
-def notes_on(plugins: Iterable[str]) -> list[str]:
+def _notes_on(plugins: Iterable[str]) -> list[str]:
     """A sentence for each plugin that cannot be read where there is no torch."""
     script = "import sys; sys.modules['torch'] = None\n" + (
         "from tepo_megatron.config.objective.custom import load_plugin; load_plugin(sys.argv[1])"

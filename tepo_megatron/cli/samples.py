@@ -44,7 +44,7 @@ def samples(
     [dim]tepo samples out/tiny --train --step 20[/]
     """
     with user_errors():
-        path = find_samples(output, train=train)
+        path = _find_samples(output, train=train)
         rows = list(chosen(_of_set(read_samples(path), path, of_set), path, step=step, wrong=wrong, problem=problem))
     if as_json:
         typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
@@ -56,7 +56,7 @@ def samples(
             typer.echo(text)
 
 
-def find_samples(output: Path, *, train: bool) -> Path:
+def _find_samples(output: Path, *, train: bool) -> Path:
     """The file of samples. Raises ValueError that says where samples come from where there is none."""
     if output.is_file():
         return output
@@ -102,7 +102,7 @@ def chosen(
         raise ValueError(
             f"{path} has no problem {problem!r}; it has {', '.join(known[:8])}" if known else f"{path} has no sample yet"
         )
-    yield from (row for row in found if not wrong or not all(is_correct(each) for _, each in responses(row)))
+    yield from (row for row in found if not wrong or not all(_is_correct(each) for _, each in responses(row)))
 
 
 def responses(row: Row) -> list[tuple[str, Row]]:
@@ -113,7 +113,7 @@ def responses(row: Row) -> list[tuple[str, Row]]:
     return [*greedy, *((f"sample {at}", each) for at, each in enumerate(row.get("sampled", []), start=1))]
 
 
-def is_correct(response: Row) -> bool:
+def _is_correct(response: Row) -> bool:
     """As the evaluation judged it; in training, and in files of earlier versions, by a reward of 1."""
     return bool(response.get("correct", (response.get("reward") or 0) >= 1))
 

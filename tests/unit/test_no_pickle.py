@@ -51,7 +51,7 @@ ALLOWED = {
     ("tepo_megatron/tools/bench/reshard.py", "torch.multiprocessing"): _PIPES,
     ("tepo_megatron/tools/bench/scores/score_bench.py", "torch.multiprocessing"): _PIPES,
     ("tepo_megatron/tools/bench/recipes.py", "torch.multiprocessing"): _PIPES,
-    ("tepo_megatron/tools/faults/configs.py", "multiprocessing"): _PIPES,
+    ("tepo_megatron/tools/faults/config_faults.py", "multiprocessing"): _PIPES,
     ("tepo_megatron/tools/faults/strangers.py", "multiprocessing"): _PIPES,
     ("tepo_megatron/tasks/reward/run_tests.py", "exec"): _PROGRAMS,
     ("tepo_megatron/tasks/reward/run_tests.py", "compile"): _PROGRAMS,

@@ -35,7 +35,7 @@ class DataOptions:
 
 
 @dataclass(frozen=True)
-class FoundData:
+class _FoundData:
     """The section ``data`` of the run's file, and the problems that it stands for."""
 
     section: dict[str, Any]
@@ -43,7 +43,7 @@ class FoundData:
     heldout: list[Problem]
 
 
-def ask_data(options: DataOptions, tokenizer: Tokenizer) -> FoundData:
+def ask_data(options: DataOptions, tokenizer: Tokenizer) -> _FoundData:
     """Asks for whatever ``options`` leaves open. Raises ValueError for problems that cannot be read."""
     what = "a file (JSON lines, JSON, CSV, Parquet), a folder of a data set, or builtin:addition"
     path = ask(f"Training problems: {what}", options.train, "--train", _path)
@@ -61,7 +61,7 @@ def ask_data(options: DataOptions, tokenizer: Tokenizer) -> FoundData:
         section["chat_template"] = True
         train = _loaded(section["train"], fields, chat_template=True)
         heldout = [] if held is None else _loaded(held, fields, chat_template=True)
-    return FoundData(section, train, heldout)
+    return _FoundData(section, train, heldout)
 
 
 def _path(answer: str) -> str:

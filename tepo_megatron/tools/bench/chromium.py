@@ -39,11 +39,11 @@ def find_chromium() -> str | None:
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
-class NavigatedError(RuntimeError):
+class _NavigatedError(RuntimeError):
     """The page loaded itself or another one before it answered."""
 
 
-class Page:
+class Tab:
     """One tab. ``problems`` grows by what goes wrong in it: exceptions, errors of the console, what its policy forbade."""
 
     def __init__(self, pipes: _Pipes, session: str) -> None:
@@ -51,7 +51,7 @@ class Page:
         self.problems: list[str] = []
         self.requests: list[str] = []
         """Addresses that the page asked for, its own first."""
-        for domain in ("Page", "Runtime", "Log", "Network"):
+        for domain in ("Tab", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Page:
             message = self._pipes.receive()
             if message.get("id") == number:
                 if "error" in message and "navigated" in message["error"].get("message", ""):
-                    raise NavigatedError(f"the page was left before it answered {method}")
+                    raise _NavigatedError(f"the page was left before it answered {method}")
                 if "error" in message:
                     raise RuntimeError(f"the browser refused {method}: {message['error'].get('message')}")
                 return dict(message["result"])
@@ -69,8 +69,8 @@ class Page:
 
     def open(self, path: Path, state: str = "") -> None:
         """Loads a file, ``state`` behind its ``#``, and waits until the page says that it is drawn or that it failed."""
-        self.call("Page.navigate", url="about:blank")
-        self.call("Page.navigate", url=f"{path.resolve().as_uri()}#{state}")
+        self.call("Tab.navigate", url="about:blank")
+        self.call("Tab.navigate", url=f"{path.resolve().as_uri()}#{state}")
         self.wait_for("document.body?.dataset.ready || document.body?.dataset.failed")
 
     def evaluate(self, expression: str) -> Any:
@@ -84,7 +84,7 @@ class Page:
         """The value of an expression as soon as it is true. Raises RuntimeError when that takes too long."""
         end = time.monotonic() + TIMEOUT_S
         while time.monotonic() < end:
-            with suppress(NavigatedError):
+            with suppress(_NavigatedError):
                 if value := self.evaluate(expression):
                     return value
             time.sleep(0.02)
@@ -112,7 +112,7 @@ class Page:
     def screenshot(self, png: Path) -> None:
         """What the window shows."""
         png.parent.mkdir(parents=True, exist_ok=True)
-        png.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+        png.write_bytes(base64.b64decode(self.call("Tab.captureScreenshot", format="png")["data"]))
 
     def _note(self, message: Mapping[str, Any]) -> None:
         params = message.get("params", {})
@@ -128,7 +128,7 @@ class Page:
 
 
 @contextmanager
-def chromium(program: str | None = None) -> Iterator[Page]:
+def chromium(program: str | None = None) -> Iterator[Tab]:
     """Starts the browser with one empty tab and ends it. Raises RuntimeError where there is none, or it does not start."""
     program = program or find_chromium()
     if program is None:
@@ -146,7 +146,7 @@ def chromium(program: str | None = None) -> Iterator[Page]:
         pipes.close_browser_side()
         try:
             target = pipes.ask("Target.createTarget", url="about:blank")["targetId"]
-            yield Page(pipes, pipes.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"])
+            yield Tab(pipes, pipes.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"])
         finally:
             with suppress(OSError, RuntimeError):
                 pipes.send("Browser.close", {})
@@ -225,7 +225,7 @@ WINDOWS = {"desktop": (1280, 800), "phone": (390, 844)}
 
 
 @dataclass(frozen=True)
-class Load:
+class _Load:
     """Milliseconds from the start of loading until the part is drawn, and since the HTML was parsed; medians."""
 
     part: str
@@ -234,7 +234,7 @@ class Load:
     after_parse_ms: float
 
 
-def measure(html: Path, parts: Sequence[str], repeats: int, *, state: str = "", pictures: Path | None = None) -> list[Load]:
+def measure(html: Path, parts: Sequence[str], repeats: int, *, state: str = "", pictures: Path | None = None) -> list[_Load]:
     """Loads each part of the page in both windows. ``state``: more of the page's address, such as ``colour=entropy``;
     ``pictures``: a folder for a picture of each part, light and dark.
 
@@ -247,7 +247,7 @@ def measure(html: Path, parts: Sequence[str], repeats: int, *, state: str = "", 
                 page.resize(width, height)
                 loads = [_load(page, html, f"tab={part}&{state}") for _ in range(repeats)]
                 drawn, parsed = (statistics.median(each) for each in zip(*loads, strict=True))
-                found.append(Load(part, window, drawn, drawn - parsed))
+                found.append(_Load(part, window, drawn, drawn - parsed))
                 for theme in ("light", "dark") if pictures is not None else ():
                     page.resize(width, height, dark=theme == "dark")
                     page.open(html, f"tab={part}&{state}")
@@ -255,11 +255,11 @@ def measure(html: Path, parts: Sequence[str], repeats: int, *, state: str = "", 
     return found
 
 
-def cells(load: Load) -> tuple[str, ...]:
+def cells(load: _Load) -> tuple[str, ...]:
     return load.part, load.window, f"{load.drawn_ms:.0f}", f"{load.after_parse_ms:.0f}"
 
 
-def _load(page: Page, html: Path, state: str) -> tuple[float, float]:
+def _load(page: Tab, html: Path, state: str) -> tuple[float, float]:
     page.open(html, state)
     if failed := page.evaluate("document.body.dataset.failed"):
         raise RuntimeError(f"{html} cannot be shown: {failed}")

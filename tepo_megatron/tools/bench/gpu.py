@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PartOutcome:
     """The outcome of one part. ``reason``: why it was not run, or the end of what it printed before it failed."""
 
     name: str
@@ -76,7 +76,7 @@ def find_gpu() -> Gpu | str:
     return Gpu(properties.name, properties.total_memory / 2**30, capability, torch.version.cuda)
 
 
-def obstacle(part: Part, gpu: Gpu) -> str:
+def _obstacle(part: Part, gpu: Gpu) -> str:
     """Returns why a part cannot run here, or an empty string."""
     missing = [name for name in part.packages if importlib.util.find_spec(name) is None]
     if missing:
@@ -86,11 +86,11 @@ def obstacle(part: Part, gpu: Gpu) -> str:
     return ""
 
 
-def run_part(part: Part, gpu: Gpu, *, say: Say) -> Outcome:
+def run_part(part: Part, gpu: Gpu, *, say: Say) -> PartOutcome:
     """Runs one part in a process of its own, with a time limit. Whatever fails in it becomes its outcome."""
-    if reason := obstacle(part, gpu):
+    if reason := _obstacle(part, gpu):
         say(f"{part.name}: not run, {reason}")
-        return Outcome(part.name, part.what, "not run", reason=reason)
+        return PartOutcome(part.name, part.what, "not run", reason=reason)
     say(f"{part.name}: {part.what} …")
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
@@ -104,7 +104,7 @@ def run_part(part: Part, gpu: Gpu, *, say: Say) -> Outcome:
                 reason = f"its results cannot be read: {error!r}"
     state: Literal["passed", "failed"] = "failed" if reason else "passed"
     say(f"{part.name}: {state} after {seconds:.0f} s")
-    return Outcome(part.name, part.what, state, seconds, figures, reason and f"{reason}\n{printed[-TAIL:]}".strip())
+    return PartOutcome(part.name, part.what, state, seconds, figures, reason and f"{reason}\n{printed[-TAIL:]}".strip())
 
 
 def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
@@ -128,7 +128,7 @@ def _run(command: Sequence[str], limit_s: int) -> tuple[str, str]:
 COLUMNS = ("part", "state", "seconds", "figures, or why not")
 
 
-def write_results(outcomes: Sequence[Outcome], gpu: Gpu, output: Path, started: datetime.datetime) -> tuple[Path, Path]:
+def write_results(outcomes: Sequence[PartOutcome], gpu: Gpu, output: Path, started: datetime.datetime) -> tuple[Path, Path]:
     """Writes all numbers and the table to ``<output>/<gpu>/<date and time>.{json,md}``; returns both paths."""
     folder = output / re.sub(r"[^a-z0-9]+", "-", gpu.name.lower()).strip("-")
     record = {"gpu": asdict(gpu), "parts": [asdict(outcome) for outcome in outcomes]}
@@ -138,7 +138,7 @@ def write_results(outcomes: Sequence[Outcome], gpu: Gpu, output: Path, started: 
     return write_report(folder, started.strftime("%Y-%m-%dT%H%MZ"), record, table, note=note, packages=packages)
 
 
-def cells(outcome: Outcome) -> tuple[str, ...]:
+def cells(outcome: PartOutcome) -> tuple[str, ...]:
     shown = outcome.reason.splitlines()[0] if outcome.reason else json.dumps(outcome.figures, ensure_ascii=False)
     seconds = "–" if outcome.state == "not run" else f"{outcome.seconds:.0f}"
     return (outcome.name, outcome.state, seconds, shown.replace("|", "/"))

@@ -72,7 +72,7 @@ def step_figures(folder: Path, _: str) -> Mapping[str, Any]:
     }
 
 
-def run_figures(folder: Path, _: str) -> Mapping[str, Any]:
+def _run_figures(folder: Path, _: str) -> Mapping[str, Any]:
     """Reads, from the last step of a run, how long the weights took, and how far server and trainer differ."""
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     wanted = ("time/step", "time/sync", "canary/max_logprob_gap", "mismatch/kl", "memory/peak_gib")
@@ -99,7 +99,7 @@ def _lean(name: str, what: str, *settings: str) -> Part:
     run = ("tepo_megatron", "train", "examples/tiny/run.yaml", "output={out}/run", *_TINY_ON_GPU)
     packages = ("vllm", "transformer_engine")
     return Part(
-        name, f"three steps of TEPO with {what}", (*run, "optimizer.distributed=true", *settings), run_figures, packages
+        name, f"three steps of TEPO with {what}", (*run, "optimizer.distributed=true", *settings), _run_figures, packages
     )
 
 
@@ -135,14 +135,14 @@ PARTS = (
         "sync",
         "three steps of TEPO with a server on the same GPU: weights handed over, checked by digests and canary",
         ("tepo_megatron", "train", "examples/tiny/run.yaml", "output={out}/run", *_TINY_ON_GPU),
-        run_figures,
+        _run_figures,
         ("vllm", "transformer_engine"),
     ),
     Part(
         "lora",
         "the same with LoRA: layers of Transformer Engine that compute with merged weights",
         ("tepo_megatron", "train", "examples/tiny/run.yaml", "output={out}/run", *_TINY_ON_GPU, "model.lora.rank=8"),
-        run_figures,
+        _run_figures,
         ("vllm", "transformer_engine"),
     ),
 )

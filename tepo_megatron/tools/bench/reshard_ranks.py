@@ -32,7 +32,7 @@ HOST, TIMEOUT_S = "127.0.0.1", 120.0
 Params = dict[str, Tensor]
 
 
-def spec_of(setting: ReshardSetting) -> ModelSpec:
+def _spec_of(setting: ReshardSetting) -> ModelSpec:
     """Returns the model that is moved: a Llama, with 206 M parameters at 12 layers."""
     return ModelSpec(
         architecture="LlamaForCausalLM",
@@ -58,7 +58,7 @@ def splits(setting: ReshardSetting) -> tuple[MegatronParallel, VllmParallel]:
 
 def plan_of(setting: ReshardSetting) -> ReshardPlan:
     """Returns the plan that is measured. Raises ValueError for a split that Megatron or vLLM could not make."""
-    return reshard_plan(spec_of(setting), *splits(setting))
+    return reshard_plan(_spec_of(setting), *splits(setting))
 
 
 @dataclass
@@ -163,9 +163,9 @@ class Rank:
         return elements * self.dtype.itemsize
 
 
-def make_rank(setting: ReshardSetting, rank: int) -> Rank:
+def _make_rank(setting: ReshardSetting, rank: int) -> Rank:
     """Fills this rank's shards and joins the groups. Source values are the same on all ranks that hold them."""
-    plan, spec = plan_of(setting), spec_of(setting)
+    plan, spec = plan_of(setting), _spec_of(setting)
     source, destination = splits(setting)
     layouts, targets = megatron_ranks(spec, source), vllm_ranks(spec, destination)
     own = (layouts + targets)[rank]
@@ -202,7 +202,7 @@ def worker(rank: int, setting: ReshardSetting, place: str, repeats: int, inbox: 
     world = setting.sources + setting.destinations
     dist.init_process_group("gloo", store=connect(HOST, place, TIMEOUT_S), rank=rank, world_size=world)
     with torch.no_grad():
-        own = make_rank(setting, rank)
+        own = _make_rank(setting, rank)
         methods: dict[str, Callable[[], None]] = {
             "shard to shard": own.reshard_timed,
             "shard to shard, no digests": own.reshard_unverified,

@@ -25,7 +25,7 @@ SAVED, STEPS = 3, 4
 
 
 @dataclass(frozen=True)
-class Ended:
+class ReplayEnd:
     """How a command ended: its exit code, all that it printed, and the sentence in it."""
 
     code: int
@@ -76,7 +76,7 @@ def train(
     *overrides: str,
     resume: bool = False,
     environment: Mapping[str, str] | None = None,
-) -> Ended:
+) -> ReplayEnd:
     """``tepo train`` with these rollouts, in ``folder/out``, to its end."""
     folder.mkdir(parents=True, exist_ok=True)
     given = [f"output={folder / 'out'}", f"rollout.replay={rollouts}", f"train.steps={steps}", *overrides]
@@ -102,7 +102,7 @@ def undisturbed(folder: Path) -> Path:
     return folder
 
 
-def tepo(*arguments: str, environment: Mapping[str, str] | None = None) -> Ended:
+def tepo(*arguments: str, environment: Mapping[str, str] | None = None) -> ReplayEnd:
     """A command of ``tepo``, in a process of its own, to its end."""
     done = subprocess.run(
         [sys.executable, "-m", "tepo_megatron", *arguments],
@@ -114,4 +114,4 @@ def tepo(*arguments: str, environment: Mapping[str, str] | None = None) -> Ended
         start_new_session=True,
         check=False,
     )
-    return Ended(done.returncode, done.stdout.decode(errors="replace"))
+    return ReplayEnd(done.returncode, done.stdout.decode(errors="replace"))

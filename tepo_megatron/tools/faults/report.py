@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tepo_megatron.tools.faults.classes import CLASSES
-from tepo_megatron.tools.faults.record import Record
-from tepo_megatron.tools.faults.run import ENDING
+from tepo_megatron.tools.faults.run import CLASSES, ENDING
 from tepo_megatron.tools.faults.silent import CHECKS
+from tepo_megatron.tools.faults.workshop import OutcomeLog
 from tepo_megatron.tools.results import describe_machine, markdown
 
 COLUMNS = ("faults", "injected", "survived", "refused", "lost", "recovery, median", "longest")
@@ -46,7 +45,7 @@ be a line without a fault that was caught.
 _ESCAPED = str.maketrans({"|": "\\|", "<": "&lt;", "`": "'", "*": "\\*", "_": "\\_", "[": "\\[", "]": "\\]"})
 
 
-def table(record: Record) -> list[tuple[str, ...]]:
+def table(record: OutcomeLog) -> list[tuple[str, ...]]:
     """A row for each class that was injected, and the sum."""
     rows, all_entries = [], list[dict[str, Any]]()
     for kind in CLASSES:
@@ -60,7 +59,7 @@ def table(record: Record) -> list[tuple[str, ...]]:
     return [*rows, _row("all", [*all_entries, *endings])]
 
 
-def lost(record: Record) -> list[str]:
+def lost(record: OutcomeLog) -> list[str]:
     """A line for every fault that was not survived or refused."""
     names = [*(kind.name for kind in CLASSES), ENDING]
     entries = [(name, entry) for name in names for entry in record.outcomes(name)]
@@ -75,7 +74,7 @@ def _row(name: str, entries: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     return (name, str(len(entries)), *counts, *times)
 
 
-def silent_table(record: Record) -> list[tuple[str, ...]]:
+def silent_table(record: OutcomeLog) -> list[tuple[str, ...]]:
     """Which check saw which silent fault, the differences in nats at the whole error, and the smallest error that was seen."""
     rows = []
     for entry in record.outcomes("silent"):
@@ -91,7 +90,7 @@ def silent_table(record: Record) -> list[tuple[str, ...]]:
     return rows
 
 
-def write_markdown(record: Record, path: Path, *, command: str) -> Path:
+def write_markdown(record: OutcomeLog, path: Path, *, command: str) -> Path:
     """The page with both tables, and every fault by itself."""
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
     parts = [INTRODUCTION, f"`{command}`, {date}, {describe_machine()}.", "", markdown(COLUMNS, table(record))]
@@ -120,9 +119,9 @@ def write_markdown(record: Record, path: Path, *, command: str) -> Path:
     return path
 
 
-def _shown(text: str, record: Record) -> str:
+def _shown(text: str, record: OutcomeLog) -> str:
     """A cell: one line, without the folders of the machine that it was measured on."""
-    for folder, name in ((record.path.parent, "OUT"), (Path(__file__).parents[1], "tepo_megatron")):
+    for folder, name in ((record.path.parent, "OUT"), (Path(__file__).parents[2], "tepo_megatron")):
         for form in (str(folder.resolve()), str(folder)):
             text = text.replace(form, name)
     return re.sub(r"\s+", " ", text)[:240].translate(_ESCAPED)

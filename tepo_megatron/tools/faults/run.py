@@ -11,11 +11,36 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tepo_megatron.tools.faults.classes import CLASSES, lanes
-from tepo_megatron.tools.faults.outcome import FaultClass, Outcome, fault_rng
+from tepo_megatron.tools.faults.answer_faults import HostileAnswers
+from tepo_megatron.tools.faults.config_faults import MalformedConfigs
+from tepo_megatron.tools.faults.disk_faults import CheckpointDamage, FullDisks
+from tepo_megatron.tools.faults.process_faults import Hangs, Kills
 from tepo_megatron.tools.faults.processes import end_tree, wait_until
-from tepo_megatron.tools.faults.record import Record
-from tepo_megatron.tools.faults.workshop import Workshop
+from tepo_megatron.tools.faults.silent import SilentFaults
+from tepo_megatron.tools.faults.strangers import Strangers
+from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, OutcomeLog, Workshop, fault_rng
+
+CLASSES: tuple[type[FaultClass], ...] = (
+    MalformedConfigs,
+    HostileAnswers,
+    CheckpointDamage,
+    SilentFaults,
+    Kills,
+    FullDisks,
+    Strangers,
+    Hangs,
+)
+
+_LIVE = (Kills, Strangers, Hangs)
+
+
+def lanes(*, quick: bool) -> dict[str, tuple[type[FaultClass], ...]]:
+    """What is injected side by side, since either lane often waits for processes to start. Each has a live run of its own,
+    but for ``quick``, where a second one would cost more time than it spares.
+    """
+    first = _LIVE if quick else (Kills,)
+    return {"first": first, "second": tuple(kind for kind in CLASSES if kind not in first)}
+
 
 Say = Callable[[str], None]
 ENDING = "ending"
@@ -33,18 +58,18 @@ def select(only: str) -> list[type[FaultClass]]:
     return [each for each in CLASSES if not names or each.name in names]
 
 
-def run(classes: Sequence[type[FaultClass]], folder: Path, *, seed: int, quick: bool, say: Say) -> Record:
+def run(classes: Sequence[type[FaultClass]], folder: Path, *, seed: int, quick: bool, say: Say) -> OutcomeLog:
     """Injects what is not in the folder's record yet. Raises ValueError where the record is of another seed, and RuntimeError
     where a lane ended before it was through.
     """
-    record = Record(folder, seed=seed, quick=quick)
+    record = OutcomeLog(folder, seed=seed, quick=quick)
     chosen = {name: [kind for kind in classes if kind in members] for name, members in lanes(quick=quick).items()}
     wanted = {name: kinds for name, kinds in chosen.items() if kinds}
     if len(wanted) < 2:
-        run_lane(next(iter(wanted), "first"), classes, record, folder, seed=seed, quick=quick, say=say)
+        _run_lane(next(iter(wanted), "first"), classes, record, folder, seed=seed, quick=quick, say=say)
         return record
     _side_by_side(wanted, folder, seed=seed, quick=quick)
-    return Record(folder, seed=seed, quick=quick)
+    return OutcomeLog(folder, seed=seed, quick=quick)
 
 
 def _side_by_side(wanted: dict[str, list[type[FaultClass]]], folder: Path, *, seed: int, quick: bool) -> None:
@@ -69,8 +94,8 @@ def _side_by_side(wanted: dict[str, list[type[FaultClass]]], folder: Path, *, se
         raise RuntimeError(f"not all faults were injected: the lane {' and '.join(failed)} ended early; what it said is above")
 
 
-def run_lane(
-    lane: str, classes: Sequence[type[FaultClass]], record: Record, folder: Path, *, seed: int, quick: bool, say: Say
+def _run_lane(
+    lane: str, classes: Sequence[type[FaultClass]], record: OutcomeLog, folder: Path, *, seed: int, quick: bool, say: Say
 ) -> None:
     """Injects what the record lacks of these classes, one after the other, in this process."""
     workshop = Workshop(folder / "work", lane=lane, quick=quick, say=say)
@@ -85,7 +110,7 @@ def run_lane(
         workshop.close()
 
 
-def _inject(faults: FaultClass, numbers: Sequence[int], record: Record, seed: int, say: Say) -> None:
+def _inject(faults: FaultClass, numbers: Sequence[int], record: OutcomeLog, seed: int, say: Say) -> None:
     with faults:
         for number in numbers:
             start = time.monotonic()
@@ -93,17 +118,19 @@ def _inject(faults: FaultClass, numbers: Sequence[int], record: Record, seed: in
                 outcome = faults.inject(number, fault_rng(seed, faults.name, number))
             except Exception as error:  # whatever it is, the fault was not survived as it should be, and the next one is tried
                 traceback.print_exc()
-                outcome = Outcome(f"number {number}", "lost", f"the harness came to no end: {type(error).__name__}: {error}")
+                outcome = FaultOutcome(
+                    f"number {number}", "lost", f"the harness came to no end: {type(error).__name__}: {error}"
+                )
             record.add(faults.name, number, outcome)
             seconds = time.monotonic() - start
             say(f"  {faults.name} {number + 1}: {outcome.fault}: {outcome.result} after {seconds:.0f} s. {outcome.said[:200]}")
 
 
-def _end_live_run(workshop: Workshop, record: Record, number: int, say: Say) -> None:
+def _end_live_run(workshop: Workshop, record: OutcomeLog, number: int, say: Say) -> None:
     if workshop.has_run and not record.has(ENDING, number):
         say("the live run goes on to its end …")
         wrong = workshop.finish_run()
-        record.add(ENDING, number, Outcome("the end of the live run", "lost" if wrong else "survived", wrong))
+        record.add(ENDING, number, FaultOutcome("the end of the live run", "lost" if wrong else "survived", wrong))
 
 
 def _main(given: str) -> None:
@@ -115,9 +142,9 @@ def _main(given: str) -> None:
     def say(line: str) -> None:
         sys.stderr.write(line + "\n")
 
-    record = Record(folder, seed=seed, quick=quick)
+    record = OutcomeLog(folder, seed=seed, quick=quick)
     classes = select(",".join(arguments["only"]))
-    run_lane(arguments["lane"], classes, record, folder, seed=seed, quick=quick, say=say)
+    _run_lane(arguments["lane"], classes, record, folder, seed=seed, quick=quick, say=say)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,48 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
-from tepo_megatron.tools.faults.outcome import FaultClass, Outcome
-from tepo_megatron.tools.faults.silent_faults import SILENT_FAULTS, SilentFault
+from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
+
+Server = Literal["dense", "dense bf16", "experts", "two workers"]
+
+
+@dataclass(frozen=True)
+class SilentFault:
+    """``kind`` is what ``in_worker.py`` does to the parameters whose name ends with ``param`` (all where it is empty), or to
+    what is no parameter. ``server``: the one that it is injected into. ``scales``: whether the size of the error can be chosen;
+    where not, there is only the whole error.
+    """
+
+    name: str
+    kind: str
+    param: str = ""
+    server: Server = "dense"
+    scales: bool = True
+
+
+SILENT_FAULTS: tuple[SilentFault, ...] = (
+    SilentFault("halves of gate/up swapped in one MLP", "swap halves", "layers.1.mlp.gate_up_proj.weight"),
+    SilentFault("an update that never took place, and says it did", "stale"),
+    SilentFault("a stale prefix cache", "stale cache", scales=False),
+    SilentFault("a wrong temperature in the sampler", "temperature"),
+    SilentFault("a rotary buffer lost (sleep level 2)", "buffer lost"),
+    SilentFault("one layer not loaded", "stale", "layers.2."),
+    SilentFault("weights of the step before, at every step", "one behind"),
+    SilentFault("a wrong rotary base", "rotary base"),
+    SilentFault("a square weight transposed", "transpose", "layers.1.self_attn.o_proj.weight"),
+    SilentFault("two query heads exchanged", "exchange heads", "layers.0.self_attn.qkv_proj.weight"),
+    SilentFault("a norm's weight zeroed in one layer", "zero", "layers.3.input_layernorm.weight"),
+    SilentFault("rows of the head beyond a boundary of the vocabulary stale", "stale rows", "lm_head.weight"),
+    SilentFault("an update that never took place, without its label", "no label", scales=False),
+    SilentFault("halves of gate/up swapped in one expert", "swap halves of an expert", "experts.w13_weight", "experts"),
+    SilentFault("a tied head not updated", "stale head", "embed_tokens.weight", "experts"),
+    SilentFault("one worker of two stale", "stale in worker 1", "", "two workers"),
+)
+"""In the order in which ``--quick`` takes them; those of other servers than the first come last."""
+
 
 SIZES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 CONTROL = SilentFault("no fault: no check may stop the run", "none", scales=False)
@@ -37,7 +74,7 @@ class SilentFaults(FaultClass):
     _world: subprocess.Popen[str] | None = None
     _server = ""
 
-    def inject(self, number: int, rng: random.Random) -> Outcome:
+    def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         fault = ALL[number % len(ALL)]
         sizes = SIZES if fault.scales and not self.workshop.is_quick else SIZES[:1]
         found = self._ask(fault, sizes)
@@ -86,18 +123,18 @@ class SilentFaults(FaultClass):
                 world.wait()
 
 
-def judge(fault: SilentFault, found: Sequence[dict[str, Any]]) -> Outcome:
+def judge(fault: SilentFault, found: Sequence[dict[str, Any]]) -> FaultOutcome:
     """The whole error must be caught; the details say by what, and the smallest error that each check catches."""
     whole = found[0]
     smallest = {check: min((each["size"] for each in found if check in each["caught"]), default=None) for check in CHECKS}
     details = {"smallest": smallest, "found": found}
     caught = whole["caught"]
     if "transfer" in caught:  # these faults come behind it
-        return Outcome(fault.name, "lost", f"the weight update itself failed: {caught['transfer']}", details=details)
+        return FaultOutcome(fault.name, "lost", f"the weight update itself failed: {caught['transfer']}", details=details)
     if fault.kind == "none":
         if caught:
-            return Outcome(fault.name, "lost", f"a false alarm: {'; '.join(caught.values())}", details=details)
-        return Outcome(fault.name, "survived", details=details)
+            return FaultOutcome(fault.name, "lost", f"a false alarm: {'; '.join(caught.values())}", details=details)
+        return FaultOutcome(fault.name, "survived", details=details)
     if not caught:
         figures = ", ".join(
             f"{name} {value:.1e} (without a fault {whole['clean'][name]:.1e})" for name, value in whole["figures"].items()
@@ -105,9 +142,9 @@ def judge(fault: SilentFault, found: Sequence[dict[str, Any]]) -> Outcome:
         if fault.server == "dense bf16" and all(
             value <= ROUNDING * whole["clean"][name] for name, value in whole["figures"].items()
         ):
-            return Outcome(
+            return FaultOutcome(
                 fault.name, "survived", f"no larger than bfloat16's rounding, and not seen: {figures}", details=details
             )
-        return Outcome(fault.name, "lost", f"no check saw it: {figures}", details=details)
+        return FaultOutcome(fault.name, "lost", f"no check saw it: {figures}", details=details)
     by = ", ".join(check for check in CHECKS if check in caught)
-    return Outcome(fault.name, "refused", f"caught by {by}: {next(iter(caught.values()))[:300]}", details=details)
+    return FaultOutcome(fault.name, "refused", f"caught by {by}: {next(iter(caught.values()))[:300]}", details=details)

@@ -21,8 +21,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exp
 
 from tepo_megatron.runtime.proc import command_line, environment
 from tepo_megatron.tools.faults import tiny
-from tepo_megatron.tools.faults.outcome import FaultClass, Outcome
 from tepo_megatron.tools.faults.processes import listening
+from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
 
 T = TypeVar("T")
 
@@ -183,7 +183,7 @@ class Strangers(FaultClass):
     title = "another user at every port, route, file and environment of a live run"
     whole, quick = len(ROUTES) + len(OTHERS), 6
 
-    def inject(self, number: int, rng: random.Random) -> Outcome:
+    def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         run = self.workshop.live_run()
         run.wait_for_row(tiny.last_step(run.out))
         attempts = [item for pair in zip(ROUTES, (*OTHERS, *[""] * len(ROUTES)), strict=False) for item in pair if item]
@@ -193,8 +193,8 @@ class Strangers(FaultClass):
             wrong = f"the run ended: {run.said()}"
         wrong = wrong or tiny.differences(run.out, self.workshop.reference())
         if wrong:
-            return Outcome(what, "lost", wrong)
-        return Outcome(what, "refused", "nothing was answered, changed or read")
+            return FaultOutcome(what, "lost", wrong)
+        return FaultOutcome(what, "refused", "nothing was answered, changed or read")
 
     def _pids(self) -> list[int]:
         return self.workshop.live_run().pids()

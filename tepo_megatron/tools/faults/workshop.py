@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Callable
+import json
+import os
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Literal, Self
 
 from tepo_megatron.tools.faults import live_run, tiny
 from tepo_megatron.tools.faults.live_run import LiveRun
@@ -74,3 +81,113 @@ class Workshop:
         if self._run is not None:
             self._run.stop()
             self._run = None
+
+
+Result = Literal["survived", "refused", "lost"]
+
+
+@dataclass(frozen=True)
+class FaultOutcome:
+    """``survived``: the work went on, or was resumed, and nothing is missing. ``refused``: it stopped, or did not begin, with
+    a sentence (``said``), and nothing is damaged. ``lost``: anything else; ``said`` is what. ``recovery_s``: seconds from the
+    fault until the work went on, where that can be said. ``details``: figures for a table of the class' own.
+    """
+
+    fault: str
+    result: Result
+    said: str = ""
+    recovery_s: float | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+class FaultClass(ABC):
+    """Faults of one kind, numbered from 0. A context manager: what several faults share (servers, a long run) lives in it.
+
+    ``name`` is what ``--only`` takes; ``whole`` and ``quick`` say how many are injected; ``folder`` is the class' own; what
+    classes share with each other is in the workshop.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    whole: ClassVar[int]
+    quick: ClassVar[int]
+
+    def __init__(self, workshop: Workshop) -> None:
+        self.workshop = workshop
+        self.folder = workshop.folder / self.name
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def count(cls, *, quick: bool) -> int:
+        return cls.quick if quick else cls.whole
+
+    @abstractmethod
+    def inject(self, number: int, rng: random.Random) -> FaultOutcome:
+        """Inject fault ``number`` and wait until its end is known. All that is random comes from ``rng``."""
+
+    def close(self) -> None:  # noqa: B027  # not every class has something to end
+        """End what the faults shared."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def fault_rng(seed: int, name: str, number: int) -> random.Random:
+    """The random numbers of one fault: the same in a rerun, whatever was injected before it."""
+    return random.Random(f"{seed}/{name}/{number}")
+
+
+class OutcomeLog:
+    """``<folder>/outcomes.jsonl``. Raises ValueError where the folder holds the outcomes of another seed or another count."""
+
+    def __init__(self, folder: Path, *, seed: int, quick: bool) -> None:
+        self.path = folder / "outcomes.jsonl"
+        self._head = {"seed": seed, "quick": quick}
+        self._done: dict[tuple[str, int], dict[str, Any]] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            self._read()
+            self._end_line()
+        else:
+            self._append(self._head)
+
+    def _read(self) -> None:
+        lines = [line for line in self.path.read_text(encoding="utf-8").split("\n") if line]
+        whole = [line for line in lines if line.endswith("}")]  # the last may have been cut off
+        if not whole or json.loads(whole[0]) != self._head:
+            raise ValueError(
+                f"{self.path} holds the outcomes of {whole[0] if whole else 'nothing'}, and {json.dumps(self._head)} was asked "
+                "for; give another --output, or remove the folder"
+            )
+        for line in whole[1:]:
+            entry = json.loads(line)
+            self._done[entry["class"], entry["number"]] = entry
+
+    def _end_line(self) -> None:
+        """What was cut off stays a line of its own, which is passed over."""
+        if not self.path.read_bytes().endswith(b"\n"):
+            with self.path.open("ab") as file:
+                file.write(b"\n")
+
+    def has(self, name: str, number: int) -> bool:
+        return (name, number) in self._done
+
+    def add(self, name: str, number: int, outcome: FaultOutcome) -> None:
+        entry = {"class": name, "number": number, **asdict(outcome)}
+        self._append(entry)
+        self._done[name, number] = entry
+
+    def outcomes(self, name: str) -> Iterator[dict[str, Any]]:
+        """The entries of a class, by number."""
+        for (kind, _), entry in sorted(self._done.items()):
+            if kind == name:
+                yield entry
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry, default=str) + "\n")
+            file.flush()
+            os.fsync(file.fileno())

@@ -60,7 +60,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Group:
+class _RunGroup:
     """Runs that differ in nothing but their seed: their places in the list of runs."""
 
     label: str
@@ -153,7 +153,7 @@ def _settings(path: Path) -> Settings:
     return flat(read)
 
 
-def groups_of(runs: Sequence[Run]) -> list[Group]:
+def groups_of(runs: Sequence[Run]) -> list[_RunGroup]:
     """Runs with the same settings but for their seed, in the order of the first of each; a run without settings is alone."""
     found: dict[tuple[Any, ...], list[int]] = {}
     for at, run in enumerate(runs):
@@ -163,7 +163,7 @@ def groups_of(runs: Sequence[Run]) -> list[Group]:
     labels = [_label([runs[at] for at in each]) for each in members]
     if len(set(labels)) < len(labels):
         labels = [runs[each[0]].name for each in members]
-    return [Group(label, tuple(each)) for label, each in zip(labels, members, strict=True)]
+    return [_RunGroup(label, tuple(each)) for label, each in zip(labels, members, strict=True)]
 
 
 def _label(runs: Sequence[Run]) -> str:

@@ -20,7 +20,7 @@ Settings = tuple[str, ...]
 """Dotted overrides, such as ``optimizer.lr=5e-5``."""
 
 
-class Reach(Section):
+class _Reach(Section):
     """A figure on its way up: after how many steps it first was at a value."""
 
     figure: str = "accuracy/greedy"
@@ -57,7 +57,7 @@ class SweepFile(Section):
     area: tuple[str, ...] = ("accuracy/greedy",)
     """Metrics whose mean over the run's steps is in the table: the area under their curve, over its length."""
 
-    reach: tuple[Reach, ...] = ()
+    reach: tuple[_Reach, ...] = ()
     """What is counted in steps until it is reached."""
 
     attempts: PositiveInt = 2

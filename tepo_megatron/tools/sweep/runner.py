@@ -32,7 +32,7 @@ LAST_LINES = 30
 
 
 @dataclass(frozen=True)
-class Ended:
+class _RunEnd:
     """How a run ended. ``outcome``: ``done``, ``failed`` (``said`` is its error) or ``stopped``, as the sweep was asked to.
     ``seconds``: of one that this sweep did.
     """
@@ -117,18 +117,18 @@ class Sweep:
         self._lock = threading.Lock()
         self._stop: int | None = None
 
-    def run(self) -> list[Ended]:
+    def run(self) -> list[_RunEnd]:
         """Runs what is not done yet; returns how each ended, in their order. Call it in the main thread."""
         waiting = [run for run in self._runs if not is_done(run)]
         self._say(
             f"{len(self._runs)} runs: {len(self._runs) - len(waiting)} done, {len(waiting)} to do, {self._jobs} at a time"
         )
-        ended = {run.name: Ended(run, "done") for run in self._runs if is_done(run)}
+        ended = {run.name: _RunEnd(run, "done") for run in self._runs if is_done(run)}
         shares: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
         for share in core_shares(available_cores(), self._jobs):
             shares.put(share)
         with self._signals(), ThreadPoolExecutor(self._jobs, "sweep", lambda: _use_cores(shares.get())) as pool:
-            pending: set[Future[Ended]] = {pool.submit(self._one, run) for run in waiting}
+            pending: set[Future[_RunEnd]] = {pool.submit(self._one, run) for run in waiting}
             while pending:
                 finished, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
                 for future in finished:
@@ -138,7 +138,7 @@ class Sweep:
                         self._say(self._line(one, [ended[run.name] for run in waiting if run.name in ended], len(waiting)))
         return [ended[run.name] for run in self._runs]
 
-    def _line(self, one: Ended, ended: Sequence[Ended], of: int) -> str:
+    def _line(self, one: _RunEnd, ended: Sequence[_RunEnd], of: int) -> str:
         word = f"{one.outcome}: {one.said}" if one.said else one.outcome
         took = [each.seconds for each in ended if each.outcome == "done"]
         with self._lock:
@@ -148,23 +148,23 @@ class Sweep:
         left = f"; about {duration(seconds_left(took, running, waiting, self._jobs))} left" if known else ""
         return f"[{len(ended)}/{of}] {one.run.name} {word}{_last_figures(one.run)}{left}"
 
-    def _one(self, run: SweepRun) -> Ended:
+    def _one(self, run: SweepRun) -> _RunEnd:
         log = run.folder.parent / "logs" / f"{run.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         begun = time.monotonic()
         for _ in range(self._sweep.attempts):
             if self._stop is not None:
-                return Ended(run, "stopped")
+                return _RunEnd(run, "stopped")
             try:
                 check_free(run.folder)
             except ValueError as error:
-                return Ended(run, "failed", str(error))
+                return _RunEnd(run, "failed", str(error))
             status = self._start(run, log)
             if status == 0 and is_done(run):
-                return Ended(run, "done", seconds=time.monotonic() - begun)
+                return _RunEnd(run, "done", seconds=time.monotonic() - begun)
             if self._stop is not None:
-                return Ended(run, "stopped")
-        return Ended(run, "failed", f"{_error(log)} ({log})")
+                return _RunEnd(run, "stopped")
+        return _RunEnd(run, "failed", f"{_error(log)} ({log})")
 
     def _start(self, run: SweepRun, log: Path) -> int:
         command = [sys.executable, "-m", "tepo_megatron", "train", str(self._sweep.run), *run.overrides, "train.resume=auto"]

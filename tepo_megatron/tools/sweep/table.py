@@ -61,7 +61,7 @@ def _digits(value: float) -> int:
 
 
 @dataclass(frozen=True)
-class Found:
+class _SweepFigures:
     """One combination: its choices, its finished runs and its figures by the name of their column."""
 
     choices: Mapping[str, str]
@@ -69,7 +69,7 @@ class Found:
     figures: Mapping[str, Spread]
 
 
-def find(sweep: SweepFile, runs: Sequence[SweepRun]) -> list[Found]:
+def find(sweep: SweepFile, runs: Sequence[SweepRun]) -> list[_SweepFigures]:
     """The combinations of which at least one run is done, in the order of the file."""
     cells: dict[tuple[tuple[str, str], ...], list[SweepRun]] = {}
     for run in runs:
@@ -79,11 +79,11 @@ def find(sweep: SweepFile, runs: Sequence[SweepRun]) -> list[Found]:
     return [_found(sweep, cells[cell]) for cell in order if cell in cells]
 
 
-def _found(sweep: SweepFile, runs: Sequence[SweepRun]) -> Found:
+def _found(sweep: SweepFile, runs: Sequence[SweepRun]) -> _SweepFigures:
     measured = [figures_of_run(sweep, read_metrics(run.folder / "metrics.jsonl")) for run in runs]
     columns = measured[0].keys()
     figures = {column: Spread(tuple(one[column] for one in measured)) for column in columns}
-    return Found(runs[0].choices, tuple(run.seed for run in runs), figures)
+    return _SweepFigures(runs[0].choices, tuple(run.seed for run in runs), figures)
 
 
 def figures_of_run(sweep: SweepFile, rows: Sequence[Row]) -> dict[str, float | None]:
@@ -117,7 +117,7 @@ def area(points: Sequence[tuple[int, float]]) -> float | None:
     return whole / (points[-1][0] - points[0][0])
 
 
-def table(sweep: SweepFile, found: Sequence[Found]) -> tuple[list[str], list[list[str]]]:
+def table(sweep: SweepFile, found: Sequence[_SweepFigures]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows for people: mean ± half the 95 % interval over the seeds."""
     if not found:
         return [*sweep.axes, "seeds"], []
@@ -126,7 +126,7 @@ def table(sweep: SweepFile, found: Sequence[Found]) -> tuple[list[str], list[lis
     return columns, rows
 
 
-def write_tables(sweep: SweepFile, found: Sequence[Found], folder: Path) -> list[Path]:
+def write_tables(sweep: SweepFile, found: Sequence[_SweepFigures], folder: Path) -> list[Path]:
     """Writes ``sweep.md`` (means with intervals), ``sweep.csv`` (a line for each run) and ``sweep.json`` into ``folder``."""
     columns, rows = table(sweep, found)
     text = StringIO(newline="")

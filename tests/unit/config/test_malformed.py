@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.loading.load import ConfigError, dump_resolved, load_run
-from tepo_megatron.tools.faults.malformed_configs import malformed_configs
+from tepo_megatron.tools.faults.config_faults import malformed_configs
 
 NEVER_VALID = {"a tag", "deep lists", "not UTF-8", "too large"}
 

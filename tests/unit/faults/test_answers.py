@@ -12,8 +12,8 @@ import pytest
 from tepo_megatron.tasks.protocol import RewardResult
 from tepo_megatron.tasks.reward.pool import RewardPool
 from tepo_megatron.tasks.reward.worker import took_too_long
-from tepo_megatron.tools.faults import answers
-from tepo_megatron.tools.faults.answers import ATTEMPTS, TIMEOUT_S, HostileAnswers
+from tepo_megatron.tools.faults import answer_faults as answers
+from tepo_megatron.tools.faults.answer_faults import ATTEMPTS, TIMEOUT_S, HostileAnswers
 from tepo_megatron.tools.faults.workshop import Workshop
 
 LATE = RewardResult(None, error=f"problem 'wrong': {took_too_long(TIMEOUT_S)}")

@@ -18,15 +18,12 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without saying so
 
 from tepo_megatron.tools.faults import live_run, report, run, strangers, tiny, workshop
-from tepo_megatron.tools.faults.classes import CLASSES, lanes
-from tepo_megatron.tools.faults.damage import DAMAGES
-from tepo_megatron.tools.faults.hangs import PLACES
-from tepo_megatron.tools.faults.kills import PHASES, ROLES
-from tepo_megatron.tools.faults.outcome import FaultClass, Outcome, fault_rng
+from tepo_megatron.tools.faults.disk_faults import DAMAGES
+from tepo_megatron.tools.faults.process_faults import PHASES, PLACES, ROLES
 from tepo_megatron.tools.faults.processes import alive, by_role, descendants, end_tree, listening, wait_until
-from tepo_megatron.tools.faults.record import Record
-from tepo_megatron.tools.faults.silent import ALL, judge
-from tepo_megatron.tools.faults.silent_faults import SILENT_FAULTS
+from tepo_megatron.tools.faults.run import CLASSES, lanes
+from tepo_megatron.tools.faults.silent import ALL, SILENT_FAULTS, judge
+from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, OutcomeLog, fault_rng
 from tests.support.programs import TIMEOUT_S
 
 
@@ -34,11 +31,11 @@ class Sample(FaultClass):
     name, title, whole, quick = "sample", "a class of the test", 5, 2
     injected: list[tuple[int, float]] = []  # noqa: RUF012
 
-    def inject(self, number: int, rng: random.Random) -> Outcome:
+    def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         self.injected.append((number, rng.random()))
         if number == 3:
             raise OSError("the harness broke")
-        return Outcome(f"fault {number}", "survived", recovery_s=float(number))
+        return FaultOutcome(f"fault {number}", "survived", recovery_s=float(number))
 
 
 @pytest.fixture
@@ -59,7 +56,7 @@ def test_a_rerun_goes_on_with_what_is_missing_and_the_same_random_numbers(tmp_pa
     record = run.run([sample], tmp_path, seed=3, quick=False, say=lambda line: None)
     assert sample.injected == first[2:]
     assert [entry["number"] for entry in record.outcomes("sample")] == [0, 1, 2, 3, 4]
-    again = Record(tmp_path, seed=3, quick=False)  # what was cut off has not spoilt the line after it
+    again = OutcomeLog(tmp_path, seed=3, quick=False)  # what was cut off has not spoilt the line after it
     assert [entry["number"] for entry in again.outcomes("sample")] == [0, 1, 2, 3, 4]
 
 
@@ -73,9 +70,9 @@ def test_what_the_harness_breaks_at_is_lost_and_the_rest_is_tried(tmp_path: Path
 
 
 def test_outcomes_of_another_seed_are_refused(tmp_path: Path) -> None:
-    Record(tmp_path, seed=1, quick=True)
+    OutcomeLog(tmp_path, seed=1, quick=True)
     with pytest.raises(ValueError, match="another --output"):
-        Record(tmp_path, seed=2, quick=True)
+        OutcomeLog(tmp_path, seed=2, quick=True)
 
 
 def test_an_unknown_class_is_refused() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tepo_megatron.run.metrics.token_file import read_tokens, token_file
-from tepo_megatron.tools.bench.chromium import Page, chromium, find_chromium
+from tepo_megatron.tools.bench.chromium import Tab, chromium, find_chromium
 from tepo_megatron.tools.report import runs
 from tepo_megatron.tools.report.page import Options, write_report
 from tepo_megatron.tools.sweep.table import Spread, area
@@ -26,13 +26,13 @@ TABS = ("overview", "curves", "compare", "time", "settings", "faults", "samples"
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Page]:
+def browser() -> Iterator[Tab]:
     with chromium() as page:
         yield page
 
 
 @pytest.fixture
-def page(browser: Page) -> Iterator[Page]:
+def page(browser: Tab) -> Iterator[Tab]:
     """The tab, which must have met no problem at the end of the test and have asked for nothing but its own file."""
     browser.problems.clear()
     browser.requests.clear()
@@ -53,25 +53,25 @@ def html(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "page.html"
 
 
-def texts(page: Page, selector: str) -> list[str]:
+def texts(page: Tab, selector: str) -> list[str]:
     return list(page.evaluate(f"[...document.querySelectorAll({json.dumps(selector)})].map(each => each.textContent)"))
 
 
-def set_field(page: Page, selector: str, value: str) -> None:
+def set_field(page: Tab, selector: str, value: str) -> None:
     setting = (
         f"field.value = {json.dumps(value)}; for (const kind of ['input', 'change']) field.dispatchEvent(new Event(kind));"
     )
     page.evaluate(f"(field => {{ {setting} }})(document.querySelector({json.dumps(selector)}))")
 
 
-def strengths(page: Page) -> list[float]:
+def strengths(page: Tab) -> list[float]:
     """How strong the colour of each token of the first response is, 0 for none."""
     opacity = "Number(each.style.backgroundColor.match(/, ([\\d.]+)\\)$/)?.[1] ?? 0)"
     return list(page.evaluate(f"[...document.querySelectorAll('.response:first-child .token')].map(each => {opacity})"))
 
 
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
-def test_every_tab_is_drawn_in_both_themes_and_on_a_phone(width: int, height: int, page: Page, html: Path) -> None:
+def test_every_tab_is_drawn_in_both_themes_and_on_a_phone(width: int, height: int, page: Tab, html: Path) -> None:
     for dark in (False, True):
         page.resize(width, height, dark=dark)
         for tab in TABS:
@@ -82,7 +82,7 @@ def test_every_tab_is_drawn_in_both_themes_and_on_a_phone(width: int, height: in
             assert page.evaluate("document.documentElement.scrollWidth") <= width, tab
 
 
-def test_what_a_model_wrote_is_shown_and_not_run(page: Page, html: Path) -> None:
+def test_what_a_model_wrote_is_shown_and_not_run(page: Tab, html: Path) -> None:
     for kind in ("heldout", "tokens"):
         page.open(html, f"tab=samples&kind={kind}&words=onerror")
         page.wait_for("document.querySelectorAll('.response').length")
@@ -100,7 +100,7 @@ def test_what_a_model_wrote_is_shown_and_not_run(page: Page, html: Path) -> None
     page.requests.clear()
 
 
-def test_a_curve_is_read_by_mouse_and_keys_and_zoomed(page: Page, html: Path) -> None:
+def test_a_curve_is_read_by_mouse_and_keys_and_zoomed(page: Tab, html: Path) -> None:
     page.open(html, "tab=curves&find=entropy/mean&smooth=0&by=each")
     chart = '[data-chart="entropy/mean"] svg'
     page.wait_for(f"document.querySelectorAll('{chart.replace(chr(34), chr(92) + chr(34))} path').length")
@@ -122,7 +122,7 @@ def test_a_curve_is_read_by_mouse_and_keys_and_zoomed(page: Page, html: Path) ->
     assert page.evaluate("drawing.from") is None
 
 
-def test_seeds_are_drawn_together_and_by_a_settings_value(page: Page, html: Path) -> None:
+def test_seeds_are_drawn_together_and_by_a_settings_value(page: Tab, html: Path) -> None:
     page.open(html, "tab=curves&find=reward/mean")
     assert page.evaluate("linesOf('reward/mean').map(line => line.label)") == ["grpo-seed0", "tepo (2)"]
     line = page.evaluate("linesOf('reward/mean')[1]")
@@ -146,7 +146,7 @@ def spread_of(found: dict[str, float]) -> list[float]:
     return [found["mean"], found["low"], found["high"]]
 
 
-def test_one_kind_stands_beside_another_seed_by_seed(page: Page, tmp_path: Path) -> None:
+def test_one_kind_stands_beside_another_seed_by_seed(page: Tab, tmp_path: Path) -> None:
     """Two seeds are in both kinds, and of one of those a run is shorter: what the other did later does not count."""
     for seed in (0, 1, 2):
         write_run(tmp_path / "runs" / f"tepo-seed{seed}", steps=40 if seed == 2 else 70, seed=seed)
@@ -197,7 +197,7 @@ def test_one_kind_stands_beside_another_seed_by_seed(page: Page, tmp_path: Path)
     assert "nothing here to compare" in page.evaluate("document.getElementById('main').innerText")
 
 
-def test_a_run_that_never_got_there_counts_with_its_last_step_and_is_said(page: Page, html: Path) -> None:
+def test_a_run_that_never_got_there_counts_with_its_last_step_and_is_said(page: Tab, html: Path) -> None:
     page.open(html, "tab=compare")
     ratio = "against({value: run => run.at, ratio: true, reached: true}, %s)"
 
@@ -216,7 +216,7 @@ def test_a_run_that_never_got_there_counts_with_its_last_step_and_is_said(page: 
     assert (alone["mean"], alone["low"], alone["differs"]) == (2, None, False)
 
 
-def test_filters_leave_what_they_say(page: Page, html: Path) -> None:
+def test_filters_leave_what_they_say(page: Tab, html: Path) -> None:
     page.open(html, "tab=samples&kind=tokens")
     groups = page.evaluate("finder.shown.length")
     assert groups == 12
@@ -236,7 +236,7 @@ def test_filters_leave_what_they_say(page: Page, html: Path) -> None:
     assert "No sample passes" in page.evaluate("document.querySelector('.detail').innerText")
 
 
-def test_tokens_have_the_colours_and_values_of_the_run(page: Page, html: Path) -> None:
+def test_tokens_have_the_colours_and_values_of_the_run(page: Tab, html: Path) -> None:
     page.open(html, "tab=samples&kind=tokens&step=30&sort=first")
     samples = read_tokens(token_file(html.parent / "runs" / "tepo-seed0", 30))
     page.evaluate("choose(1)")
@@ -269,7 +269,7 @@ def test_tokens_have_the_colours_and_values_of_the_run(page: Page, html: Path) -
     assert page.evaluate("finder.at") == 2
 
 
-def test_an_open_page_follows_the_run_and_stays_as_it_is(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_open_page_follows_the_run_and_stays_as_it_is(page: Tab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "run_status", lambda folder: (["made up: so it stands"], True))
     folder, path = write_run(tmp_path / "run", steps=40, recorded=(10, 20)), tmp_path / "page.html"
     write_report([folder], path, Options(refresh=2, title="before"))
@@ -286,7 +286,7 @@ def test_an_open_page_follows_the_run_and_stays_as_it_is(page: Page, tmp_path: P
     assert "1 running" in texts(page, ".bar .state span.good")[0]
 
 
-def test_a_run_of_90_steps_with_3000_samples_is_shown(page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_90_steps_with_3000_samples_is_shown(page: Tab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No clock is asserted; the figures are printed."""
     folder = write_run(tmp_path / "run", recorded=range(1, 91), groups=5)
     written = write_report([folder], tmp_path / "page.html", Options())

@@ -55,7 +55,7 @@ def difference(found: Estimate, nothing: float) -> str:
 
 
 @dataclass(frozen=True)
-class Claim:
+class _Claim:
     """``said``: the claim, and who makes it. ``figure``: its name in FIGURES. ``others``: what TEPO stands beside."""
 
     said: str
@@ -65,18 +65,18 @@ class Claim:
 
 
 CLAIMS = (
-    Claim("convergence in half the time of GRPO and DAPO (P2)", "80", ("grpo", "dapo"), half_the_time),
-    Claim("convergence in half the time of GRPO and DAPO (P2)", "90", ("grpo", "dapo"), half_the_time),
-    Claim("higher accuracy than GRPO (P1: +1.74 points)", "avg", ("grpo", "dapo", "gspo"), more),
-    Claim("steadier rewards (P2)", "jitter", ("grpo", "neither"), less),
-    Claim("steadier rewards (P2)", "fall", ("grpo", "dapo"), less),
-    Claim("higher gradient norms (P2)", "gradient", ("grpo", "dapo"), more),
-    Claim("no collapse of the entropy (P2)", "entropy", ("grpo", "dapo"), more),
-    Claim("no collapse of the entropy (P2)", "entropy90", ("grpo", "dapo"), more),
-    Claim("asked by reviewers: what the mask alone does", "area", ("no-mask",), difference),
-    Claim("asked by reviewers: what the mask alone does", "entropy", ("no-mask",), difference),
-    Claim("asked by reviewers: what the likelihood alone does", "area", ("no-likelihood",), difference),
-    Claim("asked by reviewers: beside GSPO, whose ratio it has", "area", ("gspo",), difference),
+    _Claim("convergence in half the time of GRPO and DAPO (P2)", "80", ("grpo", "dapo"), half_the_time),
+    _Claim("convergence in half the time of GRPO and DAPO (P2)", "90", ("grpo", "dapo"), half_the_time),
+    _Claim("higher accuracy than GRPO (P1: +1.74 points)", "avg", ("grpo", "dapo", "gspo"), more),
+    _Claim("steadier rewards (P2)", "jitter", ("grpo", "neither"), less),
+    _Claim("steadier rewards (P2)", "fall", ("grpo", "dapo"), less),
+    _Claim("higher gradient norms (P2)", "gradient", ("grpo", "dapo"), more),
+    _Claim("no collapse of the entropy (P2)", "entropy", ("grpo", "dapo"), more),
+    _Claim("no collapse of the entropy (P2)", "entropy90", ("grpo", "dapo"), more),
+    _Claim("asked by reviewers: what the mask alone does", "area", ("no-mask",), difference),
+    _Claim("asked by reviewers: what the mask alone does", "entropy", ("no-mask",), difference),
+    _Claim("asked by reviewers: what the likelihood alone does", "area", ("no-likelihood",), difference),
+    _Claim("asked by reviewers: beside GSPO, whose ratio it has", "area", ("gspo",), difference),
 )
 
 
@@ -123,7 +123,7 @@ def claims(figures: Figures, rates: Sequence[str]) -> str:
     return markdown(["claim", "figure", "beside", *heads, BEST], rows)
 
 
-def _cell(figures: Figures, claim: Claim, other: str, rate: str, rates: Sequence[str]) -> str:
+def _cell(figures: Figures, claim: _Claim, other: str, rate: str, rates: Sequence[str]) -> str:
     mine, theirs = (_rate_of(figures, each, rate, rates) for each in ("tepo", other))
     if mine is None or theirs is None:
         return "–"
@@ -136,7 +136,7 @@ def _cell(figures: Figures, claim: Claim, other: str, rate: str, rates: Sequence
     return f"{at}{found.text(figure, ratio=figure.ratio)}, {pairs}: **{judged(claim, found)}**"
 
 
-def judged(claim: Claim, found: Estimate) -> str:
+def judged(claim: _Claim, found: Estimate) -> str:
     """The verdict, if there are pairs enough. A ratio with a run that never got there is a bound only, and a verdict that the
     true ratio could change is none.
     """

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tepo_megatron.tools.bench.evidence.record import Evidence, Key, Row
+from tepo_megatron.tools.bench.evidence.record import Evidence, EvidenceRow, Key
 from tepo_megatron.tools.sweep.table import Spread, area
 
 LAST_STEPS = 10
@@ -20,43 +20,43 @@ LAST_EVALUATIONS = 3
 Points = list[tuple[int, float]]
 
 
-def points(rows: Sequence[Row], name: str) -> Points:
+def points(rows: Sequence[EvidenceRow], name: str) -> Points:
     """Steps and values of the rows that have it."""
     return [(int(row["step"]), row[name]) for row in rows if name in row]
 
 
-def _mean(name: str, *, last: int | None = None) -> Callable[[Sequence[Row]], float | None]:
+def _mean(name: str, *, last: int | None = None) -> Callable[[Sequence[EvidenceRow]], float | None]:
     """The mean over the steps that have it, or over the last of them."""
 
-    def figure(rows: Sequence[Row]) -> float | None:
+    def figure(rows: Sequence[EvidenceRow]) -> float | None:
         values = [value for _, value in points(rows, name)]
         return statistics.fmean(values[-last:] if last else values) if values else None
 
     return figure
 
 
-def _last(name: str) -> Callable[[Sequence[Row]], float | None]:
-    def figure(rows: Sequence[Row]) -> float | None:
+def _last(name: str) -> Callable[[Sequence[EvidenceRow]], float | None]:
+    def figure(rows: Sequence[EvidenceRow]) -> float | None:
         found = points(rows, name)
         return found[-1][1] if found else None
 
     return figure
 
 
-def steps_to(at: float) -> Callable[[Sequence[Row]], float | None]:
+def _steps_to(at: float) -> Callable[[Sequence[EvidenceRow]], float | None]:
     """The first step with an evaluation whose greedy accuracy is at least ``at``; None: never."""
 
-    def figure(rows: Sequence[Row]) -> float | None:
+    def figure(rows: Sequence[EvidenceRow]) -> float | None:
         return next((float(step) for step, value in points(rows, "accuracy/greedy") if value >= at), None)
 
     return figure
 
 
-def entropy_at(accuracy: float) -> Callable[[Sequence[Row]], float | None]:
+def _entropy_at(accuracy: float) -> Callable[[Sequence[EvidenceRow]], float | None]:
     """The mean entropy of the five steps around the first evaluation with this greedy accuracy."""
 
-    def figure(rows: Sequence[Row]) -> float | None:
-        step = steps_to(accuracy)(rows)
+    def figure(rows: Sequence[EvidenceRow]) -> float | None:
+        step = _steps_to(accuracy)(rows)
         near = [] if step is None else [value for at, value in points(rows, "entropy/mean") if abs(at - step) <= 2]
         return statistics.fmean(near) if near else None
 
@@ -78,20 +78,20 @@ def largest_fall(values: Sequence[float], window: int = 3) -> float | None:
     return max((high - mean for high, mean in zip(best, means, strict=True)), default=None)
 
 
-def _largest_gradient(rows: Sequence[Row]) -> float | None:
+def _largest_gradient(rows: Sequence[EvidenceRow]) -> float | None:
     norms = [value for _, value in points(rows, "grad_norm")]
     return max(norms) / statistics.median(norms) if norms else None
 
 
-def _clipped(rows: Sequence[Row]) -> float | None:
+def _clipped(rows: Sequence[EvidenceRow]) -> float | None:
     found = [row["clip/low"] + row["clip/high"] for row in rows if "clip/low" in row and "clip/high" in row]
     return statistics.fmean(found) if found else None
 
 
-def seconds(name: str) -> Callable[[Sequence[Row]], float | None]:
+def seconds(name: str) -> Callable[[Sequence[EvidenceRow]], float | None]:
     """The median over the steps from the second on, without the evaluation; the first warms caches up."""
 
-    def figure(rows: Sequence[Row]) -> float | None:
+    def figure(rows: Sequence[EvidenceRow]) -> float | None:
         of_step = name == "time/step"
         found = [row[name] - (row.get("time/eval", 0.0) if of_step else 0.0) for row in rows if row["step"] > 1 and name in row]
         return statistics.median(found) if found else None
@@ -106,7 +106,7 @@ class Figure:
     """
 
     name: str
-    of: Callable[[Sequence[Row]], float | None]
+    of: Callable[[Sequence[EvidenceRow]], float | None]
     digits: int = 3
     scale: float = 1.0
     ratio: bool = False
@@ -114,10 +114,10 @@ class Figure:
 
 
 def _steps(at: float) -> Figure:
-    return Figure(f"steps to {at:.0%}".replace("%", " %"), steps_to(at), digits=1, ratio=True, reached=True)
+    return Figure(f"steps to {at:.0%}".replace("%", " %"), _steps_to(at), digits=1, ratio=True, reached=True)
 
 
-def _percent(name: str, of: Callable[[Sequence[Row]], float | None], digits: int = 1) -> Figure:
+def _percent(name: str, of: Callable[[Sequence[EvidenceRow]], float | None], digits: int = 1) -> Figure:
     return Figure(f"{name}, %", of, digits, scale=100.0)
 
 
@@ -131,7 +131,7 @@ FIGURES: Mapping[str, Figure] = {
     "pass4": _percent("pass@4", _last("eval/sampled/pass@4")),
     "pass16": _percent("pass@16", _last("eval/sampled/pass@16")),
     "entropy": Figure("last entropy", _mean("entropy/mean", last=LAST_STEPS), digits=3),
-    "entropy90": Figure("entropy at 90 %", entropy_at(0.9), digits=3),
+    "entropy90": Figure("entropy at 90 %", _entropy_at(0.9), digits=3),
     "masked": Figure("ΔH chosen, 10⁻³", _mean("entropy/delta_masked"), digits=2, scale=1e3),
     "unmasked": Figure("ΔH others, 10⁻³", _mean("entropy/delta_unmasked"), digits=2, scale=1e3),
     "gradient": Figure("gradient norm", _mean("grad_norm"), digits=2, ratio=True),

@@ -24,7 +24,7 @@ def make(root: Path, folders: Mapping[str, Path]) -> list[str]:
     for name, folder in folders.items():
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder; give the output of examples/evidence/{name}.yaml")
-        done = collect(root / f"examples/evidence/{name}.yaml", folder, results_of(root, name))
+        done = collect(root / f"examples/evidence/{name}.yaml", folder, _results_of(root, name))
         said.append(f"{folder}: {len(done)} runs are done")
     tiny, second, overhead = (evidence_of(root, name) for name in SWEEPS)
     tables = make_tables(tiny, second, overhead)
@@ -40,12 +40,12 @@ def make(root: Path, folders: Mapping[str, Path]) -> list[str]:
     return [*said, *(f"wrote {path}" for path in (written, page, *pictures)), f"{written.parent}: {size} bytes"]
 
 
-def results_of(root: Path, name: str) -> Path:
+def _results_of(root: Path, name: str) -> Path:
     return root / "docs/results/data/evidence" / name
 
 
 def evidence_of(root: Path, name: str) -> Evidence:
-    return read(root / f"examples/evidence/{name}.yaml", results_of(root, name))
+    return read(root / f"examples/evidence/{name}.yaml", _results_of(root, name))
 
 
 def as_text(tables: Mapping[str, str]) -> str:

@@ -26,7 +26,7 @@ SMOOTHED = 5
 """Steps of the moving average of what is noisy from step to step."""
 
 
-class Picture(NamedTuple):
+class _Picture(NamedTuple):
     """One file: a column of ``metrics.jsonl`` with the axis' label, what the page says of it, and whether it is smoothed."""
 
     stem: str
@@ -38,19 +38,19 @@ class Picture(NamedTuple):
 
 
 PICTURES = (
-    Picture("evidence-learning", "accuracy/greedy", "held-out greedy, %", "Held-out greedy accuracy by step", False, 100.0),
-    Picture("evidence-entropy", "entropy/mean", "entropy, nats a token", "Entropy by step"),
-    Picture("evidence-chosen", "entropy/delta_masked", "ΔH of chosen tokens, 10⁻³ nats", "ΔH of chosen tokens", scale=1e3),
-    Picture("evidence-others", "entropy/delta_unmasked", "ΔH of other tokens, 10⁻³ nats", "ΔH of other tokens", scale=1e3),
-    Picture("evidence-gradient", "grad_norm", "gradient norm before clipping", "Gradient norm by step"),
-    Picture("evidence-mask", "mask/fraction", "chosen tokens, %", "Share of chosen tokens by step", scale=100.0),
-    Picture("evidence-kl", "kl/mean", "KL from the old policy, 10⁻³ nats", "KL from the old policy by step", scale=1e3),
+    _Picture("evidence-learning", "accuracy/greedy", "held-out greedy, %", "Held-out greedy accuracy by step", False, 100.0),
+    _Picture("evidence-entropy", "entropy/mean", "entropy, nats a token", "Entropy by step"),
+    _Picture("evidence-chosen", "entropy/delta_masked", "ΔH of chosen tokens, 10⁻³ nats", "ΔH of chosen tokens", scale=1e3),
+    _Picture("evidence-others", "entropy/delta_unmasked", "ΔH of other tokens, 10⁻³ nats", "ΔH of other tokens", scale=1e3),
+    _Picture("evidence-gradient", "grad_norm", "gradient norm before clipping", "Gradient norm by step"),
+    _Picture("evidence-mask", "mask/fraction", "chosen tokens, %", "Share of chosen tokens by step", scale=100.0),
+    _Picture("evidence-kl", "kl/mean", "KL from the old policy, 10⁻³ nats", "KL from the old policy by step", scale=1e3),
 )
 OF_SECOND = (
-    Picture("evidence-second-learning", "accuracy/greedy", "held-out greedy, %", "Held-out greedy by step", False, 100.0),
-    Picture("evidence-second-entropy", "entropy/mean", "entropy, nats a token", "Entropy by step"),
+    _Picture("evidence-second-learning", "accuracy/greedy", "held-out greedy, %", "Held-out greedy by step", False, 100.0),
+    _Picture("evidence-second-entropy", "entropy/mean", "entropy, nats a token", "Entropy by step"),
 )
-TIME = Picture("evidence-time", "time/step", "", "Time of a step beside GRPO's")
+TIME = _Picture("evidence-time", "time/step", "", "Time of a step beside GRPO's")
 
 
 def draw(tiny: Evidence, second: Evidence, overhead: Evidence, folder: Path) -> list[Path]:
@@ -77,7 +77,7 @@ def shown(tiny: Evidence, second: Evidence, overhead: Evidence) -> dict[str, str
     return found
 
 
-def _pictures(tiny: Evidence, second: Evidence, overhead: Evidence) -> list[tuple[Picture, Evidence]]:
+def _pictures(tiny: Evidence, second: Evidence, overhead: Evidence) -> list[tuple[_Picture, Evidence]]:
     return [*((picture, tiny) for picture in PICTURES), *((picture, second) for picture in OF_SECOND), (TIME, overhead)]
 
 
@@ -106,7 +106,7 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _curves(evidence: Evidence, picture: Picture, png: Path) -> None:
+def _curves(evidence: Evidence, picture: _Picture, png: Path) -> None:
     rates = list(evidence.sweep.axes["lr"])
     figure = _figure(12.0, 3.9 * len(rates))
     highest = []
@@ -127,7 +127,7 @@ def _curves(evidence: Evidence, picture: Picture, png: Path) -> None:
     figure.savefig(png, format="png", metadata={"Software": None})
 
 
-def _curve(axes: Axes, evidence: Evidence, key: Key, picture: Picture, colour: str) -> None:
+def _curve(axes: Axes, evidence: Evidence, key: Key, picture: _Picture, colour: str) -> None:
     runs = [found for rows in evidence.rows(key) if (found := points(rows, picture.column))]
     steps, values = mean_curve(runs, SMOOTHED if picture.smooth else 1)
     if not steps.size:

@@ -28,7 +28,7 @@ COLUMNS = (
 )
 """What is kept of a row of ``metrics.jsonl``, as docs/reference/metrics.md explains it; six digits of each number."""
 
-Row = Mapping[str, float]
+EvidenceRow = Mapping[str, float]
 Key = tuple[str, ...]
 """A combination: its choices in the order of the sweep's axes."""
 
@@ -38,7 +38,7 @@ class Evidence:
     """What is known of a sweep. ``runs``: combination → seed → the run's rows. ``dates``: a run's name → when it ended."""
 
     sweep: SweepFile
-    runs: Mapping[Key, Mapping[int, Sequence[Row]]]
+    runs: Mapping[Key, Mapping[int, Sequence[EvidenceRow]]]
     dates: Mapping[str, str] = field(default_factory=dict)
     machines: Mapping[str, str] = field(default_factory=dict)
     """A run's name → machine and versions."""
@@ -46,13 +46,13 @@ class Evidence:
     @property
     def keys(self) -> list[Key]:
         """Every combination of the sweep, done or not, in its order."""
-        return list(dict.fromkeys(key_of(run) for run in runs_of(self.sweep)))
+        return list(dict.fromkeys(_key_of(run) for run in runs_of(self.sweep)))
 
     def seeds(self, key: Key) -> list[int]:
         """The seeds that are done, in the order of the file."""
         return [seed for seed in self.sweep.seeds if seed in self.runs.get(key, {})]
 
-    def rows(self, key: Key) -> list[Sequence[Row]]:
+    def rows(self, key: Key) -> list[Sequence[EvidenceRow]]:
         """Of each seed that is done."""
         return [self.runs[key][seed] for seed in self.seeds(key)]
 
@@ -61,7 +61,7 @@ class Evidence:
         return self.sweep.axes["lr"][name][0].partition("=")[2]
 
 
-def key_of(run: SweepRun) -> Key:
+def _key_of(run: SweepRun) -> Key:
     return tuple(run.choices.values())
 
 
@@ -86,7 +86,7 @@ def collect(file: Path, folder: Path, results: Path) -> list[str]:
         rows = [_kept(row) for row in read_metrics(source)]
         if [row["step"] for row in rows] != list(range(len(rows))) or len(rows) < 2:
             raise ValueError(f"{source}: its rows are not those of the steps from 0 on; remove the run and repeat it")
-        known[key_of(run)] = {**known.get(key_of(run), {}), run.seed: rows}
+        known[_key_of(run)] = {**known.get(_key_of(run), {}), run.seed: rows}
         ended = datetime.datetime.fromtimestamp(source.stat().st_mtime, datetime.UTC)
         date = ended.isoformat(timespec="minutes").removesuffix("+00:00") + "Z"
         if dates.get(run.name) != date:  # else it was collected before, where it ran
@@ -109,7 +109,7 @@ def read(file: Path, results: Path) -> Evidence:
     if head is None:
         return Evidence(sweep, {})
     found = {}
-    for key in dict.fromkeys(key_of(run) for run in runs_of(sweep)):
+    for key in dict.fromkeys(_key_of(run) for run in runs_of(sweep)):
         path = results / f"{'-'.join(key)}.csv"
         if path.is_file():
             found[key] = _from_csv(path.read_text(encoding="utf-8"))
@@ -130,7 +130,7 @@ def _by_run(machines: Mapping[str, Sequence[str]]) -> dict[str, str]:
 def _settings(sweep: SweepFile) -> dict[str, list[str]]:
     """Combination → all that its runs are given, but for seed and output: what must be equal for runs to be seeds of one."""
     own = ("seed=", "output=")
-    return {"-".join(key_of(run)): [each for each in run.overrides if not each.startswith(own)] for run in runs_of(sweep)}
+    return {"-".join(_key_of(run)): [each for each in run.overrides if not each.startswith(own)] for run in runs_of(sweep)}
 
 
 def _read_head(results: Path) -> dict[str, Any] | None:
@@ -138,12 +138,12 @@ def _read_head(results: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def _kept(row: Mapping[str, Any]) -> Row:
+def _kept(row: Mapping[str, Any]) -> EvidenceRow:
     found = {name: float(row[name]) for name in COLUMNS if row.get(name) is not None}
     return {"step": int(row["step"]), **found}
 
 
-def _as_csv(runs: Mapping[int, Sequence[Row]]) -> str:
+def _as_csv(runs: Mapping[int, Sequence[EvidenceRow]]) -> str:
     """A line for each step of each seed; columns that no row has are left out, and an empty cell is a missing number."""
     used = [name for name in COLUMNS if any(name in row for rows in runs.values() for row in rows)]
     text = StringIO(newline="")
@@ -155,8 +155,8 @@ def _as_csv(runs: Mapping[int, Sequence[Row]]) -> str:
     return text.getvalue()
 
 
-def _from_csv(text: str) -> dict[int, list[Row]]:
-    found: dict[int, list[Row]] = {}
+def _from_csv(text: str) -> dict[int, list[EvidenceRow]]:
+    found: dict[int, list[EvidenceRow]] = {}
     for line in csv.DictReader(StringIO(text)):
         found.setdefault(int(line["seed"]), []).append(dict(_numbers(line)))
     return found

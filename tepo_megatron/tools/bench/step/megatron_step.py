@@ -32,7 +32,7 @@ from tepo_megatron.trainer.megatron.policy.policy import PolicyBuilder
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class _MicroBatch:
     """What Megatron's model takes: rows [b, s], or one row of packed sequences."""
 
     tokens: Tensor
@@ -77,18 +77,18 @@ class MegatronStep:
             ddp.ddp_config.check_for_nan_in_grad = True  # pretrain_gpt's default
             ddp.config.finalize_model_grads_func = finalize_model_grads
 
-    def load(self, rollouts: list[Rollout]) -> list[MicroBatch]:
+    def load(self, rollouts: list[Rollout]) -> list[_MicroBatch]:
         batch = self.engine.batch_from_root(rollouts)
         make = _rows if self.rows else _packed
         return [make(batch.select(sequences)) for sequences in self.engine.forward.micro_batches(batch)]
 
-    def score(self, data: list[MicroBatch]) -> tuple[list[MicroBatch], float | None]:
+    def score(self, data: list[_MicroBatch]) -> tuple[list[_MicroBatch], float | None]:
         """Megatron's schedule forward only, each token's loss kept."""
         with torch.no_grad():
             kept = self._run(data, forward_only=True)
         return data, self._mean_loss(kept)
 
-    def update(self, scored: list[MicroBatch]) -> None:
+    def update(self, scored: list[_MicroBatch]) -> None:
         """The order of ``train_step`` in Megatron's own loop, with what that reduces over ranks for its log."""
         for ddp in self.policy.ddp:
             ddp.zero_grad_buffer()
@@ -105,7 +105,7 @@ class MegatronStep:
         self.policy.schedule.step(increment=1)
         self._mean_loss(kept)
 
-    def _run(self, data: list[MicroBatch], *, forward_only: bool) -> list[dict[str, Tensor]]:
+    def _run(self, data: list[_MicroBatch], *, forward_only: bool) -> list[dict[str, Tensor]]:
         with self.engine.platform.megatron():
             return get_forward_backward_func()(
                 forward_step_func=self._forward_step,
@@ -117,7 +117,7 @@ class MegatronStep:
                 forward_only=forward_only,
             )
 
-    def _forward_step(self, data: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
+    def _forward_step(self, data: Iterator[_MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
         micro = next(data)
         output = model(micro.tokens, micro.positions, micro.attention_mask, labels=micro.labels, packed_seq_params=micro.packed)
 
@@ -137,14 +137,14 @@ class MegatronStep:
         return float(report[0] / report[1])
 
 
-def _packed(micro: Batch) -> MicroBatch:
+def _packed(micro: Batch) -> _MicroBatch:
     longest = int(micro.lengths_S.max())
     packed = PackedSeqParams("thd", micro.cu_seqlens, micro.cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
     mask = micro.loss_mask_T[None].float()
-    return MicroBatch(micro.tokens_T[None], micro.labels_T[None], micro.positions_T[None], mask, None, packed)
+    return _MicroBatch(micro.tokens_T[None], micro.labels_T[None], micro.positions_T[None], mask, None, packed)
 
 
-def _rows(micro: Batch) -> MicroBatch:
+def _rows(micro: Batch) -> _MicroBatch:
     lengths = micro.lengths_S.tolist()
 
     def rows(values_T: Tensor) -> Tensor:
@@ -153,4 +153,4 @@ def _rows(micro: Batch) -> MicroBatch:
     tokens = rows(micro.tokens_T)
     positions = torch.arange(tokens.size(1)).expand_as(tokens)
     attention_mask = torch.ones(1, 1, tokens.size(1), tokens.size(1), dtype=torch.bool).triu(1)  # True is not attended to
-    return MicroBatch(tokens, rows(micro.labels_T), positions, rows(micro.loss_mask_T.float()), attention_mask, None)
+    return _MicroBatch(tokens, rows(micro.labels_T), positions, rows(micro.loss_mask_T.float()), attention_mask, None)

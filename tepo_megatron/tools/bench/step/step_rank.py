@@ -41,7 +41,7 @@ class Method(Protocol):
         """Forward, backward and optimizer step."""
 
 
-class Ours:
+class _Ours:
     """This project's step: log-probs and entropies of the old policy, then an update with the configuration's objective."""
 
     def __init__(self, engine: Engine) -> None:
@@ -61,7 +61,7 @@ class Ours:
             raise RuntimeError(f"the gradient norm is {result.grad_norm}")
 
 
-def make_rollouts(lengths: list[int], vocab_size: int, *, group: int, prompt: int) -> list[Rollout]:
+def _make_rollouts(lengths: list[int], vocab_size: int, *, group: int, prompt: int) -> list[Rollout]:
     """Returns random responses in groups, every second one rewarded; ``lengths`` include the ``prompt`` tokens."""
     generator = torch.Generator().manual_seed(1)
     rollouts = []
@@ -102,9 +102,9 @@ def timed(work: Callable[[], R]) -> tuple[R, float]:
     return result, time.perf_counter() - start
 
 
-def make_method(name: str, engine: Engine) -> Method:
+def _make_method(name: str, engine: Engine) -> Method:
     if name.startswith("tepo_megatron"):
-        return Ours(engine)
+        return _Ours(engine)
     from tepo_megatron.tools.bench.step.megatron_step import MegatronStep  # which an older checkout does not have
 
     return MegatronStep(engine, rows="rows" in name)
@@ -128,10 +128,10 @@ def main(arguments: dict[str, Any], reply: int) -> None:
             request = json.loads(line)
             name, ratio = request["method"], request["ratio"]
             if name not in methods:
-                methods[name] = make_method(name, engine)
+                methods[name] = _make_method(name, engine)
             if (name, ratio) not in loaded:
                 sizes = {name: arguments[name] for name in ("group", "prompt")}
-                rollouts = make_rollouts(arguments["lengths"][ratio], engine.spec.vocab_size, **sizes)
+                rollouts = _make_rollouts(arguments["lengths"][ratio], engine.spec.vocab_size, **sizes)
                 loaded[name, ratio] = methods[name].load(rollouts)
             answers.write(json.dumps(_step(methods[name], loaded[name, ratio], memory=request["memory"])) + "\n")
             answers.flush()

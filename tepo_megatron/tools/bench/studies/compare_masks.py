@@ -37,7 +37,7 @@ PAIRS = tuple(combinations(range(len(WAYS)), 2))
 
 
 @dataclass(frozen=True)
-class Watched(Objective):
+class _Watched(Objective):
     """A run's objective, which also notes what every way would choose."""
 
     noted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -67,10 +67,10 @@ class Watched(Objective):
 
 
 def replay(config: RunConfig, rollouts: Path, steps: int) -> list[list[tuple[Tensor, Tensor]]]:
-    """What `Watched` noted, by the number of the update within its step: of each step one pair for each."""
+    """What `_Watched` noted, by the number of the update within its step: of each step one pair for each."""
     from tepo_megatron.trainer.megatron.engine import Engine
 
-    watched = Watched(config.objective)
+    watched = _Watched(config.objective)
     engine = Engine(config, resolve_model_path(config.model.path), watched)
     by_update: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(config.train.minibatches)]
     for step in range(steps):

@@ -44,7 +44,7 @@ CONSTANT, IS_CLASS, IS_LONG, IS_SHORT, TO_LONG, TO_SHORT = range(6)
 """What a coordinate of the hidden state says; the last two are written by the attention."""
 
 
-def make_model(folder: Path, *, mean_long: float, mean_short: float) -> Path:
+def _make_model(folder: Path, *, mean_long: float, mean_short: float) -> Path:
     """A Llama folder, of the tiny model's shape and tokenizer, whose responses are of geometric length with these means."""
     source = resolve_model_path("builtin:tiny")
     shutil.copytree(source, folder)
@@ -90,7 +90,7 @@ def _attend(tensors: dict[str, Tensor], config: dict[str, Any], long: int, short
     tensors[layer + "o_proj.weight"][TO_SHORT, 1] = 1 / value
 
 
-def write_problems(path: Path, count: int) -> Path:
+def _write_problems(path: Path, count: int) -> Path:
     """One prompt in ten is long; the digits after the first tell the others apart."""
     with path.open("w") as file:
         for number in range(count):
@@ -101,7 +101,7 @@ def write_problems(path: Path, count: int) -> Path:
 
 
 @dataclass(frozen=True)
-class Measured:
+class _Measured:
     """Of a run's steps but the first: seconds, response tokens trained on, and the means of its idle shares."""
 
     seconds: float
@@ -115,7 +115,7 @@ class Measured:
         return self.seconds / self.tokens
 
 
-def run_schedule(schedule: str, model: Path, problems: Path, output: Path, given: argparse.Namespace) -> Measured:
+def _run_schedule(schedule: str, model: Path, problems: Path, output: Path, given: argparse.Namespace) -> _Measured:
     """A run of `tepo train`, and what its rows say."""
     settings = [
         f"model.path={model}",
@@ -146,7 +146,7 @@ def run_schedule(schedule: str, model: Path, problems: Path, output: Path, given
 
     tokens = sum(row["response_tokens"] for row in rows)
     dropped = sum(row.get("staleness/dropped", 0) for row in rows)
-    return Measured(seconds, tokens, mean("idle/trainer"), mean("idle/servers"), dropped)
+    return _Measured(seconds, tokens, mean("idle/trainer"), mean("idle/servers"), dropped)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -161,14 +161,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mean-short", type=float, default=16, help="mean length after the others (default 16)")
     parser.add_argument("--output", type=Path, default=Path("docs/results/data"), help="folder for the results")
     given = parser.parse_args(arguments)
-    found: dict[str, list[Measured]] = {"sync": [], "overlap": []}
+    found: dict[str, list[_Measured]] = {"sync": [], "overlap": []}
     with tempfile.TemporaryDirectory(prefix="tepo-schedules-") as name:
         folder = Path(name)
-        model = make_model(folder / "model", mean_long=given.mean_long, mean_short=given.mean_short)
-        problems = write_problems(folder / "problems.jsonl", 4000)
+        model = _make_model(folder / "model", mean_long=given.mean_long, mean_short=given.mean_short)
+        problems = _write_problems(folder / "problems.jsonl", 4000)
         for repeat in range(given.repeats):
             for schedule, runs in found.items():
-                runs.append(run_schedule(schedule, model, problems, folder / f"{schedule}-{repeat}", given))
+                runs.append(_run_schedule(schedule, model, problems, folder / f"{schedule}-{repeat}", given))
                 print(schedule, runs[-1], flush=True)
     ratios = [b.per_token / a.per_token for a, b in zip(found["sync"], found["overlap"], strict=True)]
     rows = [(schedule, *_cells(runs)) for schedule, runs in found.items()]
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"wrote {' and '.join(str(path) for path in paths)}")
 
 
-def _cells(runs: Sequence[Measured]) -> tuple[str, ...]:
+def _cells(runs: Sequence[_Measured]) -> tuple[str, ...]:
     middle = sorted(runs, key=lambda run: run.per_token)[len(runs) // 2]
     return (
         f"{middle.seconds:.1f}",

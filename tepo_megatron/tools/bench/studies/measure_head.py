@@ -43,7 +43,7 @@ ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "655
 
 
 @dataclass(frozen=True)
-class Setting:
+class _Setting:
     tokens: int
     vocab: int
     hidden: int
@@ -55,7 +55,7 @@ class Setting:
         return self.tokens * self.vocab * (4 if self.dtype == "float32" else 2)
 
 
-def write_random_model(folder: Path, setting: Setting) -> None:
+def _write_random_model(folder: Path, setting: _Setting) -> None:
     """A Llama of one layer, without tokenizer."""
     config = {"architectures": ["LlamaForCausalLM"], "vocab_size": setting.vocab, "hidden_size": setting.hidden}
     config |= {"intermediate_size": 2 * setting.hidden, "num_hidden_layers": 1, "tie_word_embeddings": False}
@@ -69,7 +69,7 @@ def write_random_model(folder: Path, setting: Setting) -> None:
     write_model(folder / "model", tensors, source=source, dtype=dtype)
 
 
-def rollouts(setting: Setting) -> list[Rollout]:
+def rollouts(setting: _Setting) -> list[Rollout]:
     generator, length = torch.Generator().manual_seed(0), setting.tokens // SEQUENCES
     made = []
     for number in range(SEQUENCES):
@@ -79,7 +79,7 @@ def rollouts(setting: Setting) -> list[Rollout]:
     return made
 
 
-class Meter:
+class _Meter:
     """Takes time and peak of a pass."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ def _resident(kind: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def child(setting: Setting, head: str, model: Path) -> dict[str, dict[str, float]]:
+def child(setting: _Setting, head: str, model: Path) -> dict[str, dict[str, float]]:
     """Measures both passes once each after one that loads libraries; in this process."""
     from tepo_megatron.trainer.megatron.engine import Engine
 
@@ -121,7 +121,7 @@ def child(setting: Setting, head: str, model: Path) -> dict[str, dict[str, float
     given = {"model": {"path": str(model), "dtype": setting.dtype}, "engine": engine_section}
     engine = Engine(RunConfig.model_validate(given), model)
     batch = engine.batch_from_root(rollouts(setting))
-    meter, forward, policy = Meter(), engine.forward, engine.policy
+    meter, forward, policy = _Meter(), engine.forward, engine.policy
 
     def loss(scores: TokenScores, micro: Batch) -> tuple[Tensor, dict[str, Any]]:
         return (scores.logprob.sum() - 0.1 * scores.entropy.sum()) / micro.num_tokens, {}
@@ -131,7 +131,7 @@ def child(setting: Setting, head: str, model: Path) -> dict[str, dict[str, float
             chunk.zero_grad_buffer()
         forward.run(policy.ddp, batch, forward.micro_batches(batch), loss, train=True)
 
-    small = engine.batch_from_root(rollouts(Setting(SEQUENCES * 16, setting.vocab, setting.hidden, setting.dtype)))
+    small = engine.batch_from_root(rollouts(_Setting(SEQUENCES * 16, setting.vocab, setting.hidden, setting.dtype)))
     engine.score(small)
     forward.run(policy.ddp, small, forward.micro_batches(small), loss, train=True)
     found = {PASSES[0]: meter.measure(lambda: engine.score(batch)), PASSES[1]: meter.measure(train)}
@@ -139,11 +139,11 @@ def child(setting: Setting, head: str, model: Path) -> dict[str, dict[str, float
     return found
 
 
-def measure(setting: Setting, repeats: int) -> dict[str, dict[str, dict[str, float]]]:
+def measure(setting: _Setting, repeats: int) -> dict[str, dict[str, dict[str, float]]]:
     """head → pass → the least seconds and the least peak of the repeats."""
     found: dict[str, list[dict[str, dict[str, float]]]] = {head: [] for head in HEADS}
     with tempfile.TemporaryDirectory() as folder:
-        write_random_model(Path(folder), setting)
+        _write_random_model(Path(folder), setting)
         for _ in range(repeats):
             for head in HEADS:
                 case = json.dumps({**asdict(setting), "head": head, "model": f"{folder}/model"})
@@ -156,7 +156,7 @@ def measure(setting: Setting, repeats: int) -> dict[str, dict[str, dict[str, flo
     }
 
 
-def rows(setting: Setting, found: dict[str, dict[str, dict[str, float]]]) -> list[tuple[str, ...]]:
+def rows(setting: _Setting, found: dict[str, dict[str, dict[str, float]]]) -> list[tuple[str, ...]]:
     cells = []
     for name in PASSES:
         plain, fused = (found[head][name] for head in HEADS)
@@ -187,14 +187,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.child:
         case = json.loads(given.child)
         head, model = case.pop("head"), Path(case.pop("model"))
-        print(json.dumps(child(Setting(**case), head, model)))
+        print(json.dumps(child(_Setting(**case), head, model)))
         return
     note, device = f"best of {given.repeats}, one thread, CPU seconds", "cpu"
     if torch.cuda.is_available():
         note, device = f"{torch.cuda.get_device_name()} · best of {given.repeats}", "cuda"
     table, results, packages = [], [], ["torch", "megatron-core", "tepo-megatron"]
     for dtype in given.dtypes.split(","):
-        setting = Setting(given.tokens, given.vocab, given.hidden, dtype)
+        setting = _Setting(given.tokens, given.vocab, given.hidden, dtype)
         found = measure(setting, given.repeats)
         table += rows(setting, found)
         results.append({**asdict(setting), "logits_bytes": setting.logits, "results": found})

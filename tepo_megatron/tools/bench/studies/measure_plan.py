@@ -55,7 +55,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Term:
+class _Term:
     """``planned`` and ``counted``: bytes of the rank with most, or of all ranks together for what is on disk."""
 
     run: str
@@ -90,7 +90,7 @@ def configs(model: Path) -> dict[str, RunConfig]:
     return found
 
 
-def draw_rollouts(sequences: int, tokens: int) -> list[Rollout]:
+def _draw_rollouts(sequences: int, tokens: int) -> list[Rollout]:
     generator = torch.Generator().manual_seed(0)
     made = []
     for index in range(sequences):
@@ -113,7 +113,7 @@ def counts(config: RunConfig, folder: Path) -> dict[str, int]:
     from tepo_megatron.trainer.megatron.policy.optimizer_states import adam_tensors
 
     engine = Engine(config, Path(config.model.path))
-    batch = engine.batch_from_root(draw_rollouts(SEQUENCES, TOKENS) if engine.ranks.rank == 0 else None)
+    batch = engine.batch_from_root(_draw_rollouts(SEQUENCES, TOKENS) if engine.ranks.rank == 0 else None)
     batch = engine.score(batch)
     engine.update(batch)
     policy, lora = engine.policy, engine.policy.lora
@@ -132,23 +132,23 @@ def counts(config: RunConfig, folder: Path) -> dict[str, int]:
     return found
 
 
-def compare(name: str, config: RunConfig, ranks: list[Mapping[str, int]]) -> Iterator[Term]:
+def compare(name: str, config: RunConfig, ranks: list[Mapping[str, int]]) -> Iterator[_Term]:
     """``ranks``: what :func:`counts` has found on each. Of states on the host it finds 12 bytes, without their gradients."""
     spec, _ = resolve_spec(config.model.path)
     step = SEQUENCES * TOKENS
     stages = range(config.engine.parallel.pp)
     planned = [rank_memory(spec, config, stage, longest=TOKENS, step_tokens=step) for stage in stages]
     for term in ("weights", "gradients"):
-        yield Term(name, term, max(getattr(each, term) for each in planned), max(rank[term] for rank in ranks))
+        yield _Term(name, term, max(getattr(each, term) for each in planned), max(rank[term] for rank in ranks))
     owned = max(owned_weights(spec, config, stage) for stage in stages)
     away = min(12.0, host_state_bytes(config))
-    yield Term(name, "optimizer", (state_bytes(config) + away) * owned, max(rank["optimizer"] for rank in ranks))
-    yield Term(name, "a step's batch", step * BATCH_BYTES_PER_TOKEN, max(rank["batch"] for rank in ranks))
-    yield Term(name, "checkpoint", checkpoint_bytes(spec, config), sum(rank["written"] for rank in ranks))
-    yield Term(name, "checkpoint, a rank", checkpoint_bytes_of_a_rank(spec, config), max(rank["written"] for rank in ranks))
+    yield _Term(name, "optimizer", (state_bytes(config) + away) * owned, max(rank["optimizer"] for rank in ranks))
+    yield _Term(name, "a step's batch", step * BATCH_BYTES_PER_TOKEN, max(rank["batch"] for rank in ranks))
+    yield _Term(name, "checkpoint", checkpoint_bytes(spec, config), sum(rank["written"] for rank in ranks))
+    yield _Term(name, "checkpoint, a rank", checkpoint_bytes_of_a_rank(spec, config), max(rank["written"] for rank in ranks))
 
 
-def worst(terms: list[Term]) -> list[Term]:
+def worst(terms: list[_Term]) -> list[_Term]:
     """Of each term the run with the largest error."""
     names = dict.fromkeys(each.term for each in terms)
     return [max((each for each in terms if each.term == name), key=lambda each: abs(each.error)) for name in names]
@@ -156,7 +156,7 @@ def worst(terms: list[Term]) -> list[Term]:
 
 def rates() -> Iterator[tuple[str, float, float]]:
     """Yields (what, the plan's seconds, measured seconds) for a part of the work of one core."""
-    rollouts, raw = draw_rollouts(256, 512), bytes(2**27)
+    rollouts, raw = _draw_rollouts(256, 512), bytes(2**27)
     packed = sum(len(each.response_ids) for each in rollouts)
     yield "packing a sampled token, µs", PACK_SECONDS_PER_TOKEN * 1e6, best(lambda: pack(rollouts)) / packed * 1e6
     digest = best(lambda: hashlib.sha256(raw).digest()) / len(raw)
@@ -183,7 +183,7 @@ def best(work: Callable[[], object], repeats: int = 3) -> float:
     return min(found)
 
 
-def rank_main(folder: Path) -> None:
+def _rank_main(folder: Path) -> None:
     """What each of the two ranks does."""
     import torch.distributed as dist
 
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank is not None:
-        rank_main(arguments.rank)
+        _rank_main(arguments.rank)
         return
     from tepo_megatron.runtime.torchrun import run_ranks
 

@@ -6,17 +6,27 @@ A command accepts what is valid after all, and answers anything else in a senten
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import multiprocessing
+import os
+import random
+import resource
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from random import Random
 from typing import Any
 
 from tepo_megatron.config import RunConfig
+from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.errors import is_ours
+from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
 
 
 @dataclass(frozen=True)
-class MalformedConfig:
+class _MalformedConfig:
     """A run's YAML file, as bytes, and dotted overrides; ``kind`` says what is wrong with them."""
 
     kind: str
@@ -24,16 +34,16 @@ class MalformedConfig:
     overrides: tuple[str, ...] = ()
 
 
-def malformed_configs(count: int, seed: int) -> Iterator[MalformedConfig]:
+def malformed_configs(count: int, seed: int) -> Iterator[_MalformedConfig]:
     """So many configurations, of all kinds in turn; ``seed`` chooses values, fields and places."""
     random = Random(seed)
     kinds = [*_WHOLE_FILES, *_ONE_VALUE, *_BYTES]
     for number in range(count):
         kind = kinds[number % len(kinds)]
         if kind in _WHOLE_FILES:
-            yield MalformedConfig(kind, _WHOLE_FILES[kind](random).encode("utf-8", "surrogatepass"))
+            yield _MalformedConfig(kind, _WHOLE_FILES[kind](random).encode("utf-8", "surrogatepass"))
         elif kind in _BYTES:
-            yield MalformedConfig(kind, _BYTES[kind](_sound(random), random))
+            yield _MalformedConfig(kind, _BYTES[kind](_sound(random), random))
         else:
             yield _with_value(kind, _ONE_VALUE[kind](random), random)
 
@@ -69,14 +79,14 @@ def _dump(values: Mapping[str, Any]) -> bytes:
     return json.dumps(nested).encode()
 
 
-def _with_value(kind: str, value: str, random: Random) -> MalformedConfig:
+def _with_value(kind: str, value: str, random: Random) -> _MalformedConfig:
     """The value, as YAML, for a field that was chosen at random: in the file, or on the command line."""
     path = random.choice([path for path, _ in _fields()] + list(RunConfig.model_fields))
     if random.random() < 0.5:
-        return MalformedConfig(kind, _sound(random), (f"{path}={value}",))
+        return _MalformedConfig(kind, _sound(random), (f"{path}={value}",))
     *parents, last = path.split(".")
     lines = [f"{'  ' * depth}{parent}:" for depth, parent in enumerate(parents)] + [f"{'  ' * len(parents)}{last}: {value}"]
-    return MalformedConfig(kind, ("\n".join(lines) + "\n").encode("utf-8", "surrogatepass"))
+    return _MalformedConfig(kind, ("\n".join(lines) + "\n").encode("utf-8", "surrogatepass"))
 
 
 def _slip(random: Random) -> str:
@@ -195,3 +205,69 @@ _BYTES: dict[str, Callable[[bytes, Random], bytes]] = {
     "a mark of its order": lambda text, random: b"\xef\xbb\xbf" * random.randrange(1, 3) + text,
     "too large": lambda text, random: text + b"#" * (2**20 + random.randrange(1, 100)),
 }
+
+
+LIMIT_S = 20
+MEMORY_BYTES = 2 * 2**30
+"""Beyond what the process has when it begins."""
+
+
+class MalformedConfigs(FaultClass):
+    """Each is read in a process of its own, a fork of this one, with limits on time and memory."""
+
+    name = "configs"
+    title = "malformed configurations"
+    whole, quick = 200, 30
+
+    def inject(self, number: int, rng: random.Random) -> FaultOutcome:
+        *_, given = malformed_configs(number + 1, rng.randrange(2**31))  # its kinds take turns
+        path = self.folder / "given.yaml"
+        path.write_bytes(given.text)
+        name = f"{given.kind}: {list(given.overrides) or _begin(given)}"
+        before = sorted(self.folder.iterdir())
+        answer = _in_a_fork(path, given.overrides)
+        made = [each.name for each in sorted(self.folder.iterdir()) if each not in before]
+        if made:
+            return FaultOutcome(name, "lost", f"reading it made files: {made}")
+        if answer is None:
+            return FaultOutcome(
+                name, "lost", f"no answer within {LIMIT_S} s of processor time and {MEMORY_BYTES / 2**30:g} GiB"
+            )
+        kind, said = answer
+        if kind == "raised":
+            return FaultOutcome(name, "lost", said)
+        return FaultOutcome(name, "refused" if kind == "refused" else "survived", said)
+
+
+def _begin(given: _MalformedConfig) -> str:
+    return given.text[:60].decode(errors="replace")
+
+
+def _in_a_fork(path: Path, overrides: Sequence[str]) -> list[str] | None:
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    child = context.Process(target=_read, args=(answers, path, overrides))
+    child.start()
+    child.join(10 * LIMIT_S)  # of the clock: the machine may be busy with other things
+    if child.is_alive():
+        child.kill()
+    child.join()
+    return None if answers.empty() else json.loads(answers.get())
+
+
+def _read(answers: Any, path: Path, overrides: Sequence[str]) -> None:
+    os.chdir(path.parent)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
+    warnings.simplefilter("ignore")
+    try:
+        load_run(path, overrides)
+        answers.put(json.dumps(["accepted", ""]))
+    except Exception as error:  # what it is, is the answer
+        said = str(error).replace("\n", " ")[:300]
+        if is_ours(error):
+            answers.put(json.dumps(["refused", said]))
+        else:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            answers.put(json.dumps(["raised", f"{type(error).__name__} at {last.name}, line {last.lineno}: {said}"]))
