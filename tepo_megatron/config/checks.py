@@ -107,7 +107,7 @@ def _the_mask_can_act(run: RunSections) -> None:
         )
 
 
-def _no_demonstration_beside_own_problems(run: RunSections) -> None:
+def _heldout_matches_train(run: RunSections) -> None:
     train, heldout = run.data.train, run.data.heldout
     if heldout is None and run.evaluate.every and not run.evaluate.sets:
         raise ValueError(
@@ -358,7 +358,7 @@ _CHECKS = (
     _there_are_weights_to_gather,
     _noise_is_measured_where_it_is_used,
     _the_mask_can_act,
-    _no_demonstration_beside_own_problems,
+    _heldout_matches_train,
     _a_group_can_be_compared,
     _best_is_measured,
     _tokens_are_recorded,

@@ -124,8 +124,8 @@ class EvaluateConfig(Section):
 
     def every_of(self, name: str | None) -> int:
         """``every`` of a set; None: of ``data.heldout``."""
-        own = None if name is None else self.sets[name].every
-        return self.every if own is None else own
+        every = None if name is None else self.sets[name].every
+        return self.every if every is None else every
 
     def is_due(self, name: str | None, step: int, last_step: int) -> bool:
         """Whether a set (None: ``data.heldout``) is evaluated after ``step`` steps of ``last_step``."""

@@ -7,7 +7,7 @@ from pydantic import Field, PositiveInt, field_validator
 
 from tepo_megatron.config.base import Section
 
-_OWN_METRICS = ("mean", "std", "failed")
+_RESERVED_NAMES = ("mean", "std", "failed")
 
 
 class RewardConfig(Section):
@@ -83,6 +83,6 @@ def component_fault(name: Any) -> str | None:
     """Why this cannot be the name of a component of a reward, whose metric is ``reward/<name>``; None: it can."""
     if not isinstance(name, str) or not name.isidentifier() or len(name) > 60:
         return f"{str(name)[:60]!r} cannot name a component of a reward: a name has letters, digits and underscores, 60 at most"
-    if name in _OWN_METRICS:
+    if name in _RESERVED_NAMES:
         return f"a component cannot be called {name}, since reward/{name} is a metric of its own; choose another name"
     return None

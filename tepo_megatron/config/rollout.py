@@ -75,7 +75,7 @@ class RolloutConfig(Section):
     """Read the rollouts from this folder, written by ``record``, instead of sampling; no server is started."""
 
     @model_validator(mode="after")
-    def _begun_groups_are_used(self) -> "RolloutConfig":
+    def _started_groups_are_used(self) -> "RolloutConfig":
         if self.oversample > 1 and self.filter_groups is None and not self.partial:
             raise ValueError(
                 f"oversample = {self.oversample:g} begins more groups than a step trains on, and every one of them would be "
@@ -89,7 +89,7 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _own_collect_chooses_itself(self) -> "RolloutConfig":
+    def _collect_chooses_itself(self) -> "RolloutConfig":
         if self.collect is not None and (self.filter_groups is not None or self.oversample > 1 or self.partial):
             raise ValueError(
                 f"collect = {self.collect} decides itself which responses are trained on; leave filter_groups, oversample and "

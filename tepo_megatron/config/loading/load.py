@@ -119,7 +119,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
         raise ConfigError(str(path), [f"{path}: cannot be read: {error.strerror or one_line(error)}"]) from error
     if not isinstance(content, DictConfig):
         raise ConfigError(str(path), [f"{path}: the top level is a list; it must be sections such as 'train:'"])
-    _find_own_files(content, path)
+    _make_plugin_paths_absolute(content, path)
     base = _plain(content).get("base")
     if base is None:
         return content
@@ -129,7 +129,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
     return _merge(_read(path.parent / base, (*above, path.resolve())), content)
 
 
-def _find_own_files(content: DictConfig, path: Path) -> None:
+def _make_plugin_paths_absolute(content: DictConfig, path: Path) -> None:
     """Makes the paths of a preset's file and of plugins absolute: in a run's file they are relative to it."""
     objective = _plain(content).get("objective")
     if not isinstance(objective, Mapping):

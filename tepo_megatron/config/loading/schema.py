@@ -15,7 +15,7 @@ from tepo_megatron.config.objective.section import usual_sections
 from tepo_megatron.config.run import RunConfig
 
 Node = dict[str, Any]
-"""One node of a JSON schema, ``$ref`` already followed."""
+"""A node of a JSON schema, ``$ref`` already followed."""
 
 _TYPES = {
     "integer": "an integer",
@@ -30,8 +30,8 @@ _BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "
 
 @dataclass(frozen=True)
 class SchemaRow:
-    """One field: where it is, what it takes, what it is by default (as JSON), what it means, and under which variant of a
-    section it exists (``kind = "…"``, or empty).
+    """One field: path, allowed values, default (as JSON), meaning, and the variant of a section that has it (``kind = "…"``, or
+    empty).
     """
 
     path: str
@@ -43,7 +43,7 @@ class SchemaRow:
 
 @dataclass(frozen=True)
 class Place:
-    """A spot in the schema: its dotted path as users write it, its node (empty if there is none), the keys known beside it."""
+    """A place in the schema: its dotted path as users write it, its node (empty if there is none), its sibling keys."""
 
     path: str
     node: Node
@@ -55,7 +55,7 @@ _PLUGINS: ContextVar[tuple[str, ...]] = ContextVar("plugins", default=())
 
 @contextmanager
 def with_plugins(plugins: Sequence[str]) -> Iterator[None]:
-    """Within the block the schema has the kinds of these plugins (``objective.plugins``) beside the package's own."""
+    """Within the block the schema includes the kinds of these plugins (``objective.plugins``)."""
     token = _PLUGINS.set(tuple(load_plugin(plugin).name for plugin in plugins))
     try:
         yield
@@ -90,7 +90,7 @@ def schema_rows(*, of_lists: bool = False) -> list[SchemaRow]:
 
 
 def allowed(node: Node) -> str:
-    """Says in words what a node takes: the literal's values, the type with its bounds, or the variants of a section."""
+    """The allowed values of a node in words: literals, the type with its bounds, or the variants of a section."""
     node = _follow(node)
     if "discriminator" in node:
         tags = ", ".join(show(tag) for tag in node["discriminator"]["mapping"])
@@ -115,7 +115,7 @@ def allowed(node: Node) -> str:
 
 
 def locate(loc: tuple[int | str, ...]) -> Place:
-    """Returns the place that an error of pydantic is about, without the names of union members, which no user writes."""
+    """The place of a pydantic error, without the names of union members, which no user writes."""
     node, path, siblings = _follow(json_schema()), "", ()
     for step in loc:
         options = _options(node)
@@ -206,7 +206,7 @@ def _options(node: Node) -> dict[str, Node]:
 
 
 def _named(node: Node) -> Node:
-    """What a section with names of the user's own holds under each; empty for any other."""
+    """The node of each entry of a section with custom names; empty for any other."""
     held = node.get("additionalProperties")
     return _follow(held) if isinstance(held, dict) else {}
 

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in sentences: of YAML, of ``${…}``, and of values that a section refuses."""
+"""Words the errors of YAML, of ``${…}``, and of pydantic as sentences."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def describe_yaml(error: yaml.YAMLError, subject: str = "") -> str:
 
 
 def describe_reference(error: OmegaConfBaseException) -> str:
-    """Says in one line which ``${…}`` could not be replaced."""
+    """One line about a ``${…}`` that could not be replaced."""
     what = str(error.msg or error).splitlines()[0]
     return f"{error.full_key}: {what}" if error.full_key else what
 
 
 def describe_all(error: ValidationError) -> list[str]:
-    """Returns one line for each place; the members of a union that all refused one value give one line together."""
+    """One line for each place; the members of a union that all refused a value share a line."""
     details = error.errors()
     details = [item for item in details if not _is_of_another_form(item, details)]
     lines = list(dict.fromkeys(_describe(detail) for detail in details[:_MOST_PROBLEMS]))
@@ -41,7 +41,7 @@ def describe_all(error: ValidationError) -> list[str]:
 
 
 def _is_of_another_form(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> bool:
-    """Whether it says that a list of sections is no text, where either may stand, and others say what is wrong in the list."""
+    """Whether it only says that a list is no text, and other errors say what is wrong in the list."""
     place = detail["loc"][:-1]
     others = (item["loc"] for item in details if len(item["loc"]) > len(detail["loc"]))
     return (
@@ -114,12 +114,12 @@ _BY_OTHER_NAMES = {
     "gradient_clipping": ("optimizer.clip_grad",),
     "max_grad_norm": ("optimizer.clip_grad",),
 }
-"""What other trainers call a field, where the nearest spelling would not find it."""
+"""Names of fields in other trainers that the nearest spelling would not find."""
 
 
 def _nearest_fields(place: Place) -> list[str]:
-    """The known fields that a key may be meant for: a slip of the fingers in its section, the same key in another one, what
-    another trainer calls so, or the nearest spelling anywhere. At most three.
+    """At most three fields that an unknown key may mean: a typo in its section, the same key in another one, another trainer's
+    name, or the nearest spelling anywhere.
     """
     parent, _, key = place.path.rpartition(".")
     prefix = f"{parent}." if parent else ""

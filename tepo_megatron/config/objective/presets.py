@@ -177,10 +177,10 @@ SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class _PresetFile:
-    """A preset of one's own, as its file says it."""
+    """The contents of a preset file."""
 
     base: str
-    """The preset that it is laid over, one of the table."""
+    """The built-in preset under it."""
 
     plugins: tuple[str, ...]
     """Absolute paths of files, or names of modules."""

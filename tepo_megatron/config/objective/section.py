@@ -141,11 +141,11 @@ class ObjectiveConfig(Section):
             if level is not levels[0]:
                 _check_empty_sections(level, merged)
             merged = _merge(merged, level)
-        own = raw.get("plugins", ())
-        if isinstance(own, list | tuple) and all(isinstance(item, str) for item in own):
+        plugins = raw.get("plugins", ())
+        if isinstance(plugins, list | tuple) and all(isinstance(item, str) for item in plugins):
             inherited = () if file is None else file.plugins
             used = (item for item in inherited if _uses(load_plugin(item).kinds, merged))
-            merged["plugins"] = tuple(dict.fromkeys([*used, *(load_plugin(item).name for item in own)]))
+            merged["plugins"] = tuple(dict.fromkeys([*used, *(load_plugin(item).name for item in plugins)]))
         return {**merged, "preset": name}
 
     @model_validator(mode="after")
@@ -208,16 +208,16 @@ def _uses(kinds: Sequence[type[CustomKind]], sections: Mapping[str, Any]) -> boo
 
 
 def named_plugins(values: Any) -> tuple[str, ...]:
-    """The plugins that a run's values name, those of its preset's file among them, as far as they can be loaded: where one
-    cannot, its own sentence says why.
+    """The plugins that a run's values and its preset file name; none if one of them cannot be loaded, since the error of the
+    validation says why.
     """
     raw = values.get("objective") if isinstance(values, Mapping) else None
     result: list[str] = []
     try:
         if isinstance(raw, Mapping) and isinstance(raw.get("preset"), str) and is_preset_file(raw["preset"]):
             result += [load_plugin(item).name for item in read_preset(raw["preset"]).plugins]
-        own = raw.get("plugins", ()) if isinstance(raw, Mapping) else ()
-        for item in own if isinstance(own, list | tuple) else ():
+        plugins = raw.get("plugins", ()) if isinstance(raw, Mapping) else ()
+        for item in plugins if isinstance(plugins, list | tuple) else ():
             result.append(load_plugin(str(item)).name)
     except ValueError:
         return ()
@@ -226,7 +226,7 @@ def named_plugins(values: Any) -> tuple[str, ...]:
 
 @cache
 def usual_sections() -> Mapping[str, tuple[type[Section], ...]]:
-    """The sections of the package's own for each field that takes the user's own beside them; none where all are the user's."""
+    """The built-in sections of each field that also accepts custom kinds; possibly none."""
 
     def members(annotation: Any) -> list[Any]:
         inner = get_args(annotation)

@@ -49,16 +49,16 @@ class StepContext:
     entropy_coefficient: float
     """The coefficient of the entropy bonus in this step; 0 without a bonus."""
     mechanisms: tuple[Mechanism, ...]
-    """The KL terms and token-level mechanisms of the objective, each with what it had to know of the whole mini-batch."""
+    """The KL terms and token-level mechanisms, each with its statistics of the whole mini-batch."""
 
 
 def _prepare_step(config: ObjectiveConfig, batch: Batch, *, entropy_noise: float = 0.0) -> StepContext:
-    """The context of one optimizer step. Pure; every rank that holds the whole mini-batch gets the same without a collective.
+    """The context of one optimizer step. Pure, without a collective: every rank has the whole mini-batch and gets the same.
 
     Args:
         batch: all sequences of the optimizer step, of all data-parallel ranks, with ``advantages_S`` and ``old_logprobs_T``;
-            ``old_entropy_T`` and ``reference_logprobs_T`` where the objective needs them.
-        entropy_noise: how far two entropies of one token and the same weights may differ by rounding, in nats.
+            ``old_entropy_T`` and ``reference_logprobs_T`` if the objective needs them.
+        entropy_noise: rounding noise between two entropies of one token under the same weights, in nats.
 
     Raises:
         ValueError: a field is missing or has another shape, a log-probability at a response token is not finite, or there is no
@@ -103,9 +103,9 @@ def _token_weights(aggregation: Aggregation, mask_T: Tensor, lengths_S: Tensor, 
 
 
 def _step_denominator(aggregation: Aggregation, lengths_S: Tensor) -> Tensor:
-    """What the numerators of all micro-batches and ranks are divided by, once; a scalar.
+    """The divisor of the sum of all numerators; a scalar.
 
-    ``lengths_S`` counts the response tokens of every sequence of the optimizer step, all data-parallel ranks'. Sequences
+    ``lengths_S`` counts the response tokens of every sequence of the optimizer step, of all data-parallel ranks. Sequences
     without one (padding) do not count.
 
     Raises:
@@ -135,7 +135,6 @@ def _entropy_coefficient(bonus: EntropyBonus | None, old_entropy_mean: Tensor | 
 
 
 def build_objective(config: ObjectiveConfig) -> Objective:
-    """The objective that a config describes."""
     return Objective(config)
 
 

@@ -1,4 +1,4 @@
-"""How strongly an objective pushes a token, by how far the token has moved: by autograd, from the objective itself."""
+"""The push of an objective on a token as a function of its ratio, by autograd."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tepo_megatron.config.objective.section import ObjectiveConfig
 
 _OLD_PROBABILITY = 0.1
-_FALL = 0.1  # of the entropy, in nats, where it is said to fall
+_FALL = 0.1  # of the entropy, in nats
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class GradientWeights:
     negative_N: Tensor
     """With A = −1."""
     falling_N: Tensor
-    """With A = 1 where the entropy falls; differs from ``positive_N`` only under a KL mask that measures the entropy."""
+    """With A = 1 and falling entropy; differs from ``positive_N`` only under a KL mask that measures the entropy."""
 
 
 def gradient_weights(config: ObjectiveConfig, log_ratios_N: Tensor) -> GradientWeights:
     """The push of ``config`` at these log-ratios of a token, fp64 [N], whose probability under π_old is 0.1.
 
     A response of one token has its token ratio for every kind of ratio. The sampler and the reference model are π_old, and all
-    tokens of a step are alike, so that what is chosen by a covariance or by a difference to the sampler chooses nothing.
+    tokens of a step are equal, so that mechanisms that choose by a covariance or by a difference to the sampler choose nothing.
     """
     push = {
         (sign, fall): _push(config, log_ratios_N.double(), sign, fall) for sign, fall in ((1.0, 0.0), (-1.0, 0.0), (1.0, _FALL))

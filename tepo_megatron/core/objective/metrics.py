@@ -1,4 +1,4 @@
-"""What every objective reports of a micro-batch: detached (sum, count) pairs that add up over micro-batches and ranks."""
+"""Metrics of a micro-batch: detached (sum, count) pairs that add up over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def measure(
 ) -> tuple[Metrics, dict[str, Tensor]]:
     """Metrics and extrema of a micro-batch; their meaning is listed in ``docs/reference/metrics.md``.
 
-    Means are over response tokens; those named ``masked`` over ``masked_T`` (bool), the tokens that a mechanism singled out. KL
+    Means are over response tokens; those named ``masked`` over ``masked_T`` (bool), the tokens that a mechanism chose. KL
     is KL(π_θ‖π_old) as r δ − r + 1, the mismatch is KL(sampler‖π_old) by k3. Without a response token the smallest ratio is inf
     and the largest −inf, the neutral elements of min and max.
     """
@@ -65,6 +65,6 @@ def measure(
 
 
 def token_values(values: TokenValues, ratio_T: Tensor, masked_T: Tensor) -> dict[str, Tensor]:
-    """What :func:`measure` takes its means of, as it is at each token: detached views, nothing is computed."""
+    """The token values behind the means of :func:`measure`: detached views."""
     result = {"logprob_update": values.logprob_T.detach(), "ratio": ratio_T.detach(), "masked": masked_T}
     return result if values.entropy_change_T is None else {**result, "entropy_change": values.entropy_change_T}

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Surrogate(NamedTuple):
-    """What is maximised at each token, and where a bound of the trust region held."""
+    """What is maximised at each token, and where a bound of the trust region was active."""
 
     value_T: Tensor
     clipped_low_T: Tensor
-    """bool: the lower bound took the gradient of this token's ratio."""
+    """bool: the lower bound removed the gradient of this token's ratio."""
     clipped_high_T: Tensor
     """bool: the upper bound did."""
 
@@ -61,7 +61,7 @@ def soft_gated(ratio_T: Tensor, advantage_T: Tensor, tau_positive: float, tau_ne
 def within_divergence(
     region: Divergence, ratio_T: Tensor, logprob_T: Tensor, old_logprob_T: Tensor, advantage_T: Tensor
 ) -> Surrogate:
-    """sg[min(r, cap)] · A · log π, 0 where the probability has gone too far the way that A favours (DPPO, arXiv 2602.04879).
+    """sg[min(r, cap)] · A · log π, 0 if the probability moved too far in the direction of A (DPPO, arXiv 2602.04879).
 
     Too far: the divergence of (p, 1 − p) from (p_old, 1 − p_old) is above the threshold, p = exp(log π).
     """
@@ -84,7 +84,7 @@ def binary_kl(from_logprob_T: Tensor, to_logprob_T: Tensor) -> Tensor:
 
 
 class _Bounded(NamedTuple):
-    """Logarithms that a region has bounded, and where it did."""
+    """Bounded logarithms, and where a bound was active."""
 
     log_T: Tensor
     low_T: Tensor
@@ -149,7 +149,6 @@ def surrogate(
 
 
 def _custom_surrogate(region: OwnTrustRegion, ratio_T: Tensor, values: TokenValues, detached_T: Tensor | None) -> Surrogate:
-    """That of a kind of the user's own; what a mask detaches is its value, through whatever it was computed from."""
     raw = region.surrogate(ratio_T, values)
     never_T = torch.zeros_like(values.mask_T)
     whole = raw if isinstance(raw, Surrogate) else Surrogate(raw, never_T, never_T)

@@ -33,13 +33,13 @@ class StepValues:
     old_entropy_R: Tensor | None
     """H(π_old) of the full distribution, in nats."""
     entropy_noise: float = 0.0
-    """How far two entropies of the same token and weights may differ by rounding, in nats; 0 where that was not measured."""
+    """Rounding noise between two entropies of a token under the same weights, in nats; 0 if not measured."""
 
 
 @dataclass(frozen=True)
 class TokenValues:
-    """The T tokens of a micro-batch: [T] each, zero outside the loss mask, but for ``index_T``, ``labels_T`` and
-    ``covariance_T``; and what is known of their S sequences.
+    """The T tokens of a micro-batch: [T] each, zero outside the loss mask except ``index_T``, ``labels_T`` and
+    ``covariance_T``; and the lengths of their S sequences.
     """
 
     mask_T: Tensor
@@ -54,13 +54,13 @@ class TokenValues:
     delta_T: Tensor
     """log π_θ − log π_old."""
     reference_delta_T: Tensor | None
-    """log π_θ − log π_ref, where the objective needs a reference model."""
+    """log π_θ − log π_ref, if the objective needs a reference model."""
     entropy_T: Tensor
     """H(π_θ) of the full distribution, in nats."""
     entropy_change_T: Tensor | None
     """H(π_θ) − H(π_old), detached."""
     entropy_slope_T: Tensor | None
-    """The slope of H(π_θ) along a policy-gradient step on the label, see `TokenScores`; where the objective needs it."""
+    """The slope of H(π_θ) along a policy-gradient step on the label, see `TokenScores`; if the objective needs it."""
     mismatch_T: Tensor
     """log π_old − log π_sampler."""
     covariance_T: Tensor
@@ -83,12 +83,12 @@ def exact_mean(values_T: Tensor) -> Tensor:
 
 
 def token_count(fraction: float, tokens: int) -> int:
-    """How many tokens a ``fraction`` of them is: rounded down, at least one, at most all."""
+    """``fraction`` × ``tokens``, rounded down, at least 1, at most all."""
     return min(max(int(fraction * tokens), 1), tokens)
 
 
 def check_step(batch: Batch, *, reference: bool) -> None:
-    """Check a whole mini-batch before its optimizer step."""
+    """Raises ValueError if a field of the mini-batch is missing, has another shape, or is not finite at a response token."""
     if batch.advantages_S is None:
         raise ValueError("the batch has no advantages_S; fill it with objective.advantages(batch)")
     if batch.old_logprobs_T is None:
@@ -114,7 +114,7 @@ def check_step(batch: Batch, *, reference: bool) -> None:
 
 
 def check_scores(scores: TokenScores, batch: Batch) -> None:
-    """Check what the policy gave for a micro-batch."""
+    """Raises ValueError if a score has another shape, or is not finite at a response token."""
     _check_mask(batch)
     _check_token_values("scores.logprob", scores.logprob, batch)
     _check_token_values("scores.entropy", scores.entropy, batch)

@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def all_gather(own: Tensor, group: ProcessGroup) -> Tensor:
+def all_gather(local: Tensor, group: ProcessGroup) -> Tensor:
     """Concatenates the ranks' tensors [n, …] to [p·n, …], on every rank."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the second is deprecated from 2.13 on
-    gathered = own.new_empty(own.shape[0] * dist.get_world_size(group), *own.shape[1:])
-    gather(gathered, own.contiguous(), group=group)
+    gathered = local.new_empty(local.shape[0] * dist.get_world_size(group), *local.shape[1:])
+    gather(gathered, local.contiguous(), group=group)
     return gathered
 
 
 def reduce_scatter(values: Tensor, group: ProcessGroup) -> Tensor:
     """Sums [p·n, …] over the ranks; rank r gets the r-th part [n, …] of the sum."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    own = values.new_empty(values.shape[0] // dist.get_world_size(group), *values.shape[1:])
-    scatter(own, values.contiguous(), group=group)
-    return own
+    local = values.new_empty(values.shape[0] // dist.get_world_size(group), *values.shape[1:])
+    scatter(local, values.contiguous(), group=group)
+    return local
 
 
 EMPTY_MAX = -1e30
@@ -40,7 +40,7 @@ EMPTY_MAX = -1e30
 
 
 class RowScores(NamedTuple):
-    """Scores of the R scored rows, and what the backward needs of them; each is a contiguous [R]."""
+    """Scores of the R scored rows, and statistics for the backward pass; each a contiguous [R]."""
 
     logprob_R: Tensor
     entropy_R: Tensor
@@ -60,7 +60,7 @@ def combine(
         the scores, and with K = 6 the slope of the entropy [R], see `TokenScores`.
 
     Raises:
-        ValueError: on all ranks alike, if a row holds NaN or +inf, or nothing but −inf.
+        ValueError: on all ranks, if a row has NaN or +inf, or only −inf.
     """
     stats_pRK = stats_RK.unsqueeze(0)
     if tp_group is not None and stats_RK.numel():
@@ -83,8 +83,8 @@ def _entropy_slope(
 ) -> Tensor:
     """Computes Σ_j p_j² (log p_j + H) − p_k (log p_k + H) of the label k, where log p + H is t less its mean under p."""
     mean_R, label_p_R = weighted_R / sum_R, logprob_R.exp()
-    own_R = torch.where(label_p_R > 0, label_p_R * (label_t_R - mean_R), 0.0)  # a label of −inf: not 0 · inf
-    return (weighted_square_R - mean_R * square_R) / sum_R.square() - own_R
+    label_term_R = torch.where(label_p_R > 0, label_p_R * (label_t_R - mean_R), 0.0)  # a label of −inf: not 0 · inf
+    return (weighted_square_R - mean_R * square_R) / sum_R.square() - label_term_R
 
 
 def merge(stats_pRK: Tensor, temperature: float) -> Tensor:

@@ -40,7 +40,7 @@ _BACKWARD = (_POINTER, _SIZE, _POINTER, _SIZE, _SIZE, _FLOAT, *(_POINTER,) * 6, 
 
 
 def forward(logits_TV: Tensor, rows_R: Tensor | None, temperature: float, stats_RK: Tensor) -> None:
-    """Does what `sweep.forward` does, and calls it for fp64 logits."""
+    """As `torch_sweep.forward`, which it calls for fp64 logits."""
     if logits_TV.dtype not in _NAMES:
         return sweep.forward(logits_TV, rows_R, temperature, stats_RK)
     logits_TV = _with_dense_rows(logits_TV)
@@ -78,7 +78,7 @@ def backward(
     grad_entropy_R: Tensor | None,
     out_TV: Tensor,
 ) -> None:
-    """Does what `sweep.backward` does, and calls it for fp64 logits."""
+    """As `torch_sweep.backward`, which it calls for fp64 logits."""
     if logits_TV.dtype not in _NAMES:
         return sweep.backward(logits_TV, rows_R, temperature, scores, labels, grad_logprob_R, grad_entropy_R, out_TV)
     logits_TV = _with_dense_rows(logits_TV)
@@ -161,7 +161,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _refuse_others(path: Path) -> None:
-    """``RuntimeError`` where another user owns the folder or the library in it, or may write to it."""
+    """Raises RuntimeError if another user owns the folder or the library in it, or may write to it."""
     result = path.stat()
     if result.st_uid != os.geteuid() or result.st_mode & 0o022:
         raise RuntimeError(
@@ -171,7 +171,7 @@ def _refuse_others(path: Path) -> None:
 
 
 def _build(command: list[str], library: Path) -> None:
-    """Compile it, or wait for another process that does. Whoever is interrupted leaves no half of a library."""
+    """Compiles it, or waits for another process that does. An interruption leaves no partial library."""
     with (library.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library.exists():
@@ -184,7 +184,7 @@ def _build(command: list[str], library: Path) -> None:
 
 
 def why_not() -> str | None:
-    """Why the sweeps cannot be compiled here, a sentence; None where they can. Compiles them, if nobody has."""
+    """Compiles the sweeps if needed; returns a sentence if that is not possible, else None."""
     try:
         _library()
     except RuntimeError as error:

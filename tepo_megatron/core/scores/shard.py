@@ -1,4 +1,4 @@
-"""Which columns of the vocabulary a rank holds, which rows are to be scored, and whether the arguments fit together.
+"""The columns of the vocabulary on a rank, the rows to score, and checks of the arguments.
 
 Axes: T tokens, R scored tokens (those in the mask), V true vocabulary, p tensor-parallel size, Vp columns per rank, padding
 included: rank r holds columns [r·Vp, (r+1)·Vp), of which those from V on are padding.
@@ -21,22 +21,21 @@ class LocalLabels(NamedTuple):
     """The labels of the scored rows, in the columns of one shard."""
 
     column_R: Tensor
-    """int64 [R]: the label's column in this shard; 0 where another shard has the label."""
+    """int64 [R]: the label's column in this shard; 0 if another shard has the label."""
     inside_R: Tensor
     """bool [R]: whether this shard has the label."""
 
 
 class _KeptColumns(NamedTuple):
-    """The tokens beside the labels that a sampler's mask has kept, K at most, in the columns of one shard."""
+    """The tokens next to the labels in a sampler's mask, K at most, in the columns of one shard."""
 
     column_RK: Tensor
-    """int64 [R, K]; 0 where another shard has the token, or there is none."""
+    """int64 [R, K]; 0 if another shard has the token, or there is none."""
     inside_RK: Tensor
     """bool [R, K]: whether this shard has the token."""
 
-    def of(self, at: slice) -> _KeptColumns:
-        """Those of some of the rows."""
-        return _KeptColumns(self.column_RK[at], self.inside_RK[at])
+    def of(self, rows: slice) -> _KeptColumns:
+        return _KeptColumns(self.column_RK[rows], self.inside_RK[rows])
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,15 @@ class Scoring:
     tp_group: ProcessGroup | None
     temperature: float
     columns: int
-    """The number of columns of this shard that are not padding, which are its first; 0 if the whole shard is padding."""
+    """Columns of this shard that are not padding, at its start; 0 if the whole shard is padding."""
     tokens: int
     rows_R: Tensor | None
-    """The numbers of the scored rows, int64; None if all are scored."""
+    """Indices of the scored rows, int64; None if all are scored."""
     labels: LocalLabels
     entropy_slope: bool = False
-    """Whether the slope of the entropy is asked for."""
+    """Whether to compute the slope of the entropy."""
     kept: _KeptColumns | None = None
-    """The tokens that the distribution is over, beside the labels; None: the whole vocabulary."""
+    """The support of the distribution next to the labels; None: the whole vocabulary."""
 
     @property
     def statistics(self) -> int:
@@ -157,12 +156,12 @@ def _check_kept(kept_RK: Tensor, labels_R: Tensor, rows_R: Tensor | None, vocab_
 
 
 def to_tokens(values_R: Tensor, scoring: Scoring) -> Tensor:
-    """Puts the values of the scored rows [R] at their tokens [T], with 0 elsewhere."""
+    """Scatters values of the scored rows [R] to their tokens [T], 0 elsewhere."""
     if scoring.rows_R is None:
         return values_R
     return values_R.new_zeros(scoring.tokens).index_copy(0, scoring.rows_R, values_R)
 
 
 def of_rows(values_T: Tensor, scoring: Scoring) -> Tensor:
-    """Takes the values of the scored rows [R] out of those of all tokens [T]."""
+    """Gathers values of the scored rows [R] from those of all tokens [T]."""
     return values_T if scoring.rows_R is None else values_T[scoring.rows_R]

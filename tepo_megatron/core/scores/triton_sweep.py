@@ -59,7 +59,7 @@ def is_interpreted() -> bool:
 
 
 def statistics(logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
-    """Does what `Backend.statistics` says, in one launch (a few small ones more for parts of rows). fp64 goes to `sweep`."""
+    """`Backend.statistics` in one launch (a few small ones more for parts of rows). fp64 goes to `sweep`."""
     if logits_TVp.dtype == torch.float64:
         return _in_torch.statistics(logits_TVp, scoring, stats_RK)
     if not scoring.count:
@@ -93,7 +93,7 @@ def gradient(
     grad_entropy_T: Tensor | None,
     out_TVp: Tensor,
 ) -> None:
-    """Does what `Backend.gradient` says in one launch, zeros of masked rows and padding included. fp64 goes to `sweep`."""
+    """`Backend.gradient` in one launch, zeros of masked rows and padding included. fp64 goes to `sweep`."""
     if logits_TVp.dtype == torch.float64:
         return _in_torch.gradient(logits_TVp, scoring, scores, grad_logprob_T, grad_entropy_T, out_TVp)
     if not scoring.count:

@@ -1,4 +1,4 @@
-"""Scores among the few tokens that a sampler's mask has kept, in plain torch: nothing else of a row is read.
+"""Scores over the few tokens of a sampler's mask, in plain torch: other columns of a row are not read.
 
 The label and the kept columns of a row become a row of their own, [R, 1 + K], the label first. A column of another shard, or of
 none, is −inf there, so that the shards' statistics combine as those of whole rows do.
@@ -15,7 +15,7 @@ from tepo_megatron.core.scores.shard import LocalLabels, Scoring, of_rows
 
 
 def statistics(logits_TVp: Tensor, scoring: Scoring, stats_RK: Tensor) -> None:
-    """Does what `Backend.statistics` says, for a distribution over the kept tokens."""
+    """`Backend.statistics` for a distribution over the kept tokens."""
     if not scoring.count:
         return
     picked_RC, _, inside_RC = _pick(logits_TVp, scoring)
@@ -31,7 +31,7 @@ def gradient(
     grad_entropy_T: Tensor | None,
     out_TVp: Tensor,
 ) -> None:
-    """Does what `Backend.gradient` says: zeros but in the columns of kept tokens."""
+    """`Backend.gradient`: zeros except in the columns of kept tokens."""
     if not scoring.count:
         out_TVp.zero_()
         return

@@ -1,4 +1,4 @@
-"""Random optimizer steps in float64, and what an objective makes of them: as a whole, and in pieces."""
+"""Random optimizer steps in float64, and the outcome of an objective on them: as a whole, and in pieces."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 
 class StepOutcome(NamedTuple):
-    """What an objective made of a step."""
-
     loss: Tensor
     gradients: tuple[Tensor, ...]
     """Of the loss, by log-probs and by entropies: [T] each."""
