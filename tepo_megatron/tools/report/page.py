@@ -24,10 +24,8 @@ from typing import Any
 
 from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.tasks.evaluate.estimators import T_975
-from tepo_megatron.tools.report.choose import SampleGroup, evenly
-from tepo_megatron.tools.report.runs import Run, find_runs, groups_of, read_run
-from tepo_megatron.tools.report.samples import FILES, read_samples
-from tepo_megatron.tools.report.settings import changes, compared
+from tepo_megatron.tools.report.runs import Run, changes, compared, find_runs, groups_of, read_run
+from tepo_megatron.tools.report.samples import FILES, SampleGroup, evenly, read_samples
 from tepo_megatron.tools.report.tokens import pack, token_groups
 
 SCRIPTS = (

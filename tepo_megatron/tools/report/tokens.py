@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tepo_megatron.run.metrics.token_file import TokenSamples, read_tokens, token_files
-from tepo_megatron.tools.report.choose import SampleGroup
+from tepo_megatron.tools.report.samples import SampleGroup
 
 FLAG_TRAINED, FLAG_MASKED = 1, 2
 """Bits of a token: the model wrote it, and is trained on it; a term of the objective singled it out (TEPO's KL mask)."""

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tepo_megatron.tools.report.runs import find_runs, groups_of, read_run
+from tepo_megatron.tools.report.runs import changes, compared, find_runs, flat, groups_of, read_run
 from tepo_megatron.tools.report.samples import read_samples
-from tepo_megatron.tools.report.settings import changes, compared, flat
 from tests.support.report_runs import write_run
 
 
