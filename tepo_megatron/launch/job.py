@@ -1,4 +1,4 @@
-"""What runs on the nodes of a job: the configuration with absolute paths, and one shell script for each role.
+"""What runs on the nodes of a job: the configuration with _absolute paths, and one shell script for each role.
 
 ``tepo_megatron.launch.nemo`` submits it.
 """
@@ -56,11 +56,11 @@ def roles(config: RunConfig) -> list[Role]:
 
 
 def on_nodes(config: RunConfig) -> RunConfig:
-    """Returns the configuration as the nodes read it: absolute paths, and external servers on nodes of their own.
+    """Returns the configuration as the nodes read it: _absolute paths, and external servers on nodes of their own.
 
     Raises ValueError for a relative path submitted through ssh, and for a space in the output's path.
     """
-    config = with_absolute_paths(config)
+    config = _with_absolute_paths(config)
     output = config.output
     if len(str(output).split()) != 1:
         raise ValueError(
@@ -134,7 +134,7 @@ def data_files(config: RunConfig) -> dict[str, str]:
     return config.data.paths
 
 
-def absolute(field: str, path: str, config: RunConfig) -> str:
+def _absolute(field: str, path: str, config: RunConfig) -> str:
     """Returns the path as the nodes read it. Raises ValueError for a relative path submitted through ssh."""
     if path.startswith((BUILTIN, "/")):
         return path
@@ -145,25 +145,25 @@ def absolute(field: str, path: str, config: RunConfig) -> str:
     return str(Path(path).expanduser().absolute())
 
 
-def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Returns the configuration with absolute paths of files, folders, problems and custom code."""
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Returns the configuration with _absolute paths of files, folders, problems and custom code."""
 
     def change(field: str, value: Any) -> Any:
         if isinstance(value, Path):
-            return Path(absolute(field, str(value), config))
+            return Path(_absolute(field, str(value), config))
         if isinstance(value, str) and _CUSTOM_CODE.fullmatch(value):
             place, _, name = value.rpartition(":")
-            return f"{absolute(field, place, config)}:{name}"
+            return f"{_absolute(field, place, config)}:{name}"
         return value
 
     changed = _changed(config, "", change)
     assert isinstance(changed, RunConfig)
     train = changed.train
     if train.resume_from is not None and "/" in train.resume_from:
-        train = train.model_copy(update={"resume_from": absolute("train.resume_from", train.resume_from, config)})
-    data = {name: absolute(name, file, config) for name, file in config.data.paths.items()}
-    sets = {name: absolute(f"evaluate.sets.{name}.path", file, config) for name, file in config.evaluate.paths.items()}
-    model = changed.model.model_copy(update={"path": absolute("model.path", config.model.path, config)})
+        train = train.model_copy(update={"resume_from": _absolute("train.resume_from", train.resume_from, config)})
+    data = {name: _absolute(name, file, config) for name, file in config.data.paths.items()}
+    sets = {name: _absolute(f"evaluate.sets.{name}.path", file, config) for name, file in config.evaluate.paths.items()}
+    model = changed.model.model_copy(update={"path": _absolute("model.path", config.model.path, config)})
     return changed.model_copy(
         update={
             "train": train,

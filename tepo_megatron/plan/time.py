@@ -116,7 +116,7 @@ def step_time(
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     tokens, responses = sequences * lengths.mean, sequences * lengths.response
     token = forward_flops(spec, lengths.mean)
-    training = 3 * token + recomputed_flops(spec, config, lengths.mean)
+    training = 3 * token + _recomputed_flops(spec, config, lengths.mean)
     scores = 2 if config.objective.needs_reference else 1
     peak = cluster.gpu_tflops * 1e12 * parallel.world_size
     imbalance = _stage_imbalance(spec, config)
@@ -161,9 +161,8 @@ def _stage_imbalance(spec: ModelSpec, config: RunConfig) -> float:
 
 
 def _exposed_seconds(spec: ModelSpec, config: RunConfig, tokens: float) -> tuple[float, float]:
-    """Each layer gathers or scatters activations over tensor-parallel ranks 4 times forward and 6 times backward, of which 2
-    hide behind gradients of weights. A stage hands them on once each way; interleaved stages and context-parallel ranks do
-    it behind computation.
+    """A layer moves activations over tensor-parallel ranks 4 times forward and 6 times backward; 2 of these hide behind
+    gradients of weights. Interleaved stages and context-parallel ranks communicate behind computation.
     """
     parallel, cluster = config.engine.parallel, config.cluster
     share = tokens / (parallel.dp * parallel.cp)  # that a rank sees
@@ -229,10 +228,8 @@ def checkpoint_bytes(spec: ModelSpec, config: RunConfig) -> int:
 
 
 def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefill: float, decode: float) -> float:
-    """Prompts at ``score_mfu``, then decoding, bound by memory bandwidth or FLOPs.
-
-    A wave (concurrent sequences) reads the weights once per position of its longest response, and each sequence's keys and
-    values once per token. Rank 0 reads all answers, which may be slower.
+    """Prompts at ``score_mfu``, then decoding, bound by memory bandwidth or FLOPs. A wave reads the weights once per position
+    of its longest response, and each sequence's keys and values once per token.
     """
     cluster, rollout = config.cluster, config.rollout
     if rollout.replay is not None:
@@ -251,10 +248,8 @@ def _generation(config: RunConfig, lengths: Lengths, server: ServerMemory, prefi
 
 
 def _exchange(spec: ModelSpec, config: RunConfig, micro_batch: float) -> float:
-    """Reduction of fp32 gradients and, with the distributed optimizer, gathering of new weights, if exposed.
-
-    Overlapped, gradients hide behind the backward pass of a mini-batch's last micro-batch, weights behind the forward pass
-    of the next mini-batch's first; a step's last mini-batch has no next. ``micro_batch``: its seconds, forward and backward.
+    """Overlapped, gradients hide behind the backward pass of a mini-batch's last micro-batch, weights behind the forward pass
+    of the next mini-batch's first. ``micro_batch``: its seconds, forward and backward.
     """
     parallel, cluster, engine = config.engine.parallel, config.cluster, config.engine
     copies, minibatches = parallel.dp * parallel.cp, config.train.minibatches
@@ -278,7 +273,7 @@ def forward_flops(spec: ModelSpec, mean_length: float) -> float:
     return 2 * matrices + 2 * spec.num_layers * spec.num_heads * spec.head_dim * mean_length
 
 
-def recomputed_flops(spec: ModelSpec, config: RunConfig, mean_length: float) -> float:
+def _recomputed_flops(spec: ModelSpec, config: RunConfig, mean_length: float) -> float:
     """Returns FLOPs of a token that the backward pass recomputes."""
     again, head = set(config.engine.recomputed), 2 * spec.vocab_size * spec.hidden_size
     fused_head = head if config.engine.head == "fused" else 0

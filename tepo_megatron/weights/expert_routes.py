@@ -1,7 +1,6 @@
 """Checks records of the experts that a sampler's routers chose (rollout routing replay).
 
-The record of a sequence of T tokens is [T − 1, layers, k]: row t has the experts of token t in every layer. The last token
-is sampled but never computed, so it has no row. Tokens from a prefix cache have the record of their computation.
+The record of a sequence of T tokens is [T − 1, layers, k]; the last token is sampled but never computed, so it has no row.
 """
 
 from __future__ import annotations

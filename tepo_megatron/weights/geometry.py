@@ -130,12 +130,11 @@ class Move:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """All moves from the source ranks to the destination ranks, in one order that all ranks share.
+    """All moves from source to destination ranks, in one order that all ranks share.
 
-    Ranks that do their moves in the order of :meth:`sends` or :meth:`receives` cannot deadlock: the first remaining move is
-    the next one of both its ranks. ``local`` maps a destination rank to the source rank on the same device; nothing is sent
-    between these two. ``digest`` (hex SHA-256) identifies the inputs: plans with equal digests are equal. Sizes are in
-    elements.
+    Ranks that follow the order of :meth:`sends` or :meth:`receives` cannot deadlock. ``local`` maps a destination rank to
+    the source rank on the same device; nothing is sent between these two. ``digest`` (hex SHA-256) identifies the inputs:
+    plans with equal digests are equal. Sizes are in elements.
     """
 
     moves: tuple[Move, ...]

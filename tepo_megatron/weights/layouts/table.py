@@ -175,7 +175,7 @@ def _expert_mappings(architecture: str, experts: Experts, local_experts: range, 
     return tuple(mappings)
 
 
-def shape_of(mapping: ParamMapping, spec: ModelSpec) -> tuple[int, ...]:
+def _shape_of(mapping: ParamMapping, spec: ModelSpec) -> tuple[int, ...]:
     """Returns the full shape of the Hugging Face tensor."""
     sizes: dict[Dimension, int] = {
         "hidden": spec.hidden_size,
@@ -195,7 +195,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every Hugging Face tensor in streaming order: embedding, layers, norm, head."""
     layers = [mapping for layer in range(spec.num_layers) for mapping in layer_mappings(spec, layer, layer)]
     model = [EMBEDDING, *layers, FINAL_NORM, HEAD]
-    return {mapping.tensor: shape_of(mapping, spec) for mapping in model if applies(mapping, spec)}
+    return {mapping.tensor: _shape_of(mapping, spec) for mapping in model if applies(mapping, spec)}
 
 
 class RowBlock(NamedTuple):
@@ -231,7 +231,7 @@ def lay_out(
     shards: list[Shard] = []
     params: dict[str, tuple[int, ...]] = {}
     for mapping, param in mappings:
-        shape = shape_of(mapping, spec)
+        shape = _shape_of(mapping, spec)
         extent = (vocab_rows, *shape[1:]) if mapping.split_kind == "vocab" else (0,) * len(shape)
         for shard in _shards(mapping, param, shape, split(mapping), row_blocks, first_row(mapping)):
             shards.append(shard)

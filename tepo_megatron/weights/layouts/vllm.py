@@ -1,8 +1,8 @@
 """Layout of a model over the workers of vLLM servers.
 
 vLLM stacks a rank's queries, keys and values, and gate over up. Neighbouring ranks share a key/value head if there are more
-ranks than heads. Embedding and head are padded to a multiple of 64 rows before the split. Experts are split like an MLP and
-stacked in two parameters per layer (tensor parallelism; vLLM's expert parallelism is not used).
+ranks than heads. Embedding and head are padded to a multiple of 64 rows. Experts are split like an MLP and stacked in two
+parameters per layer.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class _LinkTraffic:
     seconds: float
 
 
-def traffic(plan: ReshardPlan, itemsize: int, cluster: Cluster) -> list[_LinkTraffic]:
-    """Returns the traffic over every kind of link of the plan; ``itemsize`` is the bytes of an element on the wire."""
+def _traffic(plan: ReshardPlan, itemsize: int, cluster: Cluster) -> list[_LinkTraffic]:
+    """Returns the _traffic over every kind of link of the plan; ``itemsize`` is the bytes of an element on the wire."""
     link_of = _links(plan, cluster)
     bytes_by_link: dict[Link, Counter[tuple[int, int]]] = {"device": Counter(), "nvlink": Counter(), "network": Counter()}
     for (source, destination), size in plan.bytes_between(itemsize).items():
@@ -72,7 +72,7 @@ def _links(plan: ReshardPlan, cluster: Cluster) -> Callable[[int, int], Link]:
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """Size of a plan and its traffic in bytes.
+    """Size of a plan and its _traffic in bytes.
 
     ``imbalance`` is the most that a source rank sends over the mean. ``seconds`` is the time of the slowest kind of link.
     """
@@ -93,7 +93,7 @@ def summarize_plan(plan: ReshardPlan, itemsize: int, cluster: Cluster, *, built_
     for move in plan.moves:
         received[move.destination] += move.numel * itemsize
         sent[move.source] += 0 if plan.is_local(move) else move.numel * itemsize
-    links = traffic(plan, itemsize, cluster)
+    links = _traffic(plan, itemsize, cluster)
     return PlanSummary(
         sources=plan.num_sources,
         destinations=plan.num_destinations,

@@ -52,7 +52,7 @@ def _reshard_plan(
     spec: ModelSpec, source: MegatronParallel, destination: VllmParallel, local: tuple[tuple[int, int], ...]
 ) -> ReshardPlan:
     sources, destinations = megatron_ranks(spec, source), vllm_ranks(spec, destination)
-    digest = digest_of(spec, source, destination, local)
+    digest = _digest_of(spec, source, destination, local)
     plan = plan_moves(sources, destinations, server_size=destination.server_size, local=dict(local), digest=digest)
     prove(plan, sources, destinations)
     return plan
@@ -135,14 +135,14 @@ def _choose_sources(requests: Iterable[_BoxRequest], local: Mapping[int, int]) -
             yield request, local_source, request.box
         else:
             shared[tuple(request.owners)].append(request)
-    # Ordered by receiver, because assign_senders gives consecutive items to one owner: each receiver has few senders.
+    # Ordered by receiver, because _assign_senders gives consecutive items to one owner: each receiver has few senders.
     for group in shared.values():
         group.sort(key=lambda request: request.destination)
     items = {
-        owners: [SendItem((owners, n), request.destination, *_rows_and_size(request.box)) for n, request in enumerate(group)]
+        owners: [_SendItem((owners, n), request.destination, *_rows_and_size(request.box)) for n, request in enumerate(group)]
         for owners, group in shared.items()
     }
-    for (owners, n), source, start, stop in assign_senders(items, defaultdict(int)):
+    for (owners, n), source, start, stop in _assign_senders(items, defaultdict(int)):
         request = shared[owners][n]
         yield request, source, _cut_rows(request.box, start, stop)
 
@@ -193,7 +193,7 @@ def layer_of(tensor: str) -> int | None:
     return int(match[1]) if match else None
 
 
-class SendItem(NamedTuple):
+class _SendItem(NamedTuple):
     """``rows`` rows of ``row_size`` elements for ``receiver``; ``key`` is (owners, a number of the caller's)."""
 
     key: tuple[tuple[int, ...], int]
@@ -211,15 +211,14 @@ class _Assignment(NamedTuple):
     stop: int
 
 
-def assign_senders(
-    items: Mapping[tuple[int, ...], Sequence[SendItem]], loads: MutableMapping[int, int]
+def _assign_senders(
+    items: Mapping[tuple[int, ...], Sequence[_SendItem]], loads: MutableMapping[int, int]
 ) -> Iterator[_Assignment]:
-    """Divides items among the ranks that hold them, so that all ranks send about equally many elements.
+    """Divides items among their owners, so that all ranks send about equally many elements.
 
-    ``items`` maps a set of owners to items that any of them can send. ``loads`` counts the elements that each rank sends and
-    is updated. Sets with the fewest owners come first, then the largest amounts. Owners take the items in order, so that
-    items ordered by receiver give each receiver few senders. Negligible sets, such as norms, go whole to a rank that sends
-    to the receiver anyway.
+    ``loads`` counts the elements that each rank sends and is updated. Owner sets with the fewest owners come first, then the
+    largest amounts. Items ordered by receiver give each receiver few senders. Negligible sets, such as norms, go to a rank
+    that sends to the receiver anyway.
     """
     routes: set[tuple[int, int]] = set()
     amounts = {owners: sum(item.rows * item.row_size for item in group) for owners, group in items.items()}
@@ -251,16 +250,16 @@ def _water_level(loads: Sequence[int], amount: int) -> float:
 
 
 def _assign_whole(
-    order: Sequence[int], items: Sequence[SendItem], routes: Set[tuple[int, int]]
-) -> Iterator[tuple[_Assignment, SendItem]]:
+    order: Sequence[int], items: Sequence[_SendItem], routes: Set[tuple[int, int]]
+) -> Iterator[tuple[_Assignment, _SendItem]]:
     for item in items:
         owner = next((owner for owner in order if (owner, item.receiver) in routes), order[0])
         yield _Assignment(item.key, owner, 0, item.rows), item
 
 
 def _assign_in_order(
-    order: Sequence[int], capacities: Sequence[float], items: Sequence[SendItem], *, slack: float
-) -> Iterator[tuple[_Assignment, SendItem]]:
+    order: Sequence[int], capacities: Sequence[float], items: Sequence[_SendItem], *, slack: float
+) -> Iterator[tuple[_Assignment, _SendItem]]:
     """Fills owners up to their capacities in elements, dividing items by rows if more than ``slack`` is too much."""
     index, capacity = 0, capacities[0]
     for item in items:
@@ -280,7 +279,7 @@ def _assign_in_order(
             capacity -= rows * item.row_size
 
 
-def digest_of(*inputs: object) -> str:
+def _digest_of(*inputs: object) -> str:
     """Returns the hex SHA-256 of dataclasses, numbers and sequences of them, with the planner's version."""
     text = json.dumps([_FORMAT, _VERSION, [_plain(value) for value in inputs]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

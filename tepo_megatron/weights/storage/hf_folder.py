@@ -80,7 +80,7 @@ def write_model(
     One process calls. At most ``shard_bytes`` are held at a time. The folder at ``out`` is replaced atomically. Raises
     RuntimeError if a file cannot be written.
     """
-    with atomic_folder(out) as partial:
+    with _atomic_folder(out) as partial:
         copy_description(source, partial, dtype)
         cast = ((name, tensor.to(torch.float32 if is_always_fp32(name) else dtype)) for name, tensor in tensors)
         _name_as_hugging_face(partial, write_stream(partial, "part", cast, shard_bytes=shard_bytes))
@@ -151,7 +151,7 @@ def write_index(folder: Path, files: Sequence[Mapping[str, int]]) -> None:
 
 
 @contextmanager
-def atomic_folder(out: Path) -> Iterator[Path]:
+def _atomic_folder(out: Path) -> Iterator[Path]:
     """Yields a folder to write into, renamed to ``out`` if the block succeeds and removed if it raises."""
     partial = partial_path(out)
     shutil.rmtree(partial, ignore_errors=True)
@@ -201,7 +201,7 @@ def write_peft_folder(out: Path, tensors: Mapping[str, Tensor], settings: Adapte
         "inference_mode": True,
         "init_lora_weights": True,
     }
-    with atomic_folder(out) as partial:
+    with _atomic_folder(out) as partial:
         (partial / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         stored = {PEFT_PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(stored, partial / PEFT_WEIGHTS, metadata={"format": "pt"})

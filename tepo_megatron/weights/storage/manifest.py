@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint (its files, their lengths and SHA-256), and sampled digests of models. Standard library only.
+"""Manifest of a checkpoint (its files, their lengths and SHA-256), and sampled digests of models. Imports no torch.
 
     step_000100/manifest.json    {"step": 100, "files": {"state.json": {"bytes": …, "sha256": …}, "shards/…": …}, "sha256": …}
 
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from tepo_megatron.runtime.files import write_atomically
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT = 2
@@ -150,12 +151,9 @@ def check_whole(folder: Path) -> CheckpointManifest:
 
 
 def write_durably(path: Path, text: str) -> FileRecord:
-    """Writes a file that survives a power cut (its folder must be synced too); returns its record."""
+    """Replaces a file so that it survives a power cut; returns its record."""
     data = text.encode()
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    write_atomically(path, data, sync=True)
     return FileRecord(len(data), hashlib.sha256(data).hexdigest())
 
 

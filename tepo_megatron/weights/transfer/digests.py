@@ -31,9 +31,8 @@ _ODD = 0x9E3779B97F4A7C15
 def fingerprint(shards: Iterable[Shard], params: Mapping[str, Tensor]) -> int:
     """Returns 64 bits of the parts of Hugging Face tensors that ``shards`` locate in ``params``, in their dtype there.
 
-    All parameters are on one device. The result is the sum over all elements, modulo 2^64, of the element's bits times an
-    odd number from its tensor and index. Any single change of an element changes it, and results of parts that cover the
-    model once add up to that of the whole.
+    All parameters are on one device. The sum over all elements, modulo 2^64, of the bits times an odd number from tensor and
+    index: parts that cover the model once add up to the whole.
     """
     keys, sums = [], []
     for shard in shards:
@@ -72,11 +71,10 @@ def _tensor_key(name: str) -> int:
 
 
 def digest(data: Tensor) -> Tensor:
-    """Returns 64 bits of every byte of a contiguous tensor, its size and the order of its blocks, as int64 [] on its device.
+    """Returns 64 bits of a contiguous tensor as int64 [] on its device, without waiting for it.
 
-    The 64-bit words of each block of 4 KiB are added up; the sums are multiplied by different odd numbers and added modulo
-    2^64. A change of a single word always changes the result; words that swap within a block do not. Does not wait for the
-    device.
+    The 64-bit words of each block of 4 KiB are summed; the sums are multiplied by different odd numbers and summed modulo
+    2^64. Any change of a single word changes the result; words that swap within a block do not.
     """
     raw = data.detach().reshape(-1).view(torch.uint8)
     if raw.storage_offset() % 8:

@@ -1,11 +1,8 @@
 """Carries out a plan between processes: every source rank sends its part of a tensor straight to the ranks that need it.
 
-Each pair of ranks has its own queue of messages, derived by both from the same moves. All ranks go through their queues in
-rounds (message 0 of every peer, message 1 of every peer, …) and start messages up to WINDOW rounds ahead. The last round
-sends digests.
-
-No deadlock: message n of a pair is in round n of both its ranks. In the lowest unfinished round every rank has started its
-messages, or will without waiting, since all earlier rounds have ended.
+Each pair of ranks derives its queue of messages from the same moves. All ranks go through their queues in rounds (message 0
+of every peer, message 1, …), starting up to WINDOW rounds ahead; the last round sends digests. No deadlock: in the lowest
+unfinished round every rank has started its messages, or will without waiting.
 """
 
 from __future__ import annotations

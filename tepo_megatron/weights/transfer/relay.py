@@ -1,12 +1,8 @@
 """Messages for a worker on another GPU, relayed by the trainer rank on that GPU.
 
-Trainer ranks are connected GPU to GPU, a rank and the worker on its GPU by shared memory. Message n from rank s to worker d
-goes from s to ``local[d]``, into the slot from which d copies it. Digests are those of s, so that errors on the way are
-noticed.
-
-All trainer ranks exchange in turns: message n of every queue in turn n, the digests in the last turn. A rank starts a turn
-after it started all earlier ones. No deadlock: in the lowest unfinished turn each rank has started its part, or will without
-waiting for a later turn.
+Message n from rank s to worker d goes GPU to GPU to ``local[d]``, into the slot from which d copies it. Digests are those of
+s. All trainer ranks exchange in turns: message n of every queue in turn n, digests in the last. No deadlock: in the lowest
+unfinished turn each rank has started its part, or will without waiting for a later turn.
 """
 
 from __future__ import annotations

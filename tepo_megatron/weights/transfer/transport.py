@@ -1,8 +1,7 @@
 """Interface of a transport of weights, and the rendezvous of a group's members: trainer ranks, then workers.
 
-Both sides import this module, so it imports neither Megatron nor vLLM. Before a group forms, every member reads the same
-introductions and raises the same error if they cannot join: with different versions or a shared GPU NCCL fails in one
-process and hangs in the others.
+Both sides import this module, so it imports neither Megatron nor vLLM. Members check each other before a group forms: NCCL
+fails in one process and hangs in the others.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ def listen(host: str) -> tuple[Store, str]:
     At a loopback address the place is a file in a private folder and no port is open. Otherwise it is a free port of
     ``host`` only.
     """
-    if is_loopback(host):
+    if _is_loopback(host):
         # It is left where it is: who still asks whether a member has left would wait for a file that is gone.
         place = str(private_folder() / f"transfer-{uuid.uuid4()}")
         return FileStore(place), place
@@ -159,7 +158,7 @@ def local_address(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def is_loopback(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
@@ -175,9 +174,8 @@ def announce_departure(store: Store) -> None:
 class Rendezvous:
     """Knows from the group's store whether all members have joined, and whether one has left.
 
-    Joining gloo or NCCL blocks until the last member joins and cannot be interrupted, so it starts only when all members are
-    present. A failing member reports to the store, and nobody waits for it. ``stage`` separates several meetings at one
-    store. ``parts``: a member that leaves after all have come does not fail the others.
+    Joining gloo or NCCL cannot be interrupted, so it starts only when all members are present. ``stage`` separates several
+    meetings at one store. ``parts``: a member that leaves after all have come does not fail the others.
     """
 
     def __init__(self, store: Store, world_size: int, timeout_s: float, stage: str = _JOINED, *, parts: bool = False) -> None:
@@ -278,7 +276,7 @@ def _unreachable(members: Sequence[Introduction]) -> str:
     if len({member.host for member in members}) == 1:
         return ""
     for member in members:
-        if is_loopback(member.address):
+        if _is_loopback(member.address):
             other = next(candidate for candidate in members if candidate.host != member.host)
             return (
                 f"{member.place} offers a loopback address to the weight-transfer group, in which {other.place} is on another "

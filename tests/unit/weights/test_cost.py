@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tepo_megatron.cli.main import app
 from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.layouts import MegatronParallel, VllmParallel, tensor_shapes, vllm_ranks
-from tepo_megatron.weights.reshard.cost import Cluster, traffic
+from tepo_megatron.weights.reshard.cost import Cluster, summarize_plan
 from tepo_megatron.weights.reshard.plan import reshard_plan
 from tests.support.reshard_models import Case, cases, small_spec
 
@@ -29,7 +29,8 @@ def test_every_byte_is_on_one_link(case: Case) -> None:
     for shared in (False, True):
         cluster = Cluster(gpus_per_node=2, shared=shared)
         local = cluster.local(case.source.world_size, case.destination.world_size)
-        links = traffic(reshard_plan(case.spec, case.source, case.destination, local), 2, cluster)
+        plan = reshard_plan(case.spec, case.source, case.destination, local)
+        links = summarize_plan(plan, 2, cluster, built_in_seconds=0.0).links
         assert sum(link.total for link in links) == 2 * wanted
         if not shared:
             assert {link.link for link in links} == {"network"}
@@ -39,7 +40,7 @@ def test_time_is_that_of_the_busiest_gpu() -> None:
     """One trainer rank, two servers: it sends the model twice, at 2·10⁹ bytes/s."""
     spec = small_spec()
     plan = reshard_plan(spec, MegatronParallel(), VllmParallel(replicas=2))
-    (link,) = traffic(plan, 4, Cluster(network_gb_per_s=2.0))
+    (link,) = summarize_plan(plan, 4, Cluster(network_gb_per_s=2.0), built_in_seconds=0.0).links
     model = 4 * weights(spec)
     assert (link.pairs, link.total, link.busiest_sender, link.busiest_receiver) == (2, 2 * model, 2 * model, model)
     assert link.seconds == pytest.approx(2 * model / 2e9)
@@ -50,7 +51,7 @@ def test_a_shared_gpu_a_shared_node_and_the_network() -> None:
     spec = small_spec()
     cluster = Cluster(gpus_per_node=2, shared=True)
     plan = reshard_plan(spec, MegatronParallel(dp=2), VllmParallel(replicas=3), cluster.local(2, 3))
-    links = {link.link: link for link in traffic(plan, 2, cluster)}
+    links = {link.link: link for link in summarize_plan(plan, 2, cluster, built_in_seconds=0.0).links}
     assert links["device"].total == 4 * weights(spec)
     assert links["device"].seconds == 0
     assert links["network"].total == 2 * weights(spec)

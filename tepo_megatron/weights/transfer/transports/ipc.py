@@ -1,9 +1,7 @@
-"""Messages within a GPU that trainer and worker share, through CUDA IPC; others are relayed by the trainer rank on the worker's
-GPU, or use gloo. Not run on a GPU yet.
+"""Messages within a GPU that trainer and worker share, through CUDA IPC; others are relayed or use gloo. Not run on a GPU yet.
 
-A sender has two slots for each rank on its GPU, which the receiver opens once. A message is copied into a slot, signalled
-over gloo, copied out and signalled back; only then is the slot used again. The signals also turn a time-out or the death of
-either side into an error of the other. Relayed messages have slots of their own (``weights.transfer.relay``).
+A sender has two slots for each rank on its GPU, opened once by the receiver. A message is copied into a slot, signalled over
+gloo, copied out and signalled back. The signals also turn a time-out or the death of either side into an error of the other.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Messages over NCCL, from GPU to GPU, in a group apart from torch's default one. Not run on a GPU yet.
+"""Messages over NCCL in one communicator, apart from torch's default group. Not run on a GPU yet.
 
-All members share one communicator, and every round is one NCCL group call. A rank's rounds run in order on the
-communicator's stream, and message n of two ranks is in round n of both, so that ranks cannot wait in a circle
-(docs/decisions/009-transports-and-placement.md). A thread watches the group call, which blocks while NCCL connects ranks,
-and aborts the communicator if a rank does not come.
+Every round is one NCCL group call, and message n of two ranks is in round n of both
+(docs/decisions/009-transports-and-placement.md). A thread watches the call, which blocks while NCCL connects ranks, and
+aborts the communicator if a rank does not come.
 """
 
 from __future__ import annotations
