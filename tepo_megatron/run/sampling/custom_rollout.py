@@ -1,5 +1,5 @@
-"""A generation step of the user's own (``rollout.collect``), in place of ``samples_per_prompt`` draws for each prompt. Rank 0
-only. What it returns is checked as a record is that is replayed.
+"""The user's generation step (``rollout.collect``), in place of ``samples_per_prompt`` draws for each prompt. Rank 0 only. Its
+rollouts are checked as those of a replayed record are.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Collect = Callable[[Sequence[Problem], "StepSampler"], Sequence[Rollout]]
 
 
 class StepSampler:
-    """Draws responses and rates them, for one step of a generation step of one's own.
+    """Draws and rewards responses for a custom generation step.
 
-    ``step``: the number of the step, from 1. ``samples``: ``rollout.samples_per_prompt``, how many responses to each problem
-    the step must return. Draws depend on the run's seed, the step and the order of the calls, so that a step that is repeated
-    draws the same.
+    ``step``: the number of the step, from 1; of a step drawn ahead, the number of its batch. ``samples``: how many responses to
+    each problem it must return. Draws depend on the run's seed, the step and the order of the calls: a repeated step draws the
+    same.
     """
 
     def __init__(
@@ -57,10 +57,8 @@ class StepSampler:
         self._calls = 0
 
     def sample(self, problems: Sequence[Problem], n: int | None = None) -> list[list[Rollout]]:
-        """``n`` responses (None: ``samples``) to each problem, by the run's sampling and the servers' present weights; without
-        rewards. A problem may have another ``prompt`` than it was given with, but must keep its ``id``.
-
-        Raises what a run's sampling raises; where a server dies, the run starts it again and repeats the step.
+        """``n`` responses (None: ``samples``) to each problem, without rewards. A problem may have another ``prompt`` than
+        before, but must keep its ``id``. If a server dies, this raises, and the run restarts the server and repeats the step.
         """
         config, tokenizer = self._config, self._inputs.tokenizer
         count = self.samples if n is None else n
@@ -69,25 +67,25 @@ class StepSampler:
         self._problems |= {problem.id: problem for problem in problems}
         prompts = [encode_prompt(tokenizer, problem) for problem in problems]
         drawn: list[list[Rollout | None]] = [[None] * count for _ in problems]
-        left, sampling = count * len(prompts), config.rollout.sampling
+        outstanding, sampling = count * len(prompts), config.rollout.sampling
         with self._fleet.sample_stream(sampling, sampling_mask=sampling.truncates, on_move=self._on_progress) as stream:
-            for at, prompt in enumerate(prompts):
-                stream.submit(at, prompt, prompt_seed(seed, at), count)
-            while left:
-                found = stream.next(POLL_INTERVAL_S)
-                if found is None:
+            for number, prompt in enumerate(prompts):
+                stream.submit(number, prompt, prompt_seed(seed, number), count)
+            while outstanding:
+                result = stream.next(POLL_INTERVAL_S)
+                if result is None:
                     continue
-                at, index, response = found
+                number, index, response = result
                 text = tokenizer.decode(response.response_ids.tolist())
-                drawn[at][index] = Rollout.of(
-                    response, problem_id=problems[at].id, group=at, prompt_ids=prompts[at], text=text, reward=None
+                drawn[number][index] = Rollout.of(
+                    response, problem_id=problems[number].id, group=number, prompt_ids=prompts[number], text=text, reward=None
                 )
-                left -= 1
+                outstanding -= 1
                 self._on_progress()
         return [[rollout for rollout in group if rollout is not None] for group in drawn]
 
     def reward(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The rollouts with the verifier's rewards; None where it failed. ``problem_id`` says which problem each answers."""
+        """The rollouts with the verifier's rewards, None if it failed. ``problem_id`` names the problem."""
         groups = [rollout.problem_id for rollout in rollouts]
         results = self._scorer.score([(self._problem(rollout), answer_of(rollout)) for rollout in rollouts], groups)
         return [
@@ -101,23 +99,24 @@ class StepSampler:
         return self._problems[rollout.problem_id]
 
 
-def load_collect(config: RunConfig, given: Any = None) -> Collect | None:
-    """The run's own generation step: ``given``, or what ``rollout.collect`` names; a class is made without arguments. None: the
-    built-in one. Raises ValueError where there is none of that name, or it cannot be called.
+def load_collect(config: RunConfig, function: Any = None) -> Collect | None:
+    """The custom generation step: ``function``, or the one that ``rollout.collect`` names. A class is made without arguments.
+    None: the built-in one. Raises ValueError if it cannot be loaded or called.
     """
     name = config.rollout.collect
     if name is None:
         return None
     what = f"rollout.collect = {name!r}"
-    found = given if given is not None else load_user_code(_place(name, what), what)
-    if inspect.isclass(found):
+    loaded = function if function is not None else load_user_code(_place(name, what), what)
+    if inspect.isclass(loaded):
         try:
-            found = found()
+            loaded = loaded()
         except Exception as error:
             raise ValueError(f"{what} cannot be made without arguments: {type(error).__name__}: {error}") from error
-    if not callable(found):
-        raise ValueError(f"{what} cannot be called: it is {type(found).__name__}, and a function (problems, sampler) is needed")
-    collect: Collect = found
+    if not callable(loaded):
+        kind = type(loaded).__name__
+        raise ValueError(f"{what} cannot be called: it is {kind}, and a function (problems, sampler) is needed")
+    collect: Collect = loaded
     return collect
 
 
@@ -131,9 +130,9 @@ def _place(name: str, what: str) -> str:
 
 
 def call_collect(name: str, collect: Collect, problems: Sequence[Problem], sampler: StepSampler) -> Sequence[Rollout]:
-    """What it returns. Raises RuntimeError with its line where it raises anything but what a run's sampling raises."""
+    """The function's rollouts. Raises errors of the run's sampling as they are, others as RuntimeError with their line."""
     try:
-        found = collect(problems, sampler)
+        rollouts = collect(problems, sampler)
     except Exception as error:
         if is_ours(error) or isinstance(error, ServerDied):
             raise
@@ -142,11 +141,12 @@ def call_collect(name: str, collect: Collect, problems: Sequence[Problem], sampl
             f"rollout.collect = {name} raised {type(error).__name__} in step {sampler.step}: {error} "
             f"({frame.filename}:{frame.lineno})"
         ) from error
-    if isinstance(found, str | dict) or not isinstance(found, Sequence) or not all(isinstance(each, Rollout) for each in found):
+    is_sequence = isinstance(rollouts, Sequence) and not isinstance(rollouts, str | dict)
+    if not is_sequence or not all(isinstance(rollout, Rollout) for rollout in rollouts):
         raise RuntimeError(
             f"rollout.collect = {name} returned no list of rollouts in step {sampler.step}; return what sample() drew"
         )
-    return found
+    return rollouts
 
 
 def arranged(
@@ -159,11 +159,10 @@ def arranged(
     samples: int,
     vocab_size: int,
 ) -> list[Rollout]:
-    """The rollouts group by group, in the order of the problems; their own ``group`` is not read. ``drawn_by``: the step of the
-    weights that drew all tokens; None: of any weights.
+    """The rollouts group by group, in the order of the problems, whatever their ``group`` is. ``drawn_by``: the step of the
+    weights that must have drawn all tokens; None: any weights.
 
-    Raises RuntimeError with the problem and the fault where one cannot be trained on, or where there are not ``samples`` for
-    each problem.
+    Raises RuntimeError if one cannot be trained on, or if there are not ``samples`` for each problem.
     """
     what = f"step {step + 1}: rollout.collect = {name} returned"
     by_problem: dict[str, list[Rollout]] = defaultdict(list)
@@ -173,30 +172,31 @@ def arranged(
         if fault is not None:
             raise RuntimeError(f"{what} a rollout for problem {rollout.problem_id!r} that cannot be trained on: {fault}")
         by_problem[rollout.problem_id].append(rollout)
-    found: list[Rollout] = []
+    arranged_rollouts: list[Rollout] = []
     for place, problem in enumerate(problems):
         group, by_problem[problem.id] = by_problem[problem.id][:samples], by_problem[problem.id][samples:]
         if len(group) < samples:
             raise RuntimeError(
                 f"{what} {len(group)} rollouts for problem {problem.id!r}; a group has {samples} (samples_per_prompt)"
             )
-        if any(not np.array_equal(each.prompt_ids, group[0].prompt_ids) for each in group):
+        if any(not np.array_equal(rollout.prompt_ids, group[0].prompt_ids) for rollout in group):
             raise RuntimeError(f"{what} rollouts with different prompts for problem {problem.id!r}; those of a group share one")
-        found += [replace(each, group=place) for each in group]
-    left = next((id_ for id_, group in by_problem.items() if group), None)
-    if left is not None:
+        arranged_rollouts += [replace(rollout, group=place) for rollout in group]
+    surplus = next((id_ for id_, group in by_problem.items() if group), None)
+    if surplus is not None:
         raise RuntimeError(
-            f"{what} rollouts for problem {left!r} that the step did not ask for; return samples for its problems"
+            f"{what} rollouts for problem {surplus!r} that the step did not ask for; return samples for its problems"
         )
-    return found
+    return arranged_rollouts
 
 
 def with_results(rollouts: Sequence[Rollout], problems: Sequence[Problem], scorer: Scorer) -> list[RewardResult]:
-    """A result for each: the reward that it has, or the verifier's, where it has none."""
+    """Each rollout's own reward, or the verifier's result if it has none."""
     results = [RewardResult(rollout.reward, parts=rollout.reward_parts) for rollout in rollouts]
-    unscored = [at for at, rollout in enumerate(rollouts) if rollout.reward is None]
+    unscored = [index for index, rollout in enumerate(rollouts) if rollout.reward is None]
     if unscored:
-        items = [(problems[rollouts[at].group], answer_of(rollouts[at])) for at in unscored]
-        for at, result in zip(unscored, scorer.score(items, [rollouts[at].group for at in unscored]), strict=True):
-            results[at] = result
+        items = [(problems[rollouts[index].group], answer_of(rollouts[index])) for index in unscored]
+        groups = [rollouts[index].group for index in unscored]
+        for index, result in zip(unscored, scorer.score(items, groups), strict=True):
+            results[index] = result
     return results

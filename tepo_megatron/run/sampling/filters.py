@@ -1,7 +1,7 @@
-"""Filters of dynamic sampling: small functions that say whether a group of responses is trained on.
+"""Filters of dynamic sampling.
 
-A filter takes the rollouts of one group that have a reward, at least one, and returns whether to keep the group. It sees the
-verifier's rewards; what ``rollout.overlong`` takes off comes later, so that lengths alone make no variance.
+A filter receives the rollouts of one group that have a reward, at least one, and returns whether to keep the group. It sees the
+verifier's rewards without ``rollout.overlong``, so that lengths alone make no variance.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from tepo_megatron.runtime.user_code import load_user_code
 GroupFilter = Callable[[Sequence[Rollout]], bool]
 
 NO_REWARD = "no_reward"
-"""The cause of a group of which fewer than two responses have a reward; it is no filter that one names."""
+"""The cause for a group of which fewer than two responses have a reward; not a filter's name."""
 
 
 def zero_variance(group: Sequence[Rollout]) -> bool:
-    """Keeps a group whose rewards differ: of equal ones every advantage is 0 (DAPO, "dynamic sampling")."""
+    """Keeps a group whose rewards differ: with equal ones every advantage is 0 (DAPO, "dynamic sampling")."""
     return len({rollout.reward for rollout in group}) > 1
 
 
 def too_long(group: Sequence[Rollout], *, max_truncated: float) -> bool:
-    """Keeps a group of whose responses at most this share was cut at ``rollout.sampling.max_new_tokens``."""
+    """Keeps a group if at most this share of it was cut at ``rollout.sampling.max_new_tokens``."""
     return sum(rollout.finish_reason == "length" for rollout in group) <= max_truncated * len(group)
 
 
@@ -37,10 +37,7 @@ def reward_range(group: Sequence[Rollout], *, low: float, high: float) -> bool:
 
 
 def load_filters(config: FilterGroupsConfig | None) -> dict[str, GroupFilter]:
-    """The filters of a run by their names, in the order in which they are asked; none without a section.
-
-    Raises ValueError for a function of the user's that cannot be imported.
-    """
+    """Name → filter, in the order in which they are asked. Raises ValueError for a custom filter that cannot be loaded."""
     if config is None:
         return {}
     built_in: dict[str, GroupFilter] = {"zero_variance": zero_variance}
@@ -52,27 +49,26 @@ def load_filters(config: FilterGroupsConfig | None) -> dict[str, GroupFilter]:
 
 
 def refused_by(filters: Mapping[str, GroupFilter], group: Sequence[Rollout]) -> str | None:
-    """The name of the first filter that refuses a group, or ``NO_REWARD``; None where it is kept.
-
-    Raises RuntimeError where a filter raises, or answers something else than a boolean.
+    """The name of the first filter that refuses a group, or ``NO_REWARD``; None if it is kept. Raises RuntimeError if a filter
+    raises, or returns no boolean.
     """
     rewarded = [rollout for rollout in group if rollout.reward is not None]
     if len(rewarded) < min(2, len(group)):
         return NO_REWARD
     for name, keeps in filters.items():
         try:
-            kept = keeps(rewarded)
+            decision = keeps(rewarded)
         except Exception as error:
             raise RuntimeError(
                 f"the filter {name} (rollout.filter_groups.filters) raised {type(error).__name__} on the group of problem "
                 f"{group[0].problem_id!r}: {error}"
             ) from error
-        if not isinstance(kept, bool):
+        if not isinstance(decision, bool):
             raise RuntimeError(
-                f"the filter {name} (rollout.filter_groups.filters) returned {kept!r} for the group of problem "
+                f"the filter {name} (rollout.filter_groups.filters) returned {decision!r} for the group of problem "
                 f"{group[0].problem_id!r}; return True to keep it, or False"
             )
-        if not kept:
+        if not decision:
             return name
     return None
 
@@ -93,7 +89,7 @@ def histogram(counts: Mapping[float, int], bins: int = 10) -> str:
 
 
 def _short(name: str) -> str:
-    """What a filter is called in metrics: a function's own name."""
+    """The name in metrics."""
     return name.rpartition(":")[2]
 
 

@@ -1,4 +1,4 @@
-"""How old the weights are that drew a step's rollouts: token by token, as the servers said. Rank 0 only."""
+"""The age of the weights that drew a step's rollouts, in versions, for every token. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tepo_megatron.run.step.minibatches import members
 
 
 def most_stale(config: RunConfig, step: int) -> int:
-    """By how many versions the weights may be older than those of ``step`` that drew one of its rollouts."""
+    """How many versions older than ``step`` the weights of its rollouts may be."""
     train = config.train
     if train.schedule == "sync":
         return step if config.rollout.oversample > 1 else 0  # what is carried over may be of any age
@@ -24,8 +24,8 @@ def most_stale(config: RunConfig, step: int) -> int:
 
 
 def token_ages(rollout: Rollout, step: int) -> NDArray[np.int64]:
-    """For each response token by how many versions the weights that drew it are older than those of ``step``; an environment's
-    tokens are as old as those before them.
+    """For each response token, how many versions older than ``step`` its weights are. Tokens of an environment have the age of
+    those before them.
     """
     starts = [start for start, _ in rollout.versions]
     ages = [step - version.step for _, version in rollout.versions]
@@ -33,7 +33,6 @@ def token_ages(rollout: Rollout, step: int) -> NDArray[np.int64]:
 
 
 def version_figures(rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
-    """Figures of a step's rollouts for its row: the oldest and the newest weights, ages of tokens, versions in a response."""
     steps = [version.step for rollout in rollouts for _, version in rollout.versions]
     ages = np.concatenate([_model_ages(rollout, step) for rollout in rollouts])
     return {
@@ -53,27 +52,26 @@ def _model_ages(rollout: Rollout, step: int) -> NDArray[np.int64]:
 def part_ages(
     rollouts: Sequence[Rollout], parts: Sequence[Batch], *, seed: int, step: int, trained: Sequence[int] | None = None
 ) -> list[Tensor]:
-    """For each of a step's mini-batches the age at each token, int64 [T]; −1 where the model wrote no response token.
+    """For each mini-batch of a step the age of each token, int64 [T]; −1 for tokens that are not the model's response.
 
-    ``rollouts``: the whole step, in the order in which it was packed; ``trained``: the places of those that mini-batches are
-    made of, None: all.
+    ``rollouts``: the whole step in the order of packing. ``trained``: indices of those in the mini-batches; None: all.
     """
-    found = []
+    ages = []
     sequences = len(rollouts) if trained is None else trained
     for part, chosen in zip(parts, members(sequences, len(parts), seed=seed, step=step), strict=True):
         ages_T = torch.full_like(part.labels_T, -1)
-        for first, at in zip(part.cu_seqlens.tolist(), chosen, strict=False):
-            first += len(rollouts[at].prompt_ids) - 1  # the last prompt token's label is the first of the response
-            ages = torch.from_numpy(token_ages(rollouts[at], step)).to(ages_T)
-            ages_T[first : first + ages.numel()] = ages
-        ages_T[~part.loss_mask_T] = -1  # no weights drew what an environment wrote
-        found.append(ages_T)
-    return found
+        for first, index in zip(part.cu_seqlens.tolist(), chosen, strict=False):
+            first += len(rollouts[index].prompt_ids) - 1  # the last prompt token's label is the first of the response
+            response_ages = torch.from_numpy(token_ages(rollouts[index], step)).to(ages_T)
+            ages_T[first : first + response_ages.numel()] = response_ages
+        ages_T[~part.loss_mask_T] = -1  # no weights drew an environment's tokens
+        ages.append(ages_T)
+    return ages
 
 
 def mismatch_by_age(parts: Sequence[Batch], ages: Sequence[Tensor]) -> dict[str, float]:
-    """``staleness/kl_0``, ``staleness/kl_1``, …: KL(π_sampler‖π_old) by k3, over the tokens of each age, which the weights of
-    ``objective.mismatch`` correct. Tokens for which the trainer has no finite log-prob are left out.
+    """``staleness/kl_0``, ``staleness/kl_1``, …: KL(π_sampler‖π_old) by k3 over the tokens of each age (``objective.mismatch``
+    corrects it). Tokens without a finite log-prob of the trainer are left out.
     """
     gaps, olds = [], []
     for part, ages_T in zip(parts, ages, strict=True):
@@ -84,4 +82,4 @@ def mismatch_by_age(parts: Sequence[Batch], ages: Sequence[Tensor]) -> dict[str,
         olds.append(ages_T[counted_T])
     gap, age = torch.cat(gaps), torch.cat(olds)
     kl = torch.expm1(gap) - gap
-    return {f"staleness/kl_{each}": float(kl[age == each].mean()) for each in age.unique().tolist()}
+    return {f"staleness/kl_{value}": float(kl[age == value].mean()) for value in age.unique().tolist()}

@@ -1,4 +1,4 @@
-"""Leaving a run before its end: what is not saved yet, what still fits into the grace time, and what the user is told."""
+"""A stop before the end of a run: steps that are not saved yet, work that fits into the grace time, and the message."""
 
 from __future__ import annotations
 
@@ -12,60 +12,57 @@ from tepo_megatron.runtime.preemption import StopRequested, StopSignals, stop_si
 from tepo_megatron.trainer.checkpoints.folder import checkpoint_name
 
 _MARGIN = 2.0
-"""How many times longer than the last one an update and a save may take, and are begun nevertheless."""
+"""Updates and saves count as this many times longer than the last ones."""
 
 
 @dataclass
 class Leaving:
-    """Every rank has one; what rank 0's says counts."""
+    """Every rank has one; rank 0's decides. ``on_saved`` is called with the step of each complete checkpoint."""
 
     saved_step: int
     """Steps in the newest checkpoint that this run wrote or was resumed from; 0: there is none."""
 
     signals: StopSignals = field(default_factory=stop_signals)
-
     on_saved: Callable[[int], None] = lambda step: None
-    """Told of each checkpoint that is complete."""
 
     def __post_init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        """How long the last ``update`` and the last ``save`` took."""
+        """Duration of the last ``update`` and ``save``."""
         self._saved_at = time.monotonic()
         self._save_times: dict[str, float] = {}
 
     @contextmanager
     def timed_update(self) -> Iterator[None]:
-        """Around a step's updates: how long the last ones took."""
-        began = time.monotonic()
+        start = time.monotonic()
         yield
-        self.seconds["update"] = time.monotonic() - began
+        self.seconds["update"] = time.monotonic() - start
 
     def saved(self, step: int, *, stage_s: float, write_s: float, waited_s: float) -> None:
-        """A checkpoint of so many steps is complete, and took so many seconds (``SavedCheckpoint``)."""
+        """A checkpoint is complete. Arguments as of ``SavedCheckpoint``."""
         self.saved_step, self._saved_at = step, time.monotonic()
         self.seconds["save"] = stage_s + write_s
         self._save_times = {"time/save_stage": stage_s, "time/save_write": write_s, "time/save_waited": waited_s}
         self.on_saved(step)
 
     def take_save_times(self) -> dict[str, float]:
-        """What the checkpoint took that was completed since the last call, for the metrics; empty if none was."""
+        """Metrics of the checkpoint that was completed since the last call; empty if there is none."""
         times, self._save_times = self._save_times, {}
         return times
 
     def save_is_due(self, minutes: float) -> bool:
-        """Whether the last checkpoint, or the start, is so many minutes ago; never for 0."""
+        """Whether the last checkpoint, or the start, is ``minutes`` ago; never for 0."""
         return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
     def update_fits(self) -> bool:
-        """Whether the step's updates and a checkpoint can be expected to end within the grace time. A first update of unknown
-        length cannot; a first save is taken to last as long as the updates.
+        """Whether the step's updates and a checkpoint should end within the grace time. A first update, of unknown length, does
+        not; a first save is assumed to be as long as the updates.
         """
         left = self.signals.seconds_left()
         update = self.seconds.get("update", math.inf)
         return left == math.inf or _MARGIN * (update + self.seconds.get("save", update)) <= left
 
     def at_risk(self, step: int) -> str:
-        """What is lost if a run of so many steps ends without saving, as a sentence; empty if nothing is."""
+        """A sentence about the steps that are lost if the run ends after ``step`` without saving; empty if none is."""
         if step <= self.saved_step:
             return ""
         first = self.saved_step + 1
@@ -74,7 +71,7 @@ class Leaving:
         return f"{steps} lost; {newest}"
 
     def describe(self, stop: StopRequested, *, saved: bool) -> str:
-        """What the user is told on the way out."""
+        """The last message to the user."""
         name = checkpoint_name(self.saved_step)
         if saved:
             return f"{stop}: saved {name}; continue with --resume"

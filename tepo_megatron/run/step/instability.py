@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 
 
 class SkippedUpdates:
-    """Every rank has one, and calls :meth:`check` after the updates of each step.
-
-    ``allowed``: how many optimizer steps in a row may be skipped. ``keep`` is rank 0's way to save the step's batch; it is
-    called where something was skipped, with the step's number and what :func:`describe` gives, and returns the file.
-    ``from_root`` gives rank 0's value to every rank.
+    """Counts skipped optimizer steps, on every rank. ``allowed``: how many consecutive ones may be skipped. ``keep`` saves the
+    step's batch on rank 0: it receives the step and :func:`describe`'s entries, and returns the file. ``from_root`` returns
+    rank 0's value on every rank.
     """
 
     def __init__(
@@ -36,12 +34,11 @@ class SkippedUpdates:
         self._allowed, self._keep, self._from_root = allowed, keep, from_root
         self._in_a_row = 0
         self._first = ""
-        """The first cause of those in a row, with its step."""
+        """Step and cause of the first of the consecutive ones."""
 
     def check(self, step: int, updates: Sequence[UpdateResult], described: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
-        """Raises RuntimeError, on every rank, where more optimizer steps in a row were skipped than are allowed.
-
-        The batch is on disk by then.
+        """To be called after the updates of each step. Raises RuntimeError on every rank, with the batch on disk, if too many
+        consecutive optimizer steps were skipped.
         """
         too_many = False
         for number, update in enumerate(updates):
@@ -51,12 +48,12 @@ class SkippedUpdates:
             too_many = too_many or self._in_a_row > self._allowed
         if not any(update.skipped for update in updates):
             return
-        # The ranks go on, or fail, together: one that failed at once would have rank 0 ended while it writes.
-        kept = self._from_root(str(self._keep(step, described())))
+        # All ranks fail together: one that failed at once would end rank 0 while it writes.
+        path = self._from_root(str(self._keep(step, described())))
         if too_many:
             raise RuntimeError(
                 f"{self._in_a_row_text()} since a number was not finite; the first {self._first}. The weights are as they were "
-                f"before it, and the rollouts lie in {Path(kept).parent}. Look there, lower optimizer.lr, or raise "
+                f"before it, and the rollouts lie in {Path(path).parent}. Look there, lower optimizer.lr, or raise "
                 "train.max_skipped"
             )
 
@@ -67,9 +64,9 @@ class SkippedUpdates:
 
 
 def describe(updates: Sequence[UpdateResult], sequences: int | Sequence[int], *, seed: int, step: int) -> list[dict[str, Any]]:
-    """The skipped mini-batches of a step's ``sequences``, or of so many: ``minibatch`` (from 0), ``rollouts`` (which of the
-    step's, in the mini-batch's order; the numbers of sequences in the causes count in it), ``cause``, ``loss``, ``grad_norm``,
-    and ``ranks``, what each found.
+    """The skipped mini-batches of a step's ``sequences`` (indices or their number): ``minibatch`` (from 0), ``rollouts``
+    (indices in the step, in the mini-batch's order, in which causes number sequences), ``cause``, ``loss``, ``grad_norm``,
+    ``ranks``.
     """
     order = members(sequences, len(updates), seed=seed, step=step)
     return [
@@ -87,8 +84,8 @@ def describe(updates: Sequence[UpdateResult], sequences: int | Sequence[int], *,
 
 
 def write_skipped(folder: Path, step: int, rollouts: Sequence[Rollout], skipped: Sequence[Mapping[str, Any]]) -> Path:
-    """Writes the step's rollouts in the record's format, which ``rollout.replay`` reads, and beside them what was not finite,
-    as JSON; returns the latter. Raises OSError if the folder cannot be written.
+    """Writes the step's rollouts as a record, which ``rollout.replay`` reads, and the entries as JSON; returns the latter's
+    path. Raises OSError.
     """
     path = write_rollouts(folder, step, rollouts).with_suffix(".json")
     path.write_text(json.dumps({"step": step, "skipped": list(skipped)}, indent=2) + "\n", encoding="utf-8")
@@ -96,25 +93,24 @@ def write_skipped(folder: Path, step: int, rollouts: Sequence[Rollout], skipped:
 
 
 WINDOW = 20
-"""Steps whose median a factor is of."""
+"""Steps in the median that ``train.rollback.factor`` multiplies."""
 
 LEAST = 5
-"""Steps that there must be for a median."""
+"""Fewest steps for a median."""
 
 
 class Rollback:
-    """Every rank has one, and decides alike: the rows are the same on all."""
+    """Decides on returns to a checkpoint. Every rank has one, and the same rows."""
 
     def __init__(self, config: RollbackConfig | None) -> None:
         self._config = config
         self._seen: deque[float] = deque(maxlen=WINDOW)
         self.times = 0
-        """How often the run has gone back."""
+        """Returns so far."""
 
     def reason(self, row: Mapping[str, float]) -> str:
-        """Why the run should go back behind the step with this row; empty where it should not.
-
-        Raises ValueError where a row that is whole has no such metric.
+        """Why the run should go back after the step with this row; empty if it should not. Raises ValueError if the row has no
+        such metric.
         """
         config = self._config
         if config is None:
@@ -142,7 +138,7 @@ class Rollback:
         return config.factor * usual, f"{config.factor:g} times its median of {usual:.4g} (train.rollback.factor)"
 
     def count(self, reason: str) -> None:
-        """Counts a return. Raises RuntimeError where there were as many as are allowed."""
+        """Counts a return. Raises RuntimeError beyond ``train.rollback.max_times``."""
         assert self._config is not None
         if self.times == self._config.max_times:
             raise RuntimeError(

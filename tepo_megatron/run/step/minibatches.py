@@ -12,17 +12,15 @@ from tepo_megatron.core.types import Batch
 
 
 def minibatches(batch: Batch, count: int, *, seed: int, step: int) -> Iterator[Batch]:
-    """``count`` mini-batches of nearly equal numbers of sequences, in an order that depends on (seed, step) alone.
-
-    Every rank draws the same order. Each sequence with a token in the loss mask is in exactly one mini-batch, and others
-    (``rollout.truncated: mask``) in none: they have given their reward to their group's advantages.
+    """``count`` mini-batches of nearly equal numbers of sequences, in an order that depends on (seed, step) alone, the same on
+    every rank. Sequences without a token in the loss mask (``rollout.truncated: mask``) are in no mini-batch.
     """
     for part in members(trained_sequences(batch), count, seed=seed, step=step):
         yield batch.select(part)
 
 
 def members(sequences: int | Sequence[int], count: int, *, seed: int, step: int) -> list[list[int]]:
-    """Which of a step's sequences each mini-batch has, in its order. ``sequences``: those that are trained on, or how many."""
+    """Indices of each mini-batch's sequences, in its order. ``sequences``: indices of the trained ones, or their number."""
     trained = torch.tensor(range(sequences) if isinstance(sequences, int) else sequences, dtype=torch.int64)
     generator = torch.Generator().manual_seed(derive_seed(seed, step, "minibatches"))
     order = torch.randperm(trained.numel(), generator=generator)
@@ -30,16 +28,13 @@ def members(sequences: int | Sequence[int], count: int, *, seed: int, step: int)
 
 
 def trained_sequences(batch: Batch) -> list[int]:
-    """The sequences with a token in the loss mask."""
-    found: list[int] = batch.sequence_index_T[batch.loss_mask_T].unique().tolist()
-    return found
+    """Indices of the sequences with a token in the loss mask."""
+    indices: list[int] = batch.sequence_index_T[batch.loss_mask_T].unique().tolist()
+    return indices
 
 
 def mark_recorded(batch: Batch, log: LogConfig, step: int) -> Batch:
-    """The step's batch with ``recorded_S``, where the step is recorded; else as it is. ``step``: as its row is numbered.
-
-    Pure: every rank has the same batch, and marks the same sequences.
-    """
+    """The batch with ``recorded_S`` if the step, numbered as its row, is recorded; the same on every rank."""
     if not log.records_tokens(step):
         return batch
     recorded = recorded_places(batch.groups_S.tolist(), log.token_samples)
@@ -49,11 +44,11 @@ def mark_recorded(batch: Batch, log: LogConfig, step: int) -> Batch:
 
 
 def recorded_places(groups: Sequence[int], count: int) -> list[int]:
-    """Which of a step's sequences are of its first ``count`` groups; ``groups`` has the group of each."""
+    """Indices of the sequences in the first ``count`` groups; ``groups``: the group of each sequence."""
     chosen = set(sorted(set(groups))[:count])
     return [place for place, group in enumerate(groups) if group in chosen]
 
 
 def derive_seed(seed: int, step: int, purpose: str) -> int:
-    """A 31-bit seed of its own for each use and step, so that a resumed run draws what the first one would have drawn."""
+    """A 31-bit seed for each purpose and step: a resumed run draws as the first one would have."""
     return int.from_bytes(blake2b(f"{seed}/{step}/{purpose}".encode(), digest_size=4).digest()) & 0x7FFFFFFF

@@ -1,4 +1,4 @@
-"""Where servers run relative to the trainer's GPUs, and how weights get there: decided and refused before anything starts."""
+"""Placement of servers and trainer on this machine: GPUs, threads, transport and memory, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tepo_megatron.weights.transfer.transports import find_transport
 
 @dataclass(frozen=True)
 class Machine:
-    """What the decisions depend on: GPUs that torch sees here, NCCL in torch, ranks of the trainer here and in all."""
+    """GPUs that torch sees here, and ranks of the trainer: here, and in all."""
 
     gpus: int
     has_nccl: bool
@@ -30,26 +30,22 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """As torch and torchrun's variables say."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     return Machine(torch.cuda.device_count(), dist.is_nccl_available(), local, ranks)
 
 
 def trains_on_gpus(config: RunConfig, machine: Machine) -> bool:
-    """Whether the trainer runs on GPUs here."""
     return config.engine.platform != "cpu" and machine.gpus > 0
 
 
 def trainer_threads(config: RunConfig, machine: Machine, cores: Sequence[int]) -> int | None:
-    """Torch's threads in each rank, by ``engine.cpu_threads``; ``cores``: those that this process may use. None where torch's
-    own number stays.
-    """
-    wanted = config.engine.cpu_threads
-    if wanted is None or trains_on_gpus(config, machine):
+    """Torch's threads in each rank by ``engine.cpu_threads``; None: torch's default. ``cores``: those of this process."""
+    threads = config.engine.cpu_threads
+    if threads is None or trains_on_gpus(config, machine):
         return None
-    if wanted != "auto":
-        return wanted
+    if threads != "auto":
+        return threads
     server = config.rollout.server
     # Phases that alternate have all cores each; phases that overlap share them.
     beside = config.train.schedule == "overlap" and server.placement == "local" and config.rollout.replay is None
@@ -58,14 +54,14 @@ def trainer_threads(config: RunConfig, machine: Machine, cores: Sequence[int]) -
 
 
 def set_threads(config: RunConfig) -> None:
-    """Gives this rank its threads. Called before the engine is made, on every rank."""
+    """Every rank calls, before the trainer is made."""
     threads = trainer_threads(config, this_machine(), available_cores())
     if threads is not None:
         torch.set_num_threads(threads)
 
 
 def choose_transport(config: RunConfig, machine: Machine) -> TransportName:
-    """The transport that ``rollout.server.transport`` means here; ``auto`` is decided."""
+    """``rollout.server.transport``, with ``auto`` resolved."""
     server = config.rollout.server
     if server.transport != "auto":
         return server.transport
@@ -77,25 +73,25 @@ def choose_transport(config: RunConfig, machine: Machine) -> TransportName:
 
 
 def first_server_gpu(config: RunConfig, machine: Machine) -> int:
-    """The first GPU of the servers that the trainer starts: they share its GPUs, or use those behind them."""
+    """The first GPU of servers that the run starts: the trainer's first, or the one after its last."""
     if config.rollout.server.placement == "colocated" or not trains_on_gpus(config, machine):
         return 0
     return machine.local_ranks
 
 
 def takes_turns(config: RunConfig) -> bool:
-    """Whether trainer and servers are on the same GPUs, so that only one of them can have its memory there at a time."""
+    """Whether trainer and servers share GPUs, whose memory only one of them can have at a time."""
     return config.rollout.server.placement == "colocated" and config.rollout.replay is None
 
 
 def shared_gpus(config: RunConfig) -> dict[int, int]:
-    """Worker, numbered over all servers → the trainer rank on the same GPU."""
+    """Worker, numbered over all servers → the trainer's rank on the same GPU."""
     server = config.rollout.server
     return {worker: worker for worker in range(server.tp * server.count)} if server.placement == "colocated" else {}
 
 
 def check_placement(config: RunConfig, machine: Machine) -> None:
-    """Raises ValueError where this machine cannot do what ``rollout.server`` and ``engine`` say."""
+    """Raises ValueError if this machine cannot do what ``rollout.server`` and ``engine`` ask."""
     if config.rollout.replay is not None:
         return
     server = config.rollout.server
@@ -118,8 +114,8 @@ def check_placement(config: RunConfig, machine: Machine) -> None:
     if server.placement == "colocated":
         _check_colocated(config, machine)
     elif server.placement == "local" and on_gpus:
-        wanted = machine.local_ranks + server.tp * server.count
-        if wanted > machine.gpus:
+        needed = machine.local_ranks + server.tp * server.count
+        if needed > machine.gpus:
             raise ValueError(
                 f"the trainer uses {machine.local_ranks} GPUs and the servers (rollout.server.tp × count) "
                 f"{server.tp * server.count} others, but this machine has {machine.gpus}; share them with "
@@ -159,12 +155,12 @@ def gpu_memory_gib() -> float:
 
 
 def check_fits(config: RunConfig, spec: ModelSpec, machine: Machine) -> None:
-    """Raises ValueError with the plan's own sentence where trainer or servers do not fit the GPUs that are here, with the
-    changes after which they do. With ``engine.check_memory = false`` it is a warning. A run on CPUs is not asked about.
+    """Raises ValueError with the plan's sentence if trainer or servers do not fit the GPUs here; it is a warning with
+    ``engine.check_memory = false``. A run on CPUs is not checked.
     """
     if not trains_on_gpus(config, machine):
         return
-    problems = problems_of(as_found(config, machine, gpu_memory_gib()), spec)
+    problems = problems_of(_on_this_machine(config, machine, gpu_memory_gib()), spec)
     if not problems:
         return
     sentence = "the run does not fit: " + "; ".join(problems)
@@ -173,10 +169,10 @@ def check_fits(config: RunConfig, spec: ModelSpec, machine: Machine) -> None:
     warnings.warn(sentence, stacklevel=2)
 
 
-def as_found(config: RunConfig, machine: Machine, memory_gib: float) -> RunConfig:
-    """The run with the nodes and GPUs that are here in the place of those that ``cluster`` assumes."""
+def _on_this_machine(config: RunConfig, machine: Machine, memory_gib: float) -> RunConfig:
+    """With this machine's nodes and GPUs instead of those that ``cluster`` assumes."""
     gpus, server = max(machine.gpus, machine.local_ranks), config.rollout.server
-    found = {"train_nodes": max(1, machine.ranks // machine.local_ranks), "gpus_per_node": gpus, "gpu_memory_gib": memory_gib}
+    nodes = {"train_nodes": max(1, machine.ranks // machine.local_ranks), "gpus_per_node": gpus, "gpu_memory_gib": memory_gib}
     if server.placement == "external":  # wherever they run
-        found["rollout_nodes"] = -(-server.count // max(1, gpus // server.tp))
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update=found)})
+        nodes["rollout_nodes"] = -(-server.count // max(1, gpus // server.tp))
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update=nodes)})
