@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +16,7 @@ import torch
 from tepo_megatron.config import RunConfig
 from tepo_megatron.core.rollout import WeightsVersion
 from tepo_megatron.core.types import Batch
+from tepo_megatron.trainer import registry
 from tepo_megatron.trainer.checkpoints.folder import read_state
 from tepo_megatron.trainer.protocol import Trainer
 from tests.contracts.trainer_contract import CHECKS, BrokenContract, digest, start, train
@@ -48,6 +51,23 @@ def test_megatron(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_reference(name: str, tmp_path: Path) -> None:
     CHECKS[name](reference_trainer.make_trainer, tmp_path)
+
+
+def test_the_registry_checks_a_config_without_loading_megatron() -> None:
+    program = """
+import sys
+from tepo_megatron.config.loading.load import load_run
+from tepo_megatron.trainer import registry
+config = load_run(None, ["engine.parallel.tp=2"])
+registry.prepare_process(config)
+from tepo_megatron.tasks.data.builtin import resolve_model_path
+from tepo_megatron.weights.architecture import read_model_spec
+registry.check_config(config, read_model_spec(resolve_model_path("builtin:tiny")), on_gpu=False)
+assert not {"megatron", "transformer_engine"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+    with pytest.raises(ValueError, match="there is no trainer 'deepspeed'; it is one of megatron"):
+        registry.prepare_process(RunConfig(), kind="deepspeed")
 
 
 def resume_megatron(_rank: int, _world: int, folder: Path, checkpoint: Path) -> tuple[str, str]:

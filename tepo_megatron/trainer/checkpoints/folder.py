@@ -19,11 +19,11 @@ from typing import Any
 
 from tepo_megatron.weights.storage.manifest import STATE, CheckpointManifest, DamagedCheckpoint, has_manifest, read_manifest
 
-LEFTOVERS = ("partial", "damaged", "abandoned")
+_LEFTOVERS = ("partial", "damaged", "abandoned")
 """Suffixes of folders that no run resumes from."""
 
 _NAME = re.compile(r"step_(\d{6,})")
-_LEFTOVER = re.compile(rf"step_\d{{6,}}\.(?:{'|'.join(LEFTOVERS)})(?:\.\d+)?")
+_LEFTOVER = re.compile(rf"step_\d{{6,}}\.(?:{'|'.join(_LEFTOVERS)})(?:\.\d+)?")
 _STATE_KEYS: dict[str, type] = {"step": int, "updates": int, "model": str, "weights_digest": str}
 
 
@@ -50,7 +50,7 @@ def checkpoints(parent: Path) -> list[Path]:
 
 
 def leftovers(parent: Path) -> list[Path]:
-    """Folders with a suffix of ``LEFTOVERS``."""
+    """Folders with a suffix of ``_LEFTOVERS``."""
     return sorted(path for path in parent.glob("step_*") if _LEFTOVER.fullmatch(path.name))
 
 

@@ -5,13 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
-from tepo_megatron.trainer.megatron.batching.batch import broadcast, pad_sequences, pad_to
+from tepo_megatron.trainer.megatron.batching.batch import pad_sequences, pad_to
 from tepo_megatron.trainer.packing import pack
 
 
@@ -107,21 +106,6 @@ def assert_same(left: Batch, right: Batch) -> None:
         a, b = getattr(left, name), getattr(right, name)
         assert a.dtype == b.dtype, name
         assert torch.equal(a, b), name
-
-
-@given(rollouts)
-def test_every_rank_gets_the_batch_as_it_was_packed(sampled: list[Rollout]) -> None:
-    batch = pack(sampled)
-    sent: list[torch.Tensor] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "is_initialized", lambda: True)
-        patch.setattr(dist, "get_world_size", lambda: 2)
-        patch.setattr(dist, "broadcast", lambda tensor, src: sent.append(tensor.clone()))
-        assert_same(broadcast(batch, torch.device("cpu")), batch)
-        coming = iter(sent)
-        patch.setattr(dist, "broadcast", lambda tensor, src: tensor.copy_(next(coming)))
-        assert_same(broadcast(None, torch.device("cpu")), batch)
-    assert next(coming, None) is None
 
 
 @given(rollouts, st.integers(0, 40))

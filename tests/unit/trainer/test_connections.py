@@ -30,12 +30,12 @@ def test_it_is_for_tensor_and_context_parallelism_before_blackwell(tp: int, cp: 
 def test_it_is_set_once_and_never_against_the_user(
     given: str | None, gpu: tuple[int, int] | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(connections.VARIABLE, given or "")  # so that it is as before afterwards
+    monkeypatch.setenv(connections.CONNECTIONS_VARIABLE, given or "")  # so that it is as before afterwards
     if given is None:
-        monkeypatch.delenv(connections.VARIABLE)
+        monkeypatch.delenv(connections.CONNECTIONS_VARIABLE)
     monkeypatch.setattr(connections, "gpu_capability", lambda: gpu)
     connections.set_connections(ParallelConfig(tp=2))
-    assert os.environ.get(connections.VARIABLE) == expected
+    assert os.environ.get(connections.CONNECTIONS_VARIABLE) == expected
 
 
 def test_a_machine_without_nvidia_s_driver_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

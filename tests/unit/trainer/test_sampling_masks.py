@@ -7,8 +7,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +14,7 @@ from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.sampling_mask import SamplingMask
 from tepo_megatron.core.types import Batch
 from tepo_megatron.run.metrics.summary import summarize
-from tepo_megatron.trainer.megatron.batching.batch import broadcast, pad_sequences, pad_to
+from tepo_megatron.trainer.megatron.batching.batch import pad_sequences, pad_to
 from tepo_megatron.trainer.megatron.batching.context_parallel import cut
 from tepo_megatron.trainer.megatron.platform.parallel import Ranks
 from tepo_megatron.trainer.packing import check_masks, pack
@@ -54,21 +52,6 @@ def test_masks_stay_with_their_labels(sampled: list[Rollout], multiple: int, ext
     order = data.draw(st.lists(st.sampled_from(range(len(sampled))), unique=True, min_size=1))
     padded = pad_sequences(batch.select(order), multiple)
     assert_in_place(pad_to(padded, padded.num_tokens + extra))
-
-
-@given(rollouts)
-def test_every_rank_gets_them(sampled: list[Rollout]) -> None:
-    batch = pack(sampled)
-    sent: list[torch.Tensor] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "is_initialized", lambda: True)
-        patch.setattr(dist, "get_world_size", lambda: 2)
-        patch.setattr(dist, "broadcast", lambda tensor, src: sent.append(tensor.clone()))
-        broadcast(batch, torch.device("cpu"))
-        coming = iter(sent)
-        patch.setattr(dist, "broadcast", lambda tensor, src: tensor.copy_(next(coming)))
-        assert broadcast(None, torch.device("cpu")).sampling_mask_T == batch.sampling_mask_T
-    assert next(coming, None) is None
 
 
 @pytest.mark.parametrize("cp", [1, 2])

@@ -13,7 +13,7 @@ _EVEN = 1.05
 _MORE = 2
 """Additional micro-batches per rank that are tried if the smallest number gives uneven costs."""
 
-MicroBatch = list[int]
+_MicroBatch = list[int]
 """Indices of sequences."""
 
 
@@ -32,7 +32,7 @@ def attention_length(spec: ModelSpec) -> float:
 
 def partition(
     lengths: Sequence[int], *, ranks: int, max_tokens: int, attention_length: float = math.inf, multiple: int = 1
-) -> list[list[MicroBatch]]:
+) -> list[list[_MicroBatch]]:
     """Assigns sequences to micro-batches of the data-parallel ranks: ``result[rank][micro_batch]`` lists their indices.
 
     A sequence of L tokens costs L + L² / ``attention_length``. Micro-batches have about equal costs, and so have ranks; the
@@ -66,14 +66,14 @@ def partition(
     return _deal(candidates[0] if candidates else tight, costs, ranks)
 
 
-def _imbalance(bins: Sequence[MicroBatch], costs: Sequence[float]) -> float:
+def _imbalance(bins: Sequence[_MicroBatch], costs: Sequence[float]) -> float:
     """Largest cost over mean cost."""
     return max(sum(costs[index] for index in members) for members in bins) * len(bins) / sum(costs)
 
 
-def _fill_tightly(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[MicroBatch]:
+def _fill_tightly(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[_MicroBatch]:
     """Best fit, the longest first."""
-    bins: list[MicroBatch] = []
+    bins: list[_MicroBatch] = []
     rooms: list[tuple[int, int]] = []  # (tokens that still fit, micro-batch), sorted
     for sequence in order:
         place = bisect_left(rooms, (lengths[sequence], -1))
@@ -89,9 +89,9 @@ def _fill_tightly(order: Sequence[int], lengths: Sequence[int], max_tokens: int)
 
 def _fill_evenly(
     order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], *, count: int, max_tokens: int
-) -> list[MicroBatch]:
+) -> list[_MicroBatch]:
     """The longest first into the cheapest micro-batch with room; into that with the most room if none has enough."""
-    bins: list[MicroBatch] = [[] for _ in range(count)]
+    bins: list[_MicroBatch] = [[] for _ in range(count)]
     rooms, loads = [max_tokens] * count, [0.0] * count
     open_ = [(0.0, index) for index in range(count)]  # a heap by cost
     full: list[tuple[int, int]] = []  # a heap by room, the most first: lengths fall, so that what is full may be open again
@@ -110,7 +110,7 @@ def _fill_evenly(
     return bins
 
 
-def _cut(bins: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
+def _cut(bins: Sequence[_MicroBatch], count: int) -> list[_MicroBatch]:
     """Halves the micro-batches with the most sequences until there are ``count``."""
     heap = [(-len(members), number, members) for number, members in enumerate(bins)]
     heapq.heapify(heap)
@@ -121,11 +121,11 @@ def _cut(bins: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
     return [members for _, _, members in heap]
 
 
-def _deal(bins: Sequence[MicroBatch], costs: Sequence[float], ranks: int) -> list[list[MicroBatch]]:
+def _deal(bins: Sequence[_MicroBatch], costs: Sequence[float], ranks: int) -> list[list[_MicroBatch]]:
     """The most expensive first; in each round the rank with the least cost gets the first."""
     price = {id(members): sum(costs[index] for index in members) for members in bins}
     ordered = sorted(bins, key=lambda members: (-price[id(members)], min(members)))
-    dealt: list[list[MicroBatch]] = [[] for _ in range(ranks)]
+    dealt: list[list[_MicroBatch]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
     for start in range(0, len(ordered), ranks):
         by_load = sorted(range(ranks), key=loads.__getitem__)

@@ -23,12 +23,12 @@ from tepo_megatron.weights.architecture import ModelSpec
 from tepo_megatron.weights.geometry import ShardLayout
 from tepo_megatron.weights.storage.hf_folder import load_into
 
-Capability = tuple[int, int]
+_Capability = tuple[int, int]
 """Compute capability of a GPU: (major, minor)."""
 
 
 @dataclass(frozen=True)
-class Needs:
+class _Needs:
     """A recipe's requirements. Widths of matrix products must be multiples of ``multiple``, tokens of a micro-batch of
     ``tokens``, and under sequence parallelism the hidden size of ``gathered``.
 
@@ -37,12 +37,12 @@ class Needs:
     """
 
     te: str
-    capability: Capability
+    capability: _Capability
     gpus: str
     probe: str = "is_fp8_available"
     cuda: str | None = None
-    cuda_up_to: Capability | None = None
-    below: Capability | None = None
+    cuda_up_to: _Capability | None = None
+    below: _Capability | None = None
     multiple: int = 16
     tokens: int = 16
     gathered: int = 1
@@ -54,11 +54,11 @@ PER_TENSOR: dict[str, Any] = {
     "cuda": "12.1",
     "cuda_up_to": (8, 9),
 }
-NEEDS = {
-    "delayed": Needs(te="1.8", **PER_TENSOR),
-    "tensorwise": Needs(te="2.2", **PER_TENSOR),
+_NEEDS = {
+    "delayed": _Needs(te="1.8", **PER_TENSOR),
+    "tensorwise": _Needs(te="2.2", **PER_TENSOR),
     # Transformer Engine gathers activations under SP in blocks of 128 tokens by 128 columns, and asserts both.
-    "blockwise": Needs(
+    "blockwise": _Needs(
         te="2.3",
         capability=(9, 0),
         gpus="Hopper or newer",
@@ -67,7 +67,7 @@ NEEDS = {
         tokens=128,
         gathered=128,
     ),
-    "mxfp8": Needs(
+    "mxfp8": _Needs(
         te="2.1",
         capability=(10, 0),
         gpus="Blackwell B200 or B300",
@@ -119,15 +119,15 @@ def token_multiple(engine: EngineConfig) -> int:
     A context-parallel rank has two chunks of each sequence, and so an even number of tokens.
     """
     ranks = engine.parallel.tp if engine.parallel.sequence_parallel else 1
-    share = ranks * (NEEDS[engine.fp8.recipe].tokens if engine.fp8.enabled else 1)
+    share = ranks * (_NEEDS[engine.fp8.recipe].tokens if engine.fp8.enabled else 1)
     return engine.parallel.cp * math.lcm(2, share) if engine.parallel.cp > 1 else share
 
 
-def check_gpu(fp8: Fp8Config, *, capability: Capability, te: str, cuda: str) -> None:
+def check_gpu(fp8: Fp8Config, *, capability: _Capability, te: str, cuda: str) -> None:
     """Raises ValueError if the GPU, Transformer Engine or torch's CUDA lack the recipe."""
     if not fp8.enabled:
         return
-    needs, asked = NEEDS[fp8.recipe], f"engine.fp8.recipe = {fp8.recipe}"
+    needs, asked = _NEEDS[fp8.recipe], f"engine.fp8.recipe = {fp8.recipe}"
     here = f"{capability[0]}.{capability[1]}"
     if Version(te) < Version(f"{needs.te}.dev0"):  # a development build of the version has it already
         raise ValueError(
@@ -155,13 +155,13 @@ def check_gpu(fp8: Fp8Config, *, capability: Capability, te: str, cuda: str) -> 
 
 
 def _known_to(te: str) -> str:
-    return ", ".join(["none", *(name for name, needs in NEEDS.items() if Version(te) >= Version(f"{needs.te}.dev0"))])
+    return ", ".join(["none", *(name for name, needs in _NEEDS.items() if Version(te) >= Version(f"{needs.te}.dev0"))])
 
 
-def _possible_on(capability: Capability) -> str:
+def _possible_on(capability: _Capability) -> str:
     possible = [
         name
-        for name, needs in NEEDS.items()
+        for name, needs in _NEEDS.items()
         if capability >= needs.capability and (needs.below is None or capability < needs.below)
     ]
     return " or ".join(f"engine.fp8.recipe = {name}" for name in possible or ["none"])
@@ -172,7 +172,7 @@ def ask_transformer_engine(fp8: Fp8Config) -> None:
     if not fp8.enabled:
         return
     state = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
-    available, reason = getattr(state, NEEDS[fp8.recipe].probe)()
+    available, reason = getattr(state, _NEEDS[fp8.recipe].probe)()
     if not available:
         raise ValueError(f"engine.fp8.recipe = {fp8.recipe} is refused by Transformer Engine: {reason}")
 
@@ -184,14 +184,14 @@ def check_model(fp8: Fp8Config, spec: ModelSpec, parallel: ParallelConfig) -> No
     """
     if not fp8.enabled:
         return
-    multiple = NEEDS[fp8.recipe].multiple
+    multiple = _NEEDS[fp8.recipe].multiple
     wrong = [f"{width} ({name})" for name, width in _widths(spec, parallel) if width % multiple]
     if wrong:
         raise ValueError(
             f"engine.fp8.recipe = {fp8.recipe} needs matrices whose sizes on a rank are multiples of {multiple}, and under "
             f"tp = {parallel.tp} this model has {', '.join(wrong)}; lower engine.parallel.tp, or set engine.fp8.recipe = none"
         )
-    gathered = NEEDS[fp8.recipe].gathered
+    gathered = _NEEDS[fp8.recipe].gathered
     if parallel.sequence_parallel and spec.hidden_size % gathered:
         raise ValueError(
             f"engine.fp8.recipe = {fp8.recipe} gathers activations in blocks of {gathered} under sequence parallelism, and the "

@@ -25,7 +25,7 @@ from tepo_megatron.trainer.megatron.model.experts import attach, auxiliary_loss
 from tepo_megatron.trainer.megatron.platform.parallel import Ranks
 from tepo_megatron.weights.architecture import Experts, ModelSpec
 
-TopK = Callable[..., tuple[Tensor, Tensor]]
+_TopK = Callable[..., tuple[Tensor, Tensor]]
 """(scores, k, num_groups=…, group_topk=…) → (k largest scores, their experts): Megatron's choice."""
 
 
@@ -226,7 +226,7 @@ class _Choice:
         return weights_tE, chosen_tE
 
     def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: TopK
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: _TopK
     ) -> tuple[Tensor, Tensor]:
         """Scores of the chosen experts and the experts, both [t, k]. Differentiable in ``scores`` [t, experts]."""
         values_tk, router_choice_tk = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)

@@ -65,9 +65,9 @@ def norm_kernel(layers: str) -> tuple[str, str]:
     return "torch's", "the layers are Megatron-Core's own, whose fused norm (apex') is no RMSNorm"
 
 
-VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
-BLACKWELL = (10, 0)
+_BLACKWELL = (10, 0)
 """Compute capability; these GPUs and later ones do not need it."""
 
 
@@ -78,8 +78,8 @@ def set_connections(parallel: ParallelConfig) -> None:
     With one queue, kernels start in the order of their calls. Megatron's linears rely on it to hide a collective behind the
     matrix product that is called after it. It is a matter of speed alone.
     """
-    if VARIABLE not in os.environ and wants_one_connection(parallel, gpu_capability()):
-        os.environ[VARIABLE] = "1"
+    if CONNECTIONS_VARIABLE not in os.environ and wants_one_connection(parallel, gpu_capability()):
+        os.environ[CONNECTIONS_VARIABLE] = "1"
 
 
 def set_interface(interface: str | None) -> None:
@@ -95,7 +95,7 @@ def wants_one_connection(parallel: ParallelConfig, capability: tuple[int, int] |
 
     ``capability`` is None without a GPU.
     """
-    return capability is not None and capability < BLACKWELL and (parallel.tp > 1 or parallel.cp > 1)
+    return capability is not None and capability < _BLACKWELL and (parallel.tp > 1 or parallel.cp > 1)
 
 
 def gpu_capability() -> tuple[int, int] | None:

@@ -13,12 +13,12 @@ from tepo_megatron.config import ParallelConfig, RunConfig
 from tepo_megatron.runtime.rendezvous import rank_store
 from tepo_megatron.trainer.megatron.platform.platform import Platform
 
-MARGIN_S = 300.0
+_MARGIN_S = 300.0
 """A collective's limit is longer by this than the heartbeat watch's, which reports more and must end the run first. Nobody
 waits for rollouts in a collective (``platform/collectives.py``).
 """
 
-TIMEOUT = timedelta(seconds=1800 + MARGIN_S)
+_TIMEOUT = timedelta(seconds=1800 + _MARGIN_S)
 """Limit of a collective outside runs."""
 
 
@@ -27,7 +27,7 @@ def collective_timeout(config: RunConfig) -> timedelta:
 
     In a weight update rank 0 may wait for servers, up to their time-outs, while the others already wait in a collective.
     """
-    return timedelta(seconds=config.train.hang_timeout_s + config.rollout.server.longest_wait_s + MARGIN_S)
+    return timedelta(seconds=config.train.hang_timeout_s + config.rollout.server.longest_wait_s + _MARGIN_S)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Ranks:
         return self.tp * self.cp * self.dp * (self.pp - 1)
 
 
-def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout: timedelta = TIMEOUT) -> Ranks:
+def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout: timedelta = _TIMEOUT) -> Ranks:
     """Joins the world that the environment describes (torchrun's variables; one process without them) and divides it.
 
     Every rank calls. ``timeout`` limits every collective. Raises ValueError if the world is not tp × pp × cp × dp.
@@ -119,7 +119,7 @@ def initialize(config: ParallelConfig, platform: Platform, *, seed: int, timeout
     )
 
 
-def host_group(platform: Platform, timeout: timedelta = TIMEOUT) -> dist.ProcessGroup | None:
+def host_group(platform: Platform, timeout: timedelta = _TIMEOUT) -> dist.ProcessGroup | None:
     """A group of all ranks that waits on the host; None if torch's default group does. Every rank calls."""
     return None if platform.backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
 

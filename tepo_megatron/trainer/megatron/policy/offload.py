@@ -17,9 +17,9 @@ from torch import Tensor
 from tepo_megatron.trainer.megatron.policy.optimizer_states import adam_tensors
 from tepo_megatron.trainer.megatron.policy.policy import Policy
 
-OnDevice = Literal["everything", "weights", "nothing"]
+_OnDevice = Literal["everything", "weights", "nothing"]
 
-_PARTS: dict[OnDevice, frozenset[str]] = {
+_PARTS: dict[_OnDevice, frozenset[str]] = {
     "everything": frozenset({"weights", "optimizer", "gradients"}),
     "weights": frozenset({"weights"}),
     "nothing": frozenset(),
@@ -95,7 +95,7 @@ class Offloader:
         self.most_offloaded = 0
         """Largest number of bytes offloaded at once."""
 
-    def onload_only(self, what: OnDevice) -> None:
+    def onload_only(self, what: _OnDevice) -> None:
         """Onloads ``what`` and offloads everything else. Every rank calls.
 
         Nothing is onloaded before all ranks have called (rank 0 puts the servers to sleep first), and on return all ranks have

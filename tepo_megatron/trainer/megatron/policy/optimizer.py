@@ -74,7 +74,7 @@ def _step_with_threads(step: Callable[[], None], threads: int) -> None:
         torch.set_num_threads(before)
 
 
-STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.uint8}
+_STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": torch.uint8}
 """By ``optimizer.exp_avg_dtype``. Transformer Engine uses ``uint8`` for FP8 with a scale per tensor."""
 
 
@@ -93,8 +93,8 @@ def state_options(config: OptimizerConfig, *, on_gpu: bool) -> dict[str, Any]:
     if config.precision_aware:
         return {
             "use_precision_aware_optimizer": True,
-            "exp_avg_dtype": STATE_DTYPES[config.exp_avg_dtype],
-            "exp_avg_sq_dtype": STATE_DTYPES[config.exp_avg_sq_dtype],
+            "exp_avg_dtype": _STATE_DTYPES[config.exp_avg_dtype],
+            "exp_avg_sq_dtype": _STATE_DTYPES[config.exp_avg_sq_dtype],
             "store_param_remainders": config.store_param_remainders,
         }
     return {}

@@ -24,7 +24,7 @@ from tepo_megatron.trainer.megatron.model.routers import Routers
 from tepo_megatron.trainer.megatron.platform.parallel import Ranks
 from tepo_megatron.trainer.megatron.platform.platform import Platform
 
-LossFunction = Callable[[TokenScores, Batch], tuple[Tensor, dict[str, Any]]]
+_LossFunction = Callable[[TokenScores, Batch], tuple[Tensor, dict[str, Any]]]
 """(scores, micro-batch) → (scalar to differentiate, values to keep). The loss is the sum of the scalars over micro-batches and
 ranks.
 """
@@ -81,7 +81,7 @@ class Forward:
         chunks: Sequence[torch.nn.Module],
         batch: Batch,
         micro_batches: Sequence[Sequence[int]],
-        loss: LossFunction,
+        loss: _LossFunction,
         *,
         train: bool,
     ) -> list[dict[str, Any]]:
@@ -116,7 +116,7 @@ class Forward:
         return -(-tokens // self.token_multiple) * self.token_multiple
 
     def _step(
-        self, numbered: tuple[int, Share], model: torch.nn.Module, loss: LossFunction, *, train: bool
+        self, numbered: tuple[int, Share], model: torch.nn.Module, loss: _LossFunction, *, train: bool
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
         number, share = numbered
         self.on_progress()

@@ -50,7 +50,7 @@ def _score_micro_batches(
     return TokenScores(logprob=logprob_T, entropy=entropy_T)
 
 
-QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+_QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def measure_noise(forward: Forward, chunks: Sequence[torch.nn.Module], batch: Batch, sequences: int) -> dict[str, float]:
@@ -88,8 +88,8 @@ def _spread(batch: Batch, forward: Forward, sequences: int) -> list[int]:
 
 
 def _quantiles(values: Tensor) -> dict[str, float]:
-    levels = torch.tensor(list(QUANTILES.values()), dtype=values.dtype, device=values.device)
-    return dict(zip(QUANTILES, values.quantile(levels).tolist(), strict=True))
+    levels = torch.tensor(list(_QUANTILES.values()), dtype=values.dtype, device=values.device)
+    return dict(zip(_QUANTILES, values.quantile(levels).tolist(), strict=True))
 
 
 def on_every_rank(forward: Forward, places: Sequence[Tensor], values_of: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:

@@ -112,7 +112,7 @@ def _reduce(
 _MOST_NAMES = 8
 """A NaN spreads: the first few parameters and ranks say as much as all."""
 
-Found = dict[str, Any]
+_RankReport = dict[str, Any]
 """One rank's report: ``rank``, ``place`` (coordinates), ``micro_batches`` (why they have no loss), ``losses`` (indices of
 micro-batches with a loss that is not finite), ``gradients`` (names of parameters), ``more_gradients`` (number of further ones).
 """
@@ -120,7 +120,7 @@ micro-batches with a loss that is not finite), ``gradients`` (names of parameter
 
 def _find_not_finite(
     ranks: Ranks, policy: Policy, results: Sequence[Mapping[str, Any]], grad_norm: float, device: torch.device
-) -> list[Found]:
+) -> list[_RankReport]:
     """Reports of the ranks with numbers that are not finite, before the optimizer step; the same on every rank. Every rank
     calls.
 
@@ -135,7 +135,7 @@ def _find_not_finite(
     return [broadcast_json(details, source=rank, device=device) for rank in bad]
 
 
-def _first_cause(reports: Sequence[Found], grad_norm: float) -> str:
+def _first_cause(reports: Sequence[_RankReport], grad_norm: float) -> str:
     """One sentence about what is nearest to the origin: logits before losses before gradients."""
     for kind in ("micro_batches", "losses", "gradients"):
         for report in reports:
@@ -144,7 +144,7 @@ def _first_cause(reports: Sequence[Found], grad_norm: float) -> str:
     return f"the gradient norm is {grad_norm}, although every gradient is finite"
 
 
-def _describe(report: Found, kind: str) -> str:
+def _describe(report: _RankReport, kind: str) -> str:
     first = report[kind][0]
     if kind == "micro_batches":
         return str(first)
@@ -167,7 +167,7 @@ def _gradients_are_finite(policy: Policy) -> bool:
     return not buffers or bool(torch.stack([torch.linalg.vector_norm(b, math.inf) for b in buffers]).isfinite().all())
 
 
-def _details(ranks: Ranks, policy: Policy, results: Sequence[Mapping[str, Any]]) -> Found:
+def _details(ranks: Ranks, policy: Policy, results: Sequence[Mapping[str, Any]]) -> _RankReport:
     trained = policy.trained.items()
     names = [name for name, param in trained if not param.main_grad.isfinite().all()]  # type: ignore[attr-defined]
     place = {"tp": ranks.tp_rank, "pp": ranks.pp_rank, "cp": ranks.cp_rank, "dp": ranks.dp_rank}
@@ -185,7 +185,7 @@ def _details(ranks: Ranks, policy: Policy, results: Sequence[Mapping[str, Any]])
     }
 
 
-NAMES = ("logprob_update", "entropy_change", "ratio", "masked")
+_TOKEN_VALUES = ("logprob_update", "entropy_change", "ratio", "masked")
 """Keys of ``ObjectiveOutput.token_values``. Stages that compute no loss must know them too."""
 
 _KEPT = "token_values"
@@ -199,7 +199,7 @@ def _keep_recorded(output: ObjectiveOutput, micro: Batch) -> dict[str, Tensor]:
         return {}
     at_R = _recorded_T(micro).nonzero()[:, 0]
     nothing_R = torch.full(at_R.shape, torch.nan, device=at_R.device)
-    columns = [output.token_values.get(name) for name in NAMES]
+    columns = [output.token_values.get(name) for name in _TOKEN_VALUES]
     return {_KEPT: torch.stack([nothing_R if value_T is None else value_T[at_R].float() for value_T in columns])}
 
 
@@ -213,8 +213,8 @@ def _gather_recorded(
     place_T = recorded_T.cumsum(0) - 1
     indices = [batch.token_index(sequences) for sequences in micro_batches]
     places = [place_T[index_T[recorded_T[index_T]]] for index_T in indices]
-    rows = on_every_rank(forward, places, [micro[_KEPT] for micro in results], (len(NAMES), int(recorded_T.sum())))
-    values = dict(zip(NAMES, rows, strict=True))
+    rows = on_every_rank(forward, places, [micro[_KEPT] for micro in results], (len(_TOKEN_VALUES), int(recorded_T.sum())))
+    values = dict(zip(_TOKEN_VALUES, rows, strict=True))
     return {**values, "masked": values["masked"] == 1}
 
 
