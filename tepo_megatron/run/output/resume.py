@@ -26,7 +26,7 @@ from tepo_megatron.trainer.checkpoints.run_compatibility import (
 from tepo_megatron.weights.storage.manifest import MANIFEST, DamagedCheckpoint
 
 if TYPE_CHECKING:
-    from tepo_megatron.tasks.data.mixture import Sampler
+    from tepo_megatron.tasks.data.mixture import ProblemOrder
     from tepo_megatron.trainer.protocol import Trainer
 
 
@@ -181,7 +181,7 @@ def write_resolved(config: RunConfig) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def restore_data(sampler: Sampler, found: Mapping[str, Any], allowed: Sequence[str]) -> str | None:
+def restore_data(sampler: ProblemOrder, found: Mapping[str, Any], allowed: Sequence[str]) -> str | None:
     """Continues the order of the problems; where ``train.allow_change`` lets seed or problems differ, it begins anew, and the
     sentence that is returned says so. Raises ValueError for another seed or other problems.
     """

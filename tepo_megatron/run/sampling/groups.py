@@ -18,7 +18,7 @@ from tepo_megatron.config import RunConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.run.sampling.filters import NO_REWARD, GroupFilter, histogram, refused_by
-from tepo_megatron.tasks.data.mixture import Sampler
+from tepo_megatron.tasks.data.mixture import ProblemOrder
 from tepo_megatron.tasks.protocol import RewardResult
 
 UNFINISHED = "abort"
@@ -93,7 +93,7 @@ class GroupBuffer:
         self,
         config: RunConfig,
         problems: Sequence[Problem],
-        order: Sampler,
+        order: ProblemOrder,
         encode: Callable[[Problem], tuple[int, ...]],
         filters: Mapping[str, GroupFilter],
         *,

@@ -13,7 +13,7 @@ from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data.sources import order_keys
 
 
-def make_sampler(problems: Sequence[Problem], config: DataConfig, seed: int) -> Sampler:
+def make_sampler(problems: Sequence[Problem], config: DataConfig, seed: int) -> ProblemOrder:
     """The sampler of ``config.train``. ``problems``: of all sources."""
     if isinstance(config.train, str):
         return ProblemSampler(problems, seed, order_keys(config.order, problems))
@@ -159,7 +159,7 @@ class MixedSampler:
         return chosen
 
 
-Sampler = ProblemSampler | MixedSampler
+ProblemOrder = ProblemSampler | MixedSampler
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:

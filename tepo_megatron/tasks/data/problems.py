@@ -12,7 +12,7 @@ from typing import Any
 from tepo_megatron.config.data import BUILTIN, FieldsConfig, SourceConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data.prompts import fill_template, read_messages
-from tepo_megatron.tasks.data.rows import Row, columns_of, read_rows
+from tepo_megatron.tasks.data.rows import DataRow, columns_of, read_rows
 from tepo_megatron.tasks.data.tasks import BUILTIN_TASKS
 
 _ABSENT = object()
@@ -101,7 +101,7 @@ def _line(place: str) -> str:
     return row if comma and row.startswith("row ") else f"line {place.rpartition(':')[2]}"
 
 
-def _problem(row: Row, config: SourceConfig) -> Problem:
+def _problem(row: DataRow, config: SourceConfig) -> Problem:
     """Errors do not name file and line; the caller adds them."""
     fields, columns = config.fields or FieldsConfig(), row.written
     name = config.name

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class Row:
+class DataRow:
     """A row. ``place`` names it in messages; ``name`` is the id of a problem without one. ``written``: the columns, with
     numbers as the text in the file if the file is ``text``.
     """
@@ -35,7 +35,7 @@ class Row:
         return self.written if self.text is None else json.loads(self.text)
 
 
-def read_rows(path: Path, split: str | None = None) -> Iterator[Row]:
+def read_rows(path: Path, split: str | None = None) -> Iterator[DataRow]:
     """The rows of a file or folder in their order.
 
     Raises:
@@ -70,26 +70,26 @@ def first_columns(path: Path, split: str | None = None) -> list[str]:
     return list(named)
 
 
-def _json_rows(path: Path) -> Iterator[Row]:
+def _json_rows(path: Path) -> Iterator[DataRow]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 place = f"{path}:{number}"
                 text, written = _parse(line, place)
-                yield Row(place, f"{path.stem}:{number}", written, text)
+                yield DataRow(place, f"{path.stem}:{number}", written, text)
 
 
-def _list_rows(path: Path) -> Iterator[Row]:
+def _list_rows(path: Path) -> Iterator[DataRow]:
     """A JSON list of objects, read as a whole."""
     text, written = _decode(path.read_bytes(), str(path), "")
     for number, (entry, value) in enumerate(zip(written, json.loads(text), strict=True), start=1):
         place = f"{path}, row {number}"
         if not isinstance(entry, dict):
             raise ValueError(f'{place}: not a JSON object; write {{"prompt": ..., "answer": ...}}')
-        yield Row(place, f"{path.stem}:{number}", entry, json.dumps(value))
+        yield DataRow(place, f"{path.stem}:{number}", entry, json.dumps(value))
 
 
-def _csv_rows(path: Path) -> Iterator[Row]:
+def _csv_rows(path: Path) -> Iterator[DataRow]:
     """Values stay text."""
     with _csv_lines(path) as (columns, lines):
         for line, cells in lines:
@@ -98,7 +98,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
                     f"{path}:{line}: {len(cells)} columns, and the first line names {len(columns)} ({', '.join(columns)}); put "
                     "text with a comma, a semicolon or a line break in it between double quotes"
                 )
-            yield Row(f"{path}:{line}", f"{path.stem}:{line}", dict(zip(columns, cells, strict=True)))
+            yield DataRow(f"{path}:{line}", f"{path.stem}:{line}", dict(zip(columns, cells, strict=True)))
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def _decode(data: bytes, place: str, of: str) -> tuple[str, Any]:
         raise ValueError(f"{place}: nested too deeply to be read") from error
 
 
-def _arrow_rows(data: _DataFiles) -> Iterator[Row]:
+def _arrow_rows(data: _DataFiles) -> Iterator[DataRow]:
     number = 0
     for file in data.files:
         with _readable(file, data.format):
@@ -162,7 +162,7 @@ def _arrow_rows(data: _DataFiles) -> Iterator[Row]:
                 for entry in batch.select(columns).to_pylist():
                     number += 1
                     values = {name: _plain(value) for name, value in entry.items()}
-                    yield Row(f"{data.name}, row {number}", f"{data.stem}:{number}", values)
+                    yield DataRow(f"{data.name}, row {number}", f"{data.stem}:{number}", values)
 
 
 def _open(path: Path, form: str) -> tuple[list[str], Iterable[Any]]:

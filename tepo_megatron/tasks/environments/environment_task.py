@@ -28,11 +28,11 @@ from tepo_megatron.tasks.reward.pool import weigh
 from tepo_megatron.tasks.reward.verifier_task import VerifierTask, reward_configs
 from tepo_megatron.weights.architecture import ModelSpec
 
-_KEPT = 1 << 16
+_MAX_RESULTS = 1 << 16
 """Number of results retained until they are requested."""
 
-_REHEARSED = 4
-_LOST = "its episode was played before the interruption, and what came of it is not known any more"
+_REHEARSAL_PROBLEMS = 4
+_UNKNOWN_RESULT = "its episode was played before the interruption, and what came of it is not known any more"
 
 
 @dataclass
@@ -164,7 +164,7 @@ class EnvironmentTask:
         counts.seconds += end.seconds
         key = _key(problem, response.response_ids.tobytes())
         self._results.setdefault(key, deque()).append(self._result(problem, response, end))
-        while len(self._results) > _KEPT:
+        while len(self._results) > _MAX_RESULTS:
             self._results.popitem(last=False)
 
     def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:
@@ -185,7 +185,7 @@ class EnvironmentTask:
         """Begins an episode of each of the first few problems; not with external agents, which may start later. Raises
         ValueError if none begins, with the line that raised.
         """
-        tried = problems[: _REHEARSED if self._environment.name != OUTSIDE else 0]
+        tried = problems[: _REHEARSAL_PROBLEMS if self._environment.name != OUTSIDE else 0]
         errors: list[str] = []
         for problem in tried:
             number = next(self._numbers)
@@ -236,7 +236,7 @@ class EnvironmentTask:
         key = _key(problem, text.packed_ids)
         waiting = self._results.get(key)
         if not waiting:
-            return RewardResult(None, f"problem {problem.id!r}: {_LOST}")
+            return RewardResult(None, f"problem {problem.id!r}: {_UNKNOWN_RESULT}")
         result = waiting.popleft()
         if not waiting:
             del self._results[key]

@@ -20,13 +20,13 @@ from tepo_megatron.sampler.sampling import append_observation, join_parts, promp
 from tepo_megatron.tasks.environments.episode_tokens import Observations
 from tepo_megatron.tasks.environments.host import EnvironmentHost, EpisodeAnswer, reset_call, step_call
 
-_LOOK_S = 1.0
+_POLL_INTERVAL_S = 1.0
 """Maximum of one wait for servers or environments."""
 
-_MOST_RESTARTS = 20
+_MAX_RESTARTS = 20
 """Of an episode, whatever the cause."""
 
-_GLANCE_S = 0.005
+_FAST_POLL_S = 0.005
 """Maximum of one wait while the other side may have something first."""
 
 Reward = float | dict[str, float]
@@ -123,7 +123,7 @@ class EpisodeStream:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         for number in list(self._open):
-            self._leave(number)
+            self._drop(number)
         self.inner.__exit__(kind, value, trace)
 
     @property
@@ -151,12 +151,12 @@ class EpisodeStream:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._ready and self._open:
-            left = _LOOK_S if deadline is None else min(_LOOK_S, max(0.0, deadline - time.monotonic()))
+            left = _POLL_INTERVAL_S if deadline is None else min(_POLL_INTERVAL_S, max(0.0, deadline - time.monotonic()))
             owed = self.host.busy
             for answer in self.host.poll(0.0 if self.inner.unfinished else left):
                 self._take_answer(answer)
             if self.inner.unfinished and not self._ready:
-                drawn = self.inner.next(min(left, _GLANCE_S) if owed else left)
+                drawn = self.inner.next(min(left, _FAST_POLL_S) if owed else left)
                 if drawn is not None:
                     self._take_turn(*drawn)
             if deadline is not None and time.monotonic() >= deadline:
@@ -166,7 +166,7 @@ class EpisodeStream:
     def abort(self) -> list[KeyedResponse]:
         """Ends all open episodes; returns those that have ended before."""
         for number in list(self._open):
-            self._leave(number)
+            self._drop(number)
         ready = list(self._ready)
         self._ready.clear()
         return ready
@@ -205,7 +205,7 @@ class EpisodeStream:
             return
         episode.seconds += found.seconds
         if found.lost is not None:
-            self._begin_again(found, episode)
+            self._restart(found, episode)
             return
         try:
             if found.error is not None:
@@ -229,7 +229,7 @@ class EpisodeStream:
 
     def _go_on(self, number: int, episode: _Episode, observation: Sequence[Any] | None) -> None:
         if observation is not None and observation[0] == "chat":
-            self._hear(episode, observation[1])
+            self._read_request(episode, observation[1])
         drawn = episode.drawn
         ended = None if drawn is None else int(drawn.response_ids[-1]) in self.end_ids
         ids = self.observations.ids(observation, ended=ended, opening=episode.prompt)
@@ -245,27 +245,27 @@ class EpisodeStream:
         episode.context = append_observation(drawn, ids) if ids.size else drawn
         self._ask(number, episode)
 
-    def _hear(self, episode: _Episode, request: Mapping[str, Any]) -> None:
+    def _read_request(self, episode: _Episode, request: Mapping[str, Any]) -> None:
         """Reads an agent's request: the limit of the answer, and whether earlier messages are dropped."""
         episode.most = request["max_tokens"]
         if request["begins"] and episode.drawn is not None:
             episode.drawn = episode.context = None
             episode.new_histories += 1
 
-    def _begin_again(self, found: EpisodeAnswer, episode: _Episode) -> None:
+    def _restart(self, found: EpisodeAnswer, episode: _Episode) -> None:
         suspected = episode.suspected + found.suspect
-        if suspected > self.limits.max_restarts or episode.restarts >= _MOST_RESTARTS:
+        if suspected > self.limits.max_restarts or episode.restarts >= _MAX_RESTARTS:
             times = f" {suspected} times" if suspected > 1 else ""
             self._finish(found.episode, "stop", f"its worker ended{times} under it, the last time since {found.lost}")
             return
-        self._leave(found.episode)
+        self._drop(found.episode)
         again = _Episode(episode.key, episode.index, episode.problem, episode.prompt, episode.seed)
         again.restarts, again.suspected = episode.restarts + 1, suspected
         self._begin(again)
 
     def _finish(self, number: int, reason: str, error: str | None = None) -> None:
         episode = self._open[number]
-        self._leave(number)
+        self._drop(number)
         response = self._nothing() if episode.drawn is None else replace(episode.drawn, finish_reason=reason)
         end = EpisodeEnd(
             episode.turns,
@@ -283,7 +283,7 @@ class EpisodeStream:
         """Of an episode that failed before the first turn."""
         return Response((), (), "stop", self.inner.weights_version)
 
-    def _leave(self, number: int) -> None:
+    def _drop(self, number: int) -> None:
         del self._open[number]
         self.host.end(number)
         self.inner.leave(number)

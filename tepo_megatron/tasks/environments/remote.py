@@ -14,12 +14,12 @@ import httpx
 from tepo_megatron.config.environment import EnvironmentConfig
 from tepo_megatron.config.sampling import SamplingConfig
 from tepo_megatron.tasks.environments.host import END, EpisodeAnswer, read_key
-from tepo_megatron.tasks.environments.service import SESSION, described
+from tepo_megatron.tasks.environments.service import SESSION, shared_settings
 
 _WAIT_S = 10.0
 """How long a server may wait for an answer."""
 
-_SLACK_S = 20.0
+_EXTRA_TIME_S = 20.0
 """Extra time for the server's reply."""
 
 
@@ -46,7 +46,7 @@ class RemoteEnvironments:
     def __init__(self, config: EnvironmentConfig, sampling: SamplingConfig | None = None) -> None:
         assert config.key_file is not None, "the configuration asks for one"
         key = read_key(config.key_file)
-        self._config, self._wanted = config, described(config, sampling)
+        self._config, self._wanted = config, shared_settings(config, sampling)
         self._inbox: SimpleQueue[tuple[_Server, list[Any] | str]] = SimpleQueue()
         self._home: dict[int, _Server] = {}
         self._found: list[EpisodeAnswer] = []
@@ -108,7 +108,7 @@ class RemoteEnvironments:
 
     def _open(self, url: str, key: str) -> _Server:
         http = httpx.Client(
-            base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=_WAIT_S + _SLACK_S, trust_env=False
+            base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=_WAIT_S + _EXTRA_TIME_S, trust_env=False
         )
         server = _Server(url, http)
         try:

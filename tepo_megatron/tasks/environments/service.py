@@ -27,19 +27,19 @@ from tepo_megatron.tasks.environments.workers import EnvironmentWorkers, shared_
 SESSION = "/sessions"
 """Prefix of all other routes."""
 
-_LARGEST = 64 * 2**20
+_MAX_REQUEST_BYTES = 64 * 2**20
 """Maximum bytes of a request."""
 
-_FORGOTTEN_S = 300.0
+_SESSION_TIMEOUT_S = 300.0
 """A session without requests for so long is ended."""
 
-_LOOK_S = 0.002
+_POLL_INTERVAL_S = 0.002
 """Interval of looking for new calls while environments work."""
 
 _IDLE_S = 0.5
 
 
-def described(config: EnvironmentConfig, sampling: SamplingConfig | None) -> dict[str, Any]:
+def shared_settings(config: EnvironmentConfig, sampling: SamplingConfig | None) -> dict[str, Any]:
     """Settings that trainer and server must share."""
     agent = {"agent": shared_setup(config.agent_settings, sampling)} if config.adapter == "agent" else {}
     return {"name": config.name, "adapter": config.adapter, "kwargs": config.kwargs, **agent}
@@ -64,7 +64,7 @@ class EnvironmentService:
     def __init__(
         self, config: EnvironmentConfig, *, host: str, port: int, key: str, sampling: SamplingConfig | None = None
     ) -> None:
-        self._described, self._key = described(config, sampling), key
+        self._described, self._key = shared_settings(config, sampling), key
         self._inbox: SimpleQueue[tuple[_Session, list[Any]]] = SimpleQueue()
         self._sessions: dict[str, _Session] = {}
         self._owners: dict[int, tuple[_Session, int]] = {}
@@ -102,7 +102,7 @@ class EnvironmentService:
 
     def _work(self) -> None:
         try:
-            session, calls = self._inbox.get(timeout=_LOOK_S if self._workers.busy else _IDLE_S)
+            session, calls = self._inbox.get(timeout=_POLL_INTERVAL_S if self._workers.busy else _IDLE_S)
         except Empty:
             calls = []
         for episode, call in calls:
@@ -137,7 +137,7 @@ class EnvironmentService:
     def _end_forgotten(self) -> None:
         now = time.monotonic()
         for name, session in list(self._sessions.items()):
-            if now - session.seen > _FORGOTTEN_S:
+            if now - session.seen > _SESSION_TIMEOUT_S:
                 del self._sessions[name]
                 for episode in list(session.numbers):
                     self._forget(session, episode)
@@ -156,7 +156,7 @@ class EnvironmentService:
             return 404, {"error": "no such session"}
         session.seen = time.monotonic()
         if method == "DELETE" and len(parts) == 2:
-            session.seen = -_FORGOTTEN_S  # the thread that serves ends it
+            session.seen = -_SESSION_TIMEOUT_S  # the thread that serves ends it
             return 200, {}
         if method == "POST" and parts[2:] == ["calls"] and _are_calls(body):
             self._inbox.put((session, body))
@@ -218,9 +218,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _do(self) -> None:
         length = self.headers.get("Content-Length", "0")
-        if not length.isdecimal() or int(length) > _LARGEST:
+        if not length.isdecimal() or int(length) > _MAX_REQUEST_BYTES:
             self.close_connection = True
-            self._reply(413, {"error": f"a request has at most {_LARGEST} bytes, and says how many"})
+            self._reply(413, {"error": f"a request has at most {_MAX_REQUEST_BYTES} bytes, and says how many"})
             return
         raw = self.rfile.read(int(length))
         try:

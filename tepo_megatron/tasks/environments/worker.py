@@ -67,7 +67,7 @@ def _serve() -> None:
         return
     setup, replies = {**channel.setup, "what": "environment", "section": "environment"}, channel.replies
     try:
-        desk = Desk(setup)
+        desk = EpisodeTable(setup)
     except ValueError as error:
         reply(replies, {"error": str(error)})
         return
@@ -81,7 +81,7 @@ def _serve() -> None:
 class _Served:
     """``loaded``: memory in bytes before the first call."""
 
-    desk: Desk
+    desk: EpisodeTable
     setup: Mapping[str, Any]
     replies: FileIO
     loaded: int
@@ -150,7 +150,7 @@ def resolve_environment(name: str) -> str:
     return BUILTIN[name]
 
 
-class Desk:
+class EpisodeTable:
     """The episodes of this process by number. ``setup``: fields of ``environment`` by name, and ``what`` and ``section`` for
     messages.
     """

@@ -17,7 +17,7 @@ from tepo_megatron.tasks.environments.host import END, EpisodeAnswer, make_key
 from tepo_megatron.tasks.environments.worker import SETUP, resolve_environment, took_too_long
 from tepo_megatron.tasks.reward.verifiers import resolve_verifier
 
-_SLACK_S = 2.0
+_EXTRA_TIME_S = 2.0
 """Extra time for an ``async`` environment's worker, which ends late calls itself."""
 
 
@@ -61,7 +61,7 @@ class EnvironmentWorkers:
         self._home: dict[int, _Worker] = {}
         self._waiting: dict[int, list[Any]] = {}
         """First calls of episodes that wait for a worker."""
-        self._found: list[EpisodeAnswer] = []
+        self._answers: list[EpisodeAnswer] = []
         self._notice: str | None = None
         try:
             for _ in range(config.workers):
@@ -79,7 +79,7 @@ class EnvironmentWorkers:
     @property
     def busy(self) -> bool:
         under_way = (call.awaited for worker in self._workers for call in worker.pending)
-        return bool(self._found or self._waiting) or any(under_way)
+        return bool(self._answers or self._waiting) or any(under_way)
 
     def call(self, episode: int, call: list[Any]) -> None:
         worker = self._home.get(episode) or self._room(call)
@@ -92,7 +92,7 @@ class EnvironmentWorkers:
 
     def end(self, episode: int) -> None:
         self._waiting.pop(episode, None)
-        self._found = [item for item in self._found if item.episode != episode]
+        self._answers = [item for item in self._answers if item.episode != episode]
         worker = self._home.pop(episode, None)
         if worker is not None:
             worker.episodes.discard(episode)
@@ -104,9 +104,9 @@ class EnvironmentWorkers:
     def poll(self, timeout_s: float) -> Sequence[EpisodeAnswer]:
         deadline = time.monotonic() + timeout_s
         self._wait(0.0)
-        while not self._found and self.busy and (left := deadline - time.monotonic()) > 0:
+        while not self._answers and self.busy and (left := deadline - time.monotonic()) > 0:
             self._wait(left)
-        result, self._found = self._found, []
+        result, self._answers = self._answers, []
         return result
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class EnvironmentWorkers:
 
     def _deadline(self, worker: _Worker) -> float:
         """Of a call that begins now; a call that waits for others gets a new deadline when its turn comes."""
-        return time.monotonic() + self._config.timeout_s + (_SLACK_S if worker.concurrent else 0.0)
+        return time.monotonic() + self._config.timeout_s + (_EXTRA_TIME_S if worker.concurrent else 0.0)
 
     def _wait(self, timeout_s: float) -> None:
         """Receives answers until the next deadline or ``timeout_s``; replaces late workers."""
@@ -187,7 +187,7 @@ class EnvironmentWorkers:
             worker.pending.remove(call)
             error = content.pop("error", None)
             if call.awaited:
-                self._found.append(EpisodeAnswer(call.episode, content, error, seconds=seconds))
+                self._answers.append(EpisodeAnswer(call.episode, content, error, seconds=seconds))
             elif worker.alone:
                 self._give_room()
             if worker.pending and not worker.concurrent:
@@ -214,7 +214,7 @@ class EnvironmentWorkers:
             episode = late[0].episode
             worker.episodes.discard(episode)
             del self._home[episode]
-            self._found.append(EpisodeAnswer(episode, error=took_too_long(self._config.timeout_s, late[0].kind)))
+            self._answers.append(EpisodeAnswer(episode, error=took_too_long(self._config.timeout_s, late[0].kind)))
         kind = late[0].kind if late else "reset"
         self._replace(worker, took_too_long(self._config.timeout_s, kind))
 
@@ -227,7 +227,7 @@ class EnvironmentWorkers:
         suspects = {call.episode for call in worker.running if call.awaited}
         for episode in sorted(worker.episodes):
             del self._home[episode]
-            self._found.append(EpisodeAnswer(episode, lost=why, suspect=episode in suspects))
+            self._answers.append(EpisodeAnswer(episode, lost=why, suspect=episode in suspects))
         self._give_room()
 
 

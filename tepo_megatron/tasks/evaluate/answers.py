@@ -12,7 +12,7 @@ from tepo_megatron.core.rollout import Response
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
 from tepo_megatron.tasks.protocol import RewardResult
 
-Sampler = Callable[..., Sequence[Sequence[Response]]]
+SampleGroups = Callable[..., Sequence[Sequence[Response]]]
 """``Sampler.generate``, with more keywords than ``Generate``: ``numbers`` (prompt numbers that determine seeds), ``on_group``
 (called with a prompt's index and its complete responses), ``top_p`` and others.
 """

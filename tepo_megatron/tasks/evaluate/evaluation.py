@@ -13,7 +13,7 @@ from tepo_megatron.config.sampling import SamplingConfig
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.tasks.data.prompts import encode_prompt
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
-from tepo_megatron.tasks.evaluate.answers import Sampler, Scored, Scorer, answers_row, mean_reward, score_groups
+from tepo_megatron.tasks.evaluate.answers import SampleGroups, Scored, Scorer, answers_row, mean_reward, score_groups
 from tepo_megatron.tasks.evaluate.estimators import avg_at_k, pass_at_k
 from tepo_megatron.tasks.evaluate.sets import EvaluationSet, SetResult, evaluate_set
 from tepo_megatron.tasks.protocol import Generate, Task
@@ -73,7 +73,7 @@ def evaluate_all(
     heldout: Sequence[Problem],
     sets: Sequence[EvaluationSet],
     *,
-    generate: Sampler,
+    generate: SampleGroups,
     generate_heldout: Generate,
     tokenizer: Tokenizer,
     pools: VerifierPools,

@@ -16,7 +16,7 @@ from tepo_megatron.tasks.data.prompts import encode_prompt
 from tepo_megatron.tasks.data.rows import file_digest
 from tepo_megatron.tasks.data.sources import read_source
 from tepo_megatron.tasks.data.tokenizer import Tokenizer
-from tepo_megatron.tasks.evaluate.answers import Sampler, Scored, Scorer, answers_row, mean_reward, score_groups
+from tepo_megatron.tasks.evaluate.answers import SampleGroups, Scored, Scorer, answers_row, mean_reward, score_groups
 from tepo_megatron.tasks.evaluate.estimators import avg_at_k, maj_at_k, pass_at_k
 from tepo_megatron.tasks.evaluate.majority import Notion, notion_of, tally_answers
 from tepo_megatron.tasks.reward.verifiers import resolve_verifier
@@ -124,7 +124,7 @@ def _load_set(config: RunConfig, tokenizer: Tokenizer, name: str) -> EvaluationS
     )
 
 
-def evaluate_set(of: EvaluationSet, *, generate: Sampler, tokenizer: Tokenizer, pool: Scorer, seed: int) -> SetResult:
+def evaluate_set(of: EvaluationSet, *, generate: SampleGroups, tokenizer: Tokenizer, pool: Scorer, seed: int) -> SetResult:
     """Answers and scores the problems of a set. Rank 0 only; ``pool`` runs the set's verifier. Raises RuntimeError as
     ``generate`` and ``pool.score``.
     """

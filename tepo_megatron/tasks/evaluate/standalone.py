@@ -24,7 +24,7 @@ from tepo_megatron.tasks.data.builtin import resolve_model_path
 from tepo_megatron.tasks.data.sources import read_sources
 from tepo_megatron.tasks.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from tepo_megatron.tasks.environments.environment_task import open_task
-from tepo_megatron.tasks.evaluate.answers import Sampler
+from tepo_megatron.tasks.evaluate.answers import SampleGroups
 from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult, VerifierPools, evaluate_all
 from tepo_megatron.tasks.evaluate.results import RESULTS, set_intervals, settings_of, write_results
 from tepo_megatron.tasks.evaluate.sets import EvaluationSet, SetResult, load_sets
@@ -179,7 +179,7 @@ class StoredResponses:
     arguments, such as the model; responses with another value are ignored. Log-probs are not stored.
     """
 
-    def __init__(self, path: Path, generate: Sampler, of: str) -> None:
+    def __init__(self, path: Path, generate: SampleGroups, of: str) -> None:
         """Raises ValueError, with the line, for a file damaged in its middle; an incomplete last line is dropped."""
         self._path, self._generate, self._of = path, generate, of
         self._known = _read(path)

@@ -14,10 +14,10 @@ from tepo_megatron.config.reward import RewardConfig, component_fault
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.runtime.workers.failure import RememberedFailures
 from tepo_megatron.tasks.protocol import RewardResult
-from tepo_megatron.tasks.reward.worker import Outcome, Value
-from tepo_megatron.tasks.reward.workers import Job, JobQueue, Workers
+from tepo_megatron.tasks.reward.worker import ScoreOutcome, Value
+from tepo_megatron.tasks.reward.workers import Job, JobQueue, RewardWorkers
 
-_REHEARSED = 4
+_REHEARSAL_PROBLEMS = 4
 
 
 class RewardPool:
@@ -52,7 +52,7 @@ class RewardPool:
         self._unfinished = 0
         known = components if config.weights is None else config.weights
         self.components: tuple[str, ...] | None = None if known is None else tuple(known)
-        self._workers = Workers(config, self._queue, self._record, custom)
+        self._workers = RewardWorkers(config, self._queue, self._record, custom)
 
     @property
     def notice(self) -> str | None:
@@ -139,7 +139,7 @@ class RewardPool:
         """Scores the first few problems with their own answers, and learns the components' names. Raises ValueError if none can
         be scored, with the line of the verifier that raised.
         """
-        tried = problems[:_REHEARSED]
+        tried = problems[:_REHEARSAL_PROBLEMS]
         copies = 2 if self.scores_groups else 1
         items = [(problem, problem.answer) for problem in tried for _ in range(copies)]
         results = self.score(items, [number for number, _ in enumerate(tried) for _ in range(copies)])
@@ -194,7 +194,7 @@ class RewardPool:
 
     # -- results ---------------------------------------------------------------------------------------------------------
 
-    def _record(self, job: Job, outcomes: Sequence[Outcome], seconds: float) -> None:
+    def _record(self, job: Job, outcomes: Sequence[ScoreOutcome], seconds: float) -> None:
         causes = {error for _, error in outcomes}
         cause = causes.pop() if len(causes) == 1 else None
         if cause is not None:

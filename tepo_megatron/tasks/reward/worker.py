@@ -177,7 +177,7 @@ class _Served:
         limit_processor_time(self.setup["timeout_s"])
         limit_file_size(self.setup["file_mb"])
 
-    def reply(self, number: int, outcomes: Sequence[Outcome], seconds: float) -> bool:
+    def reply(self, number: int, outcomes: Sequence[ScoreOutcome], seconds: float) -> bool:
         """Returns whether the process has grown too large for another call."""
         last = has_grown(self.loaded, self.setup["memory_mb"]) or not has_a_free_file()
         reply(self.replies, [number, outcomes, seconds, last])
@@ -191,7 +191,7 @@ def _read_call(call: Any) -> tuple[int, Problem, list[ResponseText]]:
 
 
 Value = float | dict[str, float]
-Outcome = tuple[Value | None, str | None]
+ScoreOutcome = tuple[Value | None, str | None]
 """The reward or components of one response, or the reason for their absence."""
 
 
@@ -208,7 +208,7 @@ class _Verifier:
         """Whether several calls may be open at once."""
         return inspect.iscoroutinefunction(self.function)
 
-    def score(self, problem: Problem, responses: Sequence[ResponseText]) -> list[Outcome]:
+    def score(self, problem: Problem, responses: Sequence[ResponseText]) -> list[ScoreOutcome]:
         """One outcome per response; the verifier's exceptions become outcomes."""
         try:
             return self._check(self.function(problem, self._argument(responses)), len(responses))
@@ -216,7 +216,7 @@ class _Verifier:
         except BaseException as error:
             return self._failed(why_it_raised(error, self.function, self.setup), len(responses))
 
-    async def score_concurrently(self, problem: Problem, responses: Sequence[ResponseText]) -> list[Outcome]:
+    async def score_concurrently(self, problem: Problem, responses: Sequence[ResponseText]) -> list[ScoreOutcome]:
         """As :meth:`score` for an ``async`` verifier, with its time limit."""
         timeout_s = self.setup["timeout_s"]
         try:
@@ -231,10 +231,10 @@ class _Verifier:
     def _argument(self, responses: Sequence[ResponseText]) -> Any:
         return list(responses) if self.of_groups else responses[0]
 
-    def _failed(self, why: str, count: int) -> list[Outcome]:
+    def _failed(self, why: str, count: int) -> list[ScoreOutcome]:
         return [(None, why)] * count
 
-    def _check(self, value: Any, count: int) -> list[Outcome]:
+    def _check(self, value: Any, count: int) -> list[ScoreOutcome]:
         if not self.of_groups:
             return [self._placed(check_value(value))]
         if isinstance(value, str | Mapping) or not hasattr(value, "__len__") or not hasattr(value, "__iter__"):
@@ -244,7 +244,7 @@ class _Verifier:
             return self._failed(f"the verifier's score_group returned {what}{place_of(self.function)}", count)
         return [self._placed(check_value(item)) for item in value]
 
-    def _placed(self, outcome: Outcome) -> Outcome:
+    def _placed(self, outcome: ScoreOutcome) -> ScoreOutcome:
         value, why = outcome
         return outcome if why is None else (value, f"{why}{place_of(self.function)}")
 
@@ -282,7 +282,7 @@ def took_too_long(timeout_s: float) -> str:
     return f"the verifier took longer than reward.timeout_s = {timeout_s:g} s"
 
 
-def check_value(value: Any, *, what: str = "verifier") -> Outcome:
+def check_value(value: Any, *, what: str = "verifier") -> ScoreOutcome:
     """The result for one response as a number or numbers by name, or the reason why it is neither. ``what``: the source in
     messages.
     """

@@ -18,13 +18,13 @@ from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.runtime.workers.failure import RememberedFailures, why_it_ended
 from tepo_megatron.runtime.workers.process import START_TIMEOUT_S, Worker, WorkerProcess, WorkerSet
 from tepo_megatron.tasks.reward.verifiers import resolve_verifier
-from tepo_megatron.tasks.reward.worker import SETUP, Outcome, serve_in_fork, took_too_long
+from tepo_megatron.tasks.reward.worker import SETUP, ScoreOutcome, serve_in_fork, took_too_long
 
-_SLACK_S = 2.0
+_EXTRA_TIME_S = 2.0
 """Extra time for an ``async`` verifier's worker, which ends late calls itself."""
 
 
-class Workers:
+class RewardWorkers:
     """``config.workers`` processes that process jobs of ``queue``, ready when the constructor returns.
 
     ``custom``: a verifier object; the workers are then forks of this process. ``done`` is called with each finished job that
@@ -35,7 +35,7 @@ class Workers:
         self,
         config: RewardConfig,
         queue: JobQueue,
-        done: Callable[[Job, Sequence[Outcome], float], None],
+        done: Callable[[Job, Sequence[ScoreOutcome], float], None],
         custom: Any = None,
     ) -> None:
         self._config, self._queue, self._done, self._custom = config, queue, done, custom
@@ -99,7 +99,7 @@ class Workers:
             else:
                 chunk = [] if worker.pending else self._queue.take_chunk(len(self._workers))
             if chunk:
-                deadline = time.monotonic() + self._config.timeout_s + (_SLACK_S if worker.concurrent else 0.0)
+                deadline = time.monotonic() + self._config.timeout_s + (_EXTRA_TIME_S if worker.concurrent else 0.0)
                 for job in chunk:
                     job.deadline = deadline
                 worker.pending.extend(chunk)
@@ -171,7 +171,7 @@ class Workers:
         self._queue.put_back(worker.pending)
         self._workers.replace(worker, self._start())
 
-    def _report(self, job: Job, outcomes: Sequence[Outcome], seconds: float) -> None:
+    def _report(self, job: Job, outcomes: Sequence[ScoreOutcome], seconds: float) -> None:
         if not job.dropped:
             self._done(job, outcomes, seconds)
 

@@ -21,7 +21,7 @@ from tepo_megatron.core.rollout import Response
 from tepo_megatron.sampler.vllm.server.resources import reserve_port
 from tepo_megatron.tasks.environments import workers
 from tepo_megatron.tasks.environments.environment_task import EnvironmentTask
-from tepo_megatron.tasks.environments.worker import Desk
+from tepo_megatron.tasks.environments.worker import EpisodeTable
 from tepo_megatron.tasks.environments.workers import EnvironmentWorkers, agent_setup
 from tepo_megatron.tasks.protocol import RewardResult
 from tests.support.episodes import END, VOCABULARY, FakeSamples
@@ -267,7 +267,7 @@ def test_an_agent_that_cannot_be_called_is_refused_at_the_start(change: dict[str
     environment = config(**change).environment
     assert environment is not None
     with pytest.raises(ValueError, match=message):
-        Desk({**environment.model_dump(), "agent": agent_setup(environment, None)})
+        EpisodeTable({**environment.model_dump(), "agent": agent_setup(environment, None)})
 
 
 def test_a_tokenizer_without_a_beginning_is_refused() -> None:
@@ -296,10 +296,10 @@ def test_agents_that_run_on_wear_their_process_out(monkeypatch: pytest.MonkeyPat
     """With no episode left, and more of them than are left behind; one that ends in time does not count."""
     from tepo_megatron.tasks.environments.agents import agents
 
-    monkeypatch.setattr(agents, "_MOST_STUCK", 1)
+    monkeypatch.setattr(agents, "_MAX_RUNNING_AGENTS", 1)
     environment = config("runs_on").environment
     assert environment is not None
-    desk = Desk({**environment.model_dump(), "timeout_s": 600.0, "agent": agent_setup(environment, None)})
+    desk = EpisodeTable({**environment.model_dump(), "timeout_s": 600.0, "agent": agent_setup(environment, None)})
     given = ["", "", "", {}, [], ""]
 
     async def play() -> list[bool]:
@@ -321,11 +321,11 @@ def test_agents_that_run_on_wear_their_process_out(monkeypatch: pytest.MonkeyPat
 
 def test_a_process_that_agents_wore_out_is_replaced_and_episodes_go_on() -> None:
     """One more than are left behind, of episodes that have failed."""
-    from tepo_megatron.tasks.environments.agents.agents import _MOST_STUCK
+    from tepo_megatron.tasks.environments.agents.agents import _MAX_RUNNING_AGENTS
 
     with opened(config("stays")) as pool:
         before = processes(pool)
-        for some in (_MOST_STUCK, 1):
+        for some in (_MAX_RUNNING_AGENTS, 1):
             assert processes(pool) == before
             assert all("the body must be a JSON object" in str(result.error) for _, result, _ in play(pool, ["any"] * some))
             assert isinstance(pool.host, EnvironmentWorkers)

@@ -15,7 +15,7 @@ import pytest
 from tepo_megatron.config.environment import AgentConfig
 from tepo_megatron.config.sampling import SamplingConfig
 from tepo_megatron.core.problem import ResponseText
-from tepo_megatron.tasks.environments.agents.agent_session import Ended, EpisodeError, Talk
+from tepo_megatron.tasks.environments.agents.agent_session import AgentEnd, AgentSession, EpisodeError
 from tepo_megatron.tasks.environments.agents.chat_requests import ChatRequest, RefusedError, read_request
 from tepo_megatron.tasks.environments.workers import shared_setup
 from tests.support.programs import TIMEOUT_S
@@ -59,8 +59,8 @@ def test_it_listens_on_loopback_alone() -> None:
     play(scene)
 
 
-def talk() -> Talk:
-    return Talk("fail", "text")
+def talk() -> AgentSession:
+    return AgentSession("fail", "text")
 
 
 @pytest.mark.parametrize("outside_key", [None, "outside"])
@@ -161,7 +161,7 @@ def test_one_request_at_a_time_is_answered_and_none_after_the_end() -> None:
         failed = talk()
         failed.refuse("this")
         failed.refuse("that")
-        failed.end(Ended(1.0))
+        failed.end(AgentEnd(1.0))
         with pytest.raises(RefusedError, match=r"^the episode has failed: this$"):
             await failed.ask(asked("0"), again=False)
         with pytest.raises(EpisodeError, match=r"^this$"):

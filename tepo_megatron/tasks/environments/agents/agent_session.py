@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from tepo_megatron.core.problem import ResponseText
 from tepo_megatron.tasks.environments.agents.chat_requests import (
-    Answer,
-    AskedFor,
+    ChatAnswer,
     ChatRequest,
     Conversation,
+    ParsedRequest,
     RefusedError,
     completion,
     read_answer,
@@ -26,7 +26,7 @@ class EpisodeError(Exception):
 
 
 @dataclass(frozen=True)
-class Ended:
+class AgentEnd:
     """The agent has ended, with a returned value or posted reward, or with an exception."""
 
     result: Any = None
@@ -37,13 +37,13 @@ class Ended:
 class _Turn:
     """The current or last request. ``answer``: body of its answer. ``waiting``: HTTP requests that wait for it."""
 
-    asked: AskedFor
+    asked: ParsedRequest
     answer: asyncio.Future[dict[str, Any]]
     waiting: int = 0
 
 
 @dataclass(eq=False)
-class Talk:
+class AgentSession:
     """Connects an agent, which asks over HTTP (:meth:`ask`), with the driver of its episode (:meth:`wait`, :meth:`give`). Used
     from one event loop.
 
@@ -62,14 +62,14 @@ class Talk:
     _turn: _Turn | None = None
     _ask: ChatRequest | None = None
     """The request that :meth:`wait` has not returned yet."""
-    _ended: Ended | None = None
+    _ended: AgentEnd | None = None
     _failure: str | None = None
     _closed: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     # -- the agent's side --------------------------------------------------------------------------------------------------
 
-    async def ask(self, asked: AskedFor, *, again: bool) -> dict[str, Any]:
+    async def ask(self, asked: ParsedRequest, *, again: bool) -> dict[str, Any]:
         """The body of the answer to a request. ``again``: the client repeats the request and receives the same answer. Raises
         RefusedError.
         """
@@ -84,7 +84,7 @@ class Talk:
         self._failure = self._failure or sentence
         self._news.set()
 
-    def _begun(self, asked: AskedFor, *, again: bool) -> _Turn | None:
+    def _begun(self, asked: ParsedRequest, *, again: bool) -> _Turn | None:
         """The turn of an earlier request that is equal, if any."""
         if self._closed or self._ended is not None or self._failure is not None:
             raise RefusedError(
@@ -101,7 +101,7 @@ class Talk:
             code="one_at_a_time",
         )
 
-    def _begin(self, asked: AskedFor) -> _Turn:
+    def _begin(self, asked: ParsedRequest) -> _Turn:
         new = self._conversation.new(asked.messages, asked.tools)
         begins = not self._conversation.said
         if new is None:
@@ -125,16 +125,16 @@ class Talk:
     def post(self, reward: Any) -> None:
         self.posted = reward
         if self.reward_ends:
-            self.end(Ended())
+            self.end(AgentEnd())
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: AgentEnd) -> None:
         if self._ended is None:
             self._ended = ended
             self._news.set()
 
     # -- the other side ----------------------------------------------------------------------------------------------------
 
-    async def wait(self) -> ChatRequest | Ended:
+    async def wait(self) -> ChatRequest | AgentEnd:
         """The agent's next request or end. Raises EpisodeError for a refused request."""
         while self._ask is None and self._ended is None and self._failure is None:
             self._news.clear()
@@ -151,7 +151,7 @@ class Talk:
         """The model's answer."""
         turn = self._turn
         assert turn is not None, "nothing was asked"
-        answer: Answer = read_answer(action, self.tool_calls)
+        answer: ChatAnswer = read_answer(action, self.tool_calls)
         self.malformed = answer.malformed
         self._conversation.answered(answer.message)
         if not turn.answer.done():

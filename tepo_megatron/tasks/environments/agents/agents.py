@@ -14,16 +14,16 @@ from typing import Any
 
 from tepo_megatron.core.problem import Problem, ResponseText
 from tepo_megatron.runtime.workers.failure import why_it_raised
-from tepo_megatron.tasks.environments.agents.agent_session import Ended, EpisodeError, Talk
+from tepo_megatron.tasks.environments.agents.agent_session import AgentEnd, AgentSession, EpisodeError
 from tepo_megatron.tasks.environments.agents.chat_address import ChatAddress
 from tepo_megatron.tasks.environments.agents.chat_requests import ChatRequest
 from tepo_megatron.tasks.environments.protocol import StepResult
 from tepo_megatron.tasks.reward.verifiers import load_verifier
 
-_STACK = 2 * 2**20
+_STACK_BYTES = 2 * 2**20
 """Stack bytes of an agent's thread, one per episode; they count to ``environment.memory_mb``."""
 
-_MOST_STUCK = 32
+_MAX_RUNNING_AGENTS = 32
 """Agents that still run after their episodes, before their process is replaced."""
 
 
@@ -53,15 +53,15 @@ class Agents:
 
     def episode(self) -> _AgentEpisode:
         settings = self.setup["agent"]
-        return _AgentEpisode(self, Talk(settings["history"], settings["tool_calls"], reward_ends=self.solve is None))
+        return _AgentEpisode(self, AgentSession(settings["history"], settings["tool_calls"], reward_ends=self.solve is None))
 
     @property
     def worn(self) -> bool:
         """Whether this process should be replaced, because too many agents still run after their episodes."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        return len(self._threads) > _MOST_STUCK
+        return len(self._threads) > _MAX_RUNNING_AGENTS
 
-    async def begin(self, problem: Problem, seed: int, talk: Talk, key: str) -> None:
+    async def begin(self, problem: Problem, seed: int, talk: AgentSession, key: str) -> None:
         """Starts the agent of an episode, or offers it to external agents."""
         url = await self.address.url()
         if self.solve is None:
@@ -76,7 +76,7 @@ class Agents:
 
         # A thread for each: agents may block, and those that are async may run an event loop of their own.
         thread = threading.Thread(target=run, name="agent", daemon=True)
-        before = threading.stack_size(_STACK)
+        before = threading.stack_size(_STACK_BYTES)
         try:
             thread.start()
         finally:
@@ -87,7 +87,7 @@ class Agents:
 class _AgentEpisode:
     """An agent's episode with the methods of an environment."""
 
-    def __init__(self, agents: Agents, talk: Talk) -> None:
+    def __init__(self, agents: Agents, talk: AgentSession) -> None:
         self._agents, self._talk = agents, talk
         self._key = ""
         self._problem: Problem | None = None
@@ -120,7 +120,7 @@ class _AgentEpisode:
         self._agents.address.close(self._key)
         self._talk.close()
 
-    def _check(self, ended: Ended) -> None:
+    def _check(self, ended: AgentEnd) -> None:
         """Raises EpisodeError if the agent raised."""
         if ended.error is not None:
             assert self._agents.solve is not None
@@ -149,14 +149,14 @@ class _AgentEpisode:
             raise EpisodeError(sentence) from error
 
 
-def _run(solve: Callable[..., Any] | None, problem: Problem, given: Mapping[str, Any]) -> Ended:
+def _run(solve: Callable[..., Any] | None, problem: Problem, given: Mapping[str, Any]) -> AgentEnd:
     """Runs in its own thread."""
     assert solve is not None
     try:
         result = solve(problem, **given)
-        return Ended(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
+        return AgentEnd(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
     except BaseException as error:  # SystemExit too: it ends the episode, and not the thread without a word
-        return Ended(error=error)
+        return AgentEnd(error=error)
 
 
 async def _awaited(found: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tepo_megatron.tasks.environments.agents.agent_session import Talk
+from tepo_megatron.tasks.environments.agents.agent_session import AgentSession
 from tepo_megatron.tasks.environments.agents.chat_requests import RefusedError, chunks, read_request
 
 HOST = "127.0.0.1"
@@ -47,7 +47,7 @@ class ChatAddress:
     ) -> None:
         self._sampling, self._ignored, self._port, self._outside_key = sampling, ignored, port, outside_key
         self._max_request_bytes = max_request_bytes
-        self._talks: dict[str, Talk] = {}
+        self._talks: dict[str, AgentSession] = {}
         self._offers: asyncio.Queue[_Offer] = asyncio.Queue()
         self._starting: asyncio.Task[str] | None = None
 
@@ -57,7 +57,7 @@ class ChatAddress:
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 
-    def open(self, talk: Talk) -> str:
+    def open(self, talk: AgentSession) -> str:
         """The key of an episode's requests."""
         key = f"tepo-{secrets.token_urlsafe(24)}"
         self._talks[key] = talk
@@ -96,7 +96,7 @@ class ChatAddress:
         port = runner.addresses[0][1]
         return f"http://{HOST}:{port}/v1"
 
-    def _talk(self, request: web.Request) -> Talk:
+    def _talk(self, request: web.Request) -> AgentSession:
         key = _key_of(request)
         talk = self._talks.get(key)
         if talk is None:

@@ -74,7 +74,7 @@ class ChatRequest:
 
 
 @dataclass(frozen=True)
-class AskedFor:
+class ParsedRequest:
     """A parsed request; ``messages`` include the earlier ones."""
 
     messages: list[Message]
@@ -85,7 +85,7 @@ class AskedFor:
     model: str
 
 
-def read_request(body: Any, sampling: Mapping[str, Any], ignored: frozenset[str]) -> AskedFor:
+def read_request(body: Any, sampling: Mapping[str, Any], ignored: frozenset[str]) -> ParsedRequest:
     """Parses the body of ``/v1/chat/completions``. ``sampling``: the run's temperature, top_p, top_k, min_p and stop, which a
     request may repeat but not change. Fields in ``ignored`` are skipped. Raises RefusedError.
     """
@@ -99,7 +99,7 @@ def read_request(body: Any, sampling: Mapping[str, Any], ignored: frozenset[str]
     except ValueError as error:
         raise RefusedError(str(error), param="messages") from None
     options = fields.get("stream_options")
-    return AskedFor(
+    return ParsedRequest(
         messages,
         _tools(fields.get("tools")),
         _max_tokens(fields),
@@ -170,7 +170,7 @@ def _short(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     """The model's answer as a message; ``malformed``: it has an invalid tool call."""
 
     message: Message
@@ -178,7 +178,7 @@ class Answer:
     malformed: bool = False
 
 
-def read_answer(action: ResponseText, tool_calls: str) -> Answer:
+def read_answer(action: ResponseText, tool_calls: str) -> ChatAnswer:
     """Parses the model's answer; ``tool_calls``: the format of tool calls (``AgentConfig``)."""
     text, calls, malformed = str(action), [], False
     if tool_calls == "hermes":
@@ -195,10 +195,10 @@ def read_answer(action: ResponseText, tool_calls: str) -> Answer:
     message: Message = {"role": "assistant", "content": text}
     if calls:
         message["tool_calls"] = calls
-    return Answer(message, "tool_calls" if calls else action.finish_reason, malformed)
+    return ChatAnswer(message, "tool_calls" if calls else action.finish_reason, malformed)
 
 
-def completion(asked: AskedFor, answer: Answer, action: ResponseText) -> dict[str, Any]:
+def completion(asked: ParsedRequest, answer: ChatAnswer, action: ResponseText) -> dict[str, Any]:
     """The body of an answer."""
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
