@@ -38,12 +38,12 @@ if TYPE_CHECKING:  # in this form a name is exported for type checkers; at run t
     from tepo_megatron.plan import Plan as Plan
     from tepo_megatron.plan import check_plan as check_plan
     from tepo_megatron.plan import make_plan as make_plan
+    from tepo_megatron.run.api import TrainResult as TrainResult
     from tepo_megatron.run.api import train as train
     from tepo_megatron.run.callbacks.callbacks import Callback as Callback
-    from tepo_megatron.run.callbacks.early_stopping import EarlyStopping as EarlyStopping
-    from tepo_megatron.run.callbacks.stop import RunInfo as RunInfo
-    from tepo_megatron.run.callbacks.stop import Stop as Stop
-    from tepo_megatron.run.output.result import TrainResult as TrainResult
+    from tepo_megatron.run.callbacks.callbacks import EarlyStopping as EarlyStopping
+    from tepo_megatron.run.callbacks.callbacks import RunInfo as RunInfo
+    from tepo_megatron.run.callbacks.callbacks import Stop as Stop
     from tepo_megatron.run.sampling.custom_rollout import StepSampler as StepSampler
     from tepo_megatron.run.training import train_model as train_model
     from tepo_megatron.tasks.environments.protocol import StepResult as StepResult
@@ -65,7 +65,7 @@ _HOMES = {
     "Batch": "core.types",
     "Callback": "run.callbacks.callbacks",
     "ConfigError": "config.loading.load",
-    "EarlyStopping": "run.callbacks.early_stopping",
+    "EarlyStopping": "run.callbacks.callbacks",
     "EvaluationResult": "tasks.evaluate.evaluation",
     "Judge": "tasks.reward.judge",
     "MegatronParallel": "weights.layouts",
@@ -86,16 +86,16 @@ _HOMES = {
     "ResponseText": "core.problem",
     "Rollout": "core.rollout",
     "RunConfig": "config",
-    "RunInfo": "run.callbacks.stop",
+    "RunInfo": "run.callbacks.callbacks",
     "StepContext": "core.objective",
     "StepResult": "tasks.environments.protocol",
     "StepSampler": "run.sampling.custom_rollout",
     "StepValues": "core.objective",
-    "Stop": "run.callbacks.stop",
+    "Stop": "run.callbacks.callbacks",
     "Surrogate": "core.objective",
     "TokenScores": "core.types",
     "TokenValues": "core.objective",
-    "TrainResult": "run.output.result",
+    "TrainResult": "run.api",
     "VllmParallel": "weights.layouts",
     "build_objective": "core.objective",
     "check_objective": "core.objective",

@@ -19,7 +19,6 @@ from typing import Any
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.base import Section
 from tepo_megatron.config.loading.load import ConfigError, dump_diff, load_run
-from tepo_megatron.run.callbacks.extensions import Extensions
 from tepo_megatron.tasks.reward.verifiers import GIVEN
 
 
@@ -175,3 +174,19 @@ def _as_json(value: object) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     raise ValueError(f"a setting cannot be {type(value).__name__} ({value!r}); give numbers, text, lists and mappings")
+
+
+@dataclass(frozen=True)
+class Extensions:
+    """Objects of this process, on rank 0. ``callbacks`` come after those of ``train.callbacks``.
+    ``reward``: the verifier, where it is no name that others can import; its workers are forks of this process.
+    ``collect``: a generation step (``rollout.collect``) of the same kind.
+    """
+
+    callbacks: Sequence[object] = ()
+    reward: Any = None
+    collect: Any = None
+
+
+NO_EXTENSIONS = Extensions()
+"""Of a run that its configuration describes."""

@@ -13,14 +13,12 @@ from tepo_megatron.core.rollout import Rollout, WeightsVersion
 from tepo_megatron.core.types import Batch
 from tepo_megatron.run.callbacks.callbacks import Callbacks
 from tepo_megatron.run.consistency_checks import Canaries
-from tepo_megatron.run.display.lost_time import LostTime
+from tepo_megatron.run.display.figures import LostTime
 from tepo_megatron.run.metrics.metrics import Stopwatch
-from tepo_megatron.run.metrics.source_figures import source_figures
-from tepo_megatron.run.metrics.train_samples import train_samples
-from tepo_megatron.run.output.output import Output
+from tepo_megatron.run.metrics.summary import source_figures
+from tepo_megatron.run.output.output import Output, Retention
 from tepo_megatron.run.output.resume import Resumed, set_aside_others
-from tepo_megatron.run.output.retention import Retention
-from tepo_megatron.run.output.token_samples import TokenRecorder
+from tepo_megatron.run.output.token_samples import TokenRecorder, train_samples
 from tepo_megatron.run.sampling.collector import RolloutCollector
 from tepo_megatron.run.sampling.custom_rollout import Collect
 from tepo_megatron.run.sampling.inputs import Inputs

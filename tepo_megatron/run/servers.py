@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.run.display.lost_time import LostTime
+from tepo_megatron.run.display.figures import LostTime
 from tepo_megatron.run.output.output import Output
 from tepo_megatron.run.sampling.inputs import Inputs
 from tepo_megatron.run.step.placement import first_server_gpu, this_machine

@@ -12,7 +12,7 @@ from tepo_megatron.runtime.torchrun import run_ranks
 
 if TYPE_CHECKING:
     from tepo_megatron.config import RunConfig
-    from tepo_megatron.run.callbacks.extensions import Extensions
+    from tepo_megatron.run.python_args import Extensions
 
 
 def prepare_run(config: RunConfig, *, overwrite: bool = False) -> None:
@@ -39,7 +39,7 @@ def train_as_rank(config: RunConfig, extensions: Extensions | None = None) -> in
     """Trains as one rank of torchrun's world; returns the exit code. ``extensions`` are rank 0's."""
 
     def work(config: RunConfig) -> None:
-        from tepo_megatron.run.callbacks.extensions import NO_EXTENSIONS
+        from tepo_megatron.run.python_args import NO_EXTENSIONS
         from tepo_megatron.run.training import train_model
 
         train_model(config, extensions or NO_EXTENSIONS)

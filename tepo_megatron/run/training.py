@@ -9,15 +9,14 @@ import warnings
 from pathlib import Path
 
 from tepo_megatron.config import RunConfig
-from tepo_megatron.run.callbacks.callbacks import Callbacks, make_callbacks
-from tepo_megatron.run.callbacks.extensions import NO_EXTENSIONS, Extensions
-from tepo_megatron.run.callbacks.stop import RunInfo
+from tepo_megatron.run.callbacks.callbacks import Callbacks, RunInfo, make_callbacks
 from tepo_megatron.run.checks import check_model
 from tepo_megatron.run.display.progress import make_progress
 from tepo_megatron.run.loop import Loop
 from tepo_megatron.run.metrics.metrics import read_metrics
 from tepo_megatron.run.output.output import Output
 from tepo_megatron.run.output.resume import accept, messages, resume
+from tepo_megatron.run.python_args import NO_EXTENSIONS, Extensions
 from tepo_megatron.run.rank0 import Rank0
 from tepo_megatron.run.sampling.custom_rollout import load_collect
 from tepo_megatron.run.sampling.inputs import read_inputs

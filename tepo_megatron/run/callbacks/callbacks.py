@@ -6,26 +6,22 @@ Rank 0 only, in its main thread. What a callback raises ends the run in an order
 from __future__ import annotations
 
 import inspect
+import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.config.train import CallbackConfig
-from tepo_megatron.run.callbacks.early_stopping import EarlyStopping
-from tepo_megatron.run.callbacks.stop import RunInfo, Stop
 from tepo_megatron.runtime.user_code import load_user_code, locate_user_code
 from tepo_megatron.trainer.checkpoints.folder import checkpoint_name
 
 if TYPE_CHECKING:
     from tepo_megatron.core.rollout import Rollout
     from tepo_megatron.tasks.evaluate.evaluation import EvaluationResult
-
-BUILT_IN: Mapping[str, type] = {"early_stopping": EarlyStopping}
-"""Callbacks by name, as ``train.callbacks`` names them."""
 
 
 class Callback:
@@ -183,3 +179,79 @@ def _place(error: BaseException) -> str:
     """The last line of code outside of this file that the error went through."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+class Stop(Exception):  # noqa: N818
+    """Raised by a callback: the run ends after the step under way as after its last one, with a checkpoint and the model.
+
+    Its text is the reason, which the run shows. ``--resume`` goes on from there.
+    """
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """A run as it begins, or goes on: ``step`` completed steps, and the rows of metrics so far, oldest first."""
+
+    config: RunConfig
+    step: int
+    rows: Sequence[Mapping[str, Any]]
+
+
+class EarlyStopping:
+    """Ends the run once ``metric`` has not been better than its best by more than ``min_delta`` for ``patience`` rows that have
+    it. ``mode``: whether better is larger or smaller.
+
+    ``accuracy/greedy`` is in the rows of evaluations alone, so that patience counts evaluations. A resumed run goes on
+    counting, from its rows.
+    """
+
+    def __init__(
+        self,
+        metric: str = "accuracy/greedy",
+        patience: int = 5,
+        mode: Literal["max", "min"] = "max",
+        min_delta: float = 0.0,
+    ) -> None:
+        """Raises ValueError for a patience below 1, another mode, or a negative ``min_delta``."""
+        if patience < 1 or mode not in ("max", "min") or not 0 <= min_delta < math.inf:
+            raise ValueError(
+                f"patience = {patience} must be 1 or more, mode = {mode!r} max or min, min_delta = {min_delta:g} 0 or more"
+            )
+        self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta
+        self._begin()
+
+    def _begin(self) -> None:
+        self.best, self.best_step, self.waited = -math.inf, 0, 0
+
+    def on_run_begin(self, run: RunInfo) -> None:
+        """Raises ValueError where the run never evaluates, and the metric is one of evaluations."""
+        if self.metric.startswith(("accuracy/", "heldout/")) and not run.config.evaluate.every:
+            raise ValueError(
+                f"early stopping looks at {self.metric}, and this run never evaluates; set evaluate.every, or name "
+                "another metric"
+            )
+        self._begin()
+        for row in run.rows:
+            self._see(row)
+
+    def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Raises Stop when patience is over."""
+        if self._see({"step": step, **metrics}) and self.waited >= self.patience:
+            best = self.best if self.mode == "max" else -self.best
+            raise Stop(f"{self.metric} was {best:.4g} at step {self.best_step}, and not better since")
+
+    def _see(self, row: Mapping[str, Any]) -> bool:
+        """Whether the row has the metric."""
+        value = row.get(self.metric)
+        if value is None or math.isnan(value):
+            return False
+        value = value if self.mode == "max" else -value
+        if value > self.best + self.min_delta:
+            self.best, self.best_step, self.waited = value, row["step"], 0
+        else:
+            self.waited += 1
+        return True
+
+
+BUILT_IN: Mapping[str, type] = {"early_stopping": EarlyStopping}
+"""Callbacks by name, as ``train.callbacks`` names them."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tepo_megatron.run.display.palette import PHASE_COLOURS
+from tepo_megatron.run.metrics.metrics import PHASES
 
 Row = Mapping[str, Any]
 
@@ -206,3 +208,75 @@ def _files(output: Path) -> list[Text]:
         Text.assemble(name.ljust(width + 2), (_FILES.get(path.name, ""), "dim"), overflow="fold")
         for path, name in shown.items()
     ]
+
+
+PHASE_COLOURS = dict(
+    zip(
+        (*PHASES, "other"),
+        ("#2b6cb0", "#8fb8de", "#0b7285", "#2f9e44", "#f08c00", "#d6336c", "#9c6ade", "#b8c0c8"),
+        strict=True,
+    )
+)
+"""Phase of a step → colour, in the order of the phases; ``other`` is last."""
+
+RUN_COLOURS = ("#2b6cb0", "#d9480f", "#2f9e44", "#9c6ade", "#c2255c", "#0b7285", "#b08900", "#495057")
+"""One for each run of a comparison."""
+
+
+COUNTED = {
+    "update/skipped": "optimizer steps skipped",
+    "servers/restarts": "rollout servers started again",
+    "servers/timeouts": "rollout servers given up that hung",
+    "requests/retried": "requests asked again",
+    "reward/failed": "rewards failed",
+    "rollback/count": "returns to a checkpoint",
+}
+"""Columns that count faults, in words; a run has those that it can meet."""
+
+LOST = {
+    "lost/skipped": "in steps that were skipped",
+    "lost/server": "until a server was there again",
+    "lost/resume": "in steps that a resumed run repeated",
+    "lost/rollback": "in steps that a return to a checkpoint undid",
+}
+"""Columns of seconds that brought nothing, in words."""
+
+
+class LostTime:
+    """Rank 0's account of a step. ``clock`` gives seconds and never goes back."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lost = dict.fromkeys(LOST, 0.0)
+
+    def add(self, cause: str, seconds: float) -> None:
+        """Adds to one of ``LOST``."""
+        self._lost[cause] += seconds
+
+    @contextlib.contextmanager
+    def if_in_vain(self, cause: str) -> Iterator[Callable[[], None]]:
+        """The time within counts as lost where the function that it gives was called."""
+        start, in_vain = self._clock(), False
+
+        def call() -> None:
+            nonlocal in_vain
+            in_vain = True
+
+        try:
+            yield call
+        finally:
+            if in_vain:
+                self.add(cause, self._clock() - start)
+
+    def split(self) -> dict[str, float]:
+        """The columns since the last call; starts anew."""
+        lost, self._lost = self._lost, dict.fromkeys(LOST, 0.0)
+        return lost
+
+
+def fault_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What went wrong over all rows, a line each with a number; none where nothing did."""
+    counts = {text: sum(row.get(key) or 0 for row in rows) for key, text in COUNTED.items()}
+    lost = {text: sum(row.get(key) or 0 for row in rows) for key, text in LOST.items()}
+    lines = [f"{count:.0f} {text}" for text, count in counts.items() if count]
+    return lines + [f"{duration(seconds)} lost {text}" for text, seconds in lost.items() if seconds]

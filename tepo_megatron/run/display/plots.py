@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tepo_megatron.run.display.figures import figures_of, idle_line
-from tepo_megatron.run.display.lost_time import fault_lines
-from tepo_megatron.run.display.palette import PHASE_COLOURS, RUN_COLOURS
+from tepo_megatron.run.display.figures import PHASE_COLOURS, RUN_COLOURS, fault_lines, figures_of, idle_line
 from tepo_megatron.run.metrics.metrics import read_metrics
 
 if TYPE_CHECKING:

@@ -20,8 +20,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tepo_megatron.run.display.figures import duration, evaluation_line, figures_line, figures_of, final_table, set_lines
-from tepo_megatron.run.display.palette import PHASE_COLOURS
+from tepo_megatron.run.display.figures import (
+    PHASE_COLOURS,
+    duration,
+    evaluation_line,
+    figures_line,
+    figures_of,
+    final_table,
+    set_lines,
+)
 
 if TYPE_CHECKING:
     from tepo_megatron.config import LogConfig, RunConfig

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
 
+from tepo_megatron.core.problem import Problem
+from tepo_megatron.core.rollout import Rollout
 from tepo_megatron.core.types import Batch
 
 if TYPE_CHECKING:
@@ -65,3 +68,23 @@ def _zero_variance_fraction(batch: Batch) -> float:
     highest = torch.full((groups.numel(),), -torch.inf, device=at.device).scatter_reduce(0, at, batch.rewards_S, "amax")
     lowest = torch.full((groups.numel(),), torch.inf, device=at.device).scatter_reduce(0, at, batch.rewards_S, "amin")
     return float((highest == lowest).float().mean())
+
+
+def source_figures(rollouts: Sequence[Rollout], problems: Mapping[str, Problem]) -> dict[str, float]:
+    """For each source by name: its share of the step's groups, and the mean reward of its responses, absent without any.
+
+    Args:
+        rollouts: those that a step trains on.
+        problems: all of the run by their ids. Nothing is said where they are of one source without a name.
+    """
+    names = sorted({problem.source for problem in problems.values()} - {""})
+    source_of = {
+        rollout.problem_id: problems[rollout.problem_id].source for rollout in rollouts if rollout.problem_id in problems
+    }
+    groups = {rollout.group: source_of.get(rollout.problem_id) for rollout in rollouts}
+    figures: dict[str, float] = {}
+    for name in names:
+        rewards = [each.reward for each in rollouts if source_of.get(each.problem_id) == name and each.reward is not None]
+        figures[f"source/{name}/share"] = list(groups.values()).count(name) / len(groups) if groups else 0.0
+        figures |= {f"source/{name}/reward": fmean(rewards)} if rewards else {}
+    return figures

@@ -21,6 +21,8 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from tepo_megatron.runtime.files import Failed, write_atomically
+
 FOLDER = "tokens"
 """Where a run writes its files, below its output folder."""
 
@@ -202,3 +204,37 @@ def read_tokens(path: Path) -> TokenSamples:
     raise ValueError(
         f"{path} is of format {written}, and this version reads format {FORMAT}; read it with the version that wrote"
     )
+
+
+class TokenLog:
+    """A file for each step that is recorded, whole or not there. What cannot be written waits, and is tried again with the
+    next.
+    """
+
+    def __init__(self, folder: Path, failed: Failed) -> None:
+        """``folder``: the run's output folder."""
+        self._folder, self._failed = folder, failed
+        self._waiting: dict[int, bytes] = {}
+
+    def write(self, samples: TokenSamples) -> None:
+        """A file of the same step is replaced."""
+        self._waiting[samples.step] = encode_tokens(samples)
+        self.flush()
+
+    def flush(self) -> None:
+        """Tries to write what waits."""
+        for step in list(self._waiting):
+            path = token_file(self._folder, step)
+            try:
+                write_atomically(path, self._waiting[step])
+            except OSError as error:
+                self._failed(path, error)
+                return
+            del self._waiting[step]
+
+    def forget_after(self, step: int) -> None:
+        """Removes the values of later steps, which are trained again. Raises OSError."""
+        self._waiting = {at: data for at, data in self._waiting.items() if at <= step}
+        for at, path in token_files(self._folder).items():
+            if at > step:
+                path.unlink()

@@ -11,8 +11,7 @@ from typing import Any
 
 import yaml
 
-from tepo_megatron.run.display.figures import duration, evaluation_line, figures_line, set_figures, set_lines
-from tepo_megatron.run.display.lost_time import fault_lines
+from tepo_megatron.run.display.figures import duration, evaluation_line, fault_lines, figures_line, set_figures, set_lines
 from tepo_megatron.run.metrics.metrics import read_metrics
 from tepo_megatron.runtime.proc import STOPPED, process_state
 from tepo_megatron.runtime.watch.heartbeat import RankRecord, read_records

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from tepo_megatron.config.loading.schema import schema_rows
-from tepo_megatron.run.display.lost_time import COUNTED, LOST, fault_lines
+from tepo_megatron.run.display.figures import COUNTED, LOST, fault_lines
 from tepo_megatron.run.metrics.metrics import read_metrics
 from tepo_megatron.run.output.status import run_status
 

@@ -17,7 +17,7 @@ from tepo_megatron.cli.main import app
 from tepo_megatron.cli.samples import text_of
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.metrics.train_samples import train_samples
+from tepo_megatron.run.output.token_samples import train_samples
 
 runner = CliRunner()
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tepo_megatron.config import ObjectiveConfig, RunConfig
 from tepo_megatron.config.loading.load import load_run
 from tepo_megatron.errors import is_ours
-from tepo_megatron.run.callbacks.early_stopping import EarlyStopping
-from tepo_megatron.run.output.result import TrainResult
+from tepo_megatron.run.api import TrainResult
+from tepo_megatron.run.callbacks.callbacks import EarlyStopping
 from tepo_megatron.run.python_args import address, bring, configure
 from tepo_megatron.tasks.reward.verifiers import last_word, load_verifier, resolve_verifier
 
@@ -103,7 +103,7 @@ def test_ranks_of_their_own_get_names_alone() -> None:
     two: dict[str, Any] = {"engine.parallel.tp": 2}
     named = bring(two, {}, reward=last_word, callbacks=["early_stopping", EarlyStopping]).named_everywhere()
     assert named.reward.verifier.endswith(":last_word")
-    assert named.train.callbacks == ("early_stopping", "tepo_megatron.run.callbacks.early_stopping:EarlyStopping")
+    assert named.train.callbacks == ("early_stopping", "tepo_megatron.run.callbacks.callbacks:EarlyStopping")
     assert load_run(None, ["engine.parallel.tp=2"]).train.callbacks == ()
     for wrong, says in (
         ({"reward": lambda problem, response: 1.0}, r"reward=lambda is in this process alone, and the 2 ranks"),

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 
 from tepo_megatron.config import RunConfig
 from tepo_megatron.errors import is_ours
-from tepo_megatron.run.callbacks.callbacks import HOOKS, Callback, Callbacks, make_callbacks
-from tepo_megatron.run.callbacks.early_stopping import EarlyStopping
-from tepo_megatron.run.callbacks.stop import RunInfo, Stop
+from tepo_megatron.run.callbacks.callbacks import HOOKS, Callback, Callbacks, EarlyStopping, RunInfo, Stop, make_callbacks
 from tests.support.recorded_loop import make
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tepo_megatron.run.display.lost_time import COUNTED, LOST, LostTime, fault_lines
+from tepo_megatron.run.display.figures import COUNTED, LOST, LostTime, fault_lines
 
 
 def revive_in_vain(lost: LostTime) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tepo_megatron.config.loading.load import ConfigError, load_run
-from tepo_megatron.run.output.retention import Retention
+from tepo_megatron.run.output.output import Retention
 from tepo_megatron.trainer.checkpoints.folder import checkpoint_folder, checkpoints, retained, step_of
 from tests.support.checkpoints import make_whole
 

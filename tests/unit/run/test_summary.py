@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tepo_megatron.core.problem import Problem
 from tepo_megatron.core.rollout import Rollout, WeightsVersion
-from tepo_megatron.run.metrics.source_figures import source_figures
+from tepo_megatron.run.metrics.summary import source_figures
 
 
 def rollout(problem: str, group: int, reward: float | None) -> Rollout:
