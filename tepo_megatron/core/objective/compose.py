@@ -135,6 +135,7 @@ def _entropy_coefficient(bonus: EntropyBonus | None, old_entropy_mean: Tensor | 
 
 
 def build_objective(config: ObjectiveConfig) -> Objective:
+    """Returns the objective that a config describes."""
     return Objective(config)
 
 
