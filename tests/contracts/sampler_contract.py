@@ -59,7 +59,7 @@ def contract_failures(sampler: Sampler) -> dict[str, str]:
 
 @cache
 def contract_model(seed: int) -> Any:
-    """A Llama of 0.2 M parameters, with next-token distributions that are neither flat nor sharp. Odd seeds never draw EOS."""
+    """A Llama of 0.2 M parameters, with next-token distributions that are neither flat nor sharp."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)

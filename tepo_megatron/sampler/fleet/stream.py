@@ -1,4 +1,4 @@
-"""Samples asked for at any time, and responses one by one as they finish; spread over servers, watched, asked for again."""
+"""A stream of samples: requests spread over servers, which are watched, and repeated at another server after a fault."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ from tepo_megatron.sampler.vllm.client.connection import ServerFault, ServerGone
 
 @dataclass
 class Lane:
-    """One server that samples. ``healthy`` asks whether it says that it works; ``index`` is its number in the fleet.
-
-    Its requests wait in threads of its own: those of a server that hangs must not keep the others' from starting.
+    """One server that samples. ``index`` is its number in the fleet; ``pool`` has threads for its requests alone, so that a
+    server that hangs does not block the others' requests.
     """
 
     index: int
@@ -36,84 +35,80 @@ class Lane:
     pool: ThreadPoolExecutor
     healthy: Callable[[], bool]
     samples: int = 0
-    """That it owes."""
+    """Outstanding."""
     tokens: int = 0
-    """That it may have to read and draw for them."""
+    """At most, of the prompts and responses of the outstanding samples."""
     faults: int = 0
     """In a row."""
 
 
 class Host(Protocol):
-    """What a stream asks of its fleet."""
+    """The fleet, as a stream uses it."""
 
     @property
     def updating(self) -> bool:
-        """Whether the servers are getting new weights just now, for which they hold their requests."""
+        """Whether a weight update is running, for which the servers hold their requests."""
 
     def lanes(self) -> Sequence[Lane]:
-        """The servers that sample, each time new."""
+        """The servers that sample, as new objects."""
 
     def published(self) -> int:
-        """How many weights the servers have been given so far, those that all of them have now included."""
+        """The number of versions that all servers have had so far."""
 
     def versions(self, since: int) -> Sequence[WeightsVersion]:
-        """The weights that were given to the servers, the last of the first ``since`` and all after it."""
+        """The versions that tokens may be drawn by, oldest first: the last of the first ``since``, and all after it."""
 
     def lose(self, lane: Lane, cause: ServerFault) -> None:
-        """A server is dead, hangs or answers wrongly. May raise to end everything."""
+        """Reports a server that is dead, hangs or answers wrongly. Raises ServerDied if no other can replace it."""
 
     def raise_if_dead(self, cause: Exception) -> None:
-        """Raises ServerDied if ``cause`` is the consequence of one that is gone."""
+        """Raises ServerDied if a dead server is the reason for ``cause``."""
 
     def count_retried(self, requests: int) -> None:
-        """So many requests were asked again."""
+        """Counts requests that are repeated."""
 
 
 FIRST_PAUSE_S = 0.1
-"""Before a request is asked again for the first time; the pause doubles each time, up to LAST_PAUSE_S."""
+"""Pause before the first repetition of a request; it doubles each time, up to ``_LAST_PAUSE_S``."""
 
-LAST_PAUSE_S = 5.0
+_LAST_PAUSE_S = 5.0
 
-AHEAD = 2
-"""So many times the samples that a server draws at once are asked of it; more wait here, for whichever has room first."""
+_QUEUE_FACTOR = 2
+"""A server gets up to this times the samples that it draws at once. The others wait here for the first that has room."""
 
-AGAIN_S = 0.5
-"""After so long a server is told once more which responses it shall end."""
+_ABORT_INTERVAL_S = 0.5
+"""Time between two abort requests to a server."""
 
-ABORT_S = 30.0
-"""What a server has to send what it has of responses that are ended."""
+_ABORT_TIMEOUT_S = 30.0
+"""Time that servers have to send the parts of aborted responses."""
 
 
 @dataclass
 class _Request:
-    """Samples of one prompt that are asked for together, and not here yet."""
-
     key: Hashable
     prompt: TokenIds
     samples: dict[int, Sample]
     parts: Mapping[int, Response]
     since: int
     faults: int = 0
-    """How often it has failed, for whatever reason but the loss of its server."""
+    """Failures other than the loss of its server."""
     name: str = ""
     home: Hashable = None
-    """Requests of the same one go to one server, which has their beginnings in its cache."""
     lane: Lane | None = None
-    after: Lane | None = None
-    """The server that it failed at."""
+    failed_lane: Lane | None = None
 
     @property
     def tokens(self) -> int:
-        return sum(self.prompt.size + each.prefix.size + each.max_new_tokens for each in self.samples.values())
+        return sum(self.prompt.size + sample.prefix.size + sample.max_new_tokens for sample in self.samples.values())
 
 
 @dataclass
 class _Event:
-    """From a server's thread: a response, the end of a request, or what it failed of."""
+    """From a server's thread: a response, the end of a request, or its error."""
 
     request: _Request
     name: str
-    """That it was asked under; it has another one by now if it was asked again."""
+    """Of the request when it was sent; a repeated request has another one."""
     index: int = -1
     response: Response | None = None
     error: BaseException | None = None
@@ -121,13 +116,12 @@ class _Event:
 
 @dataclass
 class FleetStream:
-    """Requests for samples to the servers of ``host``, whose weights may be updated meanwhile. A context manager, used from one
-    thread, which need not be that of the updates.
+    """A ``SampleStream`` over the servers of ``host``.
 
-    A request goes to the server that owes the fewest tokens. One that fails is asked again, of another server where there is
-    one, at most ``max_retries`` times; so may a server fail in a row. Beyond that, when it is gone, or silent for
-    ``timeout_s`` seconds, the server is lost to the fleet (``host.lose``), and the others draw what it owed. ``at_once``:
-    samples that a server draws at a time. ``on_move`` is called, in this thread, when a server was seen to make tokens.
+    A request goes to the server with the fewest outstanding tokens. A failed request is repeated, at another server if there is
+    one, at most ``max_retries`` times; a server may fail as often in a row. After that, when it is dead, or silent for
+    ``timeout_s`` seconds, the stream gives it up (``host.lose``) and the others draw its samples. ``at_once``: samples that a
+    server draws at a time.
     """
 
     host: Host
@@ -137,12 +131,12 @@ class FleetStream:
     at_once: int
     on_move: Callable[[], None] = lambda: None
     _waiting: deque[_Request] = field(default_factory=deque)
-    _asked: dict[str, _Request] = field(default_factory=dict)
+    _sent: dict[str, _Request] = field(default_factory=dict)
     _events: SimpleQueue[_Event] = field(default_factory=SimpleQueue)
     _ready: deque[KeyedResponse] = field(default_factory=deque)
     _lanes: dict[int, Lane] = field(default_factory=dict)
     _homes: dict[Hashable, int] = field(default_factory=dict)
-    """The server that a home's last request went to."""
+    """Home → index of the server of its last request."""
     _watches: dict[int, ProgressWatch] = field(default_factory=dict)
     _names: Iterator[int] = field(default_factory=count)
     _ended: bool = False
@@ -152,21 +146,18 @@ class FleetStream:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        """What is unfinished is given up: the servers drop it."""
         self._waiting.clear()
-        self._end_asked()
-        self._asked.clear()
+        self._abort_sent()
+        self._sent.clear()
         for watch in self._watches.values():
             watch.close()
 
     @property
     def unfinished(self) -> int:
-        """Samples that were asked for and not given out yet."""
-        return len(self._ready) + sum(len(each.samples) for each in (*self._waiting, *self._asked.values()))
+        return len(self._ready) + sum(len(request.samples) for request in (*self._waiting, *self._sent.values()))
 
     @property
     def weights_version(self) -> WeightsVersion:
-        """The newest weights that may draw the next token."""
         return self.host.versions(self.host.published())[-1]
 
     def submit(
@@ -181,13 +172,6 @@ class FleetStream:
         room: int | None = None,
         home: Hashable = None,
     ) -> None:
-        """Ask for samples 0 to n − 1 of a prompt (token ids, at least one), or those in ``only``; sample j has the seed
-        ``seed`` + j wherever and whenever it is drawn. Those in ``continued`` go on behind what an :meth:`abort` gave of them,
-        and their responses begin with it. ``room``: of tokens, where it is less than the sampling allows. Requests of a
-        ``home`` go to one server as long as it has room for them, until :meth:`leave`.
-
-        Raises ValueError for an empty prompt, for greedy decoding of more than one, and where a part leaves no room.
-        """
         prompt = token_ids(prompt_ids)
         if not prompt.size:
             raise ValueError(f"prompt {key} is empty; a prompt needs at least one token")
@@ -197,30 +181,22 @@ class FleetStream:
         sampling = self.sampling
         if room is not None:
             sampling = sampling._replace(max_new_tokens=min(room, sampling.max_new_tokens))
-        samples = [make_sample(at, seed, sampling, parts.get(at)) for at in (range(n) if only is None else only)]
+        samples = [make_sample(index, seed, sampling, parts.get(index)) for index in (range(n) if only is None else only)]
         since = self.host.published()
         for first in range(0, len(samples), self.at_once):
-            some = {each.index: each for each in samples[first : first + self.at_once]}
+            some = {sample.index: sample for sample in samples[first : first + self.at_once]}
             self._waiting.append(_Request(key, prompt, some, parts, since, home=home))
-        self._hand_out()
+        self._dispatch()
 
     def leave(self, home: Hashable) -> None:
-        """Nothing more is asked under this home."""
         self._homes.pop(home, None)
 
     def __iter__(self) -> Iterator[KeyedResponse]:
-        """Responses as they finish, until none is owed."""
         while self.unfinished:
-            found = self.next(None)
-            if found is not None:
-                yield found
+            if (result := self.next(None)) is not None:
+                yield result
 
     def next(self, timeout_s: float | None) -> KeyedResponse | None:
-        """The next response that finishes; None where there is none within ``timeout_s`` seconds (None: no limit), or none is
-        owed.
-
-        Raises ServerDied when a server is gone and no other can do its work, RuntimeError for whatever else a server answers.
-        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while not self._ready and self.unfinished:
@@ -229,7 +205,7 @@ class FleetStream:
                     left = min(left, deadline - time.monotonic())
                 with suppress(Empty):
                     self._settle(self._events.get(timeout=max(0.0, left)))
-                self._look()
+                self._check_servers()
                 if not self._ready and deadline is not None and time.monotonic() >= deadline:
                     return None
         except RuntimeError as error:
@@ -238,77 +214,70 @@ class FleetStream:
         return self._ready.popleft() if self._ready else None
 
     def abort(self) -> list[KeyedResponse]:
-        """End all that is unfinished; what there is of it, with the finish reason ``abort``, and what has finished meanwhile.
-
-        Samples without a token are not in it, nor what a server did not send within ``ABORT_S``. A part can be gone on with
-        (``submit(continued=…)``). The stream may be used further.
-        """
         self._waiting.clear()
-        self._end_asked()
-        deadline = time.monotonic() + ABORT_S
-        while self._asked and (left := deadline - time.monotonic()) > 0:
+        self._abort_sent()
+        deadline = time.monotonic() + _ABORT_TIMEOUT_S
+        while self._sent and (left := deadline - time.monotonic()) > 0:
             try:
-                event = self._events.get(timeout=min(left, AGAIN_S))
+                event = self._events.get(timeout=min(left, _ABORT_INTERVAL_S))
             except Empty:
-                self._end_asked()  # a request that was just on its way was not ended
+                self._abort_sent()  # a request that was just on its way was not ended
                 continue
             if isinstance(event.error, ServerFault):
                 self._drop(event)
             else:
                 self._settle(event)
-        for request in list(self._asked.values()):
+        for request in list(self._sent.values()):
             self._forget(request)
         self._ended = False
-        found = list(self._ready)
+        results = list(self._ready)
         self._ready.clear()
-        return found
+        return results
 
     # -- within
 
     def _refresh(self) -> None:
-        """Takes the fleet's servers as they are now: one that was replaced samples again."""
         for lane in self.host.lanes():
             known = self._lanes.get(lane.index)
             if known is None or known.client is not lane.client:
                 self._lanes[lane.index] = lane
                 if (watch := self._watches.pop(lane.index, None)) is not None:
                     watch.close()
-                # Each of this stream only: what was seen before means nothing.
+
                 self._watches[lane.index] = ProgressWatch(lane.client.progress, self.timeout_s, on_move=self.on_move)
 
-    def _hand_out(self) -> None:
+    def _dispatch(self) -> None:
         while self._waiting and self._lanes:
             first = self._waiting[0]
             home = self._lanes.get(self._homes.get(first.home, -1))
-            lane = min(self._lanes.values(), key=lambda each: (each is first.after, each.tokens, each.index))
-            if home is not None and home is not first.after and home.samples < self.at_once:
+            lane = min(self._lanes.values(), key=lambda lane: (lane is first.failed_lane, lane.tokens, lane.index))
+            if home is not None and home is not first.failed_lane and home.samples < self.at_once:
                 lane = home
-            if lane.samples and lane.samples + len(self._waiting[0].samples) > AHEAD * self.at_once:
+            if lane.samples and lane.samples + len(self._waiting[0].samples) > _QUEUE_FACTOR * self.at_once:
                 return
-            self._ask(self._waiting.popleft(), lane)
+            self._send(self._waiting.popleft(), lane)
 
-    def _ask(self, request: _Request, lane: Lane) -> None:
+    def _send(self, request: _Request, lane: Lane) -> None:
         if not lane.samples:
-            self._watches[lane.index].moved()
+            self._watches[lane.index].note_progress()
         request.lane, request.name = lane, f"{id(self):x}-{next(self._names)}"
         if request.home is not None:
             self._homes[request.home] = lane.index
         lane.samples += len(request.samples)
         lane.tokens += request.tokens
-        self._asked[request.name] = request
+        self._sent[request.name] = request
         try:
             lane.pool.submit(self._draw, request, lane, dict(request.samples), request.name)
         except RuntimeError as error:  # the fleet has ended its servers meanwhile, in another thread
             self._events.put(_Event(request, request.name, error=ServerGone(str(error), url=lane.client.url)))
 
     def _draw(self, request: _Request, lane: Lane, samples: Mapping[int, Sample], name: str) -> None:
-        """In a server's thread."""
         try:
             if self._ended:
                 self._events.put(_Event(request, name))
                 return
             if request.faults:
-                time.sleep(min(FIRST_PAUSE_S * 2 ** (request.faults - 1), LAST_PAUSE_S))
+                time.sleep(min(FIRST_PAUSE_S * 2 ** (request.faults - 1), _LAST_PAUSE_S))
             drawn = lane.client.draw(
                 name,
                 request.prompt,
@@ -331,9 +300,9 @@ class FleetStream:
     def _settle(self, event: _Event) -> None:
         request = event.request
         lane = request.lane
-        if event.name not in self._asked or lane is None:
+        if event.name not in self._sent or lane is None:
             return  # its server was lost, and it was asked again; or it was given up
-        self._watches[lane.index].moved()
+        self._watches[lane.index].note_progress()
         if event.response is not None:
             if (sample := request.samples.pop(event.index, None)) is not None:
                 lane.samples -= 1
@@ -347,22 +316,21 @@ class FleetStream:
                 self._failed(request, lane, event.error)
             else:
                 raise event.error
-        self._hand_out()
+        self._dispatch()
 
     def _drop(self, event: _Event) -> None:
-        """A request that failed while all were ended: what it owes is given up."""
-        if event.name in self._asked:
+        if event.name in self._sent:
             self._forget(event.request)
 
     def _forget(self, request: _Request) -> None:
-        if request.lane is not None and self._asked.pop(request.name, None) is not None:
+        if request.lane is not None and self._sent.pop(request.name, None) is not None:
             request.lane.samples -= len(request.samples)
             request.lane.tokens -= request.tokens
 
     def _failed(self, request: _Request, lane: Lane, error: ServerFault) -> None:
         lane.faults += 1
         request.faults += 1
-        request.after = lane
+        request.failed_lane = lane
         if request.samples:
             self.host.count_retried(1)
             self._waiting.appendleft(request)
@@ -372,9 +340,9 @@ class FleetStream:
     def _lose(self, lane: Lane, cause: ServerFault) -> None:
         del self._lanes[lane.index]
         self._watches.pop(lane.index).close()
-        left = [request for request in self._asked.values() if request.lane is lane]
+        left = [request for request in self._sent.values() if request.lane is lane]
         for request in left:
-            del self._asked[request.name]
+            del self._sent[request.name]
             request.lane = None
         self.host.lose(lane, cause)
         self._refresh()
@@ -383,24 +351,24 @@ class FleetStream:
         self.host.count_retried(len(left))
         self._waiting.extendleft(reversed(left))
 
-    def _look(self) -> None:
+    def _check_servers(self) -> None:
         self._refresh()
         for lane in list(self._lanes.values()):
             watch = self._watches[lane.index]
             if not lane.samples or self.host.updating:
-                watch.moved()  # nothing is due
+                watch.note_progress()  # nothing is outstanding
             elif why := watch.look():
                 self._lose(lane, ServerSilent(f"{lane.client.url}: {why}", url=lane.client.url))
-        self._hand_out()
+        self._dispatch()
 
-    def _end_asked(self) -> None:
-        """Has the servers end what they were asked for. In threads of its own: a server that hangs is not waited for."""
+    def _abort_sent(self) -> None:
+        # In threads of their own, since a server may hang.
         self._ended = True
         for lane in self._lanes.values():
-            if names := [each.name for each in self._asked.values() if each.lane is lane and each.samples]:
+            if names := [request.name for request in self._sent.values() if request.lane is lane and request.samples]:
                 threading.Thread(target=_abort, args=(lane.client, names), name="abort-samples", daemon=True).start()
 
 
 def _abort(client: Client, names: Sequence[str]) -> None:
-    with suppress(RuntimeError):  # a server that fails is found by what it owes
+    with suppress(RuntimeError):  # the watch finds a server that fails
         client.abort(names)

@@ -71,7 +71,7 @@ def test_progress_of_any_kind_starts_the_count_anew() -> None:
     stuck, clock = watch_of(lambda: "the same")
     for _ in range(20):
         assert looks(stuck, clock, 50.0) == ""
-        stuck.moved()
+        stuck.note_progress()
 
 
 def test_a_dead_server_is_told_at_once_but_not_by_one_failed_connection() -> None:
@@ -104,5 +104,5 @@ def test_every_change_of_the_progress_is_told_and_nothing_else() -> None:
     answers = iter([1, 1, 2, None, 2, 3, 3, 3, 3, 3])
     watch, clock = watch_of(lambda: next(answers), lambda: told.append(1))
     assert looks(watch, clock, 30.0) == ""
-    watch.moved()
+    watch.note_progress()
     assert len(told) == 3

@@ -315,7 +315,7 @@ def test_a_slow_server_that_makes_tokens_is_left_alone(
 
 @pytest.mark.parametrize("route", ["/pause?mode=keep", "/start_weight_update", "/update_weights", "/finish_weight_update"])
 def test_a_server_that_hangs_in_an_update_counts_as_dead(servers: list[FaultyServer], tmp_path: Path, route: str) -> None:
-    from tests.unit.sampler.test_rollout_colocated import Sender
+    from tests.unit.sampler.test_colocated import Sender
 
     servers[1].hangs = {route}
     with fleet_of(servers, tmp_path, request_timeout_s=SHORT_S, transfer_timeout_s=SHORT_S) as (fleet, _):
@@ -336,7 +336,7 @@ def test_a_server_that_fails_in_an_update_outside_the_transfer_counts_as_dead(
     servers: list[FaultyServer], tmp_path: Path, route: str
 ) -> None:
     """An engine whose worker is gone does so for a moment, in which the server still says that it is well."""
-    from tests.unit.sampler.test_rollout_colocated import Sender
+    from tests.unit.sampler.test_colocated import Sender
 
     servers[1].refuses = {route}
     with fleet_of(servers, tmp_path) as (fleet, _):
@@ -354,7 +354,7 @@ def test_a_request_that_a_dead_engine_has_left_is_not_waited_for(
     servers: list[FaultyServer], tmp_path: Path, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The API server still holds it, and says to others that its engine is dead."""
-    from tests.unit.sampler.test_rollout_colocated import Sender
+    from tests.unit.sampler.test_colocated import Sender
 
     monkeypatch.setattr("tepo_megatron.sampler.fleet.sync.LOOK_S", 0.05)
     servers[1].hangs, servers[1].refuses = {route}, {"/health"}
@@ -369,7 +369,7 @@ def test_a_request_that_a_dead_engine_has_left_is_not_waited_for(
 
 
 def test_a_server_that_hangs_before_it_has_joined_counts_as_dead(servers: list[FaultyServer], tmp_path: Path) -> None:
-    from tests.unit.sampler.test_rollout_colocated import Sender
+    from tests.unit.sampler.test_colocated import Sender
 
     class Waiting(Sender):
         def join_group(self) -> None:

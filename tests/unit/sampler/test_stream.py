@@ -150,7 +150,7 @@ def fleet_alone(fleet: Fleet, server: FaultyServer, prompt: tuple[int, ...], n: 
 def test_responses_that_span_an_update_carry_both_versions(servers: list[FaultyServer], tmp_path: Path) -> None:
     """The update runs in another thread's time; the server holds the request meanwhile and goes on with the new weights."""
     from tests.support.samples import answer
-    from tests.unit.sampler.test_rollout_colocated import Sender
+    from tests.unit.sampler.test_colocated import Sender
 
     (server, _) = servers
     begun, updated = threading.Event(), threading.Event()
