@@ -164,7 +164,7 @@ def test_async_calls_are_under_way_together_within_a_bound(file: str) -> None:
 
 def test_among_many_async_calls_only_the_bad_ones_fail(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one holds up or ends the process that the others are under way in."""
-    monkeypatch.setattr(workers, "_SLACK_S", 1.0)
+    monkeypatch.setattr(workers, "_EXTRA_TIME_S", 1.0)
     bad = {
         "late": "took longer than reward.timeout_s = 2 s",
         "block": "took longer than reward.timeout_s = 2 s",
