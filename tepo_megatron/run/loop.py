@@ -139,9 +139,10 @@ class Loop:
 
     def try_update_weights(self) -> bool:
         """Whether all servers have the weights and sample; not if one died under it, which has been revived."""
-        engine, version = self.engine, self.engine.weights.version(self.step)
+        engine = self.engine
         with self.phase("sync"):
             engine.onload_weights_only()
+            version = engine.weights.version(self.step)
             died = False
             if self.rank0 is None:
                 self.publisher.update_weights(version)
