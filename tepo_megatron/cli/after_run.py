@@ -42,37 +42,37 @@ def compare(
     with user_errors():
         from tepo_megatron.tasks.evaluate.results import compare_results
 
-        found = compare_results(first, second)
+        result = compare_results(first, second)
     if as_json:
-        typer.echo(json.dumps([asdict(each) for each in found], indent=2))
+        typer.echo(json.dumps([asdict(item) for item in result], indent=2))
         return
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(_table(first, second, found))
-    for each in found:
-        for line in _remarks(each):
-            console.print(f"  {each.name}: {line}", highlight=False, markup=False)
+    console.print(_table(first, second, result))
+    for item in result:
+        for line in _remarks(item):
+            console.print(f"  {item.name}: {line}", highlight=False, markup=False)
 
 
-def _table(first: Path, second: Path, found: Sequence[SetComparison]) -> Table:
+def _table(first: Path, second: Path, result: Sequence[SetComparison]) -> Table:
     from rich.table import Table
 
     table = Table("set", "", f"A: {first}", f"B: {second}", "B − A", title="Means and 95 % intervals", title_justify="left")
-    for each in found:
-        for at, (name, figure) in enumerate(each.figures.items()):
+    for item in result:
+        for index, (name, figure) in enumerate(item.figures.items()):
             star = " *" if figure.difference.excludes_zero else ""
             row = [_shown(figure.first), _shown(figure.second), _shown(figure.difference, "+") + star]
-            table.add_row(each.name if at == 0 else "", name, *row)
+            table.add_row(item.name if index == 0 else "", name, *row)
         table.add_section()
     return table
 
 
-def _remarks(each: SetComparison) -> list[str]:
-    lines = [f"{each.problems} problems"]
-    if each.left_out:
-        lines[0] += f"; {each.left_out} left out, which only one of the two has, or which differ"
-    lines += [f"{key} differs: {one} in A, {other} in B" for key, (one, other) in each.settings.items()]
+def _remarks(item: SetComparison) -> list[str]:
+    lines = [f"{item.problems} problems"]
+    if item.left_out:
+        lines[0] += f"; {item.left_out} left out, which only one of the two has, or which differ"
+    lines += [f"{key} differs: {one} in A, {other} in B" for key, (one, other) in item.settings.items()]
     return lines
 
 

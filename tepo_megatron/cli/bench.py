@@ -239,15 +239,15 @@ def gpu_command(
     [dim]tepo bench gpu --only tests,kernels[/]
     """
     parts = gpu.select(only)
-    found = gpu.find_gpu()
-    if isinstance(found, str):
-        typer.echo(f"gpu check: {found}; nothing was checked", err=True)
+    result = gpu.find_gpu()
+    if isinstance(result, str):
+        typer.echo(f"gpu check: {result}; nothing was checked", err=True)
         raise typer.Exit(gpu.NO_GPU)
     started, outcomes = datetime.datetime.now(datetime.UTC), list[gpu.PartOutcome]()
     for part in parts:
-        outcomes.append(gpu.run_part(part, found, say=lambda line: typer.echo(line, err=True)))
+        outcomes.append(gpu.run_part(part, result, say=lambda line: typer.echo(line, err=True)))
         paths = gpu.write_results(
-            outcomes, found, output, started
+            outcomes, result, output, started
         )  # after each: a machine that is taken away leaves what it showed
     show_table(gpu.COLUMNS, [gpu.cells(outcome) for outcome in outcomes], as_json=as_json)
     typer.echo(f"wrote {' and '.join(str(path) for path in paths)}", err=as_json)

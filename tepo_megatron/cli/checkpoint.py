@@ -67,9 +67,9 @@ def verify_command(
             raise ValueError(f"{_parent(folder)} has no checkpoint")
         rows, whole = [], True
         for path in chosen:
-            found, problems = _verify(path)
+            result, problems = _verify(path)
             whole = whole and not problems
-            rows += [[path.name, problem] for problem in problems] or [[path.name, found]]
+            rows += [[path.name, problem] for problem in problems] or [[path.name, result]]
         show_table(["checkpoint", "found"], rows, as_json=as_json)
     raise typer.Exit(0 if whole else 1)
 
@@ -181,16 +181,16 @@ def _damage(path: Path, *, thoroughly: bool) -> str | None:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    return (each for each in path.rglob("*") if each.is_file())
+    return (item for item in path.rglob("*") if item.is_file())
 
 
 def _bytes_below(path: Path) -> int:
-    return sum(each.stat().st_size for each in _files(path))
+    return sum(item.stat().st_size for item in _files(path))
 
 
 def _changed(path: Path) -> float:
     """When a folder or anything in it last changed, in seconds since 1970."""
-    return max(each.stat().st_mtime for each in [path, *path.rglob("*")])
+    return max(item.stat().st_mtime for item in [path, *path.rglob("*")])
 
 
 def _age(path: Path) -> str:

@@ -105,13 +105,15 @@ def plan(
     from tepo_megatron.plan.tables import plan_json, plan_notes, plan_tables
 
     with user_errors():
-        found = make_plan(load_config(*split_run(run, overrides)), prompt_tokens=prompt_tokens, response_tokens=response_tokens)
-        counts = check_exact(found) if exact else None
+        result = make_plan(
+            load_config(*split_run(run, overrides)), prompt_tokens=prompt_tokens, response_tokens=response_tokens
+        )
+        counts = check_exact(result) if exact else None
         if as_json:
-            typer.echo(plan_json(found, counts))
+            typer.echo(plan_json(result, counts))
         else:
-            for table in plan_tables(found):
+            for table in plan_tables(result):
                 show(table)
-            for line in plan_notes(found, counts):
+            for line in plan_notes(result, counts):
                 typer.echo(line)
-        check_plan(found)
+        check_plan(result)

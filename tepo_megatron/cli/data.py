@@ -57,24 +57,24 @@ def show_command(
         tokenizer = load_tokenizer(resolve_model_path(config.model.path))
         if heldout and config.data.heldout is None:
             raise ValueError("data.heldout is not given: there are no held-out problems to show")
-        found = read_sources(config.data, "heldout" if heldout else "train", tokenizer)
+        result = read_sources(config.data, "heldout" if heldout else "train", tokenizer)
         if source is not None:
-            known = ", ".join(each.name or each.path for each in found)
-            found = [each for each in found if source in (each.name, each.path)]
-            if not found:
+            known = ", ".join(item.name or item.path for item in result)
+            result = [item for item in result if source in (item.name, item.path)]
+            if not result:
                 raise ValueError(f"there is no source {source}; the run has {known}")
         shares = {} if heldout else _shares(config.data)
-        rows = [row for each in found for row in _rows(each, tokenizer, limit, left_out=left_out)]
+        rows = [row for item in result for row in _rows(item, tokenizer, limit, left_out=left_out)]
     if as_json:
-        print_json({"sources": [_summary(each, shares) for each in found], "prompts": rows})
+        print_json({"sources": [_summary(item, shares) for item in result], "prompts": rows})
     else:
-        _show(found, rows, shares)
+        _show(result, rows, shares)
 
 
 def _shares(config: DataConfig) -> dict[str, float]:
-    total = sum(each.weight for each in config.train_sources)
+    total = sum(item.weight for item in config.train_sources)
     plain = isinstance(config.train, str)
-    return {each.path if plain else each.called: each.weight / total for each in config.train_sources}
+    return {item.path if plain else item.called: item.weight / total for item in config.train_sources}
 
 
 def _summary(source: Source, shares: dict[str, float]) -> dict[str, Any]:
@@ -111,13 +111,13 @@ def _read(prompt: Prompt, tokenizer: Tokenizer) -> str:
 
 def _show(sources: Sequence[Source], rows: Sequence[dict[str, Any]], shares: dict[str, float]) -> None:
     columns = ["source", "share", "problems", "used", "left out", "tokens: least", "mean", "most"]
-    summaries = [_summary(each, shares) for each in sources]
-    show_table(columns, [_line(each) for each in summaries])
-    for notice in (notice for each in sources for notice in each.notices):
+    summaries = [_summary(item, shares) for item in sources]
+    show_table(columns, [_line(item) for item in summaries])
+    for notice in (notice for item in sources for notice in item.notices):
         typer.echo(notice)
     for row in rows:
         about = [f"{row['tokens']} tokens" if row["tokens"] else "", f"answer {row['answer']!r}", row["left_out"] or ""]
-        typer.echo(f"\n{row['id']}: {', '.join(each for each in about if each)}")
+        typer.echo(f"\n{row['id']}: {', '.join(item for item in about if item)}")
         typer.echo("\n".join(f"  {line}" for line in row["prompt"].split("\n")))
 
 
@@ -188,14 +188,14 @@ def benchmarks_command(as_json: AsJson = False) -> None:
 
     if as_json:
         shown = ("title", "repository", "revision", "file", "sha256", "problems")
-        rows = {name: {field: getattr(each, field) for field in shown} for name, each in BENCHMARKS.items()}
+        rows = {name: {field: getattr(item, field) for field in shown} for name, item in BENCHMARKS.items()}
         typer.echo(json.dumps(rows, indent=2))
         return
     from rich.console import Console
     from rich.table import Table
 
     table = Table("name", "benchmark", "problems", "from", "digest")
-    for name, each in BENCHMARKS.items():
-        known = "known" if each.sha256 else "recorded at first"
-        table.add_row(name, each.title, str(each.problems), f"{each.repository} {each.file}", known)
+    for name, item in BENCHMARKS.items():
+        known = "known" if item.sha256 else "recorded at first"
+        table.add_row(name, item.title, str(item.problems), f"{item.repository} {item.file}", known)
     Console(width=None if sys.stdout.isatty() else 160).print(table)

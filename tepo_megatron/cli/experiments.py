@@ -51,13 +51,13 @@ def sweep(
             typer.echo(f"{len(mine)} runs of {given.run}; shared: {' '.join(shared) or '–'}", err=True)
             return
         ended = [] if table_only else Sweep(given, mine, say=lambda line: typer.echo(line, err=True), jobs=jobs).run()
-        found = find(given, runs)
+        result = find(given, runs)
         if as_json:
             failed = [{"run": one.run.name, "said": one.said} for one in ended if one.outcome == "failed"]
-            print_json({"found": as_records(*table(given, found)), "failed": failed})
+            print_json({"found": as_records(*table(given, result)), "failed": failed})
         else:
-            show_table(*table(given, found))
-        for path in write_tables(given, found, output or given.output):
+            show_table(*table(given, result))
+        for path in write_tables(given, result, output or given.output):
             typer.echo(f"wrote {path}", err=as_json)
         for one in ended:
             if one.outcome == "failed":

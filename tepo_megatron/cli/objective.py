@@ -56,15 +56,15 @@ def list_presets(files: Files = None, as_json: AsJson = False) -> None:
     [dim]tepo objective list my_preset.yaml my_objective.py[/]
     """
     with user_errors():
-        found = {name: _find_preset(name) for name in files or ()}
-        presets = {**PRESETS, **{name: preset for name, preset in found.items() if preset is not None}}
-        plugins = [_find_plugin(name) for name, preset in found.items() if preset is None]
+        result = {name: _find_preset(name) for name in files or ()}
+        presets = {**PRESETS, **{name: preset for name, preset in result.items() if preset is not None}}
+        plugins = [_find_plugin(name) for name, preset in result.items() if preset is None]
         configs = {name: ObjectiveConfig(preset=name) for name in presets}
     if as_json:
         print_json(
             {
-                "presets": {name: _record(each, configs[name]) for name, each in presets.items()},
-                "corrections": {name: {**_said(each), "fields": each.changes} for name, each in CORRECTIONS.items()},
+                "presets": {name: _record(item, configs[name]) for name, item in presets.items()},
+                "corrections": {name: {**_said(item), "fields": item.changes} for name, item in CORRECTIONS.items()},
                 **({"plugins": {plugin.name: _kind_records(plugin) for plugin in plugins}} if plugins else {}),
             }
         )
@@ -157,15 +157,15 @@ def check_command(
         _print_checked(checked)
         for note in notes:
             typer.echo(f"note: {note}")
-    if any(finding["problem"] for each in checked for finding in each["rules"]):
+    if any(finding["problem"] for item in checked for finding in item["rules"]):
         raise typer.Exit(1)
 
 
 def _print_checked(checked: Sequence[Mapping[str, Any]]) -> None:
-    for each in checked:
-        broken = [finding for finding in each["rules"] if finding["problem"]]
-        typer.echo(f"{each['objective']}: {len(each['rules'])} rules, {len(broken)} broken ({each['seconds']:.1f} s)")
-        for finding in each["rules"]:
+    for item in checked:
+        broken = [finding for finding in item["rules"] if finding["problem"]]
+        typer.echo(f"{item['objective']}: {len(item['rules'])} rules, {len(broken)} broken ({item['seconds']:.1f} s)")
+        for finding in item["rules"]:
             typer.echo(f"  {'BROKEN' if finding['problem'] else 'ok':6} {finding['rule']}")
             if finding["problem"]:
                 typer.echo(f"         {finding['problem']}")
@@ -278,13 +278,13 @@ class Curve(NamedTuple):
 
 def curves(weights: GradientWeights) -> list[Curve]:
     """A > 0 and A < 0, and A > 0 with falling entropy where that differs."""
-    found = [
+    result = [
         Curve("A = 1", "+", "#2b6cb0", weights.positive_N.tolist()),
         Curve("A = −1", "o", "#d9480f", weights.negative_N.tolist()),
     ]
     if (weights.falling_N - weights.positive_N).abs().max() > 0.01 * weights.positive_N.abs().max():  # to be seen at all
-        found.append(Curve("A = 1, the entropy falls", "*", "#9c6ade", weights.falling_N.tolist()))
-    return found
+        result.append(Curve("A = 1, the entropy falls", "*", "#9c6ade", weights.falling_N.tolist()))
+    return result
 
 
 def text_plot(xs: Sequence[float], lines: Sequence[Curve], *, width: int = 72, height: int = 17) -> str:
@@ -298,8 +298,8 @@ def text_plot(xs: Sequence[float], lines: Sequence[Curve], *, width: int = 72, h
     grid[row(0.0)] = ["·"] * width
     for curve in reversed(lines):
         for column in range(width):
-            at = round(column / (width - 1) * (len(xs) - 1))
-            grid[row(curve.ys[at])][column] = curve.mark
+            index = round(column / (width - 1) * (len(xs) - 1))
+            grid[row(curve.ys[index])][column] = curve.mark
     labels = {row(y): f"{y:.3g}" for y in (high, 0.0, low)}
     drawn = [f"{labels.get(number, ''):>8} │{''.join(cells)}" for number, cells in enumerate(grid)]
     ends = f"{xs[0]:.4g}", f"{xs[len(xs) // 2]:.4g}", f"{xs[-1]:.4g}"
@@ -389,15 +389,15 @@ def _notes_on(plugins: Iterable[str]) -> list[str]:
     script = "import sys; sys.modules['torch'] = None\n" + (
         "from tepo_megatron.config.objective.custom import load_plugin; load_plugin(sys.argv[1])"
     )
-    found = []
+    result = []
     for plugin in plugins:
         done = subprocess.run([sys.executable, "-c", script, plugin], capture_output=True, text=True, check=False)
         if done.returncode:
-            found.append(
+            result.append(
                 f"{plugin} cannot be read without torch, as a login node would for 'tepo plan' and 'tepo launch'; import torch "
                 "within the methods that use it, and under typing.TYPE_CHECKING for annotations"
             )
-    return found
+    return result
 
 
 def _alone(kind: type[CustomKind], plugin: Plugin, preset: str) -> ObjectiveConfig:
@@ -412,7 +412,7 @@ def _alone(kind: type[CustomKind], plugin: Plugin, preset: str) -> ObjectiveConf
             problems = error.errors()
             if not required:
                 break
-    said = "; ".join(dict.fromkeys(f"{'.'.join(map(str, chain(each['loc'])))}: {each['msg']}" for each in problems))
+    said = "; ".join(dict.fromkeys(f"{'.'.join(map(str, chain(item['loc'])))}: {item['msg']}" for item in problems))
     raise ValueError(
         f"{plugin.name}: the kind {kind_name(kind)!r} cannot be checked by itself over the preset {preset} ({said}); write a "
         "preset's file that gives its fields values, and check that"

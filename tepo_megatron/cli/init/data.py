@@ -54,7 +54,7 @@ def ask_data(options: DataOptions, tokenizer: Tokenizer) -> _FoundData:
     held = _ask_heldout(options, path, split)
     heldout = [] if held is None else _loaded(held, fields)
     if held is not None:
-        _say(heldout, also_trained_on=len({each.prompt for each in train} & {each.prompt for each in heldout}))
+        _say(heldout, also_trained_on=len({item.prompt for item in train} & {item.prompt for item in heldout}))
     section: dict[str, Any] = {"train": _source(path, split), "heldout": held}
     section |= {"fields": fields} if fields else {}
     if _ask_template(options.chat_template, tokenizer, [*train, *heldout]):
@@ -90,22 +90,22 @@ def _ask_columns(path: str, split: str | None, options: DataOptions) -> dict[str
     from tepo_megatron.tasks.data.rows import first_columns
 
     columns = [] if path.startswith("builtin:") else first_columns(Path(path).expanduser(), split)
-    found = {}
+    result = {}
     for field, given, usual in (
         ("prompt", options.prompt, {"prompt", "messages"}),
         ("answer", options.answer, {"answer"}),
     ):
         if given is not None or (columns and not usual & set(columns)):
             question = f"Which column is the {field} ({', '.join(columns)})"
-            found[field] = ask(question, given, f"--{field}-column", _one_of(columns, f"column of {path}"))
-    return {field: column for field, column in found.items() if column != field}
+            result[field] = ask(question, given, f"--{field}-column", _one_of(columns, f"column of {path}"))
+    return {field: column for field, column in result.items() if column != field}
 
 
 def _ask_heldout(options: DataOptions, train: str, split: str | None) -> str | list[dict[str, str]] | None:
     """The held-out problems as in the run's file. Where the training problems are a split, another one is proposed."""
     from tepo_megatron.tasks.data.rows import splits_of
 
-    others = [] if split is None else [each for each in splits_of(Path(train).expanduser()) if each != split]
+    others = [] if split is None else [item for item in splits_of(Path(train).expanduser()) if item != split]
     proposed = next((name for name in _EVALUATED if name in others), others[0] if others else None)
 
     def check(answer: str) -> str:
@@ -159,7 +159,7 @@ def _loaded(source: str | list[dict[str, str]], fields: dict[str, str], *, chat_
     from tepo_megatron.tasks.data.problems import load_problems
 
     data = DataConfig.model_validate({"train": source, "fields": fields, "chat_template": chat_template})
-    return [problem for each in data.train_sources for problem in load_problems(each)]
+    return [problem for item in data.train_sources for problem in load_problems(item)]
 
 
 def _say(problems: Sequence[Problem], *, also_trained_on: int = 0) -> None:

@@ -135,7 +135,7 @@ def _as_yaml(run: dict[str, Any]) -> str:
     for name, value in run.items():
         lines += [f"# {_COMMENTS[name]}"] if name in _COMMENTS else []
         if isinstance(value, dict):
-            lines += [f"{name}:", *(f"  {key}: {_value(each)}" for key, each in value.items())]
+            lines += [f"{name}:", *(f"  {key}: {_value(item)}" for key, item in value.items())]
         else:
             lines.append(f"{name}: {_value(value)}")
     return "\n".join(lines) + "\n"

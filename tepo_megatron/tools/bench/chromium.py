@@ -36,7 +36,7 @@ _LOWEST_FD = 20
 
 def find_chromium() -> str | None:
     """The first of ``NAMES`` on the path."""
-    return next((found for name in NAMES if (found := shutil.which(name))), None)
+    return next((results for name in NAMES if (results := shutil.which(name))), None)
 
 
 class _NavigatedError(RuntimeError):
@@ -122,7 +122,7 @@ class Tab:
             case "Log.entryAdded" if params["entry"]["level"] == "error":
                 self.problems.append(str(params["entry"]["text"]))
             case "Runtime.consoleAPICalled" if params["type"] in ("error", "assert"):
-                self.problems.append(" ".join(str(each.get("value")) for each in params["args"]))
+                self.problems.append(" ".join(str(item.get("value")) for item in params["args"]))
             case "Network.requestWillBeSent":
                 self.requests.append(str(params["request"]["url"]))
 
@@ -176,7 +176,7 @@ class _Pipes:
     def __init__(self) -> None:
         reads, self._out = os.pipe()
         self._in, writes = os.pipe()
-        self.browser_reads, self.browser_writes = (fcntl.fcntl(each, fcntl.F_DUPFD, _LOWEST_FD) for each in (reads, writes))
+        self.browser_reads, self.browser_writes = (fcntl.fcntl(item, fcntl.F_DUPFD, _LOWEST_FD) for item in (reads, writes))
         os.close(reads)
         os.close(writes)
         self._numbers = itertools.count(1)
@@ -215,7 +215,7 @@ class _Pipes:
             if not data:
                 raise RuntimeError("Chromium has ended" if ready else f"Chromium said nothing for {TIMEOUT_S:.0f} s")
             *whole, self._buffer = (self._buffer + data).split(b"\0")
-            self._messages += [json.loads(each) for each in whole]
+            self._messages += [json.loads(item) for item in whole]
         return self._messages.pop(0)
 
 
@@ -240,19 +240,19 @@ def measure(html: Path, parts: Sequence[str], repeats: int, *, state: str = "", 
 
     Raises RuntimeError where the page does not come up, or without a Chromium.
     """
-    found = []
+    results = []
     with chromium() as page:
         for window, (width, height) in WINDOWS.items():
             for part in parts:
                 page.resize(width, height)
                 loads = [_load(page, html, f"tab={part}&{state}") for _ in range(repeats)]
-                drawn, parsed = (statistics.median(each) for each in zip(*loads, strict=True))
-                found.append(_Load(part, window, drawn, drawn - parsed))
+                drawn, parsed = (statistics.median(item) for item in zip(*loads, strict=True))
+                results.append(_Load(part, window, drawn, drawn - parsed))
                 for theme in ("light", "dark") if pictures is not None else ():
                     page.resize(width, height, dark=theme == "dark")
                     page.open(html, f"tab={part}&{state}")
                     page.screenshot((pictures or Path()) / f"report-{part}-{window}-{theme}.png")
-    return found
+    return results
 
 
 def cells(load: _Load) -> tuple[str, ...]:

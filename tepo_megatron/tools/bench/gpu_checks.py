@@ -39,10 +39,10 @@ def pytest_figures(_: Path, printed: str) -> Mapping[str, Any]:
 
 
 def _read(folder: Path, pattern: str) -> dict[str, Any]:
-    found = sorted(folder.glob(pattern))
-    if not found:
+    result = sorted(folder.glob(pattern))
+    if not result:
         raise ValueError(f"it wrote no {pattern}")
-    record: dict[str, Any] = json.loads(found[-1].read_text())
+    record: dict[str, Any] = json.loads(result[-1].read_text())
     return record
 
 
@@ -75,8 +75,8 @@ def step_figures(folder: Path, _: str) -> Mapping[str, Any]:
 def _run_figures(folder: Path, _: str) -> Mapping[str, Any]:
     """Reads, from the last step of a run, how long the weights took, and how far server and trainer differ."""
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    wanted = ("time/step", "time/sync", "canary/max_logprob_gap", "mismatch/kl", "memory/peak_gib")
-    return {"steps": len(rows) - 1} | {name: rows[-1][name] for name in wanted if name in rows[-1]}
+    expected = ("time/step", "time/sync", "canary/max_logprob_gap", "mismatch/kl", "memory/peak_gib")
+    return {"steps": len(rows) - 1} | {name: rows[-1][name] for name in expected if name in rows[-1]}
 
 
 def _steps(size: str, recipes: str, memory_gib: float) -> Part:

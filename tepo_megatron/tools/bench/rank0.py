@@ -66,7 +66,7 @@ def measure_rank0(responses: int, length: int, say: Callable[[str], None]) -> Ra
     """All of it, on random responses."""
     say(f"rank 0: {responses} responses of {length} tokens")
     begin = time.perf_counter()
-    rollouts = [_rollout(at, each) for at, each in _receive(responses, length)]
+    rollouts = [_rollout(index, item) for index, item in _receive(responses, length)]
     read = time.perf_counter()
     batch = pack(rollouts)
     packed = time.perf_counter()
@@ -92,17 +92,17 @@ def _broadcast_s(responses: int, length: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", __name__, folder, str(responses), str(length)]
         ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
-        found = [rank.communicate()[0] for rank in ranks]
+        result = [rank.communicate()[0] for rank in ranks]
         if any(rank.returncode for rank in ranks):
             raise RuntimeError(f"the ranks of the broadcast ended with {[rank.returncode for rank in ranks]}")
-    return float(found[0])
+    return float(result[0])
 
 
 def _send(folder: str, responses: int, length: int, rank: int) -> None:
     """One of the two processes; rank 0 prints the seconds."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    batch = pack([_rollout(at, each) for at, each in _receive(responses, length)]) if rank == 0 else None
+    batch = pack([_rollout(index, item) for index, item in _receive(responses, length)]) if rank == 0 else None
     dist.barrier()
     begin = time.perf_counter()
     broadcast(batch, torch.device("cpu"))
@@ -125,21 +125,21 @@ def _receive(responses: int, length: int) -> Iterator[tuple[int, Response]]:
     def pieces(numbers: Sequence[int]) -> Iterator[bytes]:
         for number in numbers:
             frame = response_frame(number, ids, logprobs, "length", [(0, LABEL)])
-            yield from (frame[at : at + PIECE] for at in range(0, len(frame), PIECE))
+            yield from (frame[index : index + PIECE] for index in range(0, len(frame), PIECE))
         yield end_frame(len(numbers))
 
     for first in range(0, responses, GROUP):
         numbers = range(first, min(first + GROUP, responses))
         for frame in read_frames(pieces(numbers), numbers):
-            found = read_response(frame, max_new_tokens=length, vocab_size=VOCABULARY, labels=labels, part=False)
-            assert found is not None
-            yield frame.head["sample"], found
+            result = read_response(frame, max_new_tokens=length, vocab_size=VOCABULARY, labels=labels, part=False)
+            assert result is not None
+            yield frame.head["sample"], result
 
 
-def _rollout(at: int, response: Response) -> Rollout:
+def _rollout(index: int, response: Response) -> Rollout:
     prompt = np.arange(PROMPT, dtype=np.int32)
-    found = (response.response_ids, response.logprobs, response.finish_reason, response.versions)
-    return Rollout(f"p{at // GROUP}", at // GROUP, prompt, *found, reward=float(at % 2))
+    result = (response.response_ids, response.logprobs, response.finish_reason, response.versions)
+    return Rollout(f"p{index // GROUP}", index // GROUP, prompt, *result, reward=float(index % 2))
 
 
 def _older(responses: int, length: int) -> tuple[float, float]:

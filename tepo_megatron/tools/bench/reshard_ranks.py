@@ -102,9 +102,9 @@ class Rank:
 
         def timed(data: Tensor) -> Tensor:
             began = time.thread_time()
-            found = verification.digest(data)
+            result = verification.digest(data)
             self.digest_seconds += time.thread_time() - began
-            return found
+            return result
 
         with mock.patch.object(move, "digest", timed):
             self.reshard()
@@ -127,11 +127,11 @@ class Rank:
                 broadcast.send(self.star, manifest, (tensor for _, tensor in stream if tensor is not None))
             return
         assert self.star is not None
-        wanted: dict[str, list[Any]] = {}
+        expected: dict[str, list[Any]] = {}
         for shard in self.own.shards:
-            wanted.setdefault(shard.tensor, []).append(shard)
+            expected.setdefault(shard.tensor, []).append(shard)
         for name, tensor in broadcast.receive(self.star, manifest):
-            for shard in wanted.get(name, ()):
+            for shard in expected.get(name, ()):
                 self.params[shard.param][shard.param_box.slices] = tensor[shard.box.slices]
 
     def raw_copy(self) -> None:
@@ -263,9 +263,9 @@ def _slowest(work: Callable[[], None]) -> float:
 
 def _greatest(value: float) -> float:
     """Returns the greatest value of all ranks."""
-    found = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+    result = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(result, dist.ReduceOp.MAX)
+    return float(result)
 
 
 @contextmanager

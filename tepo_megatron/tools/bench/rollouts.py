@@ -91,8 +91,8 @@ def _measure_draws(setting: RolloutSetting, scratch: Path, say: Callable[[str], 
             groups = fleet.generate(prompts, n=setting.samples, temperature=1.0, max_new_tokens=setting.new_tokens, seed=repeat)
             seconds = time.perf_counter() - begin
             share = _difference(before, _shares(), seconds)
-            digest = sha256(b"".join(each.response_ids.tobytes() for group in groups for each in group)).hexdigest()
-            tokens = sum(each.response_ids.size for group in groups for each in group)
+            digest = sha256(b"".join(item.response_ids.tobytes() for group in groups for item in group)).hexdigest()
+            tokens = sum(item.response_ids.size for group in groups for item in group)
             time.sleep(IDLE_S)
             theirs = ask(
                 {"prompts": prompts, "n": setting.samples, "seeds": seeds, "temperature": 1.0, "max_tokens": setting.new_tokens}
@@ -174,8 +174,8 @@ def _offline_engine(model: Path, longest: int, cores: str, log: Path) -> Iterato
         print(json.dumps(order), file=orders, flush=True)
         if not (line := answers.readline()):
             raise RuntimeError(f"vLLM's offline engine ended:\n{log.read_text()[-2000:]}")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        result: dict[str, Any] = json.loads(line)
+        return result
 
     try:
         ask(arguments)

@@ -91,8 +91,10 @@ def _with_value(kind: str, value: str, random: Random) -> _MalformedConfig:
 
 def _slip(random: Random) -> str:
     path = random.choice(_fields())[0]
-    at = random.randrange(len(path))
-    return f"{path[:at]}{random.choice('xyz_ -')}{path[at + 1 :]}: 1".replace(".", ": {", 1) + ("}" if "." in path else "")
+    index = random.randrange(len(path))
+    return f"{path[:index]}{random.choice('xyz_ -')}{path[index + 1 :]}: 1".replace(".", ": {", 1) + (
+        "}" if "." in path else ""
+    )
 
 
 _WHOLE_FILES: dict[str, Callable[[Random], str]] = {
@@ -226,7 +228,7 @@ class MalformedConfigs(FaultClass):
         name = f"{given.kind}: {list(given.overrides) or _begin(given)}"
         before = sorted(self.folder.iterdir())
         answer = _in_a_fork(path, given.overrides)
-        made = [each.name for each in sorted(self.folder.iterdir()) if each not in before]
+        made = [item.name for item in sorted(self.folder.iterdir()) if item not in before]
         if made:
             return FaultOutcome(name, "lost", f"reading it made files: {made}")
         if answer is None:

@@ -31,14 +31,14 @@ def _small_disk(folder: Path, kib: int) -> Iterator[None]:
     )
     if done.returncode:
         raise RuntimeError(f"a small file system cannot be mounted here ({done.stderr.strip()}); run as root")
-    kept = folder.with_name(folder.name + ".kept")
+    retained = folder.with_name(folder.name + ".kept")
     try:
         yield
-        shutil.copytree(folder, kept)
+        shutil.copytree(folder, retained)
     finally:
         subprocess.run(["umount", str(folder)], check=True)
     folder.rmdir()
-    kept.rename(folder)
+    retained.rename(folder)
 
 
 class FullDisks(FaultClass):
@@ -126,8 +126,8 @@ def _flip_a_bit(checkpoint: Path, rng: random.Random) -> None:
 def _zero_a_block(checkpoint: Path, rng: random.Random) -> None:
     path = _shard(checkpoint)
     data = bytearray(path.read_bytes())
-    at = rng.randrange(_data_start(path), len(data) - 4096)
-    data[at : at + 4096] = bytes(4096)
+    index = rng.randrange(_data_start(path), len(data) - 4096)
+    data[index : index + 4096] = bytes(4096)
     path.write_bytes(data)
 
 
@@ -154,8 +154,8 @@ def _shard_of_another_step(checkpoint: Path, rng: random.Random) -> None:
 def _damage_a_header(checkpoint: Path, rng: random.Random) -> None:
     path = _shard(checkpoint)
     data = bytearray(path.read_bytes())
-    at = rng.randrange(8, _data_start(path) - 16)
-    data[at : at + 16] = rng.randbytes(16)
+    index = rng.randrange(8, _data_start(path) - 16)
+    data[index : index + 16] = rng.randbytes(16)
     path.write_bytes(data)
 
 

@@ -40,9 +40,9 @@ class FaultyWorker:
 def _restore(runner: Any) -> None:
     runner.sampler.__dict__.pop("apply_temperature", None)
     for module in runner.model.modules():
-        if (kept := module.__dict__.pop("_tepo_right", None)) is not None:
-            module.base = kept[0]
-            module.cos_sin_cache.copy_(kept[1])
+        if (retained := module.__dict__.pop("_tepo_right", None)) is not None:
+            module.base = retained[0]
+            module.cos_sin_cache.copy_(retained[1])
 
 
 def _wrong_temperature(sampler: Any, scale: float) -> None:

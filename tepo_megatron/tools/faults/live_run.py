@@ -100,9 +100,9 @@ class LiveRun:
 def last_sentence(printed: str) -> str:
     """The error that a command ended with, on one line; else the last that it printed."""
     lines = [line for line in printed.splitlines() if line.strip()]
-    errors = [at for at, line in enumerate(lines) if line.startswith("error: ")]
-    found = lines[errors[-1]] if errors else " / ".join(lines[-2:])
-    return re.sub(r"\s+", " ", found)[:600]
+    errors = [index for index, line in enumerate(lines) if line.startswith("error: ")]
+    result = lines[errors[-1]] if errors else " / ".join(lines[-2:])
+    return re.sub(r"\s+", " ", result)[:600]
 
 
 def reference(folder: Path, steps: int, overrides: tuple[str, ...] = ()) -> Path:

@@ -37,19 +37,19 @@ def alive(pid: int) -> bool:
 
 def by_role(root: int, module: str) -> dict[str, list[int]]:
     """``parent``, ``rank 0`` … and the roles above → their processes below ``root``; ``module`` is what ranks run."""
-    found: dict[str, list[int]] = {"parent": [root]}
+    result: dict[str, list[int]] = {"parent": [root]}
     for pid in descendants(root)[1:]:
         line = proc.command_line(pid)
         for role, words in ROLES.items():
             # The supervisor's line names the server's command, and the engine core of one worker may be a fork of the server.
             if words in line and not (role == "API server" and ROLES["supervisor"] in line):
-                found.setdefault(role, []).append(pid)
+                result.setdefault(role, []).append(pid)
                 break
         else:
             rank = proc.environment(pid).get("RANK")
             if rank is not None and f"-m {module} " in line:
-                found.setdefault(f"rank {rank}", []).append(pid)
-    return found
+                result.setdefault(f"rank {rank}", []).append(pid)
+    return result
 
 
 def wait_until(ready: Callable[[], T], timeout_s: float, what: str) -> T:

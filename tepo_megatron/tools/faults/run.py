@@ -52,10 +52,10 @@ _FOREVER_S = 86400.0
 def select(only: str) -> list[type[FaultClass]]:
     """The classes with these comma-separated names, all if empty. Raises ValueError for an unknown name."""
     names = [name.strip() for name in only.split(",") if name.strip()]
-    known = [each.name for each in CLASSES]
+    known = [item.name for item in CLASSES]
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"--only {', '.join(unknown)}: no such class of faults; known: {', '.join(known)}")
-    return [each for each in CLASSES if not names or each.name in names]
+    return [item for item in CLASSES if not names or item.name in names]
 
 
 def run(classes: Sequence[type[FaultClass]], folder: Path, *, seed: int, quick: bool, say: Say) -> OutcomeLog:
@@ -64,21 +64,21 @@ def run(classes: Sequence[type[FaultClass]], folder: Path, *, seed: int, quick: 
     """
     record = OutcomeLog(folder, seed=seed, quick=quick)
     chosen = {name: [kind for kind in classes if kind in members] for name, members in lanes(quick=quick).items()}
-    wanted = {name: kinds for name, kinds in chosen.items() if kinds}
-    if len(wanted) < 2:
-        _run_lane(next(iter(wanted), "first"), classes, record, folder, seed=seed, quick=quick, say=say)
+    expected = {name: kinds for name, kinds in chosen.items() if kinds}
+    if len(expected) < 2:
+        _run_lane(next(iter(expected), "first"), classes, record, folder, seed=seed, quick=quick, say=say)
         return record
-    _side_by_side(wanted, folder, seed=seed, quick=quick)
+    _side_by_side(expected, folder, seed=seed, quick=quick)
     return OutcomeLog(folder, seed=seed, quick=quick)
 
 
-def _side_by_side(wanted: dict[str, list[type[FaultClass]]], folder: Path, *, seed: int, quick: bool) -> None:
+def _side_by_side(expected: dict[str, list[type[FaultClass]]], folder: Path, *, seed: int, quick: bool) -> None:
     """Each lane in a process of its own, which ends what it started when it is asked to."""
     given = {
         name: json.dumps(
-            {"lane": name, "only": [each.name for each in kinds], "folder": str(folder), "seed": seed, "quick": quick}
+            {"lane": name, "only": [item.name for item in kinds], "folder": str(folder), "seed": seed, "quick": quick}
         )
-        for name, kinds in wanted.items()
+        for name, kinds in expected.items()
     }
     running: dict[str, subprocess.Popen[bytes]] = {}
     try:

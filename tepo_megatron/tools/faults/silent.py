@@ -77,8 +77,8 @@ class SilentFaults(FaultClass):
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
         fault = ALL[number % len(ALL)]
         sizes = SIZES if fault.scales and not self.workshop.is_quick else SIZES[:1]
-        found = self._ask(fault, sizes)
-        return judge(fault, found)
+        result = self._ask(fault, sizes)
+        return judge(fault, result)
 
     def _ask(self, fault: SilentFault, sizes: Sequence[float]) -> list[dict[str, Any]]:
         if self._world is None or self._server != fault.server:
@@ -93,8 +93,8 @@ class SilentFaults(FaultClass):
         if not answer:
             self.close()
             raise RuntimeError(f"the trainer and its server ended; {self.folder / 'log.txt'} says why")
-        found: list[dict[str, Any]] = json.loads(answer)
-        return found
+        result: list[dict[str, Any]] = json.loads(answer)
+        return result
 
     def _start(self, server: str) -> None:
         self.close()
@@ -123,11 +123,11 @@ class SilentFaults(FaultClass):
                 world.wait()
 
 
-def judge(fault: SilentFault, found: Sequence[dict[str, Any]]) -> FaultOutcome:
+def judge(fault: SilentFault, result: Sequence[dict[str, Any]]) -> FaultOutcome:
     """The whole error must be caught; the details say by what, and the smallest error that each check catches."""
-    whole = found[0]
-    smallest = {check: min((each["size"] for each in found if check in each["caught"]), default=None) for check in CHECKS}
-    details = {"smallest": smallest, "found": found}
+    whole = result[0]
+    smallest = {check: min((item["size"] for item in result if check in item["caught"]), default=None) for check in CHECKS}
+    details = {"smallest": smallest, "found": result}
     caught = whole["caught"]
     if "transfer" in caught:  # these faults come behind it
         return FaultOutcome(fault.name, "lost", f"the weight update itself failed: {caught['transfer']}", details=details)

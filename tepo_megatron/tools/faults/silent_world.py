@@ -78,7 +78,7 @@ class World:
         self.prompt = canary_prompt(spec.vocab_size, spec.max_positions)
         self.cached = cached_prompt(spec.vocab_size, spec.max_positions)
         tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"))
-        self.prompts = [tuple(tokenizer.prompt_ids(each.prompt)) for each in load_problems("builtin:addition-heldout")[:8]]
+        self.prompts = [tuple(tokenizer.prompt_ids(item.prompt)) for item in load_problems("builtin:addition-heldout")[:8]]
         dtype = self.config.model.dtype
         self.fleet = Fleet(
             self.config.rollout.server, model_dir=model, dtype=dtype, stop_token_ids=tokenizer.eos_ids, log_dir=folder
@@ -129,10 +129,10 @@ class World:
                 sampler_logprobs=response.logprobs,
                 finish_reason=response.finish_reason,
                 versions=response.versions,
-                reward=float(at % 2),
+                reward=float(index % 2),
             )
             for group, responses in enumerate(groups)
-            for at, response in enumerate(responses)
+            for index, response in enumerate(responses)
         ]
         return [self.engine.score(self.engine.batch_from_root(rollouts))]
 
@@ -149,9 +149,9 @@ class World:
             except RuntimeError as error:
                 self.fleet.revive()  # its servers were ended: the next fault needs them
                 return {"size": size, "caught": {"transfer": str(error)}}
-        found = {"size": size, "clean": self.clean, **self._ask(canary)}
+        result = {"size": size, "clean": self.clean, **self._ask(canary)}
         self.fault("none")
-        return found
+        return result
 
     @contextmanager
     def _faulty_client(self, kind: str) -> Iterator[None]:
@@ -191,9 +191,9 @@ class World:
             with _noting(caught, "cache"):
                 canary.check_cache(step, through)
             parts = self._sample()
-            found = agreements(parts)
-            figures["rollouts"] = max(each.mean for each in found)
-            figures["rollouts, worst token"] = max(each.largest for each in found)
+            result = agreements(parts)
+            figures["rollouts"] = max(item.mean for item in result)
+            figures["rollouts, worst token"] = max(item.largest for item in result)
             with _noting(caught, "rollouts"):
                 limit = rollouts_tolerance(self.config)
                 check_agreement(step, parts, tolerance=limit, token_tolerance=tolerance(self.config))
@@ -236,12 +236,12 @@ def main() -> None:
     try:
         for line in sys.stdin:
             fault = json.loads(line)
-            found = []
+            result = []
             for size in fault["sizes"]:
-                found.append(world.measure(fault, size))
-                if not found[-1]["caught"]:
+                result.append(world.measure(fault, size))
+                if not result[-1]["caught"]:
                     break  # smaller ones are not seen either
-            replies.write(json.dumps(found) + "\n")
+            replies.write(json.dumps(result) + "\n")
             replies.flush()
     finally:
         world.close()

@@ -234,7 +234,7 @@ class Strangers(FaultClass):
 
     def _keys(self) -> set[str]:
         names = ("VLLM_API_KEY", "TEPO_RUN_KEY", "TEPO_KEY")
-        return {found[name] for pid in self._pids() for found in [environment(pid)] for name in names if found.get(name)}
+        return {result[name] for pid in self._pids() for result in [environment(pid)] for name in names if result.get(name)}
 
     def _environments(self) -> str:
         if os.geteuid() != 0:
@@ -250,8 +250,8 @@ class Strangers(FaultClass):
 
     def _files(self) -> str:
         keys = [key.encode() for key in self._keys()]
-        found = (path for path in self._run_files() if any(key in _content(path) for key in keys))
-        return _first(f"{path} holds it, with mode {_mode(path) & 0o777:o}" for path in found if _mode(path) & 0o077)
+        result = (path for path in self._run_files() if any(key in _content(path) for key in keys))
+        return _first(f"{path} holds it, with mode {_mode(path) & 0o777:o}" for path in result if _mode(path) & 0o077)
 
     def _stores(self, kind: str) -> str:
         proof = Path("/tmp") / f"tepo-stranger-{os.getpid()}"  # noqa: S108  # a place that any user may write to
@@ -267,5 +267,5 @@ class Strangers(FaultClass):
         return f"the stores at the ports {written} took a stranger's value" if written else ""
 
 
-def _first(found: Iterable[str]) -> str:
-    return next(iter(found), "")
+def _first(result: Iterable[str]) -> str:
+    return next(iter(result), "")

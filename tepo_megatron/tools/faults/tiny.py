@@ -78,8 +78,8 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 
 def last_step(out: Path) -> int:
-    found = rows(out)
-    return found[-1]["step"] if found else -1
+    result = rows(out)
+    return result[-1]["step"] if result else -1
 
 
 def differences(out: Path, reference: Path) -> str:

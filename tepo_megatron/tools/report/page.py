@@ -95,7 +95,7 @@ def render(title: str, figures: Mapping[str, Any], samples: Mapping[str, Any]) -
         "samples": packed(samples),
     }
     template = (web / "page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
+    return re.sub(r"\{\{(\w+)\}\}", lambda result: parts[result[1]], template)
 
 
 def packed(value: Any) -> str:
@@ -111,18 +111,18 @@ def _digest(text: str) -> str:
 def _runs_data(runs: Sequence[Run], options: Options, refresh: int) -> dict[str, Any]:
     """All but the samples, as the page reads it."""
     names = dict.fromkeys(key for run in runs for row in run.rows for key in row if key != "step")
-    shown = [name for name in names if not options.metrics or any(fnmatchcase(name, each) for each in options.metrics)]
+    shown = [name for name in names if not options.metrics or any(fnmatchcase(name, item) for item in options.metrics)]
     if options.metrics and names and not shown:
         raise ValueError(f"no metric is called {' or '.join(options.metrics)}; there are {', '.join(sorted(names))}")
     groups = groups_of(runs)
-    place = {at: number for number, group in enumerate(groups) for at in group.runs}
+    place = {index: number for number, group in enumerate(groups) for index in group.runs}
     return {
         "title": options.title or _title(runs),
         "made": round(time.time()),
         "refresh": refresh,
         "metrics": shown,
         "groups": [{"label": group.label, "runs": group.runs} for group in groups],
-        "runs": [{**_run_data(run, shown), "group": place[at]} for at, run in enumerate(runs)],
+        "runs": [{**_run_data(run, shown), "group": place[index]} for index, run in enumerate(runs)],
         "settings": compared([run.settings for run in runs]),
         "t": T_975,
     }
@@ -170,14 +170,14 @@ def _samples_data(runs: Sequence[Run], options: Options) -> dict[str, Any]:
         per_megabyte = TOKENS_A_MEGABYTE if kind == "tokens" else CHARACTERS_A_MEGABYTE
         groups = [
             group
-            for at, run in enumerate(runs)
-            for group in (token_groups(at, run.folder) if kind == "tokens" else read_samples(at, run.folder, kind))
+            for index, run in enumerate(runs)
+            for group in (token_groups(index, run.folder) if kind == "tokens" else read_samples(index, run.folder, kind))
         ]
         recorded[kind] = sum(len(group.responses) for group in groups)
         chosen += evenly(groups, options.samples, int(options.megabytes * per_megabyte))
     tokens = {
-        at: pack([group for group in chosen if group.run == at and group.kind == "tokens"])
-        for at in sorted({group.run for group in chosen if group.kind == "tokens"})
+        index: pack([group for group in chosen if group.run == index and group.kind == "tokens"])
+        for index in sorted({group.run for group in chosen if group.kind == "tokens"})
     }
     return {"groups": [_group_data(group) for group in chosen], "recorded": recorded, "tokens": tokens}
 
@@ -191,11 +191,11 @@ def _group_data(group: SampleGroup) -> dict[str, Any]:
         "prompt": group.prompt,
         "answer": group.answer,
         "source": group.source,
-        "responses": [{key: _finite(value) for key, value in each.items()} for each in group.responses],
+        "responses": [{key: _finite(value) for key, value in item.items()} for item in group.responses],
     }
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     return _number(value) if isinstance(value, float) else value

@@ -26,14 +26,14 @@ IDENTITY = ("seed", "output", "name")
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Every value by its dotted path, as JSON text; an empty section is a value."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for name, value in section.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{path}.")
+            result |= flat(value, f"{path}.")
         else:
-            found[path] = json.dumps(value, ensure_ascii=False, default=str)
-    return found
+            result[path] = json.dumps(value, ensure_ascii=False, default=str)
+    return result
 
 
 def _without_identity(settings: Settings) -> dict[str, str]:
@@ -63,7 +63,7 @@ def _was_unknown(path: str, run: Settings) -> bool:
     """Whether a run without this path has nothing in its place: no section there, and none of its sections left out."""
     parts = path.split(".")
     above = (".".join(parts[:length]) for length in range(1, len(parts)))
-    return bool(run) and not any(each in run for each in above) and not any(each.startswith(f"{path}.") for each in run)
+    return bool(run) and not any(item in run for item in above) and not any(item.startswith(f"{path}.") for item in run)
 
 
 def _differ(values: Sequence[str | None], usual: set[str]) -> bool:
@@ -144,7 +144,7 @@ def find_runs(paths: Sequence[Path]) -> dict[str, Path]:
 
     Raises ValueError for a path that holds no run.
     """
-    found: list[Path] = []
+    result: list[Path] = []
     for path in paths:
         inside = runs_in(path)
         if not inside:
@@ -152,8 +152,8 @@ def find_runs(paths: Sequence[Path]) -> dict[str, Path]:
                 f"{path} holds no run: neither it nor a folder in it has a metrics.jsonl or resolved.yaml; give the output"
                 " folder of tepo train or of tepo sweep"
             )
-        found += [each for each in inside if each.resolve() not in {one.resolve() for one in found}]
-    return dict(zip(_names(found), found, strict=True))
+        result += [item for item in inside if item.resolve() not in {one.resolve() for one in result}]
+    return dict(zip(_names(result), result, strict=True))
 
 
 def runs_in(path: Path) -> list[Path]:
@@ -161,8 +161,8 @@ def runs_in(path: Path) -> list[Path]:
     folder = path.parent if path.name == "metrics.jsonl" else path
     if _is_run(folder):
         return [folder]
-    inside = [each for each in _folders(folder) if _is_run(each)]
-    return inside or [each for one in _folders(folder) for each in _folders(one) if _is_run(each)]
+    inside = [item for item in _folders(folder) if _is_run(item)]
+    return inside or [item for one in _folders(folder) for item in _folders(one) if _is_run(item)]
 
 
 def _is_run(folder: Path) -> bool:
@@ -170,7 +170,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _folders(folder: Path) -> list[Path]:
-    return sorted((each for each in folder.iterdir() if each.is_dir()), key=_natural) if folder.is_dir() else []
+    return sorted((item for item in folder.iterdir() if item.is_dir()), key=_natural) if folder.is_dir() else []
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
@@ -227,15 +227,15 @@ def _settings(path: Path) -> Settings:
 
 def groups_of(runs: Sequence[Run]) -> list[_RunGroup]:
     """Runs with the same settings but for their seed, in the order of the first of each; a run without settings is alone."""
-    found: dict[tuple[Any, ...], list[int]] = {}
-    for at, run in enumerate(runs):
-        alone = (at,) if not run.settings else ()
-        found.setdefault((*alone, *sorted(_without_identity(run.settings).items())), []).append(at)
-    members = list(found.values())
-    labels = [_label([runs[at] for at in each]) for each in members]
+    result: dict[tuple[Any, ...], list[int]] = {}
+    for index, run in enumerate(runs):
+        alone = (index,) if not run.settings else ()
+        result.setdefault((*alone, *sorted(_without_identity(run.settings).items())), []).append(index)
+    members = list(result.values())
+    labels = [_label([runs[index] for index in item]) for item in members]
     if len(set(labels)) < len(labels):
-        labels = [runs[each[0]].name for each in members]
-    return [_RunGroup(label, tuple(each)) for label, each in zip(labels, members, strict=True)]
+        labels = [runs[item[0]].name for item in members]
+    return [_RunGroup(label, tuple(item)) for label, item in zip(labels, members, strict=True)]
 
 
 def _label(runs: Sequence[Run]) -> str:

@@ -40,18 +40,18 @@ def evenly(groups: Sequence[SampleGroup], responses: int, room: int) -> list[Sam
     """
     ranks: dict[int, list[int]] = {}
     seen: dict[tuple[int, int], int] = {}
-    for at, group in enumerate(groups):
+    for index, group in enumerate(groups):
         place = (group.run, group.step)
         seen[place] = seen.get(place, -1) + 1
-        ranks.setdefault(seen[place], []).append(at)
+        ranks.setdefault(seen[place], []).append(index)
     taken: list[int] = []
     for rank in sorted(ranks):
-        for at in _spread(ranks[rank]):
-            count, cost = len(groups[at].responses), groups[at].cost
+        for index in _spread(ranks[rank]):
+            count, cost = len(groups[index].responses), groups[index].cost
             if count <= responses and cost <= room:
-                taken.append(at)
+                taken.append(index)
                 responses, room = responses - count, room - cost
-    return [groups[at] for at in sorted(taken)]
+    return [groups[index] for index in sorted(taken)]
 
 
 def _spread(places: Sequence[int]) -> list[int]:
@@ -63,7 +63,7 @@ def _spread(places: Sequence[int]) -> list[int]:
         half = step / 2
         order += [round(half + k * step) for k in range(int((len(places) - 1 - half) / step) + 1)]
         step = -(-step // 2)
-    return [places[at] for at in dict.fromkeys([*order, *range(len(places))]) if at < len(places)]
+    return [places[index] for index in dict.fromkeys([*order, *range(len(places))]) if index < len(places)]
 
 
 Row = Mapping[str, Any]
@@ -92,24 +92,24 @@ def read_samples(run: int, folder: Path, kind: str) -> list[SampleGroup]:
 def _evaluated(row: Row) -> Iterator[dict[str, Any]]:
     if row.get("greedy"):
         yield _response(row["greedy"], "greedy")
-    for at, each in enumerate(row.get("sampled") or [], start=1):
-        yield _response(each, f"sample {at}")
+    for index, item in enumerate(row.get("sampled") or [], start=1):
+        yield _response(item, f"sample {index}")
 
 
 def _response(given: Row, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "text": str(given.get("response") or ""),
         "reward": given.get("reward"),
         "tokens": given.get("tokens"),
         "finish": given.get("finish_reason"),
     }
     also = {"name": name, "error": given.get("error"), "version": given.get("weights_version"), "correct": given.get("correct")}
-    found |= {key: value for key, value in also.items() if value not in (None, "")}
+    result |= {key: value for key, value in also.items() if value not in (None, "")}
     if given.get("turns"):
-        found["turns"] = [[str(turn.get("by")), str(turn.get("text"))] for turn in given["turns"]]
+        result["turns"] = [[str(turn.get("by")), str(turn.get("text"))] for turn in given["turns"]]
     if given.get("components"):
-        found["components"] = given["components"]
-    return found
+        result["components"] = given["components"]
+    return result
 
 
 def _group(run: int, kind: str, rows: list[Row], responses: list[dict[str, Any]]) -> SampleGroup:

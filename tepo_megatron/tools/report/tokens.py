@@ -40,29 +40,29 @@ def token_groups(run: int, folder: Path) -> list[SampleGroup]:
     A response has ``reward``, ``tokens`` (their number), ``finish`` and ``update``; :func:`pack` adds ``at``, the place of its
     first token. Raises ValueError for a file that cannot be read. A file that a resumed run removes meanwhile is left out.
     """
-    found: list[SampleGroup] = []
+    result: list[SampleGroup] = []
     for path in token_files(folder).values():
         try:
             samples = read_tokens(path)
         except FileNotFoundError:
             continue
         members: dict[int, list[int]] = {}
-        for at, group in enumerate(samples.group.tolist()):
-            members.setdefault(group, []).append(at)
-        found += [_group(run, samples, responses) for responses in members.values()]
-    return found
+        for index, group in enumerate(samples.group.tolist()):
+            members.setdefault(group, []).append(index)
+        result += [_group(run, samples, responses) for responses in members.values()]
+    return result
 
 
 def _group(run: int, samples: TokenSamples, members: Sequence[int]) -> SampleGroup:
     prompt = samples.prompts[int(samples.prompt[members[0]])]
     responses = [
         {
-            "reward": float(samples.reward[at]),
-            "tokens": int(samples.lengths[at]),
-            "finish": "length" if samples.truncated[at] else "stop",
-            "update": int(samples.update[at]),
+            "reward": float(samples.reward[index]),
+            "tokens": int(samples.lengths[index]),
+            "finish": "length" if samples.truncated[index] else "stop",
+            "update": int(samples.update[index]),
         }
-        for at in members
+        for index in members
     ]
     return SampleGroup(
         run,
@@ -86,28 +86,28 @@ def pack(groups: Sequence[SampleGroup]) -> dict[str, Any]:
     """
     parts: dict[str, list[Array]] = {name: [] for name in ("id", "flags", "version", *COLUMNS)}
     pieces: dict[str, int] = {}
-    at = 0
+    index = 0
     for group in groups:
         samples, members = group.origin
         taken = [samples.tokens_of(member) for member in members]
         for response in group.responses:
-            response["at"], at = at, at + response["tokens"]
+            response["at"], index = index, index + response["tokens"]
         of_group = {name: column(samples) for name, column in COLUMNS.items()}
         of_group["id"] = np.array([pieces.setdefault(text, len(pieces)) for text in _texts(samples, taken)], np.uint32)
         of_group["flags"] = samples.loss_mask * FLAG_TRAINED + samples.masked * FLAG_MASKED
         of_group["version"] = samples.version
         for name, values in of_group.items():
-            parts[name] += [values] if name == "id" else [values[each] for each in taken]
+            parts[name] += [values] if name == "id" else [values[item] for item in taken]
     joined = {name: np.concatenate(values) if values else np.zeros(0) for name, values in parts.items()}
     columns = {name: encode(joined[name], np.dtype(np.uint32)) for name in ("id", "version")}
     columns["flags"] = encode(joined["flags"], np.dtype(np.uint8))
     known = [name for name in COLUMNS if np.isfinite(joined[name]).any()]
     columns |= {name: encode(bfloat16(joined[name]), np.dtype(np.uint16)) for name in known}
-    return {"tokens": at, "pieces": list(pieces), "columns": columns}
+    return {"tokens": index, "pieces": list(pieces), "columns": columns}
 
 
 def _texts(samples: TokenSamples, taken: Sequence[slice]) -> list[str]:
-    return [samples.pieces[token] for each in taken for token in samples.ids[each].tolist()]
+    return [samples.pieces[token] for item in taken for token in samples.ids[item].tolist()]
 
 
 def bfloat16(values: Array) -> Array:

@@ -55,13 +55,13 @@ def check_runs(sweep: SweepFile, runs: Sequence[SweepRun]) -> None:
     """
     for run in runs:
         try:
-            wanted = load_run(sweep.run, run.overrides)
+            expected = load_run(sweep.run, run.overrides)
         except ConfigError as error:
             raise ValueError(f"the run {run.name} cannot begin:\n{error}") from error
         resolved = run.folder / "resolved.yaml"
         if resolved.is_file():
             there = load_run(resolved)
-            other = sorted(_differing(_compared(wanted), _compared(there)))
+            other = sorted(_differing(_compared(expected), _compared(there)))
             if other:
                 raise ValueError(
                     f"{run.folder} holds a run of other settings ({', '.join(other[:5])}); give another --output, or remove it"
@@ -91,11 +91,11 @@ def seconds_left(took: Sequence[float], running: Sequence[float], waiting: int, 
     """Until the last run ends, if each takes the mean of ``took``: of those that run, with what each has behind it, and of
     those that wait for one of ``jobs`` places.
     """
-    each = statistics.fmean(took)
-    places = [max(each - since, 0.0) for since in running] + [0.0] * (jobs - len(running))
+    item = statistics.fmean(took)
+    places = [max(item - since, 0.0) for since in running] + [0.0] * (jobs - len(running))
     heapq.heapify(places)
     for _ in range(waiting):
-        heapq.heappush(places, heapq.heappop(places) + each)
+        heapq.heappush(places, heapq.heappop(places) + item)
     return max(places)
 
 
@@ -140,7 +140,7 @@ class Sweep:
 
     def _line(self, one: _RunEnd, ended: Sequence[_RunEnd], of: int) -> str:
         word = f"{one.outcome}: {one.said}" if one.said else one.outcome
-        took = [each.seconds for each in ended if each.outcome == "done"]
+        took = [item.seconds for item in ended if item.outcome == "done"]
         with self._lock:
             running = [time.monotonic() - begun for _, begun in self._living.values()]
         waiting = of - len(ended) - len(running)

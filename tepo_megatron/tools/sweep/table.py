@@ -88,20 +88,20 @@ def _found(sweep: SweepFile, runs: Sequence[SweepRun]) -> _SweepFigures:
 
 def figures_of_run(sweep: SweepFile, rows: Sequence[Row]) -> dict[str, float | None]:
     """The columns of one run: last values, areas and steps until something was reached; None where there is none."""
-    found: dict[str, float | None] = {}
+    result: dict[str, float | None] = {}
     for name in sweep.figures:
         points = _points(rows, name)
         if name.startswith("time/"):
-            found[f"{name}, median"] = statistics.median(value for step, value in points if step > 0) if points else None
+            result[f"{name}, median"] = statistics.median(value for step, value in points if step > 0) if points else None
         else:
-            found[name] = points[-1][1] if points else None
+            result[name] = points[-1][1] if points else None
     for name in sweep.area:
-        found[f"{name}, area"] = area(_points(rows, name))
+        result[f"{name}, area"] = area(_points(rows, name))
     for reach in sweep.reach:
-        for at in reach.at:
-            arrived = [step for step, value in _points(rows, reach.figure) if value >= at]
-            found[f"steps to {reach.figure} {at:g}"] = float(arrived[0]) if arrived else None
-    return found
+        for index in reach.at:
+            arrived = [step for step, value in _points(rows, reach.figure) if value >= index]
+            result[f"steps to {reach.figure} {index:g}"] = float(arrived[0]) if arrived else None
+    return result
 
 
 def _points(rows: Sequence[Row], name: str) -> list[tuple[int, float]]:
@@ -117,26 +117,26 @@ def area(points: Sequence[tuple[int, float]]) -> float | None:
     return whole / (points[-1][0] - points[0][0])
 
 
-def table(sweep: SweepFile, found: Sequence[_SweepFigures]) -> tuple[list[str], list[list[str]]]:
+def table(sweep: SweepFile, result: Sequence[_SweepFigures]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows for people: mean ± half the 95 % interval over the seeds."""
-    if not found:
+    if not result:
         return [*sweep.axes, "seeds"], []
-    columns = [*sweep.axes, "seeds", *found[0].figures]
-    rows = [[*one.choices.values(), str(len(one.seeds)), *map(str, one.figures.values())] for one in found]
+    columns = [*sweep.axes, "seeds", *result[0].figures]
+    rows = [[*one.choices.values(), str(len(one.seeds)), *map(str, one.figures.values())] for one in result]
     return columns, rows
 
 
-def write_tables(sweep: SweepFile, found: Sequence[_SweepFigures], folder: Path) -> list[Path]:
+def write_tables(sweep: SweepFile, result: Sequence[_SweepFigures], folder: Path) -> list[Path]:
     """Writes ``sweep.md`` (means with intervals), ``sweep.csv`` (a line for each run) and ``sweep.json`` into ``folder``."""
-    columns, rows = table(sweep, found)
+    columns, rows = table(sweep, result)
     text = StringIO(newline="")
     out = csv.writer(text)
-    figures = list(found[0].figures) if found else []
+    figures = list(result[0].figures) if result else []
     out.writerow([*sweep.axes, "seed", *figures])
     records: list[dict[str, Any]] = []
-    for one in found:
-        for at, seed in enumerate(one.seeds):
-            values = [one.figures[name].values[at] for name in figures]
+    for one in result:
+        for index, seed in enumerate(one.seeds):
+            values = [one.figures[name].values[index] for name in figures]
             out.writerow([*one.choices.values(), seed, *("" if value is None else repr(value) for value in values)])
             records.append({**one.choices, "seed": seed, **dict(zip(figures, values, strict=True))})
     written = {

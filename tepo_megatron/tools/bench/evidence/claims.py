@@ -24,34 +24,34 @@ NOT_HALF = "not half; undecided whether faster"
 Verdict = Callable[[Estimate, float], str]
 
 
-def half_the_time(found: Estimate, nothing: float) -> str:
+def half_the_time(result: Estimate, nothing: float) -> str:
     """Of a ratio of steps, for which half is claimed."""
-    if found.high < nothing and found.low > 0.5:
-        return "faster, by less than half" + _bound(found)
-    if found.high < nothing:
-        return "holds" if found.high <= 0.5 else "faster; half is within the interval" + _bound(found)
-    if found.low > nothing:
+    if result.high < nothing and result.low > 0.5:
+        return "faster, by less than half" + _bound(result)
+    if result.high < nothing:
+        return "holds" if result.high <= 0.5 else "faster; half is within the interval" + _bound(result)
+    if result.low > nothing:
         return "the opposite"
-    return NOT_HALF if found.low > 0.5 else "undecided"
+    return NOT_HALF if result.low > 0.5 else "undecided"
 
 
-def _bound(found: Estimate) -> str:
-    return f" (at least: the other never got there in {found.at_most})" if found.at_most else ""
+def _bound(result: Estimate) -> str:
+    return f" (at least: the other never got there in {result.at_most})" if result.at_most else ""
 
 
-def more(found: Estimate, nothing: float) -> str:
+def more(result: Estimate, nothing: float) -> str:
     """Claimed to be larger."""
-    return "holds" if found.low > nothing else "the opposite" if found.high < nothing else "undecided"
+    return "holds" if result.low > nothing else "the opposite" if result.high < nothing else "undecided"
 
 
-def less(found: Estimate, nothing: float) -> str:
+def less(result: Estimate, nothing: float) -> str:
     """Claimed to be smaller."""
-    return "holds" if found.high < nothing else "the opposite" if found.low > nothing else "undecided"
+    return "holds" if result.high < nothing else "the opposite" if result.low > nothing else "undecided"
 
 
-def difference(found: Estimate, nothing: float) -> str:
+def difference(result: Estimate, nothing: float) -> str:
     """Nothing is claimed; whether it differs."""
-    return "more" if found.low > nothing else "less" if found.high < nothing else "no difference seen"
+    return "more" if result.low > nothing else "less" if result.high < nothing else "no difference seen"
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ def summary(figures: Figures, rates: Sequence[str]) -> str:
         if claim.verdict is difference:
             continue
         for other, rate in itertools.product(claim.others, rates):
-            found = figures.against(claim.figure, ("tepo", rate), (other, rate))
-            if found.seeds:
-                verdict = judged(claim, found)
-                counts.setdefault(claim.said, Counter())[next(each for each in VERDICTS if verdict.startswith(each))] += 1
+            result = figures.against(claim.figure, ("tepo", rate), (other, rate))
+            if result.seeds:
+                verdict = judged(claim, result)
+                counts.setdefault(claim.said, Counter())[next(item for item in VERDICTS if verdict.startswith(item))] += 1
     if not counts:
         return "Not run yet.\n"
     used = [verdict for verdict in VERDICTS if any(count[verdict] for count in counts.values())]
@@ -124,29 +124,29 @@ def claims(figures: Figures, rates: Sequence[str]) -> str:
 
 
 def _cell(figures: Figures, claim: _Claim, other: str, rate: str, rates: Sequence[str]) -> str:
-    mine, theirs = (_rate_of(figures, each, rate, rates) for each in ("tepo", other))
+    mine, theirs = (_rate_of(figures, item, rate, rates) for item in ("tepo", other))
     if mine is None or theirs is None:
         return "–"
-    found = figures.against(claim.figure, ("tepo", mine), (other, theirs))
-    if not found.seeds:
+    result = figures.against(claim.figure, ("tepo", mine), (other, theirs))
+    if not result.seeds:
         return "–"
     figure = FIGURES[claim.figure]
-    at = f"{figures.evidence.rate(mine)} beside {figures.evidence.rate(theirs)}: " if rate == BEST else ""
-    pairs = f"{found.seeds} {'pair' if found.seeds == 1 else 'pairs'}"
-    return f"{at}{found.text(figure, ratio=figure.ratio)}, {pairs}: **{judged(claim, found)}**"
+    index = f"{figures.evidence.rate(mine)} beside {figures.evidence.rate(theirs)}: " if rate == BEST else ""
+    pairs = f"{result.seeds} {'pair' if result.seeds == 1 else 'pairs'}"
+    return f"{index}{result.text(figure, ratio=figure.ratio)}, {pairs}: **{judged(claim, result)}**"
 
 
-def judged(claim: _Claim, found: Estimate) -> str:
+def judged(claim: _Claim, result: Estimate) -> str:
     """The verdict, if there are pairs enough. A ratio with a run that never got there is a bound only, and a verdict that the
     true ratio could change is none.
     """
-    if found.seeds < FEWEST_PAIRS or math.isnan(found.low):
+    if result.seeds < FEWEST_PAIRS or math.isnan(result.low):
         return "too few for a verdict"
-    verdict = claim.verdict(found, 1.0 if FIGURES[claim.figure].ratio else 0.0)
-    if found.at_least and verdict not in ("undecided", "the opposite", NOT_HALF):
-        return f"undecided: TEPO never got there in {found.at_least}"
-    if found.at_most and verdict in ("the opposite", NOT_HALF):
-        return f"undecided: the other never got there in {found.at_most}"
+    verdict = claim.verdict(result, 1.0 if FIGURES[claim.figure].ratio else 0.0)
+    if result.at_least and verdict not in ("undecided", "the opposite", NOT_HALF):
+        return f"undecided: TEPO never got there in {result.at_least}"
+    if result.at_most and verdict in ("the opposite", NOT_HALF):
+        return f"undecided: the other never got there in {result.at_most}"
     return verdict
 
 
@@ -154,7 +154,7 @@ def _rate_of(figures: Figures, objective: str, rate: str, rates: Sequence[str]) 
     """The learning rate itself; for the best of each that with the largest mean area, of those with as many seeds done."""
     if rate != BEST:
         return rate
-    areas = {each: [area for area in figures.of("area", (objective, each)).values() if area is not None] for each in rates}
-    if len({len(each) for each in areas.values()}) != 1 or not all(areas.values()):
+    areas = {item: [area for area in figures.of("area", (objective, item)).values() if area is not None] for item in rates}
+    if len({len(item) for item in areas.values()}) != 1 or not all(areas.values()):
         return None
-    return max(rates, key=lambda each: statistics.fmean(areas[each]))
+    return max(rates, key=lambda item: statistics.fmean(areas[item]))

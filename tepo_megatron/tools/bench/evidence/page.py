@@ -63,7 +63,7 @@ def fill(text: str, tables: Mapping[str, str]) -> str:
         )
     return re.sub(
         r"<!-- (?!end)([\w-]+) -->\n.*?<!-- end -->",
-        lambda found: f"<!-- {found[1]} -->\n\n{tables[found[1]]}\n<!-- end -->",
+        lambda result: f"<!-- {result[1]} -->\n\n{tables[result[1]]}\n<!-- end -->",
         text,
         flags=re.S,
     )

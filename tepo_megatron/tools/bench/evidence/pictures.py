@@ -69,12 +69,12 @@ def draw(tiny: Evidence, second: Evidence, overhead: Evidence, folder: Path) -> 
 
 def shown(tiny: Evidence, second: Evidence, overhead: Evidence) -> dict[str, str]:
     """Each picture as the page shows it, by its place there; a sentence where there is no run yet."""
-    found = {}
+    result = {}
     for picture, evidence in _pictures(tiny, second, overhead):
         drawn = any(evidence.runs.values())
         place = picture.stem.replace("evidence", "picture")
-        found[place] = f"![{picture.said}](../images/{picture.stem}.png)\n" if drawn else "Not run yet.\n"
-    return found
+        result[place] = f"![{picture.said}](../images/{picture.stem}.png)\n" if drawn else "Not run yet.\n"
+    return result
 
 
 def _pictures(tiny: Evidence, second: Evidence, overhead: Evidence) -> list[tuple[_Picture, Evidence]]:
@@ -128,7 +128,7 @@ def _curves(evidence: Evidence, picture: _Picture, png: Path) -> None:
 
 
 def _curve(axes: Axes, evidence: Evidence, key: Key, picture: _Picture, colour: str) -> None:
-    runs = [found for rows in evidence.rows(key) if (found := points(rows, picture.column))]
+    runs = [result for rows in evidence.rows(key) if (result := points(rows, picture.column))]
     steps, values = mean_curve(runs, SMOOTHED if picture.smooth else 1)
     if not steps.size:
         return
@@ -143,19 +143,19 @@ def _curve(axes: Axes, evidence: Evidence, key: Key, picture: _Picture, colour: 
 def _times(evidence: Evidence, png: Path) -> None:
     """Time of a step beside GRPO's: each seed's ratio as a point, the mean with its interval beside them."""
     figures = Figures(evidence)
-    objectives = [each for each in evidence.sweep.axes["objective"] if each != BASELINE and evidence.seeds((each,))]
+    objectives = [item for item in evidence.sweep.axes["objective"] if item != BASELINE and evidence.seeds((item,))]
     figure = _figure(8.0, 1.2 + 0.6 * max(1, len(objectives)))
     axes = figure.add_subplot(1, 1, 1)
     _plain(axes, "Time of a step, as a ratio to GRPO's with the same seed", "")
     axes.axvline(1.0, color=INK, linewidth=1)
-    for at, name in enumerate(objectives):
+    for index, name in enumerate(objectives):
         other = figures.of("step", (BASELINE,))
         ratios = [value / other[s] for s, value in figures.of("step", (name,)).items() if value and other.get(s)]  # type: ignore[operator]
-        found = figures.against("step", (name,), (BASELINE,))
-        axes.plot(ratios, [at + 0.14] * len(ratios), "o", color=COLOURS[1], markersize=5, alpha=0.6)
-        if not math.isnan(found.low):
-            axes.plot([found.low, found.high], [at - 0.1] * 2, color=COLOURS[0], linewidth=2)
-        axes.plot([found.mean], [at - 0.1], "s", color=COLOURS[0], markersize=7)
+        result = figures.against("step", (name,), (BASELINE,))
+        axes.plot(ratios, [index + 0.14] * len(ratios), "o", color=COLOURS[1], markersize=5, alpha=0.6)
+        if not math.isnan(result.low):
+            axes.plot([result.low, result.high], [index - 0.1] * 2, color=COLOURS[0], linewidth=2)
+        axes.plot([result.mean], [index - 0.1], "s", color=COLOURS[0], markersize=7)
     axes.set_yticks(range(len(objectives)), objectives)
     axes.set_ylim(len(objectives) - 0.5, -0.5)
     axes.set_xlabel(

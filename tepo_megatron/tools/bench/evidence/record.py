@@ -108,12 +108,12 @@ def read(file: Path, results: Path) -> Evidence:
     head = _read_head(results)
     if head is None:
         return Evidence(sweep, {})
-    found = {}
+    result = {}
     for key in dict.fromkeys(_key_of(run) for run in runs_of(sweep)):
         path = results / f"{'-'.join(key)}.csv"
         if path.is_file():
-            found[key] = _from_csv(path.read_text(encoding="utf-8"))
-    return Evidence(sweep, found, head["dates"], _by_run(head["machines"]))
+            result[key] = _from_csv(path.read_text(encoding="utf-8"))
+    return Evidence(sweep, result, head["dates"], _by_run(head["machines"]))
 
 
 def _this_machine() -> str:
@@ -130,7 +130,7 @@ def _by_run(machines: Mapping[str, Sequence[str]]) -> dict[str, str]:
 def _settings(sweep: SweepFile) -> dict[str, list[str]]:
     """Combination → all that its runs are given, but for seed and output: what must be equal for runs to be seeds of one."""
     own = ("seed=", "output=")
-    return {"-".join(_key_of(run)): [each for each in run.overrides if not each.startswith(own)] for run in runs_of(sweep)}
+    return {"-".join(_key_of(run)): [item for item in run.overrides if not item.startswith(own)] for run in runs_of(sweep)}
 
 
 def _read_head(results: Path) -> dict[str, Any] | None:
@@ -139,8 +139,8 @@ def _read_head(results: Path) -> dict[str, Any] | None:
 
 
 def _kept(row: Mapping[str, Any]) -> EvidenceRow:
-    found = {name: float(row[name]) for name in COLUMNS if row.get(name) is not None}
-    return {"step": int(row["step"]), **found}
+    result = {name: float(row[name]) for name in COLUMNS if row.get(name) is not None}
+    return {"step": int(row["step"]), **result}
 
 
 def _as_csv(runs: Mapping[int, Sequence[EvidenceRow]]) -> str:
@@ -156,10 +156,10 @@ def _as_csv(runs: Mapping[int, Sequence[EvidenceRow]]) -> str:
 
 
 def _from_csv(text: str) -> dict[int, list[EvidenceRow]]:
-    found: dict[int, list[EvidenceRow]] = {}
+    result: dict[int, list[EvidenceRow]] = {}
     for line in csv.DictReader(StringIO(text)):
-        found.setdefault(int(line["seed"]), []).append(dict(_numbers(line)))
-    return found
+        result.setdefault(int(line["seed"]), []).append(dict(_numbers(line)))
+    return result
 
 
 def _numbers(line: Mapping[str, str]) -> Iterator[tuple[str, float]]:

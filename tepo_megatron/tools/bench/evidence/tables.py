@@ -25,15 +25,15 @@ SECOND = "second-"
 def make_tables(tiny: Evidence, second: Evidence, overhead: Evidence) -> dict[str, str]:
     """Every table of the page by its name, in its order."""
     rates = list(tiny.sweep.axes["lr"])
-    found = {"state": state({"tiny": tiny, "stack_machine": second, "overhead": overhead})}
+    result = {"state": state({"tiny": tiny, "stack_machine": second, "overhead": overhead})}
     figures = Figures(tiny)
-    found |= _comparison(figures)
+    result |= _comparison(figures)
     for rate in rates:
-        found[f"against-{rate}"] = _against(figures, rate)
-        found[f"dynamics-{rate}"] = _by_objective(figures, rate, DYNAMICS)
-    found["overhead"] = _overhead(Figures(overhead))
-    found["time"] = _by_objective(figures, rates[0], TIMES)
-    return found | {SECOND + name: table for name, table in _comparison(Figures(second)).items()}
+        result[f"against-{rate}"] = _against(figures, rate)
+        result[f"dynamics-{rate}"] = _by_objective(figures, rate, DYNAMICS)
+    result["overhead"] = _overhead(Figures(overhead))
+    result["time"] = _by_objective(figures, rates[0], TIMES)
+    return result | {SECOND + name: table for name, table in _comparison(Figures(second)).items()}
 
 
 def _comparison(figures: Figures) -> dict[str, str]:
@@ -87,10 +87,10 @@ def _against(figures: Figures, rate: str) -> str:
     """Each objective beside GRPO, seed by seed."""
     rows = []
     for objective in figures.evidence.sweep.axes["objective"]:
-        found = [figures.against(name, (objective, rate), (BASELINE, rate)) for name in COMPARED]
-        if objective != BASELINE and any(each.seeds for each in found):
-            cells = [each.text(FIGURES[name], ratio=FIGURES[name].ratio) for name, each in zip(COMPARED, found, strict=True)]
-            rows.append([objective, str(max(each.seeds for each in found)), *cells])
+        result = [figures.against(name, (objective, rate), (BASELINE, rate)) for name in COMPARED]
+        if objective != BASELINE and any(item.seeds for item in result):
+            cells = [item.text(FIGURES[name], ratio=FIGURES[name].ratio) for name, item in zip(COMPARED, result, strict=True)]
+            rows.append([objective, str(max(item.seeds for item in result)), *cells])
     heads = [f"{FIGURES[name].name}{', ratio' if FIGURES[name].ratio else ', difference'}" for name in COMPARED]
     return _table(["beside GRPO", "pairs", *heads], rows)
 
@@ -103,9 +103,9 @@ def _parts(figures: Figures, rates: Sequence[str]) -> str:
         for name in ("area", "greedy", "avg", "entropy"):
             values = {corner: figures.of(name, (objective, rate)) for corner, objective in corners.items()}
             seeds = [
-                seed for seed in figures.evidence.sweep.seeds if all(each.get(seed) is not None for each in values.values())
+                seed for seed in figures.evidence.sweep.seeds if all(item.get(seed) is not None for item in values.values())
             ]
-            effects = _effects([{corner: float(each[seed] or 0.0) for corner, each in values.items()} for seed in seeds])
+            effects = _effects([{corner: float(item[seed] or 0.0) for corner, item in values.items()} for seed in seeds])
             if seeds:
                 cells = [effect.text(FIGURES[name]) for effect in effects]
                 rows.append([figures.evidence.rate(rate), FIGURES[name].name, str(len(seeds)), *cells])
@@ -139,5 +139,5 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns in which no row has anything are left out."""
     if not rows:
         return "Not run yet.\n"
-    used = [at for at in range(len(columns)) if any(row[at] != "–" for row in rows)]
-    return markdown([columns[at] for at in used], [[row[at] for at in used] for row in rows])
+    used = [index for index in range(len(columns)) if any(row[index] != "–" for row in rows)]
+    return markdown([columns[index] for index in used], [[row[index] for index in used] for row in rows])

@@ -36,9 +36,9 @@ def peer_methods() -> dict[str, Method]:
 
 def _verl(module: ModuleType, logits: Tensor, labels: Tensor) -> Outputs:
     """As its Megatron actor does: the log-prob of a copy, since Megatron's cross-entropy overwrites what it is given."""
-    kept = logits.clone()
+    retained = logits.clone()
     entropy = module.vocab_parallel_entropy(logits)
-    logprob = module.vocab_parallel_log_probs_from_logits(kept.unsqueeze(1), labels.unsqueeze(1)).squeeze(1)
+    logprob = module.vocab_parallel_log_probs_from_logits(retained.unsqueeze(1), labels.unsqueeze(1)).squeeze(1)
     return logprob, entropy
 
 

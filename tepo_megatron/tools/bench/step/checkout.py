@@ -41,12 +41,12 @@ def source_of(state: str) -> Iterator[Path | None]:
 def _archive(revision: str) -> bytes:
     command = ["git", "-C", str(own_root()), "archive", "--format=tar", revision, "tepo_megatron"]
     try:
-        found = subprocess.run(command, capture_output=True, check=False)
+        result = subprocess.run(command, capture_output=True, check=False)
     except FileNotFoundError:
         raise ValueError(f"--before {revision} is no folder, and there is no git here; give a folder, or none") from None
-    if found.returncode:
+    if result.returncode:
         raise ValueError(
             f"--before {revision} is neither a folder nor a revision that git finds in {own_root()} "
-            f"({found.stderr.decode().strip().splitlines()[-1]}); give another, or --before none"
+            f"({result.stderr.decode().strip().splitlines()[-1]}); give another, or --before none"
         )
-    return found.stdout
+    return result.stdout

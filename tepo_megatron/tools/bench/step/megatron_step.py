@@ -85,15 +85,15 @@ class MegatronStep:
     def score(self, data: list[_MicroBatch]) -> tuple[list[_MicroBatch], float | None]:
         """Megatron's schedule forward only, each token's loss kept."""
         with torch.no_grad():
-            kept = self._run(data, forward_only=True)
-        return data, self._mean_loss(kept)
+            retained = self._run(data, forward_only=True)
+        return data, self._mean_loss(retained)
 
     def update(self, scored: list[_MicroBatch]) -> None:
         """The order of ``train_step`` in Megatron's own loop, with what that reduces over ranks for its log."""
         for ddp in self.policy.ddp:
             ddp.zero_grad_buffer()
         self.policy.optimizer.zero_grad()
-        kept = self._run(scored, forward_only=False)
+        retained = self._run(scored, forward_only=False)
         with self.engine.platform.megatron():
             successful, grad_norm, _ = self.policy.optimizer.step()
         group = parallel_state.get_model_parallel_group()
@@ -103,7 +103,7 @@ class MegatronStep:
         if not flag.item():
             raise RuntimeError("Megatron's optimizer made no step")
         self.policy.schedule.step(increment=1)
-        self._mean_loss(kept)
+        self._mean_loss(retained)
 
     def _run(self, data: list[_MicroBatch], *, forward_only: bool) -> list[dict[str, Tensor]]:
         with self.engine.platform.megatron():
@@ -128,11 +128,11 @@ class MegatronStep:
 
         return output, loss
 
-    def _mean_loss(self, kept: list[dict[str, Tensor]]) -> float | None:
+    def _mean_loss(self, retained: list[dict[str, Tensor]]) -> float | None:
         """The mean loss over micro-batches and data-parallel ranks, on the last stage."""
-        if not kept:
+        if not retained:
             return None
-        report = torch.stack([micro["report"] for micro in kept]).sum(0)
+        report = torch.stack([micro["report"] for micro in retained]).sum(0)
         dist.all_reduce(report, group=parallel_state.get_data_parallel_group())
         return float(report[0] / report[1])
 

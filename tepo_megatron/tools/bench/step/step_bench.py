@@ -74,11 +74,11 @@ def _measure_layout(
         worlds = dict.fromkeys((OURS, PACKED, ROWS), now)
         if older is not None:
             worlds[OLDER] = stack.enter_context(World(older, model, setting, layout))
-        found = []
+        result = []
         for ratio in setting.ratios:
             say(f"{layout}, longest/mean {ratio:g}")
-            found += _measure_ratio(setting, layout, ratio, worlds)
-        return found
+            result += _measure_ratio(setting, layout, ratio, worlds)
+        return result
 
 
 def _measure_ratio(setting: StepSetting, layout: str, ratio: float, worlds: dict[str, Any]) -> list[StepMeasurement]:

@@ -42,7 +42,7 @@ def draw_lengths(setting: StepSetting, ratio: float) -> list[int]:
 
 def _shares(count: int, sigma: float) -> list[float]:
     """Quantiles of a lognormal distribution over their mean."""
-    logs = [sigma * NormalDist().inv_cdf((at + 0.5) / count) for at in range(count)]
+    logs = [sigma * NormalDist().inv_cdf((index + 0.5) / count) for index in range(count)]
     values = [math.exp(log - max(logs)) for log in logs]
     mean = sum(values) / count
     return [value / mean for value in values]

@@ -121,9 +121,9 @@ def tables(updates: Sequence[dict[str, Any]], later: dict[str, Any], quantiles: 
     pairs = [f"{WAYS[a]} / {WAYS[b]}" for a, b in PAIRS]
     head = ("tokens", *(f"masked: {way}" for way in WAYS), *(f"alike: {pair}" for pair in pairs))
 
-    def cells(found: dict[str, Any]) -> tuple[str, ...]:
-        shares = [*found["masked"].values(), *found["alike"].values()]
-        return (str(found["tokens"]), *(percent(share) for share in shares))
+    def cells(result: dict[str, Any]) -> tuple[str, ...]:
+        shares = [*result["masked"].values(), *result["alike"].values()]
+        return (str(result["tokens"]), *(percent(share) for share in shares))
 
     def entry(a: int, b: int, kind: str) -> str:
         return "–" if a == b else percent(later[kind][f"{WAYS[min(a, b)]} / {WAYS[max(a, b)]}"])
@@ -132,18 +132,20 @@ def tables(updates: Sequence[dict[str, Any]], later: dict[str, Any], quantiles: 
         rows = [(way, *(entry(a, b, kind) for b in range(len(WAYS)))) for a, way in enumerate(WAYS)]
         return markdown(("", *WAYS), rows)
 
-    ranges = [f"{found['entropy'][0]:.3f} … {found['entropy'][1]:.3f}" for found in quantiles]
+    ranges = [f"{result['entropy'][0]:.3f} … {result['entropy'][1]:.3f}" for result in quantiles]
     return "\n".join(
         [
             "All shares are of the response tokens with a positive advantage.\n",
             "By the update within its step:\n",
-            markdown(("update", *head), [(str(number), *cells(found)) for number, found in enumerate(updates, 1)]),
+            markdown(("update", *head), [(str(number), *cells(result)) for number, result in enumerate(updates, 1)]),
             "Decided alike, from the second update of a step on:\n",
             matrix("alike"),
             "Of the tokens that either masks, those that both mask, from the second update of a step on:\n",
             matrix("overlap"),
             "By the entropy of the policy before the update, from the second update of a step on:\n",
-            markdown(("entropy, nats", *head), [(name, *cells(found)) for name, found in zip(ranges, quantiles, strict=True)]),
+            markdown(
+                ("entropy, nats", *head), [(name, *cells(result)) for name, result in zip(ranges, quantiles, strict=True)]
+            ),
         ]
     )
 
@@ -163,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     by_update = [join(steps) for steps in replay(config, given.run / "rollouts", given.steps)]
     later = join(by_update[1:] or by_update)
-    updates, quantiles = [describe(*found) for found in by_update], by_entropy(*later, given.quantiles)
+    updates, quantiles = [describe(*result) for result in by_update], by_entropy(*later, given.quantiles)
     record = {"run": config.name, "dtype": config.model.dtype, "steps": given.steps}
     record |= {"updates": updates, "later_updates": describe(*later), "by_entropy": quantiles}
     note = f"{config.name} · {config.model.dtype} · {given.steps} steps of {config.train.minibatches} updates"

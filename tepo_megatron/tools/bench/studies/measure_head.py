@@ -134,14 +134,14 @@ def child(setting: _Setting, head: str, model: Path) -> dict[str, dict[str, floa
     small = engine.batch_from_root(rollouts(_Setting(SEQUENCES * 16, setting.vocab, setting.hidden, setting.dtype)))
     engine.score(small)
     forward.run(policy.ddp, small, forward.micro_batches(small), loss, train=True)
-    found = {PASSES[0]: meter.measure(lambda: engine.score(batch)), PASSES[1]: meter.measure(train)}
+    result = {PASSES[0]: meter.measure(lambda: engine.score(batch)), PASSES[1]: meter.measure(train)}
     engine.close()
-    return found
+    return result
 
 
 def measure(setting: _Setting, repeats: int) -> dict[str, dict[str, dict[str, float]]]:
     """head → pass → the least seconds and the least peak of the repeats."""
-    found: dict[str, list[dict[str, dict[str, float]]]] = {head: [] for head in HEADS}
+    result: dict[str, list[dict[str, dict[str, float]]]] = {head: [] for head in HEADS}
     with tempfile.TemporaryDirectory() as folder:
         _write_random_model(Path(folder), setting)
         for _ in range(repeats):
@@ -149,17 +149,17 @@ def measure(setting: _Setting, repeats: int) -> dict[str, dict[str, dict[str, fl
                 case = json.dumps({**asdict(setting), "head": head, "model": f"{folder}/model"})
                 command = [sys.executable, __file__, "--child", case]
                 done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, text=True, check=True)
-                found[head].append(json.loads(done.stdout.splitlines()[-1]))
+                result[head].append(json.loads(done.stdout.splitlines()[-1]))
     return {
         head: {name: {kind: min(run[name][kind] for run in runs) for kind in ("seconds", "peak")} for name in PASSES}
-        for head, runs in found.items()
+        for head, runs in result.items()
     }
 
 
-def rows(setting: _Setting, found: dict[str, dict[str, dict[str, float]]]) -> list[tuple[str, ...]]:
+def rows(setting: _Setting, result: dict[str, dict[str, dict[str, float]]]) -> list[tuple[str, ...]]:
     cells = []
     for name in PASSES:
-        plain, fused = (found[head][name] for head in HEADS)
+        plain, fused = (result[head][name] for head in HEADS)
         less = plain["peak"] - fused["peak"]
         shape = f"T {setting.tokens}, V {setting.vocab}, H {setting.hidden}, {setting.dtype}" if name is PASSES[0] else ""
         peaks = (f"{value / 2**20:.0f}" for value in (setting.logits, plain["peak"], fused["peak"], less))
@@ -195,9 +195,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table, results, packages = [], [], ["torch", "megatron-core", "tepo-megatron"]
     for dtype in given.dtypes.split(","):
         setting = _Setting(given.tokens, given.vocab, given.hidden, dtype)
-        found = measure(setting, given.repeats)
-        table += rows(setting, found)
-        results.append({**asdict(setting), "logits_bytes": setting.logits, "results": found})
+        result = measure(setting, given.repeats)
+        table += rows(setting, result)
+        results.append({**asdict(setting), "logits_bytes": setting.logits, "results": result})
         record, text = {"repeats": given.repeats, "results": results}, markdown(COLUMNS, table)
         paths = write_report(given.output, f"head-{device}", record, text, note=note, packages=packages)  # after each dtype
         print(f"{text}wrote {' and '.join(str(path) for path in paths)}")

@@ -82,12 +82,12 @@ def write_random_model(folder: Path) -> None:
 
 
 def configs(model: Path) -> dict[str, RunConfig]:
-    found = {}
+    result = {}
     for name, given in RUNS.items():
         document = {**given, "model": {**given.get("model", {}), "path": str(model)}, "rollout": {"replay": "recorded"}}
         document["engine"] = {**given["engine"], "platform": "cpu", "micro_batch_tokens": SEQUENCES * TOKENS}
-        found[name] = RunConfig.model_validate({**document, "train": {"minibatches": 1, "steps": 1}})
-    return found
+        result[name] = RunConfig.model_validate({**document, "train": {"minibatches": 1, "steps": 1}})
+    return result
 
 
 def _draw_rollouts(sequences: int, tokens: int) -> list[Rollout]:
@@ -102,7 +102,7 @@ def _draw_rollouts(sequences: int, tokens: int) -> list[Rollout]:
 
 def held(tensors: Iterable[Tensor]) -> int:
     """Bytes of their storages, each once."""
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+    return sum({item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in tensors}.values())
 
 
 def counts(config: RunConfig, folder: Path) -> dict[str, int]:
@@ -118,18 +118,18 @@ def counts(config: RunConfig, folder: Path) -> dict[str, int]:
     engine.update(batch)
     policy, lora = engine.policy, engine.policy.lora
     model = [param.detach() for param in (*policy.params.values(), *(lora.params.values() if lora else ()))]
-    of_model = {each.untyped_storage().data_ptr() for each in model}
-    states = [each for inner in policy.optimizer.chained_optimizers for each in adam_tensors(inner.optimizer) if each.dim()]
+    of_model = {item.untyped_storage().data_ptr() for item in model}
+    states = [item for inner in policy.optimizer.chained_optimizers for item in adam_tensors(inner.optimizer) if item.dim()]
     engine.checkpoints.save(folder, step=1, state={})
-    found = {
+    result = {
         "weights": held(model),
         "gradients": held(buffer.grad_data for ddp in policy.ddp for buffer in ddp.buffers),
-        "optimizer": held(each for each in states if each.untyped_storage().data_ptr() not in of_model),
+        "optimizer": held(item for item in states if item.untyped_storage().data_ptr() not in of_model),
         "batch": sum(value.nbytes for value in vars(batch).values() if isinstance(value, Tensor)),
         "written": sum(path.stat().st_size for path in folder.rglob(f"*/shards/rank{engine.ranks.rank:05d}*")),
     }
     parallel_state.destroy_model_parallel()
-    return found
+    return result
 
 
 def compare(name: str, config: RunConfig, ranks: list[Mapping[str, int]]) -> Iterator[_Term]:
@@ -139,7 +139,7 @@ def compare(name: str, config: RunConfig, ranks: list[Mapping[str, int]]) -> Ite
     stages = range(config.engine.parallel.pp)
     planned = [rank_memory(spec, config, stage, longest=TOKENS, step_tokens=step) for stage in stages]
     for term in ("weights", "gradients"):
-        yield _Term(name, term, max(getattr(each, term) for each in planned), max(rank[term] for rank in ranks))
+        yield _Term(name, term, max(getattr(item, term) for item in planned), max(rank[term] for rank in ranks))
     owned = max(owned_weights(spec, config, stage) for stage in stages)
     away = min(12.0, host_state_bytes(config))
     yield _Term(name, "optimizer", (state_bytes(config) + away) * owned, max(rank["optimizer"] for rank in ranks))
@@ -150,14 +150,14 @@ def compare(name: str, config: RunConfig, ranks: list[Mapping[str, int]]) -> Ite
 
 def worst(terms: list[_Term]) -> list[_Term]:
     """Of each term the run with the largest error."""
-    names = dict.fromkeys(each.term for each in terms)
-    return [max((each for each in terms if each.term == name), key=lambda each: abs(each.error)) for name in names]
+    names = dict.fromkeys(item.term for item in terms)
+    return [max((item for item in terms if item.term == name), key=lambda item: abs(item.error)) for name in names]
 
 
 def rates() -> Iterator[tuple[str, float, float]]:
     """Yields (what, the plan's seconds, measured seconds) for a part of the work of one core."""
     rollouts, raw = _draw_rollouts(256, 512), bytes(2**27)
-    packed = sum(len(each.response_ids) for each in rollouts)
+    packed = sum(len(item.response_ids) for item in rollouts)
     yield "packing a sampled token, µs", PACK_SECONDS_PER_TOKEN * 1e6, best(lambda: pack(rollouts)) / packed * 1e6
     digest = best(lambda: hashlib.sha256(raw).digest()) / len(raw)
     yield "digest of a byte of a checkpoint, ns", DIGEST_SECONDS_PER_BYTE * 1e9, digest * 1e9
@@ -175,12 +175,12 @@ def rates() -> Iterator[tuple[str, float, float]]:
 
 def best(work: Callable[[], object], repeats: int = 3) -> float:
     """CPU seconds of the quickest of some."""
-    found = []
+    result = []
     for _ in range(repeats):
         began = time.process_time()
         work()
-        found.append(time.process_time() - began)
-    return min(found)
+        result.append(time.process_time() - began)
+    return min(result)
 
 
 def _rank_main(folder: Path) -> None:
@@ -189,8 +189,8 @@ def _rank_main(folder: Path) -> None:
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    found = {name: counts(config, folder / name) for name, config in configs(folder / "model").items()}
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    result = {name: counts(config, folder / name) for name, config in configs(folder / "model").items()}
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
 
 
 def main() -> None:
@@ -215,13 +215,13 @@ def main() -> None:
         terms = [term for name, config in given.items() for term in compare(name, config, [rank[name] for rank in ranks])]
     measured = list(rates())
     rows = [
-        (each.term, each.run, f"{each.planned:,.0f}", f"{each.counted:,.0f}", f"{each.error:+.1%}") for each in worst(terms)
+        (item.term, item.run, f"{item.planned:,.0f}", f"{item.counted:,.0f}", f"{item.error:+.1%}") for item in worst(terms)
     ]
     rows += [
         (what, "one core", f"{planned:.2f}", f"{seen:.2f}", f"{planned / seen - 1:+.0%}") for what, planned, seen in measured
     ]
     table = markdown(("term", "run with the largest error", "planned", "measured", "error"), rows)
-    record = {"terms": [{**asdict(each), "error": each.error} for each in terms], "rates": measured}
+    record = {"terms": [{**asdict(item), "error": item.error} for item in terms], "rates": measured}
     print(table)
     packages = ["torch", "megatron-core", "tepo-megatron"]
     write_report(arguments.output, "plan-cpu", record, table, note="bytes after an update; CPU seconds", packages=packages)
