@@ -149,7 +149,7 @@ def metrics_in_code() -> dict[str, str]:
                 for key in _keys_written(node):
                     if NAME.fullmatch(key) and key not in NOT_METRICS:
                         found[key] = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
-    quantiles = keys("tepo_megatron/trainer/megatron/step/score.py", "QUANTILES")
+    quantiles = keys("tepo_megatron/trainer/megatron/step/score.py", "_QUANTILES")
     found |= {f"time/{name}": "run/metrics/metrics.py: PHASES" for name in (*PHASES, "other", "step")}
     found |= {f"{name}/{label}": "trainer/megatron/step/score.py" for name in NOT_METRICS for label in quantiles}
     return found | dict.fromkeys(("step", "ess", "loss", "grad_norm", "lr", "response_tokens"), "run/metrics/summary.py")
