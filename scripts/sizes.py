@@ -150,9 +150,10 @@ def is_fragment(docstring: str) -> bool:
 
 
 def long_lines_of_docs() -> int:
-    """Lines above 100 characters, except tables, pictures and code."""
+    """Lines above 100 characters, except tables, pictures, code and the results that commands write."""
     count = 0
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*/README.md")]:
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if "results" not in path.parts]
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *pages, *(ROOT / "examples").glob("*/README.md")]:
         text = re.sub(r"^( *)```.*?^ *```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
         long = (line for line in text.splitlines() if len(line) > 100 and " " in line[:100])
         count += sum(not re.match(r" *(\||!\[|#)", line) for line in long)
