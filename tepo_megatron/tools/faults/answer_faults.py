@@ -1,6 +1,6 @@
-"""Answers that a model may write and a verifier must survive: too deep, too large, too long, and text that looks like commands.
+"""Answers that a model may write and a verifier must survive: too deep, too large, too long, or text that looks like commands.
 
-None of them is right. A verifier may call one wrong, or fail on it within its limits; no other response may suffer.
+All are wrong. A verifier may reject one or fail within its limits; no other response may suffer.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ MEGABYTE = 10**6
 
 @dataclass(frozen=True)
 class _HostileAnswer:
-    """A response, by what is hostile in it, to a problem whose answer it is not."""
-
     name: str
     response: str
     answer: str = "95"
@@ -38,7 +36,7 @@ class _HostileAnswer:
 
 
 def hostile_answers() -> list[_HostileAnswer]:
-    """All of them, the same ones in the same order at every call; some have a million characters."""
+    """Same answers, same order at every call; some have a million characters."""
     groups = {
         "deep": _deep(),
         "large": _large(),
@@ -185,7 +183,6 @@ def _commands() -> dict[str, str]:
 
 
 def _hard_to_compare() -> list[_HostileAnswer]:
-    """What is hostile only beside a right answer that has to be compared with it."""
     roots = "+".join(rf"\sqrt{{{number}}}" for number in range(2, 60))
     pairs = {
         "polynomial": ("$(x+1)^{20}$", r"\boxed{(x+1)^{2000} + 1}"),
@@ -204,16 +201,13 @@ def _hard_to_compare() -> list[_HostileAnswer]:
 
 
 TIMEOUT_S = 2.0
-"""A third of the answers costs it."""
+"""A third of the answers takes this long."""
 ATTEMPTS = 3
-"""Of a group in which an honest answer took too long: on a loaded machine it may. One that a hostile answer holds up is late
-each time."""
+"""A loaded machine may delay an honest answer; a hostile answer that blocks others does so every time."""
 LARGEST_GIB = 2.0
 
 
 class HostileAnswers(FaultClass):
-    """One pool for all of them, with one worker."""
-
     name = "answers"
     title = "hostile answers to the math verifier"
     whole, quick = 60, 6
@@ -244,7 +238,7 @@ class HostileAnswers(FaultClass):
 
 
 def score(pool: RewardPool, neighbours: Sequence[tuple[Problem, str]]) -> list[RewardResult]:
-    """Scores all again where one beside the hostile, which is the second, took too long; :data:`ATTEMPTS` times in all."""
+    """Repeat, :data:`ATTEMPTS` times in all, while an honest answer times out. The hostile answer is the second."""
     late = took_too_long(TIMEOUT_S)
     for _ in range(ATTEMPTS):
         results = pool.score(neighbours)
@@ -254,7 +248,6 @@ def score(pool: RewardPool, neighbours: Sequence[tuple[Problem, str]]) -> list[R
 
 
 def _largest_worker_gib() -> float:
-    """The most memory that a worker of this process has had."""
     largest = 0.0
     for pid in descendants(os.getpid()):
         if "tepo_megatron.tasks.reward.worker" in command_line(pid):

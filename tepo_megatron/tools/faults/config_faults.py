@@ -1,7 +1,4 @@
-"""Configurations that nobody should be able to break a command with: valid ones, damaged at random, the same ones for a seed.
-
-A command accepts what is valid after all, and answers anything else in a sentence, quickly and in little memory.
-"""
+"""Damaged configurations, the same ones for a seed: a command must refuse each in one sentence, quickly, in little memory."""
 
 from __future__ import annotations
 
@@ -27,15 +24,13 @@ from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
 
 @dataclass(frozen=True)
 class _MalformedConfig:
-    """A run's YAML file, as bytes, and dotted overrides; ``kind`` says what is wrong with them."""
-
     kind: str
     text: bytes
     overrides: tuple[str, ...] = ()
 
 
 def malformed_configs(count: int, seed: int) -> Iterator[_MalformedConfig]:
-    """So many configurations, of all kinds in turn; ``seed`` chooses values, fields and places."""
+    """All kinds take turns; ``seed`` chooses values, fields and places."""
     random = Random(seed)
     kinds = [*_WHOLE_FILES, *_ONE_VALUE, *_BYTES]
     for number in range(count):
@@ -49,13 +44,11 @@ def malformed_configs(count: int, seed: int) -> Iterator[_MalformedConfig]:
 
 
 def _sound(random: Random) -> bytes:
-    """A valid file: a few fields with their defaults."""
     return _dump(dict(random.sample(list(_fields()), 5)))
 
 
 @cache
 def _fields() -> tuple[tuple[str, Any], ...]:
-    """Dotted path and default of every field that is set."""
     return tuple(_leaves(RunConfig().model_dump(mode="json"), ""))
 
 
@@ -68,7 +61,6 @@ def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]
 
 
 def _dump(values: Mapping[str, Any]) -> bytes:
-    """Dotted paths as nested YAML, in its JSON form."""
     nested: dict[str, Any] = {}
     for path, value in values.items():
         *parents, last = path.split(".")
@@ -80,7 +72,6 @@ def _dump(values: Mapping[str, Any]) -> bytes:
 
 
 def _with_value(kind: str, value: str, random: Random) -> _MalformedConfig:
-    """The value, as YAML, for a field that was chosen at random: in the file, or on the command line."""
     path = random.choice([path for path, _ in _fields()] + list(RunConfig.model_fields))
     if random.random() < 0.5:
         return _MalformedConfig(kind, _sound(random), (f"{path}={value}",))
@@ -211,11 +202,11 @@ _BYTES: dict[str, Callable[[bytes, Random], bytes]] = {
 
 LIMIT_S = 20
 MEMORY_BYTES = 2 * 2**30
-"""Beyond what the process has when it begins."""
+"""Allowed beyond what the process holds at its start."""
 
 
 class MalformedConfigs(FaultClass):
-    """Each is read in a process of its own, a fork of this one, with limits on time and memory."""
+    """A fork of this process reads each, with limits on time and memory."""
 
     name = "configs"
     title = "malformed configurations"

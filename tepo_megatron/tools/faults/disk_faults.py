@@ -1,4 +1,4 @@
-"""A full disk, when saving, logging, recording or exporting: old files are whole, and one sentence says what to do."""
+"""A full disk when saving, logging, recording or exporting: old files stay whole, and the error says what to do."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome
 FULL = Path("/dev/full")
 PLACES = ("save", "record", "export", "log")
 SIZES_KIB = {"save": 17_000, "export": 22_400}
-"""A checkpoint of the tiny model takes 7.1 MiB, its export 2.3: room for two of three checkpoints, or for all and no export."""
+"""A checkpoint of the tiny model takes 7.1 MiB, its export 2.3: room for two of three checkpoints, or for all but the export.
+"""
 
 
 @contextmanager
 def _small_disk(folder: Path, kib: int) -> Iterator[None]:
-    """A file system of so many KiB at ``folder``; what is in it afterwards is kept. RuntimeError where it cannot be mounted."""
+    """Mount a file system at ``folder``; its content is kept afterwards. Raises RuntimeError if the mount fails."""
     folder.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(folder)], capture_output=True, text=True, check=False
@@ -42,7 +43,7 @@ def _small_disk(folder: Path, kib: int) -> Iterator[None]:
 
 
 class FullDisks(FaultClass):
-    """Where a link to the kernel's ``/dev/full`` does not do, the disk is a file system that is too small."""
+    """Fill disks: by a link to ``/dev/full``, or by a small file system if a link does not do."""
 
     name = "disks"
     title = "the disk is full: at save, log, record, export"
@@ -78,7 +79,6 @@ class FullDisks(FaultClass):
         return FaultOutcome(name, "survived", said and f"ended, and resumed with room: {said}", time.monotonic() - start)
 
     def _record(self, rng: random.Random) -> FaultOutcome:
-        """In a live run, at a step that is soon to come."""
         name = "full at record"
         run = self.workshop.live_run()
         step = tiny.last_step(run.out) + 2
@@ -112,7 +112,6 @@ def _shard(checkpoint: Path) -> Path:
 
 
 def _data_start(path: Path) -> int:
-    """Where the header of a safetensors file ends."""
     return 8 + int.from_bytes(path.read_bytes()[:8], "little")
 
 

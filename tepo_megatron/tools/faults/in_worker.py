@@ -1,7 +1,6 @@
-"""Runs inside a vLLM worker, of the harness' servers alone: spoils weights after they have arrived.
+"""Spoils weights inside a vLLM worker after they arrived; loaded by ``--worker-extension-cls`` in the harness' servers only.
 
-The servers are started with vLLM's option ``--worker-extension-cls``; nothing of it is in a run's servers. What spoils a
-parameter sits between its arrival and the layer's processing of it, and so sees it as the bridge's table has it, anywhere.
+It acts between a parameter's arrival and the layer's processing, so it sees names and shapes of the bridge's table.
 """
 
 from __future__ import annotations
@@ -14,14 +13,11 @@ import torch
 from torch import Tensor
 
 _KEPT: dict[str, Tensor] = {}
-"""What arrived with the last update that was not a stale one, by parameter."""
 
 
 class FaultyWorker:
-    """Methods that vLLM's workers get; a request names them."""
-
     def tepo_fault(self, given: str) -> str:
-        """Be faulty from the next update on, as the JSON of kind, param and scale says; kind ``none``: be right again."""
+        """Apply the JSON's kind, param and scale from the next update on; kind ``none`` stops it."""
         fault = json.loads(given)
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         rank = int(self.rank)  # type: ignore[attr-defined]
@@ -96,7 +92,6 @@ def _spoil_loader(fault: dict[str, Any], rank: int) -> None:
 
 
 def _wrong(kind: str, rank: int, arrived: Tensor, stale: Tensor) -> Tensor:
-    """What the whole error would make of a parameter."""
     if kind in ("stale", "one behind", "no label") or (kind == "stale in worker 1" and rank == 1):
         return stale
     wrong = arrived.clone()

@@ -1,4 +1,4 @@
-"""A live run that is started, hit, and goes on or is resumed; and the undisturbed one that it is compared with."""
+"""A live run that is started, disturbed and resumed, and the undisturbed run to compare it with."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tepo_megatron.tools.faults import program, tiny
 from tepo_megatron.tools.faults.processes import by_role, descendants, end_tree, wait_until
 
 PATIENCE_S = 1800.0
-"""What a start, or a step, may take on a machine that is busy with other things; a limit for what hangs only."""
+"""Limit for a start or a step on a busy machine; only a hang exceeds it."""
 
 
 class LiveRun:
-    """A run with real servers in ``folder/out``, of ``steps`` steps. Not running until :meth:`start`."""
+    """A run of ``steps`` steps with real servers, in ``folder/out``."""
 
     def __init__(self, folder: Path, steps: int, overrides: tuple[str, ...] = ()) -> None:
         self.folder, self.out, self.steps = folder, folder / "out", steps
@@ -40,7 +40,7 @@ class LiveRun:
         return (self.out / "model" / "model.safetensors").exists()
 
     def start(self) -> None:
-        """Start, or resume where there is something to resume from."""
+        """Start, or resume if there is a checkpoint."""
         resume = any((self.out / "checkpoints").glob("step_*/state.json"))
         if not resume:
             shutil.rmtree(self.out, ignore_errors=True)
@@ -64,31 +64,30 @@ class LiveRun:
         return descendants(self.pid)
 
     def reach(self, phase: str) -> None:
-        """Return when the run has just entered a phase. TimeoutError, or RuntimeError where the run ended first."""
+        """Wait until the run enters a phase. Raises TimeoutError, or RuntimeError if the run ends first."""
         program.arm(self.folder, phase)
         wait_until(lambda: program.is_reached(self.folder) or not self.running, PATIENCE_S, f"the phase {phase}")
         if not program.is_reached(self.folder):
             raise RuntimeError(f"the run ended before it came to {phase}: {self.said()}")
 
     def wait_for_row(self, step: int, timeout_s: float = PATIENCE_S) -> bool:
-        """Whether the row of a step was written before the run ended. TimeoutError."""
+        """Whether the step's row was written before the run ended. Raises TimeoutError."""
         wait_until(lambda: tiny.last_step(self.out) >= step or not self.running, timeout_s, f"the row of step {step}")
         return tiny.last_step(self.out) >= step
 
     def wait_end(self, timeout_s: float = PATIENCE_S) -> int:
-        """The exit code. TimeoutError."""
+        """The exit code. Raises TimeoutError."""
         wait_until(lambda: not self.running, timeout_s, "the end of the run")
         assert self._process is not None
         return self._process.returncode
 
     def printed(self) -> str:
-        """What the present run has printed so far."""
         with (self.folder / "log.txt").open("rb") as log:
             log.seek(self._log_start)
             return log.read().decode(errors="replace")
 
     def said(self) -> str:
-        """The sentence that it ended with, or the end of what it printed."""
+        """The last error, else the last lines of the output."""
         return last_sentence(self.printed())
 
     def stop(self, others: list[int] | None = None) -> None:
@@ -98,7 +97,7 @@ class LiveRun:
 
 
 def last_sentence(printed: str) -> str:
-    """The error that a command ended with, on one line; else the last that it printed."""
+    """The last error on one line, else the last line."""
     lines = [line for line in printed.splitlines() if line.strip()]
     errors = [index for index, line in enumerate(lines) if line.startswith("error: ")]
     result = lines[errors[-1]] if errors else " / ".join(lines[-2:])
@@ -106,7 +105,7 @@ def last_sentence(printed: str) -> str:
 
 
 def reference(folder: Path, steps: int, overrides: tuple[str, ...] = ()) -> Path:
-    """The output folder of the same run, undisturbed; made where it is not there yet. RuntimeError where it fails."""
+    """The output folder of the undisturbed run, made if missing. Raises RuntimeError if it fails."""
     run = LiveRun(folder, steps, overrides)
     if not run.finished:
         shutil.rmtree(run.out, ignore_errors=True)

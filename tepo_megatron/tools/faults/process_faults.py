@@ -1,4 +1,4 @@
-"""One fault in a live run: at a random moment of a phase, and what came of it."""
+"""One fault in a live run, at a random moment of a phase."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from tepo_megatron.tools.faults.processes import alive, wait_gone
 from tepo_megatron.tools.faults.workshop import FaultClass, FaultOutcome, Workshop
 
 WITHIN_S = {"rollout": 0.3, "reward": 0.05, "score": 0.15, "update": 0.2, "save": 0.03, "sync": 0.3, "eval": 0.2}
-"""How long after a run entered a phase a fault may come; about as long as the phase takes."""
+"""Longest delay from a phase's start to the fault: about the phase's length."""
 
 GONE_S = 240.0
-"""What the processes of a run that ended have to be gone; they take seconds, and ten times as long on a busy machine."""
+"""Time for the processes of an ended run to exit: they need seconds, ten times more on a busy machine."""
 
 
 def _disturb(
     workshop: Workshop, role: str, phase: str, number: signal.Signals, rng: random.Random, limit_s: float
 ) -> FaultOutcome:
-    """Sends a signal to a process of ``role`` shortly after the run has entered ``phase``; the run, or the one that resumes it,
-    must go on within ``limit_s`` seconds and then be what it would have been.
-    """
+    """The run, or the one that resumes it, must continue within ``limit_s`` seconds and match the undisturbed run."""
     name = f"{number.name} to {role} in {phase}"
     run = workshop.live_run()
     run.reach(phase)
@@ -79,7 +77,7 @@ LIMIT_S = 1800.0
 
 
 class Kills(FaultClass):
-    """Every role in turn; the phases go round once less often, so that all pairs come up in the end."""
+    """All pairs of role and phase come up: the phases cycle with one fewer."""
 
     name = "kills"
     title = "kill −9 of any process in any phase, live"

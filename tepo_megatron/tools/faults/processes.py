@@ -1,4 +1,4 @@
-"""The processes of a run that was started here, by what they do; only those are ever signalled."""
+"""The processes of a run started here, by role; only those are ever signalled."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ROLES = {
     "supervisor": "tepo_megatron.runtime.supervise",
     "reward worker": "tepo_megatron.tasks.reward.worker",
 }
-"""A role → what the command line of its processes has in it. Ranks are told by torchrun's variable."""
+"""Role → a part of its command line. torchrun's variable identifies ranks."""
 
 
 def descendants(root: int) -> list[int]:
-    """The process and all running ones below it, from the top."""
+    """The process and its running descendants, parents first."""
     return [root, *(state.pid for state in proc.descendants(root) if state.alive)]
 
 
@@ -36,7 +36,7 @@ def alive(pid: int) -> bool:
 
 
 def by_role(root: int, module: str) -> dict[str, list[int]]:
-    """``parent``, ``rank 0`` … and the roles above → their processes below ``root``; ``module`` is what ranks run."""
+    """Role → processes below ``root``, with ``parent``, ``rank 0`` … added; ``module`` is what ranks run."""
     result: dict[str, list[int]] = {"parent": [root]}
     for pid in descendants(root)[1:]:
         line = proc.command_line(pid)
@@ -53,7 +53,7 @@ def by_role(root: int, module: str) -> dict[str, list[int]]:
 
 
 def wait_until(ready: Callable[[], T], timeout_s: float, what: str) -> T:
-    """The first value that is true. Raises TimeoutError."""
+    """The first true value. Raises TimeoutError."""
     deadline = time.monotonic() + timeout_s
     while not (value := ready()):
         if time.monotonic() > deadline:
@@ -63,14 +63,14 @@ def wait_until(ready: Callable[[], T], timeout_s: float, what: str) -> T:
 
 
 def wait_gone(pids: Sequence[int], timeout_s: float) -> list[int]:
-    """Those of the processes that still run after so long."""
+    """The processes that still run after the timeout."""
     with suppress(TimeoutError):
         wait_until(lambda: not any(map(alive, pids)), timeout_s, "")
     return [pid for pid in pids if alive(pid)]
 
 
 def end_tree(process: subprocess.Popen[bytes], others: Sequence[int] = ()) -> None:
-    """Ends a process that was started here, and all below it: SIGTERM to it, a wait, SIGKILL to what is left."""
+    """End a process and its descendants: SIGTERM, a wait, SIGKILL."""
     pids = [*dict.fromkeys([*descendants(process.pid), *others])]
     for pid in pids:
         with suppress(ProcessLookupError):
@@ -88,7 +88,7 @@ def end_tree(process: subprocess.Popen[bytes], others: Sequence[int] = ()) -> No
 
 
 def listening(pids: Sequence[int]) -> Iterator[tuple[int, str, int]]:
-    """Every TCP port that one of the processes listens on: (process, address in hex as the kernel has it, port)."""
+    """(process, address in the kernel's hex, TCP port) of every listening socket."""
     sockets = {}
     for table in ("tcp", "tcp6"):
         with suppress(OSError):

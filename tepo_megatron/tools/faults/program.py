@@ -1,8 +1,8 @@
-"""``python -m tepo_megatron.tools.faults.program train RUN.yaml [a.b=c ...]``: the command ``tepo``, whose runs say
-in which phase they are, so that a fault can hit that phase.
+"""The command ``tepo`` whose runs report their phase, so that a fault can hit it.
 
-The folder ``$TEPO_FAULTS_FOLDER`` holds a file ``armed`` with the name of a phase; rank 0 renames it to ``reached`` when it
-enters that phase next. Nothing else is changed.
+    python -m tepo_megatron.tools.faults.program train RUN.yaml [a.b=c ...]
+
+The file ``armed`` in ``$TEPO_FAULTS_FOLDER`` names a phase; rank 0 renames it to ``reached`` on entering that phase.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def arm(folder: Path, phase: str) -> None:
-    """Has the run say when it next enters ``phase``, one of the stopwatch's phases or ``save``."""
+    """``phase`` is one of the stopwatch's, or ``save``."""
     for name in ("armed", "reached"):
         (folder / name).unlink(missing_ok=True)
     (folder / "draft").write_text(phase)

@@ -1,4 +1,4 @@
-"""A run without servers, from rollouts that are made here: one rank, ten seconds; for faults of files."""
+"""A ten-second run on one rank without servers, on rollouts made here; for faults of files."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ from tepo_megatron.tools.faults.live_run import PATIENCE_S, last_sentence
 
 PROMPTS, SAMPLES = 4, 4
 SAVED, STEPS = 3, 4
-"""Steps of the two undisturbed runs, of which the second goes on from the first."""
+"""Last steps of the two undisturbed runs; the second resumes the first."""
 
 
 @dataclass(frozen=True)
 class ReplayEnd:
-    """How a command ended: its exit code, all that it printed, and the sentence in it."""
-
     code: int
     printed: str
 
@@ -41,7 +39,7 @@ class ReplayEnd:
 
 
 def make_rollouts(folder: Path, steps: int) -> Path:
-    """Groups of solutions, some of them with a slip and without reward, as :func:`write_rollouts` writes a step."""
+    """Write groups of solutions in the format of :func:`write_rollouts`; some have an error and no reward."""
     tokenizer = load_tokenizer(resolve_model_path("builtin:tiny"))
     rng = random.Random(0)
     for step in range(steps):
@@ -77,7 +75,7 @@ def train(
     resume: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> ReplayEnd:
-    """``tepo train`` with these rollouts, in ``folder/out``, to its end."""
+    """Run ``tepo train`` on these rollouts in ``folder/out`` until it ends."""
     folder.mkdir(parents=True, exist_ok=True)
     given = [f"output={folder / 'out'}", f"rollout.replay={rollouts}", f"train.steps={steps}", *overrides]
     return tepo(
@@ -86,9 +84,8 @@ def train(
 
 
 def undisturbed(folder: Path) -> Path:
-    """The folder, with ``rollouts``, a run in ``saved`` that has done 3 steps, and one in ``whole`` that went on to the fourth;
-    made where they are not there yet. RuntimeError where that fails.
-    """
+    """A folder with ``rollouts``, a run of 3 steps in ``saved``, and that run continued to step 4 in ``whole``; made if
+    missing. Raises RuntimeError."""
     if not (folder / "done").exists():
         shutil.rmtree(folder, ignore_errors=True)
         rollouts = make_rollouts(folder / "rollouts", STEPS)
@@ -103,7 +100,7 @@ def undisturbed(folder: Path) -> Path:
 
 
 def tepo(*arguments: str, environment: Mapping[str, str] | None = None) -> ReplayEnd:
-    """A command of ``tepo``, in a process of its own, to its end."""
+    """Run the command in its own process until it ends."""
     done = subprocess.run(
         [sys.executable, "-m", "tepo_megatron", *arguments],
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The tables of ``tepo faults``, for the terminal and as Markdown."""
+"""The tables of ``tepo faults``, for terminal and Markdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SILENT_COLUMNS = ("silent fault", "caught by", "prompt", "cache", "rollouts", "s
 
 
 LONGEST = 64
-"""Of a class with more faults only those that were lost are listed."""
+"""Classes with more faults list only the lost ones."""
 
 INTRODUCTION = """# Faults, injected
 
@@ -46,7 +46,7 @@ _ESCAPED = str.maketrans({"|": "\\|", "<": "&lt;", "`": "'", "*": "\\*", "_": "\
 
 
 def table(record: OutcomeLog) -> list[tuple[str, ...]]:
-    """A row for each class that was injected, and the sum."""
+    """One row for each injected class, and the sum."""
     rows, all_entries = [], list[dict[str, Any]]()
     for kind in CLASSES:
         entries = list(record.outcomes(kind.name))
@@ -60,7 +60,7 @@ def table(record: OutcomeLog) -> list[tuple[str, ...]]:
 
 
 def lost(record: OutcomeLog) -> list[str]:
-    """A line for every fault that was not survived or refused."""
+    """One line for each fault that was neither survived nor refused."""
     names = [*(kind.name for kind in CLASSES), ENDING]
     entries = [(name, entry) for name in names for entry in record.outcomes(name)]
     return [f"{name}: {entry['fault']}: {entry['said']}" for name, entry in entries if entry["result"] == "lost"]
@@ -75,7 +75,7 @@ def _row(name: str, entries: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def silent_table(record: OutcomeLog) -> list[tuple[str, ...]]:
-    """Which check saw which silent fault, the differences in nats at the whole error, and the smallest error that was seen."""
+    """The check that found each silent fault, differences in nats at the whole error, and the smallest error found."""
     rows = []
     for entry in record.outcomes("silent"):
         details = entry["details"]
@@ -91,7 +91,7 @@ def silent_table(record: OutcomeLog) -> list[tuple[str, ...]]:
 
 
 def write_markdown(record: OutcomeLog, path: Path, *, command: str) -> Path:
-    """The page with both tables, and every fault by itself."""
+    """Write both tables and every fault."""
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
     parts = [INTRODUCTION, f"`{command}`, {date}, {describe_machine()}.", "", markdown(COLUMNS, table(record))]
     if missing := [kind.name for kind in CLASSES if not any(record.outcomes(kind.name))]:
@@ -120,7 +120,6 @@ def write_markdown(record: OutcomeLog, path: Path, *, command: str) -> Path:
 
 
 def _shown(text: str, record: OutcomeLog) -> str:
-    """A cell: one line, without the folders of the machine that it was measured on."""
     for folder, name in ((record.path.parent, "OUT"), (Path(__file__).parents[2], "tepo_megatron")):
         for form in (str(folder.resolve()), str(folder)):
             text = text.replace(form, name)

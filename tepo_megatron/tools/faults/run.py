@@ -1,4 +1,4 @@
-"""``tepo faults``: every class in turn, in two lanes side by side, resumed where an earlier call ended, and what came of it."""
+"""``tepo faults``: injects every class, in two parallel lanes, and resumes an interrupted call."""
 
 from __future__ import annotations
 
@@ -35,22 +35,21 @@ _LIVE = (Kills, Strangers, Hangs)
 
 
 def lanes(*, quick: bool) -> dict[str, tuple[type[FaultClass], ...]]:
-    """What is injected side by side, since either lane often waits for processes to start. Each has a live run of its own,
-    but for ``quick``, where a second one would cost more time than it spares.
-    """
+    """The classes of each parallel lane. A lane has its own live run, except with ``quick``, where a second costs more than it
+    saves."""
     first = _LIVE if quick else (Kills,)
     return {"first": first, "second": tuple(kind for kind in CLASSES if kind not in first)}
 
 
 Say = Callable[[str], None]
 ENDING = "ending"
-"""The class of the outcomes that say whether a lane's live run, after all its faults, ended as the undisturbed one."""
+"""Class of the outcomes that compare a lane's finished live run with the undisturbed one."""
 
 _FOREVER_S = 86400.0
 
 
 def select(only: str) -> list[type[FaultClass]]:
-    """The classes with these comma-separated names, all if empty. Raises ValueError for an unknown name."""
+    """The classes of comma-separated names, all if empty. Raises ValueError for an unknown name."""
     names = [name.strip() for name in only.split(",") if name.strip()]
     known = [item.name for item in CLASSES]
     if unknown := [name for name in names if name not in known]:
@@ -59,9 +58,8 @@ def select(only: str) -> list[type[FaultClass]]:
 
 
 def run(classes: Sequence[type[FaultClass]], folder: Path, *, seed: int, quick: bool, say: Say) -> OutcomeLog:
-    """Injects what is not in the folder's record yet. Raises ValueError where the record is of another seed, and RuntimeError
-    where a lane ended before it was through.
-    """
+    """Inject what the folder's record lacks. Raises ValueError if the record has another seed, RuntimeError if a lane ends
+    early."""
     record = OutcomeLog(folder, seed=seed, quick=quick)
     chosen = {name: [kind for kind in classes if kind in members] for name, members in lanes(quick=quick).items()}
     expected = {name: kinds for name, kinds in chosen.items() if kinds}
@@ -73,7 +71,6 @@ def run(classes: Sequence[type[FaultClass]], folder: Path, *, seed: int, quick: 
 
 
 def _side_by_side(expected: dict[str, list[type[FaultClass]]], folder: Path, *, seed: int, quick: bool) -> None:
-    """Each lane in a process of its own, which ends what it started when it is asked to."""
     given = {
         name: json.dumps(
             {"lane": name, "only": [item.name for item in kinds], "folder": str(folder), "seed": seed, "quick": quick}
@@ -97,7 +94,6 @@ def _side_by_side(expected: dict[str, list[type[FaultClass]]], folder: Path, *, 
 def _run_lane(
     lane: str, classes: Sequence[type[FaultClass]], record: OutcomeLog, folder: Path, *, seed: int, quick: bool, say: Say
 ) -> None:
-    """Injects what the record lacks of these classes, one after the other, in this process."""
     workshop = Workshop(folder / "work", lane=lane, quick=quick, say=say)
     try:
         for kind in classes:
@@ -134,7 +130,6 @@ def _end_live_run(workshop: Workshop, record: OutcomeLog, number: int, say: Say)
 
 
 def _main(given: str) -> None:
-    """One lane of a command, in its process."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started is ended then, too
     arguments = json.loads(given)
     seed, quick, folder = arguments["seed"], arguments["quick"], Path(arguments["folder"])

@@ -1,4 +1,4 @@
-"""Faults that no digest sees, injected into a vLLM worker: which check stops the run, and at which size of error."""
+"""Faults in a vLLM worker that no digest sees: which check stops the run, and at which size of error."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ Server = Literal["dense", "dense bf16", "experts", "two workers"]
 
 @dataclass(frozen=True)
 class SilentFault:
-    """``kind`` is what ``in_worker.py`` does to the parameters whose name ends with ``param`` (all where it is empty), or to
-    what is no parameter. ``server``: the one that it is injected into. ``scales``: whether the size of the error can be chosen;
-    where not, there is only the whole error.
-    """
+    """``kind``: what ``in_worker.py`` does to parameters whose name ends with ``param`` (empty: all), or to something else.
+    ``server``: the server that gets it. ``scales``: whether the error's size can be chosen; if not, only the whole error
+    exists."""
 
     name: str
     kind: str
@@ -48,7 +47,7 @@ SILENT_FAULTS: tuple[SilentFault, ...] = (
     SilentFault("a tied head not updated", "stale head", "embed_tokens.weight", "experts"),
     SilentFault("one worker of two stale", "stale in worker 1", "", "two workers"),
 )
-"""In the order in which ``--quick`` takes them; those of other servers than the first come last."""
+"""In the order of ``--quick``; those of other servers than the first come last."""
 
 
 SIZES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
@@ -60,13 +59,13 @@ ALL: tuple[SilentFault, ...] = (
     *(replace(fault, name=f"{fault.name} (bf16)", server="dense bf16") for fault in SILENT_FAULTS if fault.server == "dense"),
 )
 ROUNDING = 3.0
-"""Every run trains with bfloat16's rounding; an error that does no more than so many times that is none."""
+"""Multiple of bfloat16's rounding, with which every run trains, below which an error counts as none."""
 
 CHECKS = ("transfer", "prompt", "version", "cache", "rollouts")
 
 
 class SilentFaults(FaultClass):
-    """One server of each kind, kept over all the faults of that kind; ``details`` has the figures of every size."""
+    """One server per kind serves all its faults; ``details`` has the figures of every size."""
 
     name = "silent"
     title = "wrong weights, buffers, caches or temperature in a vLLM worker, behind the digests"
@@ -124,7 +123,7 @@ class SilentFaults(FaultClass):
 
 
 def judge(fault: SilentFault, result: Sequence[dict[str, Any]]) -> FaultOutcome:
-    """The whole error must be caught; the details say by what, and the smallest error that each check catches."""
+    """The whole error must be caught; the details say by which check, and the smallest error that each catches."""
     whole = result[0]
     smallest = {check: min((item["size"] for item in result if check in item["caught"]), default=None) for check in CHECKS}
     details = {"smallest": smallest, "found": result}

@@ -1,7 +1,7 @@
-"""``python -m tepo_megatron.tools.faults.silent_world FOLDER SERVER``: a trainer and a real server with a faulty worker.
+"""A trainer and a real server with a faulty worker: ``python -m tepo_megatron.tools.faults.silent_world FOLDER SERVER``.
 
-It reads JSON lines with the fields of a ``SilentFault`` and ``sizes``, and answers each with a list: of each size of the error
-what every check measured, and which of them stopped the run.
+Each input line is JSON with a ``SilentFault``'s fields and ``sizes``. The answer lists, for each size, what every check
+measured and which checks stopped the run.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ EXPERTS = {
 }
 SAMPLES, NEW_TOKENS = 4, 24
 RANDOM_STD = 0.12
-"""Large enough for random weights to say something."""
+"""Large enough that random weights give peaked outputs."""
 
 
 class World:
-    """The trainer, alone on one rank, with the weights of two successive steps, and a server of one kind."""
+    """A single-rank trainer with the weights of two successive steps, and one server."""
 
     def __init__(self, folder: Path, server: str) -> None:
         from tepo_megatron.trainer.megatron.engine import Engine
@@ -102,7 +102,6 @@ class World:
             self.engine.update(part)
 
     def _update(self, which: int) -> None:
-        """The weights before (0) or after (1) the step, into trainer and server."""
         with torch.no_grad():
             for name, param in self.engine.policy.params.items():
                 param.copy_(self.weights[which][name])
@@ -115,7 +114,6 @@ class World:
             client._post("/collective_rpc", {"method": "tepo_fault", "args": [given]})
 
     def _sample(self) -> list[Batch]:
-        """The scored mini-batches of a step."""
         sampling = self.config.rollout.sampling
         groups = self.fleet.generate(
             self.prompts, n=SAMPLES, temperature=sampling.temperature, max_new_tokens=NEW_TOKENS, seed=self.updates
@@ -137,7 +135,7 @@ class World:
         return [self.engine.score(self.engine.batch_from_root(rollouts))]
 
     def measure(self, fault: Mapping[str, Any], size: float) -> dict[str, Any]:
-        """What every check says of a sync with the fault, after one without it."""
+        """Results of every check for a sync with the fault, after one without."""
         canary = Canary(tolerance(self.config))
         self.fault("none")
         self._update(0)
@@ -155,7 +153,6 @@ class World:
 
     @contextmanager
     def _faulty_client(self, kind: str) -> Iterator[None]:
-        """Faults of the server's other processes: a cache that is not emptied, a label that is not set."""
         clients = self.fleet._clients
         for client in clients:
             if kind in ("stale cache", "no label"):
@@ -176,7 +173,6 @@ class World:
         return post(path, body, timeout)
 
     def _ask(self, canary: Canary) -> dict[str, Any]:
-        """The figure of each check, and the sentence of each that would stop the run."""
         caught: dict[str, str] = {}
         figures: dict[str, float] = {}
         step = self.updates
@@ -213,7 +209,6 @@ def _noting(caught: dict[str, str], check: str) -> Iterator[None]:
 
 
 def _make_experts(folder: Path) -> Path:
-    """A small random model with experts and one matrix for embedding and head."""
     source = folder.with_name("experts-description")
     source.mkdir(parents=True, exist_ok=True)
     (source / "config.json").write_text(json.dumps(EXPERTS))

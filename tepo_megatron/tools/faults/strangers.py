@@ -1,4 +1,4 @@
-"""Another user of the machine, at every door of a running job: without a key, with a wrong one, with a poisoned rendezvous."""
+"""Another user tries every port of a running job: with no key, with a wrong one, with a poisoned rendezvous."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ROUTES = (
     "/openapi.json",
     "/metrics",
 )
-"""Tried with POST and GET, without a key and with a wrong one."""
+"""Tried by POST and GET, without a key and with a wrong one."""
 
 OTHERS = (
     "the run's key in the environment of its processes",
@@ -61,7 +61,6 @@ OTHERS = (
 
 
 def _request(port: int, route: str, key: str) -> list[int]:
-    """The status codes of GET and POST; 0 where the connection was closed."""
     codes = []
     for method in ("GET", "POST"):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
@@ -77,12 +76,11 @@ def _request(port: int, route: str, key: str) -> list[int]:
 
 
 def _poison(proof: Path) -> bytes:
-    """A pickle that makes a file when it is loaded."""
     return f"cposix\nsystem\n(S'touch {proof}'\ntR.".encode()
 
 
 def _write_to_store(port: int, proof: Path, runs_code: bool) -> bool:
-    """Whether a key-value store of torch at this port took a value."""
+    """Whether torch's key-value store at this port accepted a value."""
     value = _poison(proof) if runs_code else b"stranger"
     names = ["tepo_stranger", "torch.rendezvous.state", "/torch.rendezvous.state"] if runs_code else ["tepo_stranger"]
     try:
@@ -96,11 +94,7 @@ def _write_to_store(port: int, proof: Path, runs_code: bool) -> bool:
 
 
 def _at_every_port(work: Callable[[int], object], ports: Sequence[int]) -> list[int]:
-    """The ports where ``work`` returned something true, within PATIENCE_S.
-
-    All at once: a run listens at a hundred ports, most of them gloo's, and one that speaks another language may cost seconds,
-    or never answer.
-    """
+    """In parallel: a run listens at a hundred ports, mostly gloo's, and one with another protocol may never answer."""
     took: list[int] = []
 
     def attempt(port: int) -> None:
@@ -136,20 +130,18 @@ def _can_read(path: Path) -> bool:
 
 
 def plain_files(folder: Path) -> Iterator[Path]:
-    """Those below a folder of a run that goes on: what it removes meanwhile is left out (``Path.rglob`` would raise)."""
+    """Files of a run in progress; skips those removed meanwhile (``Path.rglob`` would raise)."""
     for parent, _, names in os.walk(folder):
         yield from (path for name in names if (path := Path(parent, name)).is_file() and not path.is_symlink())
 
 
 def _content(path: Path) -> bytes:
-    """Empty where the file cannot be read, or is gone."""
     with contextlib.suppress(OSError):
         return path.read_bytes()
     return b""
 
 
 def _mode(path: Path) -> int:
-    """0 where the file is gone."""
     with contextlib.suppress(OSError):
         return path.stat().st_mode
     return 0
@@ -164,7 +156,7 @@ def _child(answers: Any, work: Callable[..., Any], arguments: Sequence[Any]) -> 
 
 
 def _as_stranger(work: Callable[..., T], *arguments: Any) -> T | None:
-    """What ``work`` returns as another user, where this one may become it; None where it came to no end."""
+    """Run ``work`` as another user if permitted; None if it did not finish."""
     context = multiprocessing.get_context("fork")  # another user may not be able to read this Python
     answers = context.SimpleQueue()
     child = context.Process(target=_child, args=(answers, work, arguments))
@@ -177,7 +169,7 @@ def _as_stranger(work: Callable[..., T], *arguments: Any) -> T | None:
 
 
 class Strangers(FaultClass):
-    """The run goes on meanwhile, and must be what it would have been."""
+    """The run continues meanwhile and must match the undisturbed one."""
 
     name = "strangers"
     title = "another user at every port, route, file and environment of a live run"
@@ -200,7 +192,6 @@ class Strangers(FaultClass):
         return self.workshop.live_run().pids()
 
     def _servers(self) -> list[int]:
-        """The ports of HTTP servers."""
         return [port for pid, _, port in listening(self._pids()) if "api_server" in command_line(pid)]
 
     def _route(self, route: str) -> str:

@@ -1,4 +1,4 @@
-"""The tiny run that faults are injected into: the model of this package, two-digit sums; and what such runs must agree in."""
+"""The tiny run of the faults: this package's model on two-digit sums, and how two such runs are compared."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ LIVE = (
     "log.tensorboard=false",
     "log.progress=plain",
 )
-"""Live sampling, on two ranks and a server with two workers, so that every kind of process is there."""
+"""Two ranks and a server with two workers, so that every kind of process exists."""
 
 SHORT_TIMEOUTS = ("rollout.server.request_timeout_s=20", "rollout.server.transfer_timeout_s=20")
-"""For servers that are stopped. One that is only slow, on a busy machine, would be started again and again."""
+"""For servers that are stopped; on a busy machine, slow servers would be restarted again and again."""
 
 REPLAYED = (
     "rollout.sampling.max_new_tokens=24",
@@ -51,27 +51,26 @@ REPLAYED = (
     "log.tensorboard=false",
     "log.progress=plain",
 )
-"""One rank, no server: rollouts come from a folder."""
+"""One rank, no server, recorded rollouts."""
 
 _NOT_COMPARED = ("time/", "idle/", "tokens/s", "reward/failed", "faults/", "lost/", "servers/", "requests/", "log/", "memory/")
-"""What of a row depends on the clock, or counts the faults themselves."""
 
 
 def slow_last_word(problem: Problem, response: str) -> float:
-    """``last_word``, taking long enough for a fault to come in between."""
+    """``last_word``, slow enough for a fault to come in between."""
     time.sleep(0.005)
     return last_word(problem, response)
 
 
 def write_run(folder: Path) -> Path:
-    """A run's YAML in which all is default; the settings above are overrides."""
+    """Write a run's YAML with defaults only; the settings above are overrides."""
     path = folder / "run.yaml"
     path.write_text("name: faults\nmodel: {path: builtin:tiny}\n")
     return path
 
 
 def rows(out: Path) -> list[dict[str, Any]]:
-    """The whole rows of metrics that are there now."""
+    """The complete rows of metrics so far."""
     path = out / "metrics.jsonl"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1] if line]
@@ -83,9 +82,8 @@ def last_step(out: Path) -> int:
 
 
 def differences(out: Path, reference: Path) -> str:
-    """What of a run is not, to the last bit, what the undisturbed one has: metrics, rollouts with the digests of the weights
-    that drew them, and the exported weights where the run has ended. Empty where all is.
-    """
+    """What differs by any bit from the undisturbed run: metrics, rollouts with weight digests, exported weights if the run has
+    ended."""
     expected = {row["step"]: _figures(row) for row in rows(reference)}
     seen: list[int] = []
     for row in rows(out):

@@ -1,4 +1,4 @@
-"""What classes of faults share: the folder, undisturbed runs, and a live one that faults are injected into."""
+"""What classes of faults share: the folder, undisturbed runs, and a live run."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tepo_megatron.tools.faults.live_run import LiveRun
 
 
 class Workshop:
-    """Made once for a lane of a command; ``say`` gets a line about what takes long."""
+    """One for each lane; ``say`` gets a line about slow work."""
 
     def __init__(self, folder: Path, *, lane: str, quick: bool, say: Callable[[str], None]) -> None:
         self.folder, self.lane, self.is_quick, self.say = folder, lane, quick, say
         self.steps = 14 if quick else 32
-        """More take longer once, and spare the starts of runs that take the place of those that have come to their end."""
+        """More steps mean a longer reference run, but fewer restarts of finished live runs."""
         self._overrides = () if quick else tiny.SHORT_TIMEOUTS
         self._reference: Path | None = None
         self._run: LiveRun | None = None
         self._runs = sum(1 for _ in folder.glob(f"{lane}-run-*"))  # a call that was interrupted left its own
 
     def reference(self) -> Path:
-        """The output of the run that nothing disturbs. The lane that comes first makes it, and the other waits."""
+        """The undisturbed run's output. The first lane makes it; the other waits."""
         if self._reference is None:
             self.say("the undisturbed run …")
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -40,9 +40,9 @@ class Workshop:
         return self._reference
 
     def live_run(self) -> LiveRun:
-        """A run of the same settings that is running, and has at least four steps to go; a new one where one comes to its end.
+        """A running run with at least four steps left; a new one if needed.
 
-        Raises RuntimeError where the one that has ended is not what it would have been undisturbed.
+        Raises RuntimeError if the previous one ended unlike the undisturbed run.
         """
         self.reference()
         if self._run is not None and tiny.last_step(self._run.out) > self.steps - 5 and (wrong := self.finish_run()):
@@ -60,7 +60,7 @@ class Workshop:
         return self._run is not None
 
     def finish_run(self) -> str:
-        """Lets the live run come to its end; what of it differs from the undisturbed one."""
+        """Wait for the live run's end; return its differences from the undisturbed one."""
         run, self._run = self._run, None
         if run is None:
             return ""
@@ -74,7 +74,7 @@ class Workshop:
             run.stop()
 
     def drop_run(self) -> None:
-        """Ends the live run, which has shown a difference: the next fault gets a new one."""
+        """End a live run that differs; the next fault gets a new one."""
         self.close()
 
     def close(self) -> None:
@@ -88,10 +88,9 @@ Result = Literal["survived", "refused", "lost"]
 
 @dataclass(frozen=True)
 class FaultOutcome:
-    """``survived``: the work went on, or was resumed, and nothing is missing. ``refused``: it stopped, or did not begin, with
-    a sentence (``said``), and nothing is damaged. ``lost``: anything else; ``said`` is what. ``recovery_s``: seconds from the
-    fault until the work went on, where that can be said. ``details``: figures for a table of the class' own.
-    """
+    """``survived``: the work continued or resumed, and nothing is missing. ``refused``: it stopped or did not start, with the
+    message ``said``, undamaged. ``lost``: anything else, described by ``said``. ``recovery_s``: seconds until work continued,
+    if known. ``details``: figures for a table of the class."""
 
     fault: str
     result: Result
@@ -101,10 +100,9 @@ class FaultOutcome:
 
 
 class FaultClass(ABC):
-    """Faults of one kind, numbered from 0. A context manager: what several faults share (servers, a long run) lives in it.
+    """Faults of one kind, numbered from 0; a context manager that holds what they share (servers, a long run).
 
-    ``name`` is what ``--only`` takes; ``whole`` and ``quick`` say how many are injected; ``folder`` is the class' own; what
-    classes share with each other is in the workshop.
+    ``name`` is for ``--only``; ``whole`` and ``quick`` are the numbers of faults; ``folder`` belongs to the class.
     """
 
     name: ClassVar[str]
@@ -123,7 +121,7 @@ class FaultClass(ABC):
 
     @abstractmethod
     def inject(self, number: int, rng: random.Random) -> FaultOutcome:
-        """Inject fault ``number`` and wait until its end is known. All that is random comes from ``rng``."""
+        """Inject fault ``number`` and wait for its outcome. All randomness comes from ``rng``."""
 
     def close(self) -> None:  # noqa: B027  # not every class has something to end
         """End what the faults shared."""
@@ -136,12 +134,12 @@ class FaultClass(ABC):
 
 
 def fault_rng(seed: int, name: str, number: int) -> random.Random:
-    """The random numbers of one fault: the same in a rerun, whatever was injected before it."""
+    """The random numbers of one fault, independent of earlier faults."""
     return random.Random(f"{seed}/{name}/{number}")
 
 
 class OutcomeLog:
-    """``<folder>/outcomes.jsonl``. Raises ValueError where the folder holds the outcomes of another seed or another count."""
+    """``<folder>/outcomes.jsonl``. Raises ValueError if the folder holds another seed or count."""
 
     def __init__(self, folder: Path, *, seed: int, quick: bool) -> None:
         self.path = folder / "outcomes.jsonl"
@@ -167,7 +165,7 @@ class OutcomeLog:
             self._done[entry["class"], entry["number"]] = entry
 
     def _end_line(self) -> None:
-        """What was cut off stays a line of its own, which is passed over."""
+        """Keep a cut-off line on its own line; readers skip it."""
         if not self.path.read_bytes().endswith(b"\n"):
             with self.path.open("ab") as file:
                 file.write(b"\n")

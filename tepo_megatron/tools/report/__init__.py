@@ -1,1 +1,1 @@
-"""One page to look at runs in a browser: curves, settings, times, faults, and samples token by token."""
+"""One HTML page about runs: curves, settings, times, faults, and samples token by token."""

@@ -1,7 +1,7 @@
-"""Puts a report together: one HTML file that asks for nothing else.
+"""Builds a report: one HTML file that loads nothing else.
 
-All that comes of runs lies in it as base64 of gzipped JSON, in which no character means anything to HTML, and its script
-writes texts as texts. The page's content security policy runs this script alone, and lets nothing be loaded.
+Data of runs is base64 of gzipped JSON, which HTML cannot misread; the script inserts texts as text. The content security
+policy permits only this script.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ SCRIPTS = (
     *("base", "scales", "plot", "chart", "overview", "curves", "compare", "time", "settings", "faults"),
     *("tokens", "samples", "main"),
 )
-"""Files of the page's script, in their order."""
+"""The page's scripts, in order."""
 
 TOKENS_A_MEGABYTE, CHARACTERS_A_MEGABYTE = 60_000, 400_000
-"""Of samples with per-token values, and of samples as text; so that a page of curves and both stays within its size."""
+"""Room for samples with per-token values, and for samples as text; curves and both stay within the page's size."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """``metrics``: patterns of names, none for all. ``samples``: responses of each kind. ``megabytes``: about what the page may
-    take. ``refresh``: seconds after which it loads itself again, 0 for never.
-    """
+    """``metrics``: patterns of names, empty for all. ``samples``: responses of each kind. ``megabytes``: approximate page
+    size. ``refresh``: seconds between reloads, 0 for never."""
 
     title: str = ""
     metrics: Sequence[str] = ()
@@ -53,7 +52,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Written:
-    """What :func:`write_report` wrote. ``goes_on``: whether one of the runs does."""
+    """``goes_on``: whether a run is still in progress."""
 
     path: Path
     bytes: int
@@ -63,9 +62,9 @@ class Written:
 
 
 def write_report(paths: Sequence[Path], output: Path, options: Options) -> Written:
-    """Reads the runs and writes the page in one move, so that a browser finds the old one or the new one.
+    """Read the runs and replace the page atomically.
 
-    Raises ValueError where a path holds no run or a damaged file, or no metric has a name that was asked for.
+    Raises ValueError if a path holds no run or a damaged file, or no metric matches.
     """
     runs = [read_run(name, folder) for name, folder in find_runs(paths).items()]
     goes_on = any(run.goes_on for run in runs)
@@ -79,7 +78,7 @@ def write_report(paths: Sequence[Path], output: Path, options: Options) -> Writt
 
 
 def render(title: str, figures: Mapping[str, Any], samples: Mapping[str, Any]) -> str:
-    """The page. ``figures`` and ``samples`` are values of JSON."""
+    """``figures`` and ``samples`` are JSON values."""
     web = resources.files("tepo_megatron.tools.report") / "web"
     style = (web / "style.css").read_text(encoding="utf-8")
     script = "\n".join((web / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
@@ -99,7 +98,7 @@ def render(title: str, figures: Mapping[str, Any], samples: Mapping[str, Any]) -
 
 
 def packed(value: Any) -> str:
-    """Gzipped JSON as base64; the same bytes for the same value."""
+    """Gzipped JSON as base64, deterministic."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode("utf-8", "backslashreplace"), 6, mtime=0)).decode("ascii")
 
@@ -109,7 +108,6 @@ def _digest(text: str) -> str:
 
 
 def _runs_data(runs: Sequence[Run], options: Options, refresh: int) -> dict[str, Any]:
-    """All but the samples, as the page reads it."""
     names = dict.fromkeys(key for run in runs for row in run.rows for key in row if key != "step")
     shown = [name for name in names if not options.metrics or any(fnmatchcase(name, item) for item in options.metrics)]
     if options.metrics and names and not shown:
@@ -156,14 +154,12 @@ def _run_data(run: Run, metrics: Sequence[str]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | int | None:
-    """Six digits are more than a curve shows; what is no finite number is None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
 def _samples_data(runs: Sequence[Run], options: Options) -> dict[str, Any]:
-    """The groups that the page has room for, and how many there were of each kind."""
     chosen: list[SampleGroup] = []
     recorded: dict[str, int] = {}
     for kind in ("tokens", *FILES):

@@ -1,4 +1,4 @@
-"""What a report knows of a run, read from its output folder, also while it goes on."""
+"""Reads runs for a report from their output folders, also while they run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Settings = Mapping[str, str]
 """Dotted path → value as JSON text."""
 
 IDENTITY = ("seed", "output", "name")
-"""What tells runs of the same kind apart."""
+"""Settings that distinguish runs of one kind."""
 
 
 def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Every value by its dotted path, as JSON text; an empty section is a value."""
+    """Dotted path → JSON text; an empty section is a value."""
     result: dict[str, str] = {}
     for name, value in section.items():
         path = f"{prefix}{name}"
@@ -41,9 +41,8 @@ def _without_identity(settings: Settings) -> dict[str, str]:
 
 
 def compared(runs: Sequence[Settings]) -> list[dict[str, Any]]:
-    """Every path that a run has, in the order of the files: its value in each run (None where it has none), whether all values
-    are the default, and whether they differ. A setting that another version of the software did not have is at its default.
-    """
+    """For each path of any run: its value in each run (None if missing), whether all are defaults, and whether they differ. A
+    setting unknown to another version counts as its default."""
     paths = dict.fromkeys(path for run in runs for path in run)
     usual = {path: {"{}", "[]", "null"} for path in paths}  # an empty section has no default of its own
     for row in schema_rows():
@@ -60,26 +59,23 @@ def compared(runs: Sequence[Settings]) -> list[dict[str, Any]]:
 
 
 def _was_unknown(path: str, run: Settings) -> bool:
-    """Whether a run without this path has nothing in its place: no section there, and none of its sections left out."""
     parts = path.split(".")
     above = (".".join(parts[:length]) for length in range(1, len(parts)))
     return bool(run) and not any(item in run for item in above) and not any(item.startswith(f"{path}.") for item in run)
 
 
 def _differ(values: Sequence[str | None], usual: set[str]) -> bool:
-    """``""`` stands for the default."""
     plain = {value if not value else _plain(value) for value in values}
     return len(plain - {""} if plain - {""} <= usual else plain) > 1
 
 
 def changes(before: Settings, after: Settings) -> list[tuple[str, str | None, str | None]]:
-    """Path, value before, value after, of all that differs."""
+    """(path, before, after) of all that differs."""
     paths = dict.fromkeys((*before, *after))
     return [(path, before.get(path), after.get(path)) for path in paths if before.get(path) != after.get(path)]
 
 
 def _plain(value: str) -> str:
-    """The same text for the same value: 5e-5 and 5.0e-05, 1 and 1.0."""
     try:
         read = json.loads(value)
     except ValueError:
@@ -92,57 +88,55 @@ def _plain(value: str) -> str:
 Row = Mapping[str, Any]
 
 MOST_HANG_TEXT = 20_000
-"""Characters of a hang's report that the page shows."""
+"""Characters of a hang's report on the page."""
 
 BEGINS_S = 300.0
-"""So long after its configuration was written a run that has said nothing yet may still be starting its ranks."""
+"""A run without output may be starting its ranks for this long after its configuration was written."""
 
 _EVENTS = {**COUNTED, **LOST, "log/failed": "log files that could not be written"}
 _AGO = re.compile(r",? [\d:.]+(?: s)? ago")
-"""A page is looked at later than it was made."""
+"""Removed: a page is read later than it was made."""
 
 _SEED = re.compile(r"[-_.]?seed[-_]?\d+$")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its folder shows it. ``settings`` is empty without a ``resolved.yaml``, ``rows`` before the first step."""
+    """``settings`` is empty without ``resolved.yaml``, ``rows`` before the first step."""
 
     name: str
     folder: Path
     rows: Sequence[Row]
     settings: Settings = field(default_factory=dict)
     said: str = ""
-    """How it stands or ended, a sentence."""
+    """State or end, as a sentence."""
     goes_on: bool = False
     earlier: Sequence[tuple[str, Settings]] = ()
-    """Settings before each resumption that changed some: file name, settings; oldest first."""
+    """(file name, settings) before each resumption that changed some; oldest first."""
     hangs: Sequence[tuple[str, str]] = ()
-    """Reports of hangs: file name, text."""
+    """(file name, text) of reports of hangs."""
 
     @property
     def faults(self) -> list[str]:
-        """What went wrong, a line each with a number."""
+        """One line with a number for each kind of fault."""
         return fault_lines(self.rows)
 
     @property
     def events(self) -> list[tuple[int, str, float]]:
-        """Step, what happened, how often or how many seconds; of every row that has a fault."""
+        """(step, what happened, count or seconds) of every row with a fault."""
         return [(row["step"], text, row[key]) for row in self.rows for key, text in _EVENTS.items() if row.get(key)]
 
 
 @dataclass(frozen=True)
 class _RunGroup:
-    """Runs that differ in nothing but their seed: their places in the list of runs."""
-
     label: str
     runs: tuple[int, ...]
 
 
 def find_runs(paths: Sequence[Path]) -> dict[str, Path]:
-    """Name → folder of each run: the folders given, and those within a folder that holds several, such as a sweep's.
+    """Name → folder of each run in the given folders or the folders in them, such as a sweep's.
 
-    Raises ValueError for a path that holds no run.
+    Raises ValueError for a path without runs.
     """
     result: list[Path] = []
     for path in paths:
@@ -157,7 +151,7 @@ def find_runs(paths: Sequence[Path]) -> dict[str, Path]:
 
 
 def runs_in(path: Path) -> list[Path]:
-    """The folders of runs that a path stands for: itself, those in it, or those in its folders; none where it holds none."""
+    """The run folders of a path: itself, its children or grandchildren; may be empty."""
     folder = path.parent if path.name == "metrics.jsonl" else path
     if _is_run(folder):
         return [folder]
@@ -174,12 +168,10 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """Sorts seed10 behind seed9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' names, with as many of the folders above as it takes to tell them apart."""
     for depth in range(1, 5):
         names = ["/".join(folder.resolve().parts[-depth:]) for folder in folders]
         if len(set(names)) == len(names):
@@ -188,7 +180,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def read_run(name: str, folder: Path) -> Run:
-    """Reads a run's folder. A line that is half written is left out. Raises ValueError for a damaged one, with its place."""
+    """Skips a half-written line. Raises ValueError for a damaged one, with its place."""
     metrics = folder / "metrics.jsonl"
     rows = read_metrics(metrics) if metrics.is_file() else []
     resolved = folder / "resolved.yaml"
@@ -226,7 +218,7 @@ def _settings(path: Path) -> Settings:
 
 
 def groups_of(runs: Sequence[Run]) -> list[_RunGroup]:
-    """Runs with the same settings but for their seed, in the order of the first of each; a run without settings is alone."""
+    """Runs with equal settings but for the seed, in order; a run without settings is alone."""
     result: dict[tuple[Any, ...], list[int]] = {}
     for index, run in enumerate(runs):
         alone = (index,) if not run.settings else ()

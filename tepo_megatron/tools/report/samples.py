@@ -1,4 +1,4 @@
-"""Samples as text: what a run wrote of its evaluations and of its training steps."""
+"""Samples of evaluations and training steps, as text."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tepo_megatron.runtime.files import parse_samples, read_lines
 
 @dataclass
 class SampleGroup:
-    """The responses to one prompt at one step of one run.
+    """Responses to one prompt at one step of one run.
 
-    ``kind``: ``heldout``, ``train`` or ``tokens``. ``responses``: what the page gets of each (see ``report.samples`` and
-    ``report.tokens``). ``cost``: tokens, or characters of text, by which the room is measured.
+    ``kind``: ``heldout``, ``train`` or ``tokens``. ``responses``: as the page gets them. ``cost``: tokens, or characters of
+    text.
     """
 
     run: int
@@ -29,14 +29,13 @@ class SampleGroup:
     cost: int
     source: str = ""
     origin: Any = field(default=None, repr=False)
-    """Where its tokens lie, for ``report.tokens``."""
+    """Location of its tokens, for ``report.tokens``."""
 
 
 def evenly(groups: Sequence[SampleGroup], responses: int, room: int) -> list[SampleGroup]:
-    """At most so many responses, and so much cost in all; the first groups of all steps before the second ones.
+    """Choose groups within the limits on responses and total cost; first groups of all steps come before second ones.
 
-    Of groups that are first, second … alike, those are taken that lie evenly over runs and steps, the newest among them. The
-    result is in the order in which the groups were given.
+    Groups of equal rank are spread evenly over runs and steps, with the newest. The result keeps the given order.
     """
     ranks: dict[int, list[int]] = {}
     seen: dict[tuple[int, int], int] = {}
@@ -55,7 +54,7 @@ def evenly(groups: Sequence[SampleGroup], responses: int, room: int) -> list[Sam
 
 
 def _spread(places: Sequence[int]) -> list[int]:
-    """An order whose every beginning lies evenly: the last, the first, the middle, the quarters …"""
+    """Every prefix is spread evenly: the last, the first, the middle, the quarters …"""
     if len(places) < 3:
         return list(reversed(places))
     order, step = [len(places) - 1, 0], len(places) - 1
@@ -69,14 +68,14 @@ def _spread(places: Sequence[int]) -> list[int]:
 Row = Mapping[str, Any]
 
 FILES = {"heldout": "samples.jsonl", "train": "train_samples.jsonl"}
-"""Kind of samples → the file that a run writes them to."""
+"""Kind of samples → file name."""
 
 
 def read_samples(run: int, folder: Path, kind: str) -> list[SampleGroup]:
-    """All groups of one kind in a run's folder; none where it has no such file. A half-written last line is left out.
+    """All groups of one kind; none without the file. Skips a half-written last line.
 
-    A response has ``text``, ``reward``, ``tokens`` (their number), ``finish``, and where they are known ``name``, ``correct``,
-    ``error``, ``version`` and ``turns``. Raises ValueError with the place of a line that is no sample.
+    A response has ``text``, ``reward``, ``tokens`` (a count), ``finish``, and if known ``name``, ``correct``, ``error``,
+    ``version``, ``turns``. Raises ValueError with the place of an invalid line.
     """
     path = folder / FILES[kind]
     if not path.is_file():

@@ -1,8 +1,7 @@
-"""Samples token by token, from the files that a run writes with ``log.token_samples``, packed small for a page.
+"""Samples token by token, from the files of ``log.token_samples``, packed for a page.
 
-In a page floats are bfloat16, which keeps two to three digits over the whole range and NaN; all bytes of one significance lie
-together, which gzip makes more of. Differences, such as the gap between trainer and sampler, are made in float32 before
-anything is rounded.
+Floats become bfloat16 (two to three digits, full range, NaN), with bytes of equal significance together for gzip. Differences
+are computed in float32 before rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tepo_megatron.run.metrics.token_file import TokenSamples, read_tokens, toke
 from tepo_megatron.tools.report.samples import SampleGroup
 
 FLAG_TRAINED, FLAG_MASKED = 1, 2
-"""Bits of a token: the model wrote it, and is trained on it; a term of the objective singled it out (TEPO's KL mask)."""
+"""Bits of a token: the model wrote it and trains on it; an objective's term selected it (TEPO's KL mask)."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -31,14 +30,14 @@ COLUMNS: Mapping[str, Callable[[TokenSamples], Array]] = {
     "ratio": lambda samples: samples.ratio - 1,
     "token_ratio": lambda samples: np.expm1(samples.logprob_update - samples.logprob_trainer),
 }
-"""Columns of floats of the page, float32 [T] of a file. Ratios are less 1, which rounding would blur."""
+"""Float columns of the page, float32 [T] per file. Ratios have 1 subtracted, which rounding would blur."""
 
 
 def token_groups(run: int, folder: Path) -> list[SampleGroup]:
-    """Every recorded group of a run, by step. Their tokens are packed by :func:`pack`, once it is known which are shown.
+    """All recorded groups by step. :func:`pack` packs their tokens after the choice of groups.
 
-    A response has ``reward``, ``tokens`` (their number), ``finish`` and ``update``; :func:`pack` adds ``at``, the place of its
-    first token. Raises ValueError for a file that cannot be read. A file that a resumed run removes meanwhile is left out.
+    A response has ``reward``, ``tokens`` (a count), ``finish``, ``update``; :func:`pack` adds ``at``, its first token. Raises
+    ValueError for an unreadable file; skips files that a resumed run removes.
     """
     result: list[SampleGroup] = []
     for path in token_files(folder).values():
@@ -79,10 +78,10 @@ def _group(run: int, samples: TokenSamples, members: Sequence[int]) -> SampleGro
 
 
 def pack(groups: Sequence[SampleGroup]) -> dict[str, Any]:
-    """The tokens of a run's groups, one behind the other, as the page decodes them; sets ``at`` in each response.
+    """Concatenate a run's tokens as the page decodes them; set ``at`` in each response.
 
-    ``pieces``: texts; ``columns``: ``id`` (which of the pieces), ``flags``, ``version``, and those of ``COLUMNS`` that have
-    any finite number.
+    ``pieces``: texts; ``columns``: ``id`` (index of the piece), ``flags``, ``version``, and the ``COLUMNS`` with finite
+    values.
     """
     parts: dict[str, list[Array]] = {name: [] for name in ("id", "flags", "version", *COLUMNS)}
     pieces: dict[str, int] = {}
@@ -111,13 +110,13 @@ def _texts(samples: TokenSamples, taken: Sequence[slice]) -> list[str]:
 
 
 def bfloat16(values: Array) -> Array:
-    """The upper halves of float32, uint16 [N], rounded to the nearest; NaN stays NaN."""
+    """Upper halves of float32, uint16 [N], rounded to nearest; NaN stays NaN."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
 
 
 def encode(values: Array, dtype: np.dtype[Any]) -> str:
-    """Base64 of the values as little-endian integers, all lowest bytes first, then the next ones."""
+    """Base64 of little-endian integers, all lowest bytes first, then the next."""
     planes = np.ascontiguousarray(values.astype(dtype.newbyteorder("<"))).view(np.uint8).reshape(len(values), dtype.itemsize)
     return base64.b64encode(planes.T.tobytes()).decode("ascii")

@@ -1,4 +1,4 @@
-"""The file of a sweep, and the runs that it stands for. Imports no torch."""
+"""The file of a sweep and its runs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ Settings = tuple[str, ...]
 
 
 class _Reach(Section):
-    """A figure on its way up: after how many steps it first was at a value."""
+    """Count the steps until a figure first reaches a value."""
 
     figure: str = "accuracy/greedy"
     """A metric that evaluations write."""
 
     at: Annotated[tuple[float, ...], Field(min_length=1)] = (0.9,)
-    """The values; a run that never got there counts as not arrived, and no number stands for it."""
+    """The values; a run that never reaches one has no number for it."""
 
 
 class SweepFile(Section):
-    """A grid: every choice of one axis with every choice of the others, with every seed."""
+    """A grid: all combinations of the axes' choices, each with every seed."""
 
     run: Path
     """The file of all runs, relative to this one."""
 
     output: Path = Path("out/sweep")
-    """Folder: a folder for each run, and the tables."""
+    """Folder with a folder for each run, and the tables."""
 
     overrides: Settings = ()
     """Settings of all runs."""
 
     axes: Mapping[str, Mapping[str, Settings]] = Field(default_factory=dict)
-    """Name of an axis → name of a choice → its settings, one or a list. Later axes lie over earlier ones."""
+    """Axis → choice → its settings, one or a list. Later axes override earlier ones."""
 
     seeds: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] = (0,)
-    """Seeds of every choice. Tables have the mean over them with its interval."""
+    """Seeds of every choice. Tables show mean and interval over them."""
 
     leave_out: tuple[Mapping[str, str], ...] = ()
-    """Choices that are not run together, such as ``{objective: gspo, lr: high}``."""
+    """Combinations to skip, such as ``{objective: gspo, lr: high}``."""
 
     figures: tuple[str, ...] = ("accuracy/greedy", "reward/mean", "time/step")
-    """Metrics of the table: their last value in a run, and ``time/…`` as the median of its steps."""
+    """Metrics of the table: a run's last value, and for ``time/…`` the median of its steps."""
 
     area: tuple[str, ...] = ("accuracy/greedy",)
-    """Metrics whose mean over the run's steps is in the table: the area under their curve, over its length."""
+    """Metrics whose mean over the run's steps is in the table: the area under the curve over its length."""
 
     reach: tuple[_Reach, ...] = ()
-    """What is counted in steps until it is reached."""
+    """Values whose first step is in the table."""
 
     attempts: PositiveInt = 2
-    """How often a run is started that ends with an error; it goes on from its newest checkpoint."""
+    """Number of starts of a failing run; each resumes from the newest checkpoint."""
 
     @field_validator("axes", mode="before")
     @classmethod
@@ -94,7 +94,7 @@ class SweepFile(Section):
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run. ``choices``: axis → name of its choice. ``overrides``: all that it is given, its output and seed included."""
+    """``choices``: axis → choice. ``overrides``: all overrides, with output and seed."""
 
     choices: Mapping[str, str]
     seed: int
@@ -107,7 +107,7 @@ class SweepRun:
 
 
 def read_sweep(path: Path) -> SweepFile:
-    """Reads the file. Raises ValueError, a sentence for each thing that is wrong with it."""
+    """Raises ValueError with a sentence for each mistake in the file."""
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -130,7 +130,7 @@ def _told(message: str) -> str:
 
 
 def runs_of(sweep: SweepFile, output: Path | None = None) -> list[SweepRun]:
-    """All runs, seed by seed, so that an interrupted sweep has every choice equally often. Raises ValueError for too many."""
+    """All runs, seed by seed, so that an interrupted sweep has each choice equally often. Raises ValueError for too many."""
     root = output or sweep.output
     cells = list(_cells(sweep))
     if not 0 < len(cells) * len(sweep.seeds) <= MOST_RUNS:
@@ -155,7 +155,7 @@ def _cells(sweep: SweepFile) -> Iterator[dict[str, str]]:
 
 
 def shard(runs: Sequence[SweepRun], part: str | None) -> list[SweepRun]:
-    """The runs of one job of several: ``2/8`` is every eighth from the second on. Raises ValueError for another form."""
+    """The runs of one of several jobs: ``2/8`` is every eighth from the second. Raises ValueError for another form."""
     if part is None:
         return list(runs)
     found = re.fullmatch(r"(\d+)/(\d+)", part)

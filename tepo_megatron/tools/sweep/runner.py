@@ -1,4 +1,4 @@
-"""Runs a sweep's runs: what is done is left alone, what was begun goes on, what fails is said and does not stop the others."""
+"""Runs a sweep: skips finished runs, resumes started ones, reports failures and continues."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ from tepo_megatron.tools.sweep.file import SweepFile, SweepRun
 
 Say = Callable[[str], None]
 LAST_LINES = 30
-"""Of a failed run's log, in which its error is looked for."""
+"""Lines at the end of a failed run's log that are searched for its error."""
 
 
 @dataclass(frozen=True)
 class _RunEnd:
-    """How a run ended. ``outcome``: ``done``, ``failed`` (``said`` is its error) or ``stopped``, as the sweep was asked to.
-    ``seconds``: of one that this sweep did.
-    """
+    """``outcome`` is ``done``, ``failed`` (error in ``said``) or ``stopped`` on request; ``seconds`` only if this sweep ran
+    it."""
 
     run: SweepRun
     outcome: str
@@ -44,14 +43,14 @@ class _RunEnd:
 
 
 def is_done(run: SweepRun) -> bool:
-    """Whether its model was exported, which is the last thing that a run does."""
+    """Whether the model was exported: a run's last action."""
     return (run.folder / "model").is_dir()
 
 
 def check_runs(sweep: SweepFile, runs: Sequence[SweepRun]) -> None:
-    """Reads every run's configuration, and compares it with what its folder holds. Starts nothing.
+    """Read every run's configuration and compare it with its folder; start nothing.
 
-    Raises ValueError that names the run: its settings are wrong, or its folder holds a run of other settings.
+    Raises ValueError that names the run if its settings are wrong, or its folder holds other settings.
     """
     for run in runs:
         try:
@@ -81,16 +80,15 @@ def _differing(one: object, other: object, path: str = "") -> Iterator[str]:
 
 
 def core_shares(cores: Sequence[int], jobs: int) -> list[list[int]]:
-    """The cores of each of ``jobs`` runs at a time: as equal as can be, apart where there are enough, one each where not."""
+    """The cores of each of ``jobs`` parallel runs: equal disjoint shares if there are enough, else one core each."""
     if jobs >= len(cores):
         return [[cores[job % len(cores)]] for job in range(jobs)]
     return [list(cores[job * len(cores) // jobs : (job + 1) * len(cores) // jobs]) for job in range(jobs)]
 
 
 def seconds_left(took: Sequence[float], running: Sequence[float], waiting: int, jobs: int) -> float:
-    """Until the last run ends, if each takes the mean of ``took``: of those that run, with what each has behind it, and of
-    those that wait for one of ``jobs`` places.
-    """
+    """Seconds until the last run ends, if each takes the mean of ``took``; ``running`` has the elapsed seconds of current
+    runs."""
     item = statistics.fmean(took)
     places = [max(item - since, 0.0) for since in running] + [0.0] * (jobs - len(running))
     heapq.heapify(places)
@@ -100,17 +98,17 @@ def seconds_left(took: Sequence[float], running: Sequence[float], waiting: int, 
 
 
 def _use_cores(cores: Sequence[int]) -> None:
-    """Binds this thread, and with it the processes that it starts from now on."""
+    """Bind this thread and processes that it starts later."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
 
 
 class Sweep:
-    """Runs, ``jobs`` of them at a time, each on its share of the cores: two that bound their servers by themselves would
-    take the same ones. Signals that ask to stop are passed on to the runs, which save what they trained."""
+    """Run ``jobs`` runs at a time, each on its share of cores: servers of two runs would otherwise bind the same ones. Runs
+    get the stop signals, and save their state."""
 
     def __init__(self, sweep: SweepFile, runs: Sequence[SweepRun], *, say: Say, jobs: int = 1) -> None:
-        """``say`` takes the lines of progress. Raises ValueError as :func:`check_runs`."""
+        """``say`` gets progress lines. Raises ValueError as :func:`check_runs`."""
         check_runs(sweep, runs)
         self._sweep, self._runs, self._say, self._jobs = sweep, list(runs), say, jobs
         self._living: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
@@ -118,7 +116,7 @@ class Sweep:
         self._stop: int | None = None
 
     def run(self) -> list[_RunEnd]:
-        """Runs what is not done yet; returns how each ended, in their order. Call it in the main thread."""
+        """Run what is not done; return all ends in order. Call from the main thread."""
         waiting = [run for run in self._runs if not is_done(run)]
         self._say(
             f"{len(self._runs)} runs: {len(self._runs) - len(waiting)} done, {len(waiting)} to do, {self._jobs} at a time"
@@ -211,6 +209,5 @@ def _last_figures(run: SweepRun) -> str:
 
 
 def _error(log: Path) -> str:
-    """The sentence that a run ended with."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
     return next((line for line in lines if line.startswith("error:")), lines[-1] if lines else "it said nothing")

@@ -1,4 +1,4 @@
-"""What a sweep found: a row for each combination of choices, means over its seeds with their intervals."""
+"""Results of a sweep: one row for each combination of choices, with means and intervals over seeds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Spread:
-    """Values of the seeds of one combination; None stands for a value that does not exist (a point never reached)."""
+    """Values of one combination's seeds; None means no value (never reached)."""
 
     values: tuple[float | None, ...]
 
@@ -34,12 +34,12 @@ class Spread:
 
     @property
     def mean(self) -> float:
-        """NaN where no seed has a value."""
+        """NaN without values."""
         return statistics.fmean(self.known) if self.known else math.nan
 
     @property
     def half_width(self) -> float:
-        """Of the 95 % interval of the mean: t · s / √n, which takes the seeds' values as normal. NaN for fewer than two."""
+        """Half the 95 % interval of the mean, t · s / √n, for normal values. NaN for fewer than two."""
         n = len(self.known)
         if n < 2:
             return math.nan
@@ -62,15 +62,13 @@ def _digits(value: float) -> int:
 
 @dataclass(frozen=True)
 class _SweepFigures:
-    """One combination: its choices, its finished runs and its figures by the name of their column."""
-
     choices: Mapping[str, str]
     seeds: tuple[int, ...]
     figures: Mapping[str, Spread]
 
 
 def find(sweep: SweepFile, runs: Sequence[SweepRun]) -> list[_SweepFigures]:
-    """The combinations of which at least one run is done, in the order of the file."""
+    """Combinations with at least one finished run, in the file's order."""
     cells: dict[tuple[tuple[str, str], ...], list[SweepRun]] = {}
     for run in runs:
         if is_done(run):
@@ -87,7 +85,7 @@ def _found(sweep: SweepFile, runs: Sequence[SweepRun]) -> _SweepFigures:
 
 
 def figures_of_run(sweep: SweepFile, rows: Sequence[Row]) -> dict[str, float | None]:
-    """The columns of one run: last values, areas and steps until something was reached; None where there is none."""
+    """Columns of one run: last values, areas, steps until a value is reached; None if missing."""
     result: dict[str, float | None] = {}
     for name in sweep.figures:
         points = _points(rows, name)
@@ -109,7 +107,7 @@ def _points(rows: Sequence[Row], name: str) -> list[tuple[int, float]]:
 
 
 def area(points: Sequence[tuple[int, float]]) -> float | None:
-    """The area under straight lines between the points, over the steps between the first and the last: a mean value."""
+    """Area under the piecewise linear curve over its length in steps: a mean value."""
     if len(points) < 2:
         return None
     pairs = itertools.pairwise(points)
@@ -118,7 +116,7 @@ def area(points: Sequence[tuple[int, float]]) -> float | None:
 
 
 def table(sweep: SweepFile, result: Sequence[_SweepFigures]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows for people: mean ± half the 95 % interval over the seeds."""
+    """Columns and rows: mean ± half the 95 % interval over seeds."""
     if not result:
         return [*sweep.axes, "seeds"], []
     columns = [*sweep.axes, "seeds", *result[0].figures]
@@ -127,7 +125,7 @@ def table(sweep: SweepFile, result: Sequence[_SweepFigures]) -> tuple[list[str],
 
 
 def write_tables(sweep: SweepFile, result: Sequence[_SweepFigures], folder: Path) -> list[Path]:
-    """Writes ``sweep.md`` (means with intervals), ``sweep.csv`` (a line for each run) and ``sweep.json`` into ``folder``."""
+    """Write ``sweep.md`` (means with intervals), ``sweep.csv`` (one line per run) and ``sweep.json``."""
     columns, rows = table(sweep, result)
     text = StringIO(newline="")
     out = csv.writer(text)
