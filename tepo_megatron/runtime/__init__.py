@@ -1,1 +1,1 @@
-"""Processes, signals, locks, child workers and files. No word of RL."""
+"""Processes, signals, locks, child workers and files; no RL."""

@@ -6,23 +6,20 @@ import os
 
 
 def available_cores() -> list[int]:
-    """The cores that this process may use, in order."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def load_hint() -> str:
-    """For a message about something that took too long: how much runs on this machine. Empty if its cores suffice."""
+    """Returns for time-out messages how many processes run on this machine; empty if the cores suffice."""
     load, cores = os.getloadavg()[0], len(available_cores())
     return "" if load <= 2 * cores else f" This machine's load is {load:.0f} on {cores} cores: end other work, or allow more."
 
 
 def read_cores(cores: str) -> list[list[int]]:
-    """The cores of each worker by ``VLLM_CPU_OMP_THREADS_BIND``, such as ``0|1``, ``0,1`` or ``0-3|4-7``.
-
-    Raises ValueError for anything else, such as ``nobind``.
-    """
+    """Returns each worker's cores from ``VLLM_CPU_OMP_THREADS_BIND``, such as ``0|1``, ``0,1`` or ``0-3|4-7``; raises
+    ValueError for others."""
     return [[core for part in worker.split(",") for core in _read_range(part)] for worker in cores.split("|")]
 
 

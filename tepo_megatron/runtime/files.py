@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any
 
 Failed = Callable[[Path, OSError], None]
-"""Is called after every failed attempt to write a file."""
+"""Called after every failed attempt to write a file."""
 
 
 def partial_path(path: Path) -> Path:
-    """The name under which a file or folder is written before it is complete."""
     return path.with_name(path.name + ".partial")
 
 
 def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) -> None:
-    """Replaces a file by rename: a reader, or a crash, finds the old content or the new one.
+    """Replaces a file by rename. ``sync``: the content also survives a power cut.
 
-    ``sync``: the content also survives a power cut. Creates the folder. Raises OSError, and then leaves no partial file.
+    Creates the folder. Raises OSError, and then leaves no partial file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_path(path)
@@ -53,7 +52,7 @@ def sync_folder(folder: Path) -> None:
 class LogFile:
     """A file that grows by whole pieces. A piece that could not be written is retried before the next one.
 
-    The file is opened for each piece, so that a removed folder is created again and a full disk is used when it has room.
+    The file is opened for each piece, so that a removed folder is created again.
     """
 
     def __init__(self, path: Path, failed: Failed) -> None:
@@ -63,11 +62,11 @@ class LogFile:
 
     @property
     def waiting(self) -> int:
-        """How many pieces are not on disk yet."""
+        """Number of pieces that are not on disk yet."""
         return len(self._waiting)
 
     def append(self, piece: bytes) -> None:
-        """A reader finds the whole piece or nothing, except after a crash, which may cut off the last one."""
+        """Appends a piece. Only a crash can leave a part of it, at the end of the file."""
         self._waiting.append(piece)
         self.flush()
 
@@ -81,12 +80,13 @@ class LogFile:
 
 
 def raise_error(path: Path, error: OSError) -> None:
-    """The ``failed`` of a :class:`LogFile` whose caller handles OSError itself."""
+    """The ``failed`` of a :class:`LogFile` when the caller handles OSError."""
     raise error
 
 
 def read_lines(path: Path) -> tuple[list[str], bool]:
-    """The complete lines, without line feeds, and whether a crash cut off one more. Raises ValueError if they are not UTF-8."""
+    """Returns the complete lines, without line feeds, and whether a crash cut off one more. Raises ValueError unless they are
+    UTF-8."""
     # Not splitlines(): a response may contain characters that it, unlike JSON, treats as the end of a line.
     *lines, rest = path.read_bytes().split(b"\n")
     result = []
@@ -99,7 +99,7 @@ def read_lines(path: Path) -> tuple[list[str], bool]:
 
 
 def parse_samples(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The rows of a file of samples. Raises ValueError with the number of a damaged line."""
+    """Returns the rows. Raises ValueError with the number of a damaged line."""
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)

@@ -1,12 +1,8 @@
-"""What a server leaves when it is killed, its temporary folder and names in /dev/shm: recorded while it lives, then removed.
+"""Removes the temporary folder and the names in /dev/shm that a killed server leaves.
 
-vLLM, torch and Python's multiprocessing unlink their sockets, shared memory and semaphores when they end in an orderly way. A
-killed process does not. The supervisor, which outlives its server, gives it a temporary folder of its own, and writes there
-which names in /dev/shm the server's processes have mapped. Where the supervisor is killed too, whoever ends or starts a server
-next removes what is left (:func:`sweep`). Nothing is removed that was there before, that another user owns, or that a living
-process still maps or has open.
-
-Without Linux's /proc only the folder is removed, by the supervisor.
+The supervisor, which outlives its server, records the names that the server's processes have mapped. If the supervisor is
+killed too, :func:`sweep` removes them later. It spares what existed before, what another user owns and what a living process
+uses. Without Linux's /proc, only the supervisor removes the folder.
 """
 
 from __future__ import annotations
@@ -29,18 +25,17 @@ SHM = Path("/dev/shm")  # noqa: S108
 _LONGEST_BASE = 107 - len("/tepo-01abcd-1234567-1234567890") - len(f"/{uuid4()}")
 _RECORD = "shm"
 _LOOKS = 3
-"""A name is looked up in the memory maps of the server's processes so often: one that none of them maps is another's."""
+"""A name that none of the server's processes maps after this many looks belongs to others."""
 
 
 class Scratch:
     """The temporary folder and the shared memory of the process group that the calling process leads.
 
-    Made before the group's other processes; the folder's name says which process made it, so that :func:`sweep` knows whether
-    it is still in use.
+    Create it before the group's other processes.
     """
 
     def __init__(self, base: Path | None = None) -> None:
-        """Raises OSError where no folder can be made in ``base``, by default the system's temporary folder."""
+        """Raises OSError if no folder can be made in ``base`` (default: the system's temporary folder)."""
         base = base or temporary_folder()
         self.folder = base / folder_name()
         self.folder.mkdir(mode=0o700)
@@ -49,14 +44,14 @@ class Scratch:
         self._written = 0
 
     def environment(self) -> dict[str, str]:
-        """Where processes put their temporary files, for all who read it: Python, vLLM's sockets, C libraries.
+        """Variables that direct Python, vLLM and C libraries to the folder.
 
-        vLLM's processes unpickle what comes by these sockets; nobody else may enter the folder.
+        vLLM's processes unpickle what arrives by sockets there: the folder's mode is 0700.
         """
         return dict.fromkeys(("TMPDIR", "TMP", "TEMP", "VLLM_RPC_BASE_PATH"), str(self.folder))
 
     def record(self) -> None:
-        """Write down the names in /dev/shm that have appeared and that the group's processes use. Cheap if there are none."""
+        """Records new names in /dev/shm that the group uses."""
         new = {name: inode for name in _names() if self._looks.get(name, 0) < _LOOKS and (inode := _own_inode(SHM / name))}
         if not new:
             return
@@ -75,26 +70,26 @@ class Scratch:
                 self._written = len(lines)
 
     def remove(self) -> None:
-        """Remove the folder, and what was recorded. To be called when the group's other processes have ended."""
+        """Removes the folder and the recorded names. Call it when the group's other processes have ended."""
         _remove(self.folder, self._recorded)
 
 
 def folder_name() -> str:
-    """The name of a temporary folder of this process, ``tepo-PLACE-PID-STARTED``, by which :func:`sweep` finds its maker."""
+    """Returns ``tepo-PLACE-PID-STARTED``, by which :func:`sweep` finds the process that made the folder."""
     pid = os.getpid()
     return f"{_PREFIX}-{_place()}-{pid}-{start_time(pid)}"
 
 
 def temporary_folder() -> Path:
-    """The system's temporary folder; /tmp where that is too long: a socket's path below ours may have 107 characters."""
+    """The system's temporary folder, or /tmp if that path is too long: socket paths have at most 107 characters."""
     found = Path(tempfile.gettempdir())
     return found if len(os.fsencode(found)) <= _LONGEST_BASE else Path("/tmp")  # noqa: S108
 
 
 def sweep(base: Path | None = None) -> list[Path]:
-    """Remove what killed servers and trainers of this user have left on this machine, and return their folders.
+    """Removes what this user's killed servers and trainers left on this machine; returns their folders.
 
-    A folder is in use as long as the process that made it, another one of its group, or one whose environment names it lives.
+    A folder is in use while the process that made it, one of its group, or one whose environment names it lives.
     """
     if not PROC.exists():
         return []
@@ -109,7 +104,7 @@ def sweep(base: Path | None = None) -> list[Path]:
 
 
 def _place() -> str:
-    """Identifies the boot and the PID namespace (container) in which a PID is valid."""
+    """Identifies the boot and the PID namespace (container), in which a PID is valid."""
     parts = [os.uname().nodename, boot_id()]
     with suppress(OSError):
         parts.append(os.readlink(PROC / "self/ns/pid"))
@@ -117,7 +112,7 @@ def _place() -> str:
 
 
 def _remove(folder: Path, recorded: Mapping[str, int]) -> None:
-    """Shared memory first: the record of it is in the folder."""
+    """Shared memory first: its record is in the folder."""
     present = {name for name, inode in recorded.items() if _own_inode(SHM / name) == inode}
     still_used = _used_inodes(_own_processes()) if present else set()
     for name in present:
@@ -145,7 +140,6 @@ def _names() -> list[str]:
 
 
 def _own_inode(path: Path) -> int:
-    """The file's inode, if it is a plain file of this user's, else 0."""
     with suppress(FileNotFoundError):
         found = path.lstat()
         if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
@@ -154,10 +148,7 @@ def _own_inode(path: Path) -> int:
 
 
 def _used_inodes(processes: Iterable[int]) -> set[int]:
-    """The inodes in /dev/shm that a process has mapped or open. A process that cannot be looked into is another user's.
-
-    Not the names: what makes a semaphore has it mapped under another one, from which it was renamed.
-    """
+    """Inodes, not names: semaphores are mapped under another name, from which they were renamed."""
     used: set[int] = set()
     for process in processes:
         with suppress(OSError):
@@ -181,7 +172,6 @@ def _is_own_folder(folder: Path) -> bool:
 
 
 def _in_use(folder: Path) -> bool:
-    """Whether the process that made the folder lives, one of its group, or one that was told of the folder: a rank."""
     try:
         pid, began = map(int, folder.name.split("-")[2:4])
     except ValueError:
@@ -193,7 +183,6 @@ def _in_use(folder: Path) -> bool:
 
 
 def _is_named(folder: Path) -> bool:
-    """Whether the environment of a process names the folder."""
     name = os.fsencode(folder)
     for process in _own_processes():
         with suppress(OSError):

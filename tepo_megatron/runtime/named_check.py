@@ -1,4 +1,4 @@
-"""Lists of checks by name, which several commands use: one to refuse at the first problem, another to report them all."""
+"""Named checks that several commands share: one command stops at the first problem, another reports all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _always(_subject: object) -> bool:
 
 @dataclass(frozen=True)
 class NamedCheck(Generic[Subject]):
-    """One check of a subject, such as a run. ``needs`` names what must be there to ask, such as "model" or "machine"."""
+    """A check. ``needs`` names what it requires, such as "model" or "machine"."""
 
     name: str
     verify: Callable[[Subject], object]
@@ -24,7 +24,6 @@ class NamedCheck(Generic[Subject]):
     applies: Callable[[Subject], bool] = _always
 
     def problem(self, subject: Subject) -> str | None:
-        """Returns the sentence of ``verify``, or None."""
         try:
             self.verify(subject)
         except ValueError as error:
@@ -33,7 +32,7 @@ class NamedCheck(Generic[Subject]):
 
 
 def verify_all(checks: Iterable[NamedCheck[Subject]], subject: Subject) -> None:
-    """Raises ValueError with the sentence of the first check that fails."""
+    """Raises ValueError with the message of the first check that fails."""
     for check in checks:
         if check.applies(subject):
             check.verify(subject)

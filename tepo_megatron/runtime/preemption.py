@@ -1,7 +1,6 @@
-"""Signals that ask a run to stop: how its ranks learn of them, and with which exit code they end.
+"""Signals that ask a run to stop (SIGINT, SIGTERM, and SIGUSR1, Slurm's warning), and exit codes.
 
-Ctrl-C (SIGINT), SIGTERM and SIGUSR1, by which Slurm warns, all ask for the same: save what was trained, end every process, and
-say with the exit code whether somebody interrupted the run or a machine wants it to go on later. Imports no torch.
+All lead to a save and the end of every process. The exit code tells a user's interruption from a preemption. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ from tepo_megatron.runtime.files import write_atomically
 from tepo_megatron.runtime.proc import PROC, start_time
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells give it."""
+"""Exit code after SIGINT, as in shells."""
 
 PREEMPTED = 75
-"""Exit code after SIGTERM or SIGUSR1 (``EX_TEMPFAIL``): the run ended in an orderly way and wants to be resumed."""
+"""Exit code after SIGTERM or SIGUSR1 (``EX_TEMPFAIL``): the run can be resumed."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 _RANKS_FOLDER = "TEPO_RANKS_FOLDER"
-"""Environment: where each rank of this machine writes its process id once it handles signals; set by ``forward_signals``."""
+"""Environment: the folder where each rank of this machine writes its PID once it handles signals."""
 
 _LOOK_S = 1.0
-"""How often a rank that was asked to stop looks whether there still is a rank 0."""
+"""Seconds between looks whether rank 0 still lives, after a signal."""
 
 _OTHERS_S = 5.0
-"""How much longer than rank 0 the other ranks wait at the end of the grace time, so that rank 0 says why."""
+"""Seconds that other ranks wait longer than rank 0 at the end of the grace time, so that rank 0 reports the reason."""
 
 
 class StopRequested(KeyboardInterrupt):
-    """A signal asked the run to stop. On every rank of a loop it is raised at the same point."""
+    """A signal asked the run to stop. In a loop it is raised on every rank at the same point."""
 
     def __init__(self, number: int) -> None:
         self.number = signal.Signals(number)
@@ -54,21 +53,19 @@ class StopRequested(KeyboardInterrupt):
 
 
 def exit_code(number: int) -> int:
-    """The exit code of a run that this signal ended."""
     return INTERRUPTED if number == signal.SIGINT else PREEMPTED
 
 
 class StopSignals:
-    """What signals ask of this process; made and installed by ``rank.run_rank``, and found by :func:`stop_signals`.
+    """The stop signals of this process; :func:`stop_signals` finds them.
 
-    Until :meth:`defer` the first of them raises ``StopRequested`` in the main thread at once; from then on only within
-    :meth:`interruptible`, and elsewhere :attr:`requested` is set, for whoever comes to a safe point. A thread hears the signals
-    too, also while the main thread waits in a collective. It says what happens, and ends the process when the grace time is
-    over, or at a Ctrl-C after another signal.
+    Until :meth:`defer` the first signal raises ``StopRequested`` in the main thread at once. Later it does so only within
+    :meth:`interruptible`; elsewhere it sets :attr:`requested`, for the next safe point. A thread receives signals even while
+    the main thread waits in a collective; it ends the process after the grace time, or at a Ctrl-C after another signal.
 
-    ``grace_s`` and ``warning_s``: seconds from SIGTERM and from SIGUSR1 to the end of the process. Ctrl-C has no such limit.
-    ``ends``: whether the process may be ended; if not, it is the user's own, there are no limits, and a Ctrl-C after another
-    signal raises KeyboardInterrupt in the main thread.
+    ``grace_s``, ``warning_s``: seconds from SIGTERM and from SIGUSR1 to the end of the process; Ctrl-C has no limit. ``ends``:
+    whether the process may be ended. If not, there are no limits, and a Ctrl-C after another signal raises KeyboardInterrupt in
+    the main thread.
     """
 
     def __init__(
@@ -83,9 +80,9 @@ class StopSignals:
         self.requested: signal.Signals | None = None
         """The first signal."""
         self.say: Callable[[str], None] = lambda text: None
-        """Tells the user a sentence; called from another thread. Ranks other than 0 say nothing."""
+        """Shows the user a sentence; called from another thread."""
         self.at_risk: Callable[[], str] = str
-        """What would be lost if the process ended now, as a sentence; empty if nothing is."""
+        """Returns a sentence about what would be lost if the process ended now; empty if nothing."""
         self._limits = {
             signal.SIGTERM: (grace_s, "train.grace_s"),
             signal.SIGUSR1: (warning_s, "train.warning_s"),
@@ -98,7 +95,7 @@ class StopSignals:
         self._noting = threading.RLock()  # a handler may interrupt another in the main thread
 
     def install(self) -> None:
-        """Handles the signals from now on. Called from the main thread."""
+        """Handles the signals. Call it from the main thread."""
         hears, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
         self._before = {number: signal.getsignal(number) for number in self._numbers}
@@ -109,7 +106,7 @@ class StopSignals:
             write_atomically(Path(folder) / f"rank-{rank}.pid", str(os.getpid()))
 
     def uninstall(self) -> None:
-        """The signals are handled as before :meth:`install`. Called from the main thread; nothing where it was not called."""
+        """Restores the earlier handlers, if :meth:`install` was called. Call it from the main thread."""
         if self._wakes is not None:
             signal.set_wakeup_fd(self._wakes_before, warn_on_full_buffer=False)
             for number, handler in self._before.items():
@@ -118,16 +115,14 @@ class StopSignals:
             self._wakes = None
 
     def defer(self) -> None:
-        """From now on a signal raises only within :meth:`interruptible`; also one whose default was restored meanwhile."""
+        """Makes signals raise only within :meth:`interruptible`, also those whose default was restored meanwhile."""
         self._raises = False
         if self._wakes is not None:
             self._handle_all()
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Around a wait that may be given up anywhere: a signal raises ``StopRequested`` within it, and one that has come
-        already does so at once. For the main thread, after :meth:`defer`.
-        """
+        """Context of the main thread, after :meth:`defer`, in which a signal, also an earlier one, raises ``StopRequested``."""
         self._raises = True
         try:
             if self.requested is not None:
@@ -137,7 +132,7 @@ class StopSignals:
             self._raises = False
 
     def seconds_left(self) -> float:
-        """Seconds until the process ends; infinite if no signal came, or only Ctrl-C."""
+        """Seconds until the process ends; infinite without a signal and after Ctrl-C."""
         return self._deadline - time.monotonic()
 
     def _handle_all(self) -> None:
@@ -161,7 +156,7 @@ class StopSignals:
                 self._deadline, self._limited_by = deadline, came
 
     def _listen(self, hears: socket.socket) -> None:
-        """Runs in a thread of its own. The kernel tells of a signal here whatever the main thread does."""
+        """Runs in a thread: the kernel reports signals here whatever the main thread does."""
         told: signal.Signals | None = None
         while True:
             left = max(0.0, self.seconds_left() + _patience())
@@ -200,7 +195,7 @@ class StopSignals:
         return f"{field} = {seconds:g} s after {self._limited_by.name} are over: ended without saving"
 
     def _end(self, why: str) -> None:
-        """Ends the process. Servers and verifiers end with it: each holds a pipe from here."""
+        """Servers and verifiers end with the process: each holds a pipe from it."""
         assert self.requested is not None
         lost = self.at_risk()
         with suppress(Exception):  # nothing may keep the process alive
@@ -215,7 +210,7 @@ _installed = StopSignals()
 def install_stop_signals(
     *, grace_s: float = math.inf, warning_s: float = math.inf, numbers: tuple[signal.Signals, ...] = STOP_SIGNALS
 ) -> StopSignals:
-    """Handles these signals of this process, and returns what they ask for. Called from the main thread, once."""
+    """Installs this process's handler. Call it once, from the main thread."""
     global _installed
     _installed = StopSignals(grace_s=grace_s, warning_s=warning_s, numbers=numbers)
     _installed.install()
@@ -224,9 +219,8 @@ def install_stop_signals(
 
 @contextmanager
 def borrowed_stop_signals() -> Iterator[StopSignals]:
-    """Within, the signals ask for a stop of what runs in this process, which is the user's own and never ended by them;
-    afterwards they are handled as before. In another thread than the main one no signal is heard.
-    """
+    """Context in which signals ask for a stop of what runs in the user's process, and never end it. In another thread than the
+    main one no signal is received."""
     global _installed
     before, _installed = _installed, StopSignals(ends=False)
     mine = _installed
@@ -240,17 +234,17 @@ def borrowed_stop_signals() -> Iterator[StopSignals]:
 
 
 def stop_signals() -> StopSignals:
-    """What signals ask of this process; nothing where the caller of the public functions handles them."""
+    """This process's handler; one without signals if the caller of the public functions handles them."""
     return _installed
 
 
 @contextmanager
 def forward_signals(folder: Path, ranks: int) -> Iterator[Callable[[], int | None]]:
-    """In the parent of so many ranks: every stop signal goes on to each of them as it is, and the parent waits for their end.
+    """Context of the ranks' parent: passes every stop signal on to each rank.
 
-    Before all of them handle signals, ``StopRequested`` is raised in the parent instead. ``folder`` is private to the parent.
-    Yields a function that gives the first signal, or None. For the main thread; the agent of torchrun must leave these signals
-    alone (:data:`AGENT_ENVIRONMENT`).
+    Before all ranks handle signals, ``StopRequested`` is raised in the parent instead. ``folder`` is private to the parent.
+    Yields a function that returns the first signal or None. Call it from the main thread; torchrun's agent needs
+    :data:`AGENT_ENVIRONMENT`.
     """
     received: list[int] = []
 
@@ -274,11 +268,11 @@ def forward_signals(folder: Path, ranks: int) -> Iterator[Callable[[], int | Non
 
 
 AGENT_ENVIRONMENT = {"PET_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT"}
-"""For torchrun's agent: it would end the ranks 30 s after a signal, with SIGKILL."""
+"""For torchrun's agent, which would kill the ranks 30 s after a signal."""
 
 
 def _root_process() -> int:
-    """Rank 0's process for another rank of its machine; 0 where that is not known."""
+    """The PID of rank 0 on this machine; 0 if unknown."""
     folder = os.environ.get(_RANKS_FOLDER)
     if folder is None or os.environ.get("RANK", "0") == "0" or not PROC.exists():
         return 0

@@ -1,4 +1,4 @@
-"""Processes of this machine, read from Linux's /proc. Other systems have none: there every lookup returns "nothing"."""
+"""Processes of this machine, read from Linux's /proc. On other systems every lookup returns "nothing"."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from pathlib import Path
 PROC = Path("/proc")
 
 STOPPED = "T"
-"""The state of a process that SIGSTOP or SIGTSTP has stopped. One under a debugger has "t"."""
+"""State letter of a process stopped by SIGSTOP or SIGTSTP. Under a debugger it is "t"."""
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """``state`` is the kernel's letter (proc(5)). ``started`` is in clock ticks since boot; with it the PID
-    is unique.
-    """
+    """``state`` is the kernel's letter (proc(5)). ``started`` is in clock ticks since boot; with it the PID is unique."""
 
     pid: int
     parent: int
@@ -37,7 +35,6 @@ class ProcessState:
 
 
 def process_state(pid: int, proc: Path = PROC) -> ProcessState | None:
-    """None if there is no process of this number."""
     folder = proc / str(pid)
     try:
         # The name in parentheses may contain anything, parentheses and spaces too; the fields after the last one are fixed.
@@ -52,14 +49,14 @@ def process_state(pid: int, proc: Path = PROC) -> ProcessState | None:
 
 
 def processes(proc: Path = PROC) -> Iterator[ProcessState]:
-    """All processes of the machine that this container sees."""
+    """All processes that this container sees."""
     for entry in os.listdir(proc) if proc.is_dir() else ():
         if entry.isdigit() and (state := process_state(int(entry), proc)):
             yield state
 
 
 def descendants(pid: int) -> list[ProcessState]:
-    """All processes below this one, parents before their children."""
+    """All processes below this one, parents first."""
     states = list(processes())
     result: list[ProcessState] = []
     parents = {pid}
@@ -70,7 +67,7 @@ def descendants(pid: int) -> list[ProcessState]:
 
 
 def children(pid: int) -> list[ProcessState]:
-    """The processes that this one has started. Reads every process of the machine only if the kernel keeps no lists of them."""
+    """Reads every process of the machine if the kernel keeps no lists of children."""
     lists = list((PROC / str(pid) / "task").glob("*/children"))
     if not lists:
         return [state for state in descendants(pid) if state.parent == pid]
@@ -82,12 +79,11 @@ def children(pid: int) -> list[ProcessState]:
 
 
 def group_members(group: int) -> list[int]:
-    """The running processes of a process group."""
     return [state.pid for state in processes() if state.group == group and state.alive]
 
 
 def start_time(pid: int) -> int:
-    """``ProcessState.started`` of a running process; 0 if it has ended or the system has no /proc."""
+    """``ProcessState.started`` of a running process; 0 if it has ended or without /proc."""
     state = process_state(pid)
     return state.started if state is not None and state.alive else 0
 
@@ -100,7 +96,7 @@ def command_line(pid: int) -> str:
 
 
 def environment(pid: int) -> dict[str, str]:
-    """The variables that the process was started with; empty if they cannot be read."""
+    """The variables at the process's start; empty if they cannot be read."""
     with suppress(OSError):
         entries = (PROC / str(pid) / "environ").read_bytes().decode(errors="surrogateescape").split("\0")
         return dict(entry.split("=", 1) for entry in entries if "=" in entry)
@@ -108,14 +104,14 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def wait_channel(pid: int) -> str:
-    """The kernel function in which the process sleeps; empty if the kernel does not tell."""
+    """The kernel function in which the process sleeps; empty if unknown."""
     with suppress(OSError):
         return (PROC / str(pid) / "wchan").read_text().strip("0")
     return ""
 
 
 def boot_id() -> str:
-    """Names this boot of this machine, equal in all its containers. Without /proc: the host name."""
+    """Identifies this boot of this machine in all its containers; the host name without /proc."""
     with suppress(OSError):
         return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()

@@ -1,7 +1,4 @@
-"""What a rank of a run does beside its work: signals and exit codes, and one sentence of what went wrong.
-
-A rank was started by ``torchrun.run_ranks``, by ``python -m tepo_megatron.runtime.torchrun``, or by ``torchrun`` by hand.
-"""
+"""Signals, exit codes and the error message of a rank, started by ``run_ranks``, ``runtime.torchrun`` or ``torchrun``."""
 
 from __future__ import annotations
 
@@ -28,35 +25,33 @@ from tepo_megatron.runtime.preemption import (
 from tepo_megatron.runtime.rendezvous import refuse_dynamic_rendezvous, refuse_pickles, remove_folders
 
 _LEAVE_S = 2.0
-"""How long a rank that was asked to stop waits at the end for its threads, which may wait for servers that go on without it."""
+"""Seconds that a rank asked to stop waits for its threads, which may wait for servers that continue without it."""
 
 _REPORTED = "_tepo_reported"
-"""Attribute of an error that was said already."""
 
 FAILURE_FILE = "TEPO_FAILURE_FILE"
-"""Environment: where the first rank that fails writes its sentence; set by ``torchrun.run_ranks``."""
+"""Environment: the file where the first rank that fails writes its message."""
 
 
 def under_torchrun() -> bool:
-    """Whether this process is a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def speaks_first() -> bool:
-    """Whether this process is the one that says what all would say: the parent, or rank 0 of a ``torchrun`` by hand."""
+    """Whether this process reports for all: it is the parent, or rank 0 of a ``torchrun`` by hand."""
     return not under_torchrun() or (os.environ["RANK"] == "0" and FAILURE_FILE not in os.environ)
 
 
 def is_restart() -> bool:
-    """Whether torchrun has started this rank again, after a failure (its ``--max-restarts``)."""
+    """Whether torchrun restarted this rank after a failure (``--max-restarts``)."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def run_rank(work: Callable[[], None], *, grace_s: float, warning_s: float) -> int:
-    """Runs ``work()`` as one rank of a world; returns the exit code.
+    """Runs ``work()`` as one rank; returns the exit code.
 
-    SIGINT, SIGTERM and SIGUSR1 raise ``StopRequested`` as ``StopSignals`` says. After one rank 0 ends with 130 or 75, the
-    others with 0: the agent would end rank 0 with the first that says something else.
+    After a stop signal (see ``StopSignals``) rank 0 returns 130 or 75 and the others 0: at the first other code the agent would
+    end rank 0.
     """
     code = _run(work, grace_s, warning_s)
     if _in_a_group():
@@ -82,10 +77,9 @@ def _run(work: Callable[[], None], grace_s: float, warning_s: float) -> int:
 
 
 def report_before_leaving(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-    """For an ``ExitStack``, pushed last: says what this rank fails of while its peers are still there. A process that was not
-    started as a rank has none, and its caller gets the error.
+    """The last entry of an ``ExitStack``: reports this rank's error before its peers fail of the closed connection.
 
-    Once it has let go of them they fail too, of a closed connection, and would be the first to say so.
+    A process that is no rank reports nothing; its caller gets the error.
     """
     del kind, trace
     signals = stop_signals()
@@ -94,7 +88,7 @@ def report_before_leaving(kind: type[BaseException] | None, error: BaseException
 
 
 def run_until_interrupted(work: Callable[[], None]) -> int:
-    """Runs ``work()`` in this process, which Ctrl-C and SIGTERM end in an orderly way; returns the exit code."""
+    """Runs ``work()`` in this process until it returns, or Ctrl-C or SIGTERM ends it; returns the exit code."""
     install_stop_signals(numbers=(signal.SIGINT, signal.SIGTERM))
     try:
         work()
@@ -104,13 +98,11 @@ def run_until_interrupted(work: Callable[[], None]) -> int:
 
 
 def print_error(text: str) -> None:
-    """One sentence on standard error."""
     sys.stderr.write(f"error: {text}\n")
     sys.stderr.flush()
 
 
 def _report(error: Exception) -> None:
-    """Says what this rank failed of: to ``launch`` if it listens and no rank was first, else to standard error."""
     if getattr(error, _REPORTED, False):
         return
     setattr(error, _REPORTED, True)
@@ -123,7 +115,6 @@ def _report(error: Exception) -> None:
 
 
 def _claim(sentence: str) -> bool:
-    """Writes the sentence for ``launch``; whether this rank was the first, or nobody listens."""
     if FAILURE_FILE not in os.environ:
         return True
     try:
@@ -135,7 +126,6 @@ def _claim(sentence: str) -> bool:
 
 
 def _leave(code: int) -> int:
-    """Returns the exit code once no thread keeps the interpreter, or ends the process with it."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # one more would end an interpreter that is closing with another code
     end = time.monotonic() + _LEAVE_S
@@ -148,17 +138,13 @@ def _leave(code: int) -> int:
 
 
 def _in_a_group() -> bool:
-    """Whether torch's default process group is still there, as after a failure in the middle of making an engine.
-
-    Python's end beside gloo's threads may abort ("terminate called without an active exception"), and a rank that SIGABRT ended
-    would be taken for the first that failed.
-    """
+    """Python's exit with gloo's threads alive may abort; a rank ended by SIGABRT would pass for the first that failed."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _exit_now(code: int) -> NoReturn:
-    """Ends the process without the interpreter's own end, for which threads may not be ready."""
+    """Ends the process without the interpreter's exit, for which threads may not be ready."""
     remove_folders()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -166,7 +152,7 @@ def _exit_now(code: int) -> NoReturn:
 
 
 def _end_with_parent() -> None:
-    """On Linux, has the kernel send SIGTERM to this rank if the agent that ``launch`` runs dies without a word."""
+    """On Linux, the kernel sends SIGTERM to this rank if the agent dies."""
     if sys.platform == "linux" and FAILURE_FILE in os.environ:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

@@ -1,11 +1,8 @@
-"""Where the ranks of a run meet: nothing that a stranger could write is unpickled, and on one machine no port is open for it.
+"""Where the ranks of a run meet, so that nothing a stranger can write is unpickled.
 
-torchrun's dynamic rendezvous (``--standalone``, ``--rdzv-backend c10d``, and its default on one machine) keeps its state as a
-pickle in a store that every process that reaches the port may write. The agent unpickles it, so that any user of the machine
-runs code as the run's user. Here the ranks of one machine meet in a file of a private folder, and the agents of several nodes
-meet in a store that listens on one address of the first node and holds JSON (docs/decisions/015-rendezvous.md).
-
-``python -m tepo_megatron.runtime.torchrun`` takes torchrun's flags and runs torchrun's agent with this rendezvous.
+torchrun's dynamic rendezvous (``--standalone``, ``--rdzv-backend c10d``, its default on one machine) unpickles state from a
+store that any process may write. Here the ranks of one machine meet in a file of a private folder. The agents of several nodes
+meet in a JSON store on one address of the first node (docs/decisions/015-rendezvous.md).
 """
 
 from __future__ import annotations
@@ -30,22 +27,22 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
 BACKEND = "tepo"
-"""The name of this rendezvous among those of torchrun's agent."""
+"""Name of this rendezvous for torchrun's agent."""
 
 FOLDER_VARIABLE = "TEPO_RENDEZVOUS"
-"""Environment of the ranks of one machine: the private folder in which they meet."""
+"""Environment: the private folder in which the ranks of one machine meet."""
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
 
 LONGEST_FOLDER = 66
-"""Bytes of a folder's path in which the name of a socket, at most 107 bytes, still has room."""
+"""Bytes of the longest folder path that leaves room for a socket's name (107 bytes in all)."""
 
 
 def run_agent(arguments: Sequence[str], folder: Path | None = None) -> None:
-    """Runs torchrun's agent with its flags ``arguments`` and this rendezvous; returns when the ranks have ended well.
+    """Runs torchrun's agent with its flags ``arguments`` and this rendezvous; returns when the ranks have succeeded.
 
-    Ranks of one machine meet in ``folder``, of mode 0700; by default in a temporary one. Raises what torchrun raises, and
-    ValueError for flags that ask for a dynamic rendezvous.
+    Ranks of one machine meet in ``folder``, of mode 0700 (default: a temporary one). Raises what torchrun raises, and
+    ValueError for flags of a dynamic rendezvous.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
@@ -74,9 +71,9 @@ def run_agent(arguments: Sequence[str], folder: Path | None = None) -> None:
 
 
 def rank_store(world_size: int, timeout: timedelta) -> Store | None:
-    """The store of the ranks of one machine; None where torch finds it by ``MASTER_ADDR`` (several nodes, torchrun by hand).
+    """The store of one machine's ranks; None if torch uses ``MASTER_ADDR`` (several nodes, torchrun by hand).
 
-    Every rank calls. Raises RuntimeError if others than its owner may enter the folder.
+    Every rank calls. Raises RuntimeError if other users may enter the folder.
     """
     from torch.distributed import FileStore  # type: ignore[attr-defined] # torch exports it without saying so
 
@@ -106,23 +103,21 @@ def _at_end(remove: Callable[[], None]) -> None:
 
 
 def remove_folders() -> None:
-    """Removes the folders of this process, as its end does: for one that ends without the interpreter's own end."""
+    """Removes this process's folders: for processes that skip the interpreter's exit."""
     while _removals:
         _removals.pop()()
 
 
 def _remove_if_orphaned(folder: Path, agent: int) -> None:
-    """The agent removes the folder, unless it was killed. Where rank 0 was killed too, the next server's start does."""
     if os.getppid() != agent:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @functools.cache
 def private_folder() -> Path:
-    """A folder of this process that its user alone may enter, removed when it ends.
+    """Creates a folder of mode 0700, removed when this process ends.
 
-    In a rank of one machine it lies in the ranks' own, which the agent removes when they are gone, however they ended; where
-    that path is too long for the names of sockets, in /tmp.
+    In a rank it is below the ranks' folder, which the agent removes; in /tmp if that path is too long for sockets.
     """
     ranks = os.environ.get(FOLDER_VARIABLE)
     parent, name = (ranks, "tepo-") if ranks else (tempfile.gettempdir(), f"{folder_name()}-")
@@ -134,10 +129,7 @@ def private_folder() -> Path:
 
 
 def refuse_dynamic_rendezvous() -> None:
-    """ValueError if this rank was started by torchrun with a rendezvous that is not static; see the module's first lines.
-
-    Of a static rendezvous the agent's own keys are in the store that ``MASTER_ADDR`` and ``MASTER_PORT`` name.
-    """
+    """Raises ValueError if torchrun started this rank with a rendezvous that is not static."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None or FOLDER_VARIABLE in os.environ or os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL") == "1":
         return
@@ -154,9 +146,9 @@ def refuse_dynamic_rendezvous() -> None:
 
 
 def refuse_pickles() -> None:
-    """From here on torch's collectives of Python objects raise RuntimeError in this process where they would unpickle.
+    """Makes torch's collectives of Python objects raise RuntimeError before they unpickle.
 
-    The connections between ranks are not encrypted and ask for no key: what arrives by them must not be able to run code.
+    Connections between ranks have neither encryption nor keys: what arrives must not run code.
     """
     from torch.distributed import distributed_c10d
 
@@ -171,7 +163,6 @@ def _refuse_to_unpickle(_bytes: object) -> NoReturn:
 
 
 def _make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """What torchrun's agent asks for the other agents, and for the address that it tells its ranks."""
     from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -215,7 +206,7 @@ def _make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _meet(host: str, port: int, node: int, nodes: int, limit: timedelta) -> Store:
-    """The store of the agents; the first node's listens on ``host`` only, where torch's own would listen on every interface."""
+    """The agents' store. The first node listens on ``host`` only; torch's own would listen on every interface."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if node > 0:

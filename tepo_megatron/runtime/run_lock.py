@@ -1,9 +1,8 @@
-"""One run at a time in an output folder: rank 0 holds ``run.lock``, which also says to people who holds it.
+"""Allows one run at a time in an output folder: rank 0 holds ``run.lock``.
 
-The kernel's lock on the file (flock) decides between processes of one machine, and ends with its holder in whatever way that
-dies. Shared file systems may keep flock to one machine, or not have it; so the file names its holder, who renews its time of
-modification. A lock of another machine counts as left behind when that time is old, or when the holder was this Slurm job's
-life before it was requeued (decision 014). Imports no torch: ``tepo train`` looks before it starts ranks.
+Within a machine the kernel's lock (flock) decides. Shared file systems may not have it; so the file names its holder, who
+renews its modification time. Another machine's lock is stale if that time is old, or if the holder was this Slurm job before it
+was requeued (decision 014). Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,16 +24,15 @@ from tepo_megatron.runtime.proc import PROC, boot_id, start_time
 FILE = "run.lock"
 RENEW_EVERY_S = 15.0
 SILENT_S = 180.0
-"""A lock of another machine that was not renewed for so long is left behind. More than file systems cache a time, 60 s."""
+"""Seconds without renewal after which another machine's lock is stale; file systems cache times for up to 60 s."""
 
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock. ``kernel`` names the running kernel, within which flock is certain; ``born`` is when the process began,
-    in the kernel's ticks (0: not known); ``job`` and ``life`` are Slurm's job id and how often it was requeued.
-    """
+    """The holder of a lock. ``kernel``: the running kernel, within which flock is certain; ``born``: the process's start in
+    kernel ticks (0: unknown); ``job``, ``life``: Slurm's job id and its number of requeues."""
 
     host: str
     pid: int
@@ -63,7 +61,7 @@ class Holder:
 
 
 class RunLock:
-    """The lock of one output folder. :meth:`take` before anything is written there, :meth:`release` at the end."""
+    """The lock of one output folder: :meth:`take` it before anything is written there."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, folder / FILE
@@ -73,9 +71,9 @@ class RunLock:
         self._thread: threading.Thread | None = None
 
     def take(self) -> Holder | None:
-        """Takes the lock, and renews it until :meth:`release`; returns whose it was, if a run ended and left it behind.
+        """Takes the lock, and renews it until :meth:`release`; returns the earlier holder if its lock was stale.
 
-        Raises ValueError, a sentence, if a run holds the folder; OSError if the folder cannot be written.
+        Raises ValueError if a run holds the folder, OSError if the folder cannot be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         while True:
@@ -98,7 +96,7 @@ class RunLock:
         return left_behind
 
     def is_there(self) -> bool:
-        """Whether the file still lies in the folder. Raises RuntimeError if another run has taken the folder."""
+        """Whether the file still exists. Raises RuntimeError if another run has taken the folder."""
         found = read_holder(self._path)
         if found is not None and self._own is not None and found.token != self._own.token:
             raise RuntimeError(
@@ -108,7 +106,7 @@ class RunLock:
         return found is not None and _is_at(self._fd, self._path)
 
     def release(self) -> None:
-        """Gives the folder free; does nothing if this does not hold it."""
+        """Does nothing if this does not hold the lock."""
         if self._fd < 0:
             return
         self._stop.set()
@@ -128,7 +126,7 @@ class RunLock:
 
 
 def check_free(folder: Path) -> None:
-    """ValueError, a sentence, if a run holds the folder. Changes nothing."""
+    """Raises ValueError if a run holds the folder. Changes nothing."""
     path = folder / FILE
     try:
         fd = os.open(path, os.O_RDONLY)
@@ -141,7 +139,7 @@ def check_free(folder: Path) -> None:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """What a lock's file says; None if there is none, or nothing to be read in it."""
+    """None if there is no lock, or it cannot be read."""
     try:
         return _parse(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
@@ -149,7 +147,7 @@ def read_holder(path: Path) -> Holder | None:
 
 
 def _judge(fd: int, path: Path, mode: int) -> Holder | None:
-    """Locks the file; returns the dead holder that it names, if any. Raises ValueError if a living run holds it."""
+    """Locks the file; returns the dead holder, if any. Raises ValueError if a living run holds it."""
     certain = _flock(fd, mode)
     holder = _parse(os.pread(fd, 4096, 0).decode("utf-8", errors="replace"))
     if certain is False:
@@ -180,7 +178,7 @@ def _held(path: Path, holder: Holder | None, what_to_do: str) -> ValueError:
 
 
 def _flock(fd: int, mode: int) -> bool | None:
-    """Whether the lock was got; None where the file system has none."""
+    """Whether the lock was taken; None if the file system has no flock."""
     try:
         fcntl.flock(fd, mode | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -200,7 +198,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _write(fd: int, holder: Holder) -> None:
-    """In place: a lock is on the file, not on its name."""
+    """Writes in place: a lock is on the file, not on its name."""
     text = (json.dumps(asdict(holder)) + "\n").encode()
     os.pwrite(fd, text, 0)
     os.ftruncate(fd, len(text))
@@ -214,7 +212,7 @@ def _parse(text: str) -> Holder | None:
 
 
 def _now_on_disk(path: Path) -> float:
-    """Now, by the clock that stamps the folder's files."""
+    """The time by the clock that stamps the folder's files."""
     probe = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     probe.touch()
     try:
@@ -224,7 +222,6 @@ def _now_on_disk(path: Path) -> float:
 
 
 def _is_running(holder: Holder) -> bool:
-    """For a holder of this boot of this machine."""
     if PROC.exists():
         return start_time(holder.pid) == holder.born
     try:

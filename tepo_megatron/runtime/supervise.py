@@ -1,10 +1,9 @@
 """``python -m tepo_megatron.runtime.supervise -- COMMAND...``: runs a command that must not outlive its starter.
 
-Standard input is a pipe whose other end the starter holds. When it closes (the starter is done, or was killed), or on SIGTERM,
-the whole process group ends: SIGTERM, a short wait, SIGKILL; the command first, which ends its own children in order. When the
-command ends by itself, what it left in the group is killed. Then the command's temporary folder and shared memory are removed
-(``scratch``). Where the supervisor itself is killed, the kernel (Linux's) sends the command SIGTERM, so that no server runs
-that nobody would end. The supervisor must lead its process group (``start_new_session=True``).
+Standard input is a pipe from the starter. When it closes, or on SIGTERM, the process group gets SIGTERM, the command first,
+then SIGKILL. When the command ends by itself, the rest of the group is killed. Then its temporary folder and shared memory are
+removed. If the supervisor is killed, Linux sends the command SIGTERM. The supervisor must lead its process group
+(``start_new_session=True``).
 """
 
 from __future__ import annotations
@@ -23,18 +22,16 @@ from tepo_megatron.runtime.leftovers import Scratch, sweep
 from tepo_megatron.runtime.proc import group_members
 
 GRACE_S = 2.0
-"""What the command gets between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 POLL_S = 0.1
 
 REST_S = 2.0
-"""How long the server's other processes have to end after it: Python's resource tracker, which unlinks what they shared, does
-so when all of them are gone.
-"""
+"""Seconds for the server's other processes after it has ended, such as Python's resource tracker."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run and watch the command; does not return while it, or anything in the process group, lives."""
+    """Runs the command; returns when the whole process group has ended."""
     if len(arguments) < 2 or arguments[0] != "--":
         raise SystemExit("usage: python -m tepo_megatron.runtime.supervise -- COMMAND...")
     if os.getpgrp() != os.getpid():
@@ -73,7 +70,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _end_with_supervisor() -> Callable[[], None] | None:
-    """What the command's process does before it becomes the command; None where the kernel cannot tell it of our death."""
     if sys.platform != "linux":
         return None
     kernel, pr_set_pdeathsig, supervisor = ctypes.CDLL(None), 1, os.getpid()
@@ -87,12 +83,11 @@ def _end_with_supervisor() -> Callable[[], None] | None:
 
 
 def _others() -> list[int]:
-    """This process' group but itself, as far as it still runs and the system tells."""
     return [pid for pid in group_members(os.getpid()) if pid != os.getpid()]
 
 
 def _kill_others() -> None:
-    """SIGKILL ends stopped processes too. One that the kernel cannot end yet is not waited for beyond REST_S."""
+    """A process that the kernel cannot end yet is not waited for beyond REST_S."""
     deadline = time.monotonic() + REST_S
     while (left := _others()) and time.monotonic() < deadline:
         for pid in left:
@@ -102,7 +97,7 @@ def _kill_others() -> None:
 
 
 def _closed(fd: int) -> bool:
-    """Whether the pipe was closed; waits up to POLL_S for it."""
+    """Waits up to POLL_S."""
     readable, _, _ = select.select([fd], [], [], POLL_S)
     return bool(readable) and os.read(fd, 1) == b""
 

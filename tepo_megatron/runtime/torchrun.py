@@ -1,7 +1,7 @@
-"""The ranks of a run on one machine: started and ended together, with one sentence about what went wrong.
+"""The ranks of a run on one machine: starts and ends them together, and returns one error message.
 
-``run_ranks`` runs the agent that the ``torchrun`` command runs; ``rank.run_rank`` is what each rank does. ``python -m
-tepo_megatron.runtime.torchrun`` is the ``torchrun`` command for a node of a cluster, with our signals and exit codes.
+``python -m tepo_megatron.runtime.torchrun`` is the ``torchrun`` command for a node of a cluster, with our signals and exit
+codes.
 """
 
 from __future__ import annotations
@@ -41,14 +41,11 @@ _AGENT_LOG = "torch.distributed.elastic.multiprocessing.api"
 def run_ranks(
     arguments: Sequence[str], world_size: int, module: str = "tepo_megatron", *, status: Path | None = None
 ) -> tuple[int, str]:
-    """Runs ``python -m <module>`` with ``arguments`` as ``world_size`` ranks of this machine; returns the exit code and, of
-    ranks that failed, what went wrong.
+    """Runs ``python -m <module>`` with ``arguments`` as ``world_size`` ranks of this machine; returns the exit code and the
+    first failed rank's message.
 
-    Where the ranks' heartbeats are in ``status``, ranks that hang are found there and ended, with a report (``watch/``).
-
-    A signal (Ctrl-C, SIGTERM, SIGUSR1) goes to every rank, and this returns when they have ended. If a rank fails, the others
-    are ended, and the first one's sentence is what is returned. The ranks meet in a private file and talk over the loopback
-    interface.
+    ``status``: folder of the ranks' heartbeats, by which ranks that hang are found and ended (``watch/``). Stop signals go to
+    every rank. If a rank fails, the others are ended. Ranks meet in a private file and use the loopback interface.
     """
     hangs: list[str] = []
     with tempfile.TemporaryDirectory(prefix=f"{folder_name()}-") as folder:
@@ -70,14 +67,14 @@ def run_ranks(
 
 @dataclass(frozen=True)
 class _End:
-    """How the first rank ended: ``sentence``; ``killed``: by a signal, of which it could say nothing itself."""
+    """How the first rank ended. ``killed``: by a signal, which leaves no message from the rank."""
 
     sentence: str = ""
     killed: bool = False
 
 
 def _first_cause(hangs: Sequence[str], end: _End, said: str) -> str:
-    """What is told. A rank that was killed comes before what the others ``said``, since their connections to it broke."""
+    """A killed rank comes before what the others ``said``, since their connections to it broke."""
     if hangs:
         return hangs[0]
     if end.killed and said:
@@ -86,11 +83,10 @@ def _first_cause(hangs: Sequence[str], end: _End, said: str) -> str:
 
 
 def run_node(arguments: Sequence[str]) -> int:
-    """The ``torchrun`` command with these arguments, for the ranks of one node of several; returns the exit code.
+    """The ``torchrun`` command for one node of several; returns the exit code.
 
-    ``--status FOLDER`` may come first: where the ranks' heartbeats are, so that ranks that hang are found. A signal goes to
-    every rank of the node, and this returns when they have ended, with 75 or 130 on the node of rank 0. Other failures are
-    raised as ``torchrun`` does, with its table of ranks.
+    ``--status FOLDER`` may come first: the folder of the ranks' heartbeats, by which ranks that hang are found. A signal goes
+    to every rank of the node; the node of rank 0 then returns 75 or 130. Other failures are raised as ``torchrun`` does.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -117,7 +113,6 @@ def run_node(arguments: Sequence[str]) -> int:
 
 
 def _stop_code(error: ChildFailedError, asked: int | None) -> int | None:
-    """The exit code of ranks that were asked to stop and did; None for any other failure."""
     code = error.get_first_failure()[1].exitcode
     if code in (INTERRUPTED, PREEMPTED):
         return code
@@ -125,7 +120,6 @@ def _stop_code(error: ChildFailedError, asked: int | None) -> int | None:
 
 
 def _run_agent(arguments: Sequence[str], world_size: int, folder: Path, asked: Callable[[], int | None]) -> tuple[int, _End]:
-    """The exit code, and how the first rank ended."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     options = ["--nnodes=1", f"--nproc-per-node={world_size}", f"--rdzv-id={uuid.uuid4()}", f"--log-dir={folder / 'ranks'}"]
@@ -153,7 +147,6 @@ def _describe_end(error: ChildFailedError) -> tuple[int, _End]:
 
 @contextmanager
 def _environment(failure: Path) -> Iterator[None]:
-    """What the ranks inherit, and an agent that keeps its log lines to itself; as before afterwards."""
     before, level = dict(os.environ), logging.root.manager.disable
     os.environ[FAILURE_FILE] = str(failure)
     os.environ.update(AGENT_ENVIRONMENT)
@@ -171,7 +164,7 @@ def _environment(failure: Path) -> Iterator[None]:
 
 
 def _show_cursor() -> None:
-    """A rank that was killed while it drew a live view could not do it."""
+    """A rank that was killed during its live view could not restore the cursor."""
     if sys.stdout.isatty():
         sys.stdout.write("\x1b[?25h")
         sys.stdout.flush()

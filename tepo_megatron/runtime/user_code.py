@@ -1,7 +1,4 @@
-"""The user's functions and classes by name, ``path/file.py:name`` or ``package.module:name``, and whole modules of theirs.
-
-Imports nothing heavy.
-"""
+"""The user's code by name: ``path/file.py:name``, ``package.module:name``, or a whole module. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -21,12 +18,10 @@ from typing import Any
 
 
 def locate_user_code(name: str, what: str) -> str:
-    """Returns where something of the user's is, without importing it: ``module:name``, or ``/path/of/file.py:name``.
+    """Returns ``module:name`` or ``/path/of/file.py:name`` without importing it.
 
-    ``what`` names it in messages, such as ``the verifier 'mine.py:score'``.
-
-    Raises:
-        ValueError: neither ``package.module:name``, nor ``file.py:name`` of a file that is there.
+    ``what`` names it in messages, such as ``the verifier 'mine.py:score'``. Raises ValueError for other forms and missing
+    files.
     """
     place, _, attribute = name.rpartition(":")
     if place.endswith(".py") and attribute.isidentifier():
@@ -40,11 +35,7 @@ def locate_user_code(name: str, what: str) -> str:
 
 
 def load_user_code(name: str, what: str) -> Any:
-    """Imports what :func:`locate_user_code` finds, and returns it.
-
-    Raises:
-        ValueError: as ``locate_user_code``; or importing its file raised, or there is nothing of that name in it.
-    """
+    """Imports what :func:`locate_user_code` finds. Raises its ValueError, also if the import raises or the name is missing."""
     place, _, attribute = locate_user_code(name, what).rpartition(":")
     try:
         module = _import_file(Path(place)) if place.endswith(".py") else import_module(place)
@@ -57,7 +48,7 @@ def load_user_code(name: str, what: str) -> Any:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Imports a file; what lies beside it can be imported by it, where nothing else has the name."""
+    """The file can import its neighbours, unless another module has the name."""
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     # A name of its own: the file may be called as a module of the standard library is.
@@ -72,19 +63,13 @@ def _import_file(path: Path) -> ModuleType:
 
 @dataclass(frozen=True)
 class UserModule:
-    """A module of the user's as it was imported."""
-
     module: ModuleType
     digest: str
-    """Of the bytes that were imported; of a package of all its Python files. 16 hexadecimal digits."""
+    """16 hexadecimal digits, of the imported bytes; for a package, of all its Python files."""
 
 
 def locate_user_module(name: str, what: str) -> str:
-    """Returns where a module of the user's is, without importing it: ``/path/of/file.py``, or ``package.module`` as it is.
-
-    Raises:
-        ValueError: neither the path of a Python file that is there, nor the dotted name of a module.
-    """
+    """Returns ``/path/of/file.py`` or ``package.module`` without importing it. Raises ValueError for anything else."""
     if name.endswith(".py"):
         path = Path(name).expanduser().absolute()
         if not path.is_file():
@@ -96,13 +81,10 @@ def locate_user_module(name: str, what: str) -> str:
 
 
 def load_user_module(name: str, what: str) -> UserModule:
-    """Imports a whole module of the user's: one file, by exactly the bytes that the digest is of, or an installed module.
+    """Imports a file, by exactly the bytes of the digest, or an installed module; the same bytes only once.
 
-    The same bytes are imported once. A file imports nothing that lies beside it, and a module's name is not looked for in the
-    current folder (unless PYTHONPATH names that), so that nothing runs that was not named.
-
-    Raises:
-        ValueError: as :func:`locate_user_module`; or importing raised, or there is no such module.
+    A file cannot import its neighbours, and the current folder is not searched (unless PYTHONPATH names it): nothing runs that
+    was not named. Raises ValueError as :func:`locate_user_module`, also if the import raises or there is no such module.
     """
     place = locate_user_module(name, what)
     try:
@@ -115,7 +97,7 @@ _IMPORTED: dict[tuple[str, str], UserModule] = {}
 
 
 class _Bytes(SourceFileLoader):
-    """Imports the bytes that it was given, and neither reads nor writes what Python has compiled before."""
+    """Imports the given bytes, without Python's cache of compiled files."""
 
     def __init__(self, fullname: str, path: str, data: bytes) -> None:
         super().__init__(fullname, path)
@@ -162,7 +144,7 @@ def _import_installed(name: str) -> UserModule:
 
 @contextmanager
 def _without_current_folder() -> Iterator[None]:
-    """``python -m`` puts the current folder first where modules are looked for, and the command ``tepo`` does not."""
+    """``python -m`` searches the current folder first, and the command ``tepo`` does not."""
     here = os.getcwd()
     named = {os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path}
     before = list(sys.path)

@@ -1,1 +1,1 @@
-"""Heartbeats of ranks, and the watch over the ranks of a machine."""
+"""Heartbeats of ranks, and the watch over them."""

@@ -1,4 +1,4 @@
-"""Heartbeats: every rank writes what it does as a line of JSON into a file of its own, every few seconds."""
+"""Heartbeats: every few seconds each rank writes what it does as a JSON line into its own file."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ INTERVAL_S = 2.0
 """Seconds between beats. A change of phase is written at once."""
 
 STACK_SIGNAL = signal.SIGUSR2
-"""Has a rank write the stacks of its threads into :func:`stacks_path`. (By SIGUSR1 Slurm warns of the end.)"""
+"""Makes a rank write its threads' stacks into :func:`stacks_path`. SIGUSR1 is Slurm's warning."""
 
 
 @dataclass
 class RankRecord:
-    """What a rank reports. Times are seconds since 1970; a watcher counts by ``beats`` and ``moves``, which never decrease."""
+    """A rank's report. Times are seconds since 1970; a watcher counts by ``beats`` and ``moves``, which never decrease."""
 
     rank: int
     world: int
@@ -41,20 +41,19 @@ class RankRecord:
     moved_at: float = 0.0
     phase: str = "start"
     since: float = 0.0
-    """Start of the phase."""
     step: int = 0
     waits_for: str = ""
     passive: bool = False
     """Whether the rank waits for rank 0, and need not move until that does."""
     allowance_s: float = 0.0
-    """What the phase's own time-outs add to ``hang_timeout_s``."""
+    """Seconds that the phase's own time-outs add to ``hang_timeout_s``."""
     done: int = 0
     total: int = 0
     hang_timeout_s: float = 0.0
     ended: str = ""
-    """How the rank ended; empty while it runs, and after it was killed."""
+    """Empty while the rank runs, and after it was killed."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Rank 0: facts about the whole run, for ``tepo status``."""
+    """Rank 0's facts about the whole run, for ``tepo status``."""
 
 
 def record_path(folder: Path, rank: int) -> Path:
@@ -62,12 +61,11 @@ def record_path(folder: Path, rank: int) -> Path:
 
 
 def stacks_path(folder: Path, rank: int) -> Path:
-    """Where a rank writes its stacks after ``STACK_SIGNAL``."""
     return folder / f"rank-{rank:05d}.stacks"
 
 
 class Heartbeat:
-    """One rank's heartbeat, for its main thread. It writes nothing before :meth:`start`, and no method waits for a disk.
+    """One rank's heartbeat, for its main thread. Nothing is written before :meth:`start`; no method waits for a disk.
 
     ``limits``: phase → seconds that the phase's own time-outs may need.
     """
@@ -92,9 +90,8 @@ class Heartbeat:
         self._longest = 0
 
     def start(self) -> None:
-        """Rank 0 calls it when it holds the output folder, and removes files of an earlier run; the others after a collective
-        with rank 0. Raises OSError if the folder cannot be written. A second call does nothing.
-        """
+        """Rank 0 calls it first, holding the output folder, and removes older files; the others follow after a collective.
+        Raises OSError if the folder cannot be written. A second call does nothing."""
         folder, rank = self._folder, self._record.rank
         if folder is None or self._thread is not None:
             return
@@ -114,7 +111,7 @@ class Heartbeat:
     # -- what the rank does ------------------------------------------------------------------------------------------------
 
     def phase(self, name: str, *, waits_for: str = "", total: int = 0) -> None:
-        """Starts a phase. ``waits_for``: whom the rank waits for in it; ``total``: its items, if countable."""
+        """``waits_for``: whom the rank waits for; ``total``: number of items, if countable."""
         record = self._record
         record.phase, record.waits_for, record.done, record.total = name, waits_for, 0, total
         record.since, record.allowance_s = time.time(), self._limits.get(name, 0.0)
@@ -133,12 +130,12 @@ class Heartbeat:
         self._record.step = step
 
     def tell(self, **facts: Any) -> None:
-        """Adds facts about the run, as JSON values, for ``tepo status``. Rank 0 only."""
+        """Adds facts, as JSON values, for ``tepo status``. Rank 0 only."""
         self._record.facts = {**self._record.facts, **facts}
 
     @contextlib.contextmanager
     def waiting(self, waits_for: str) -> Iterator[None]:
-        """Within, this rank waits for another one as long as that works, and cannot hang."""
+        """Context in which this rank waits for another one and cannot hang."""
         record = self._record
         before, record.waits_for, record.passive = record.waits_for, waits_for, True
         try:
@@ -148,7 +145,7 @@ class Heartbeat:
             self.moved()
 
     def close(self, ended: str) -> None:
-        """The last beat, with how the rank ended. May be called twice, and before :meth:`start`."""
+        """Writes the last beat. May be called twice, and before :meth:`start`."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -183,7 +180,7 @@ class Heartbeat:
 
 
 def read_records(folder: Path) -> list[RankRecord]:
-    """The last record of every rank, by rank. Files that are damaged or of another version are left out."""
+    """Rank → its last record, without files that are damaged or of another version."""
     found = (_read(path) for path in sorted(folder.glob("rank-*.json")))
     return [record for record in found if record is not None]
 

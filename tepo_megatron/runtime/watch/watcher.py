@@ -1,4 +1,4 @@
-"""Watches the ranks of this machine from the process that started them, and ends a run that hangs, with a report."""
+"""Watches this machine's ranks from their parent, and ends a run that hangs, with a report."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tepo_megatron.runtime.proc import STOPPED, ProcessState, children, command_
 from tepo_megatron.runtime.watch.heartbeat import STACK_SIGNAL, RankRecord, read_records, stacks_path
 
 STOPPED_S = 30.0
-"""Seconds after which a rank that a signal has stopped counts as hanging: only another signal lets it continue."""
+"""Seconds after which a stopped rank counts as hanging: only another signal continues it."""
 
 INTERVAL_S = 2.0
 
 _STACKS_TIMEOUT_S = 10.0
-"""Ranks need milliseconds to write their stacks, unless the disk is what hangs."""
+"""Ranks write their stacks in milliseconds, unless the disk hangs."""
 
 _STATES = {"R": "runs", "S": "sleeps", "D": "waits for a device or a disk", STOPPED: "stopped", "t": "traced", "Z": "ended"}
 
 
 @dataclass(frozen=True)
 class WatchedRank:
-    """A rank of this machine. ``record`` is None before its first heartbeat."""
+    """``record`` is None before the rank's first heartbeat."""
 
     process: ProcessState
     record: RankRecord | None
@@ -36,7 +36,7 @@ class WatchedRank:
 
 @dataclass(frozen=True)
 class Hang:
-    """``sentence`` names the ranks that hang, their phase, and since when; ``processes`` are the PIDs to kill."""
+    """``sentence`` names the ranks that hang, their phase, and since when; ``processes``: PIDs to kill."""
 
     processes: tuple[int, ...]
     sentence: str
@@ -51,10 +51,10 @@ class _Observed:
 
 @contextlib.contextmanager
 def watching(status: Path | None, notify: Callable[[str], None]) -> Iterator[None]:
-    """Within, a thread watches the children of this process, the ranks, whose heartbeats are in ``status`` (None: no watch).
+    """Context in which a thread watches this process's children, the ranks, by their heartbeats in ``status`` (None: no watch).
 
     If one hangs, a report is written to ``logs/hang-….txt`` next to ``status``, ``notify`` gets one sentence, and the rank is
-    killed. Whoever started the ranks then ends the others, as after any death.
+    killed. Whoever started the ranks ends the others.
     """
     if status is None:
         yield
@@ -72,7 +72,7 @@ def watching(status: Path | None, notify: Callable[[str], None]) -> Iterator[Non
 class HangDetector:
     """Decides from heartbeats and process states which rank hangs.
 
-    It has no clock: only time between two checks counts, so a parent that was stopped or a machine that slept blames nobody.
+    Only time between two checks counts, so that no rank is blamed after the parent was stopped or the machine slept.
     """
 
     def __init__(self) -> None:
@@ -81,8 +81,8 @@ class HangDetector:
     def check(self, ranks: Sequence[WatchedRank], elapsed_s: float) -> Hang | None:
         """``elapsed_s``: since the last check.
 
-        A rank hangs that is stopped for ``STOPPED_S`` (or its ``hang_timeout_s``, if that is less), or that made no move for
-        ``hang_timeout_s`` and its phase's allowance. A rank that waits for rank 0 need not move.
+        A rank hangs if it is stopped for ``STOPPED_S`` (or a shorter ``hang_timeout_s``), or makes no move for
+        ``hang_timeout_s`` and its phase's allowance, unless it waits for rank 0.
         """
         stopped: list[tuple[WatchedRank, float]] = []
         still: list[tuple[WatchedRank, float]] = []
@@ -144,13 +144,13 @@ def _watch(status: Path, notify: Callable[[str], None], stop: threading.Event) -
 
 
 def _local_ranks(status: Path) -> list[WatchedRank]:
-    """The living children of this process. Records of an earlier run match none of them."""
+    """Records of an earlier run match no living child."""
     records = {(record.pid, record.started): record for record in read_records(status)}
     return [WatchedRank(child, records.get((child.pid, child.started))) for child in children(os.getpid()) if child.alive]
 
 
 def _write_report(status: Path, hang: Hang) -> str:
-    """Returns where the report is, or why there is none: a hang must end even if nothing can be written."""
+    """Returns the report's path, or why there is none: a hang must end even if nothing can be written."""
     path = status.parent / "logs" / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}.txt"
     try:
         text = _report(status, hang, _local_ranks(status))
@@ -162,7 +162,6 @@ def _write_report(status: Path, hang: Hang) -> str:
 
 
 def _report(status: Path, hang: Hang, ranks: Sequence[WatchedRank]) -> str:
-    """Each rank's last record and stacks, and the state of every process below this one."""
     before = {rank.process.pid: _stacks_size(status, rank) for rank in ranks}
     asked = [rank for rank in ranks if rank.record is not None and not rank.record.ended and rank.process.state != STOPPED]
     for rank in asked:

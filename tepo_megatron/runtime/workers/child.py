@@ -1,7 +1,4 @@
-"""The worker's side of a child process: pipes to the parent, its end with the parent, and the kernel's limits on it.
-
-Imports the standard library only.
-"""
+"""The worker's side of a child process: pipes, end with the parent, kernel limits. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -20,14 +17,14 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 NO_MEMORY = 77
-"""Exit status of a worker that has no memory left to report that."""
+"""Exit status of a worker without memory to report that."""
 
 _GROWTH = 0.25
-"""The share of its memory limit that a worker may keep between calls."""
+"""Share of its memory limit that a worker may keep between calls."""
 
 
 def redirect_standard_streams() -> tuple[BinaryIO, FileIO]:
-    """Returns the pipes to the parent. The user's code prints to stderr instead, and reads an empty input."""
+    """Returns the pipes to the parent. User code prints to stderr instead, and reads an empty input."""
     requests = os.fdopen(os.dup(0), "rb")
     replies = FileIO(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -38,7 +35,7 @@ def redirect_standard_streams() -> tuple[BinaryIO, FileIO]:
 
 
 def read_lines(requests: BinaryIO, inbox: SimpleQueue[Any]) -> None:
-    """Runs in a thread, so that the end of the input ends the process even while the user's code runs."""
+    """Runs in a thread, so that the end of the input ends the process even during user code."""
     try:
         for line in requests:
             inbox.put(json.loads(line))
@@ -50,16 +47,16 @@ def read_lines(requests: BinaryIO, inbox: SimpleQueue[Any]) -> None:
 
 
 def limit_processor_time(timeout_s: float) -> None:
-    """Has the kernel end a process whose user's code still runs after the parent died.
+    """Makes the kernel end a process whose user code still runs after the parent died.
 
-    ``read_lines`` cannot: a regular expression that backtracks holds the interpreter's lock, so that no other thread runs. The
-    limit counts processor time of all threads, and is far above the one that the parent enforces.
+    ``read_lines`` cannot: a backtracking regular expression holds the interpreter's lock. The limit counts processor time of
+    all threads, far above the parent's own limit.
     """
     signal.setitimer(signal.ITIMER_PROF, 60 + 10 * timeout_s)
 
 
 def has_grown(loaded: int, memory_mb: int) -> bool:
-    """Whether the process keeps so much memory that the next call would have less than earlier ones."""
+    """Whether so much memory is kept that the next call would have less than earlier ones."""
     most = loaded + int(_GROWTH * memory_mb * 10**6)
     if data_bytes() <= most:
         return False
@@ -74,17 +71,16 @@ def reply(replies: FileIO, value: Any) -> None:
 
 
 OPEN_FILES = 256
-"""Limit on open files and sockets of a worker."""
+"""Limit on a worker's open files and sockets."""
 
 _MB = 10**6
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 
 
 def leave_network() -> str | None:
-    """Moves this process into a network namespace without any interface. Returns None, or why the kernel refuses.
+    """Enters a network namespace without interfaces. Returns None, or why the kernel refuses.
 
-    Called before there is a second thread. The process keeps its user and files; without privileges it also enters a user
-    namespace, in which the user stays the same.
+    Call it before there is a second thread. Without privileges it also enters a user namespace, with the same user.
     """
     if sys.platform != "linux":
         return f"{sys.platform} has no network namespaces"
@@ -102,13 +98,13 @@ def leave_network() -> str | None:
 
 
 def limit_process(open_files: int = OPEN_FILES) -> None:
-    """Disables core dumps and limits open files. Called before user code is imported."""
+    """Disables core dumps and limits open files. Call it before user code is imported."""
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_NOFILE, open_files)
 
 
 def limit_memory(megabytes: int) -> int:
-    """Limits the data of this process to the present size plus ``megabytes`` (10⁶ bytes). Returns the present size in bytes."""
+    """Limits this process's data to the present size plus ``megabytes`` (10⁶ bytes). Returns the present size in bytes."""
     now = data_bytes()
     if sys.platform == "linux":  # elsewhere the kernel does not count them
         _lower(resource.RLIMIT_DATA, now + megabytes * _MB)
@@ -116,7 +112,7 @@ def limit_memory(megabytes: int) -> int:
 
 
 def limit_file_size(megabytes: int) -> None:
-    """Limits the size of every file that is written from now on. Writing more raises OSError.
+    """Makes writing more to a file raise OSError.
 
     If standard error is a log file, it may grow by that much.
     """
@@ -128,7 +124,7 @@ def limit_file_size(megabytes: int) -> None:
 
 
 def data_bytes() -> int:
-    """The private writable memory of this process, which RLIMIT_DATA limits; 0 if the system does not tell."""
+    """Bytes of private writable memory, which RLIMIT_DATA limits; 0 if unknown."""
     file = _memory_file()
     return 0 if file is None else int(os.pread(file, 200, 0).split()[5]) * resource.getpagesize()
 

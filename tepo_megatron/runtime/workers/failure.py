@@ -1,4 +1,4 @@
-"""Why a response has no reward, as a sentence; and the memory of those that failed."""
+"""Why a response has no reward, as a sentence; and a memory of failed responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HINTS = {
 
 
 class RememberedFailures:
-    """The causes of the last so many responses that failed, so that the same one costs its time once."""
+    """Causes of the last failed responses, so that the same response costs its time only once."""
 
     def __init__(self, most: int = 10_000) -> None:
         self._most = most
@@ -40,18 +40,16 @@ class RememberedFailures:
 
 
 def why_it_ended(exit_status: str, memory_mb: int, *, what: str = "verifier", section: str = "reward") -> str:
-    """The sentence for a worker that ended under a response; ``exit_status`` as `WorkerProcess.exit_status` gives it. ``what``
-    it ran, and the ``section`` of the configuration that has its limits.
-    """
+    """The sentence for a worker that ended during a response. ``exit_status`` as of `WorkerProcess.exit_status`; ``section``:
+    the configuration's section with the limits of ``what``."""
     hint = _HINTS.get(exit_status, "").format(memory=f"{section}.memory_mb = {memory_mb}")
     return f"the {what}'s process ended ({exit_status}){'; ' if hint else ''}{hint}"
 
 
 def why_it_raised(error: BaseException, verifier: Callable[..., Any], setup: Mapping[str, Any]) -> str:
-    """The sentence for what a verifier raised: type, text, the limit behind it if it was one, and the line of its own file.
+    """The sentence for a verifier's error: type, text, the limit that caused it, and its line.
 
-    ``setup``: the limits by their names; what is no verifier is called ``setup["what"]``, and has its limits from
-    ``setup["section"]``.
+    ``setup``: the limits by name; for others than verifiers ``setup["what"]`` and ``setup["section"]``.
     """
     what, section = setup.get("what", "verifier"), setup.get("section", "reward")
     if isinstance(error, MemoryError):
@@ -79,7 +77,7 @@ def _a(what: str) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what it was raised from, the same one never twice."""
+    """The error and its causes, each once."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -88,7 +86,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def place_of(verifier: Callable[..., Any], line: int | None = None) -> str:
-    """``, at file:line: "…"`` of a verifier, where it is defined or another line of its file; empty where that is not known."""
+    """``, at file:line: "…"`` of a verifier, by default of its definition; empty if unknown."""
     code = getattr(verifier, "__code__", None)
     if code is None:
         return ""
@@ -97,7 +95,7 @@ def place_of(verifier: Callable[..., Any], line: int | None = None) -> str:
 
 
 def _place(error: BaseException, verifier: Callable[..., Any]) -> str:
-    """The last line of the verifier's own file that the error went through; where it is defined if it went through none."""
+    """The last line of the verifier's file in the traceback, or its definition."""
     code = getattr(verifier, "__code__", None)
     frames = traceback.extract_tb(error.__traceback__) if code is not None else ()
     lines = [frame.lineno for frame in frames if code is not None and frame.filename == code.co_filename]

@@ -1,4 +1,4 @@
-"""The parent's side of child processes that exchange JSON lines over pipes: verifiers, environments and loggers."""
+"""The parent's side of child processes that exchange JSON lines over pipes: verifiers, environments, loggers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CLOSE_TIMEOUT_S = 1.0
 
 
 class WorkerProcess:
-    """Runs ``python -m MODULE``, or ``forked`` in a fork of this process, in a new session, which Ctrl-C does not reach.
+    """Runs ``python -m MODULE``, or ``forked`` in a fork, in a new session, which Ctrl-C does not reach.
 
     Starting a module is safe in a process with threads; for a fork see :class:`ForkedProcess`. A selector can wait for it.
     """
@@ -52,13 +52,12 @@ class WorkerProcess:
         self._unfinished = b""
 
     def fileno(self) -> int:
-        """The file descriptor that becomes readable when ``receive`` has data, or the process has ended."""
+        """The descriptor that becomes readable when ``receive`` has data or the process has ended."""
         return self._stdout.fileno()
 
     def send(self, value: Any, timeout_s: float) -> None:
-        """Writes one JSON line. After ``timeout_s`` seconds only its beginning is written: the process does not read, and
-        will not reply. Does nothing if the process has ended, which ``receive`` reports.
-        """
+        """Writes one JSON line, within ``timeout_s`` seconds: a process that reads too slowly gets a part, and will not reply.
+        Does nothing if the process has ended, which ``receive`` reports."""
         remaining = memoryview(json.dumps(value).encode() + b"\n")
         deadline = time.monotonic() + timeout_s
         try:
@@ -71,11 +70,7 @@ class WorkerProcess:
             return
 
     def receive(self) -> list[Any]:
-        """Returns the values of the complete lines; blocks until something is written.
-
-        Raises:
-            EOFError: the process ended.
-        """
+        """Returns the values of the complete lines; blocks until something is written. Raises EOFError if the process ended."""
         data = os.read(self.fileno(), 1 << 16)
         if not data:
             raise EOFError
@@ -92,12 +87,12 @@ class WorkerProcess:
 
     @property
     def stopped(self) -> bool:
-        """Whether the process is stopped by a signal or a debugger; False if the system does not tell."""
+        """Whether a signal or a debugger stopped the process; False if unknown."""
         state = process_state(self._process.pid)
         return state is not None and state.state in (STOPPED, "t")
 
     def close(self) -> None:
-        """Closes the process's input, which ends it; kills it if it has not ended after a second."""
+        """Closes the process's input, which ends it; kills it after a second."""
         self._stdin.close()
         try:
             self._process.wait(_CLOSE_TIMEOUT_S)
@@ -107,7 +102,7 @@ class WorkerProcess:
         self._stdout.close()
 
     def kill(self) -> None:
-        """Kills the process and its process group."""
+        """Kills the whole process group."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self.close()
@@ -117,11 +112,11 @@ _POLL_INTERVAL_S = 0.005
 
 
 class ForkedProcess:
-    """``main`` runs in a fork of this process, whose standard input and output are pipes from and to here.
+    """``main`` in a fork of this process, with pipes as standard input and output; the methods are those of
+    ``subprocess.Popen``.
 
-    For a function that only this process has, such as one of a notebook's cells; nothing is pickled. The child has a copy of
-    this process's memory, one thread, and no open files but its pipes and standard error. Safe in any thread if ``main``
-    acquires no lock of a C library that another thread may hold. The methods are those of ``subprocess.Popen``.
+    For functions that cannot be imported, such as a notebook's. The child has a copy of the memory, one thread, and no open
+    files but its pipes and standard error. ``main`` must not acquire a C library's lock that another thread may hold.
     """
 
     def __init__(self, main: Callable[[], None]) -> None:
@@ -186,13 +181,13 @@ def _forget_signals() -> None:
 
 
 def _close_others() -> None:
-    """A pipe that stays open here would keep servers and other workers alive, which end when it is closed."""
+    """A pipe left open here would keep servers and other workers alive, which end when it closes."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     os.closerange(3, most if most != resource.RLIM_INFINITY else 1 << 20)
 
 
 START_TIMEOUT_S = 120.0
-"""Seconds for a worker to start and to import user code; a library for symbolic mathematics needs several."""
+"""Seconds to start a worker and import user code; symbolic mathematics libraries need several."""
 
 
 class Call(Protocol):
@@ -221,19 +216,19 @@ class Worker(Generic[C]):
 
     @property
     def running(self) -> list[C]:
-        """The calls in progress, without those that wait for the first."""
+        """The calls in progress, without those queued behind the first."""
         return list(self.pending) if self.concurrent else list(self.pending)[:1]
 
     @property
     def deadline(self) -> float:
-        """When the worker is late: with its start, or with one of the calls in progress."""
+        """When the start, or a call in progress, becomes late."""
         if not self.ready:
             return self.start_deadline
         return min((call.deadline for call in self.running), default=float("inf"))
 
 
 class WorkerSet(Generic[W]):
-    """The workers of a pool, in a fixed order: which of them has answered, and which is late."""
+    """A pool's workers in a fixed order: which has answered, and which is late."""
 
     def __init__(self) -> None:
         self._workers: list[W] = []
@@ -254,7 +249,7 @@ class WorkerSet(Generic[W]):
         self._selector.register(worker.process, selectors.EVENT_READ, worker)
 
     def kill(self, worker: W) -> None:
-        """Kills the worker's process without reading its last output. :meth:`replace` puts another worker in its place."""
+        """Kills a worker without reading its last output; :meth:`replace` it afterwards."""
         self._selector.unregister(worker.process)
         worker.process.kill()
 
@@ -263,9 +258,8 @@ class WorkerSet(Generic[W]):
         self._selector.register(by.process, selectors.EVENT_READ, by)
 
     def wait(self, timeout_s: float) -> Iterator[tuple[W, bool]]:
-        """Waits until a process has written or ended, a deadline, or ``timeout_s``. Yields each readable worker with True, and
-        each late one with False. The caller may replace and add workers meanwhile.
-        """
+        """Waits for output, an end, a deadline, or ``timeout_s``. Yields (readable worker, True) and (late worker, False). The
+        caller may replace and add workers meanwhile."""
         due = min((worker.deadline for worker in self._workers), default=float("inf"))
         patience = max(0.0, min(timeout_s, due - time.monotonic()))
         heard = {id(key.data) for key, _ in self._selector.select(patience)}
@@ -276,7 +270,6 @@ class WorkerSet(Generic[W]):
                 yield worker, False
 
     def close(self) -> None:
-        """Ends all workers. May be called more than once."""
         for worker in self._workers:
             worker.process.close()
         self._workers = []

@@ -1,4 +1,4 @@
-"""Python programs that a model wrote, each in a process of its own: with limits, without network, in an empty folder."""
+"""Runs Python programs that a model wrote, each in its own process: limited, without network, in an empty folder."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 _MOST_PRINTED = 4 * 2**20
-"""Bytes that a program may print."""
 
 _ENVIRONMENT: Mapping[str, str] = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
-"""All that a program sees of the machine's variables; ``HOME`` and ``TMPDIR`` are its folder."""
+"""All variables that a program sees; ``HOME`` and ``TMPDIR`` are its folder."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What became of a program: the first and the last bytes that it wrote, and its exit status; or, where a limit ended it,
-    which one as a sentence."""
+    """A program's first and last output bytes and exit status, or a sentence about the limit that ended it."""
 
     head: bytes
     tail: bytes
@@ -34,19 +32,18 @@ class Ran:
 @dataclass(frozen=True)
 class Sandbox:
     """Runs programs by this Python with the standard library alone. Each has ``seconds`` of the clock and of processor time,
-    ``memory_mb`` 10⁶ bytes of memory, 64 open files of 10 MB each, and starts no process (unless this user is root). Its folder
-    and what it has started go when it ends.
+    ``memory_mb`` 10⁶ bytes of memory, 64 open files of 10 MB each, and starts no process (unless this user is root).
 
-    It has the network of the process that calls; :func:`require_no_network` sees that this is none. It is no virtual machine:
-    what this user may read, a program may read.
+    It has the caller's network: call :func:`require_no_network` first. It is no virtual machine: a program may read what this
+    user may read.
     """
 
     seconds: float
     memory_mb: int
 
     async def run(self, arguments: Sequence[str], *, kept: int, given: bytes = b"") -> Ran:
-        """Runs ``python ARGUMENTS`` with ``given`` as its input. ``kept``: how many bytes of its output are returned, of the
-        first and of the last. Raises OSError where the machine starts no process."""
+        """Runs ``python ARGUMENTS`` with the input ``given``. ``kept``: bytes of its output to return, from both ends. Raises
+        OSError if no process can be started."""
         with (
             tempfile.TemporaryDirectory(prefix="tepo-python-", ignore_cleanup_errors=True) as folder,
             tempfile.TemporaryFile() as stdin,
@@ -91,7 +88,6 @@ class Sandbox:
             return Ran(head, tail, None, f"it ran longer than {self.seconds:g} s")
 
     def _limit(self) -> None:
-        """In the new process, before the program."""
         for what, most in (
             (resource.RLIMIT_CPU, int(self.seconds) + 1),
             (resource.RLIMIT_AS, self.memory_mb * 10**6),
@@ -106,7 +102,7 @@ class Sandbox:
 
 
 def require_no_network() -> None:
-    """Raises RuntimeError where this process has the network of the one that started it: then a model's programs would too."""
+    """Raises RuntimeError if this process still has its parent's network, which a model's programs would share."""
     if _shares_network():
         raise RuntimeError("the kernel does not take the network away from it, and the model's programs would have one")
 
@@ -122,7 +118,6 @@ def _shares_network() -> bool:
 
 @asynccontextmanager
 async def _read_end() -> AsyncIterator[tuple[asyncio.StreamReader, BinaryIO]]:
-    """A pipe: what reads it, and its other end, which the caller may close earlier."""
     reads, writes = os.pipe()
     stream = asyncio.StreamReader()
     with os.fdopen(writes, "wb", 0) as write_end:
