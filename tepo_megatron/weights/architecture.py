@@ -1,4 +1,4 @@
-"""Model families, and the ``config.json`` of a model as a ModelSpec."""
+"""Model families, and a model's ``config.json`` as a ModelSpec."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from typing import Any
 class Family:
     """Differences of one architecture from the plain decoder (RMSNorm, RoPE, grouped queries, SwiGLU, no biases).
 
-    ``qkv_bias`` and ``qk_norm`` may name the field that sets them. ``ffn_size`` names the field with the size of the MLP or
-    of each expert. ``shared``: experts as in DeepSeek-V3. ``rotary_fraction``: default part of a head that RoPE turns.
-    ``defaults`` are values of fields that ``config.json`` omits. ``only`` lists fields with a single supported value, so
-    that no feature is silently ignored.
+    ``qkv_bias``, ``qk_norm`` and ``ffn_size`` may name the field that sets them. ``shared``: experts as in DeepSeek-V3.
+    ``rotary_fraction``: default part of a head that RoPE turns. ``defaults``: values of fields that ``config.json`` omits.
+    ``only``: fields with a single supported value, so that no feature is silently ignored.
     """
 
     qkv_bias: bool | str = False
@@ -109,14 +108,12 @@ _SUPPORTED = {
     "final_logit_softcapping": None,
     "lm_head_bias": False,
 }
-"""Fields of any family with a single supported value."""
 
 EXPERT_BIAS = "e_score_correction_bias"
-"""Last part of the name of the tensor with the experts' biases."""
 
 
 def is_always_fp32(tensor: str) -> bool:
-    """Returns whether a tensor is fp32 whatever ``model.dtype``: in the trainer, in servers and on disk."""
+    """Whether a tensor is fp32 whatever ``model.dtype``, in trainer, servers and on disk."""
     return tensor.endswith(EXPERT_BIAS)
 
 
@@ -129,11 +126,11 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts of a layer: a router chooses ``per_token`` of ``count`` MLPs for each token, by a softmax over all experts.
+    """A router chooses ``per_token`` of ``count`` MLPs for each token, by a softmax over all experts.
 
-    ``renormalize``: the chosen probabilities are scaled to sum to 1. ``biased``: scores are sigmoids; a bias per expert is
-    added for the choice but not for the weight, and the chosen weights are scaled to sum to ``scale``. ``shared_ffn_size``:
-    size of an MLP that every token passes in addition; 0 means none.
+    ``renormalize``: the chosen probabilities are scaled to sum to 1. ``biased``: scores are sigmoids; a bias per expert counts
+    for the choice only, and the chosen weights are scaled to sum to ``scale``. ``shared_ffn_size``: an additional MLP for every
+    token (0: none).
     """
 
     count: int
@@ -154,9 +151,9 @@ class ModelSpec:
     """Shape of a decoder in Hugging Face's terms.
 
     ``qkv_bias``: biases of query, key and value projections only. ``qk_norm``: an RMSNorm of ``head_dim`` weights on queries
-    and keys before RoPE, shared by a layer's heads. ``experts`` is None for a dense model. ``ffn_size`` is the size of the
-    MLP or of each expert. RoPE turns the first ``rotary_fraction`` of a head. The first ``dense_layers`` layers of a model
-    with experts have an MLP of ``dense_ffn_size`` instead.
+    and keys before RoPE, shared by a layer's heads. ``ffn_size`` is that of the MLP or of each expert; the first
+    ``dense_layers`` layers of a model with experts have an MLP of ``dense_ffn_size`` instead. RoPE turns the first
+    ``rotary_fraction`` of a head.
     """
 
     architecture: str
@@ -199,7 +196,7 @@ class ModelSpec:
         return 0 if self.experts is None else self.num_layers * self.experts.per_token * self.experts.number_bytes
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Returns the rows of embedding and head in Megatron: the next multiple of tp."""
+        """Rows of embedding and head in Megatron: the next multiple of tp."""
         return -(-self.vocab_size // tp) * tp
 
     def check_parallel(self, *, tp: int, pp: int, ep: int = 1, etp: int | None = None) -> None:
@@ -234,7 +231,7 @@ class ModelSpec:
                 )
 
     def check_training(self, *, tp: int, ep: int, etp: int | None, sequence_parallel: bool) -> None:
-        """Raises ValueError if Megatron could hold this split but would not train it, or train it wrong."""
+        """Raises ValueError if Megatron would not train this split, or train it wrong."""
         if self.experts is None:
             return
         if tp > 1 and not sequence_parallel:
@@ -273,7 +270,7 @@ def read_model_spec(folder: Path) -> ModelSpec:
 
 
 def model_spec(raw: Mapping[str, Any], where: str) -> ModelSpec:
-    """Returns the spec of a parsed ``config.json``; ``where`` names it in errors. Raises as :func:`read_model_spec`."""
+    """``raw`` is a parsed ``config.json``, ``where`` its name in errors. Raises as :func:`read_model_spec`."""
     architecture = (raw.get("architectures") or ["<none>"])[0]
     family = FAMILIES.get(architecture)
     if family is None:
@@ -326,7 +323,6 @@ def _feature(raw: Mapping[str, Any], feature: bool | str) -> bool:
 
 
 def _rotary_fraction(raw: Mapping[str, Any], family: Family) -> float:
-    """Transformers 5 writes it into ``rope_parameters``, older folders at the top level."""
     if family.rotary_fraction is None:
         return 1.0
     rope = raw.get("rope_parameters") or {}
@@ -334,7 +330,6 @@ def _rotary_fraction(raw: Mapping[str, Any], family: Family) -> float:
 
 
 def _experts(raw: Mapping[str, Any], family: Family, where: str) -> Experts:
-    """Transformers 5 writes ``num_local_experts`` for Mixtral and Qwen; Qwen's own folders have ``num_experts``."""
     fields = ("n_routed_experts",) if family.shared else ("num_experts", "num_local_experts")
     count = _size(raw, next((name for name in fields if raw.get(name) is not None), fields[-1]), where)
     per_token = _size(raw, "num_experts_per_tok", where)

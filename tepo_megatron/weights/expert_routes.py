@@ -15,16 +15,13 @@ from tepo_megatron.weights.architecture import ModelSpec
 
 
 def routes_dtype(spec: ModelSpec) -> np.dtype[Any]:
-    """Returns the dtype of this model's records: uint8 if one byte can hold every expert and "unknown"."""
+    """uint8 if one byte can hold every expert and "unknown"."""
     assert spec.experts is not None
     return np.dtype({1: np.uint8, 2: np.int16}[spec.experts.number_bytes])
 
 
 def routes_fault(routes: NDArray[Any], spec: ModelSpec, tokens: int) -> str | None:
-    """Returns why the record of a sequence of ``tokens`` tokens cannot be replayed, as the end of a sentence, or None.
-
-    ``routes`` may have any integer dtype.
-    """
+    """Returns why a record (of any integer dtype) cannot be replayed, as the end of a sentence, or None."""
     if spec.experts is None:
         return f"has a routing record, and {spec.architecture} has no experts"
     expected = (tokens - 1, spec.num_layers, spec.experts.per_token)
@@ -40,7 +37,7 @@ def routes_fault(routes: NDArray[Any], spec: ModelSpec, tokens: int) -> str | No
 
 
 def rollout_fault(rollout: Rollout, spec: ModelSpec) -> str | None:
-    """Returns why a rollout's experts cannot be replayed, as the end of a sentence, or None."""
+    """As :func:`routes_fault`."""
     if rollout.routed_experts is None:
         return "has no routing record"
     return routes_fault(rollout.routed_experts, spec, rollout.prompt_ids.size + rollout.response_ids.size)

@@ -1,4 +1,4 @@
-"""Boxes of tensors, layouts of ranks made of them, and plans of moves between ranks. Pure values; nothing communicates."""
+"""Boxes of tensors, layouts of ranks, and plans of moves between ranks. Pure values."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ class Box:
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def intersection(self, other: Box) -> Box | None:
-        """Returns the part that both boxes cover, in the same coordinates, or None."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def relative_to(self, origin: tuple[int, ...]) -> Box:
-        """Returns the box in the coordinates of a tensor whose first element is at ``origin`` here."""
+        """Returns the box in the coordinates of a tensor whose first element is at ``origin``."""
         return Box(
             tuple(a - o for a, o in zip(self.start, origin, strict=True)),
             tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
@@ -45,7 +44,7 @@ class Box:
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Cuts elements ``start`` … ``stop`` of a tensor, in row-major order, into at most 2 · dimensions − 1 contiguous boxes."""
+    """Cuts elements ``start`` … ``stop``, in row-major order, into at most 2 · dimensions − 1 contiguous boxes."""
     if start >= stop:
         return
     if len(shape) == 1:
@@ -66,7 +65,7 @@ def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Bo
 
 @dataclass(frozen=True)
 class Shard:
-    """``box`` of the Hugging Face tensor ``tensor`` is stored at ``param_box`` of a rank's parameter; shapes are equal."""
+    """``box`` of the Hugging Face tensor is at ``param_box`` of a rank's parameter; shapes are equal."""
 
     tensor: str
     box: Box
@@ -76,9 +75,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Parts of Hugging Face tensors on one rank.
-
-    ``shapes`` has every tensor of the whole model in streaming order. ``params`` has the full shape of each parameter of
+    """``shapes`` has every tensor of the whole model in streaming order. ``params`` has the full shape of each parameter of
     this rank, with the rows that pad the vocabulary.
     """
 
@@ -100,7 +97,7 @@ class Region:
         return self.count * math.prod(self.box.shape)
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Returns this part of ``tensor`` as a writable view [count, rows, …]."""
+        """Returns a writable view [count, rows, …]."""
         first, last = self.box.start[0], self.box.stop[0] + (self.count - 1) * self.step
         inner = tensor[(slice(first, last), *self.box.slices[1:])]
         # unfold gives windows of rows at equal distances as a view, without a copy: window n is box n. It puts the rows of a
@@ -110,7 +107,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Move:
-    """Elements of a Hugging Face tensor that travel from a source rank's parameter to a destination rank's.
+    """Elements that travel from a source rank's parameter to a destination rank's.
 
     Both regions have the same shape: ``destination_region.view(theirs).copy_(source_region.view(ours))``.
     """
@@ -132,9 +129,9 @@ class Move:
 class ReshardPlan:
     """All moves from source to destination ranks, in one order that all ranks share.
 
-    Ranks that follow the order of :meth:`sends` or :meth:`receives` cannot deadlock. ``local`` maps a destination rank to
-    the source rank on the same device; nothing is sent between these two. ``digest`` (hex SHA-256) identifies the inputs:
-    plans with equal digests are equal. Sizes are in elements.
+    Ranks that follow the order of :meth:`sends` or :meth:`receives` cannot deadlock. ``local`` maps a destination rank to the
+    source rank on the same device; nothing is sent between these two. Plans with equal ``digest`` (hex SHA-256 of the inputs)
+    are equal. Sizes are in elements.
     """
 
     moves: tuple[Move, ...]
@@ -144,15 +141,15 @@ class ReshardPlan:
     digest: str = ""
 
     def is_local(self, move: Move) -> bool:
-        """Returns whether both ranks of the move share a device."""
+        """Whether both ranks share a device."""
         return self.local.get(move.destination) == move.source
 
     def sends(self, source: int) -> tuple[Move, ...]:
-        """Returns a source rank's moves in the order of the plan."""
+        """A source rank's moves in the order of the plan."""
         return tuple(move for move in self.moves if move.source == source)
 
     def receives(self, destination: int) -> tuple[Move, ...]:
-        """Returns a destination rank's moves in the order of the plan."""
+        """A destination rank's moves in the order of the plan."""
         return tuple(move for move in self.moves if move.destination == destination)
 
     def bytes_between(self, itemsize: int, *, local: bool = False) -> dict[tuple[int, int], int]:
@@ -167,10 +164,10 @@ class ReshardPlan:
 
 @lru_cache(maxsize=4096)
 def overlaps(sources: tuple[Box, ...], destinations: tuple[Box, ...]) -> tuple[tuple[int, int, Box], ...]:
-    """Returns (source index, destination index, common box) of every source and destination that intersect.
+    """Returns (source index, destination index, common box) of all pairs that intersect.
 
-    Raises ValueError if two sources overlap or a part of a destination is not covered. Then every element of every
-    destination is in exactly one returned box. Cached, because all layers of a model have the same boxes.
+    Raises ValueError if two sources overlap or a part of a destination is not covered. Cached, because all layers have the same
+    boxes.
     """
     for i, j in overlapping_pairs(sources):
         raise ValueError(f"the parts {sources[i]} and {sources[j]} of one tensor overlap without being equal")
@@ -188,7 +185,6 @@ def overlaps(sources: tuple[Box, ...], destinations: tuple[Box, ...]) -> tuple[t
 
 
 def overlapping_pairs(boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:
-    """Yields the indices of every two boxes that share an element."""
     # Sweep by first row: once a box starts below the current one, so do all that follow in the order.
     order = sorted(range(len(boxes)), key=lambda i: boxes[i].start)
     for n, i in enumerate(order):
@@ -201,10 +197,9 @@ def overlapping_pairs(boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:
 
 @lru_cache(maxsize=4096)
 def coalesce(pairs: tuple[tuple[Box, Box], ...]) -> tuple[tuple[Region, Region], ...]:
-    """Joins (source, destination) pairs of boxes to as few pairs of regions as possible.
+    """Joins (source, destination) pairs: adjoining rows become one box, equal boxes at equal distances one region.
 
-    Boxes that adjoin by rows on both sides become one box; equal boxes at equal distances become one region. The interleaved
-    groups of a fused QKV parameter are three regions. Cached, because all layers have the same boxes.
+    The interleaved groups of a fused QKV parameter are three regions. Cached, because all layers have the same boxes.
     """
     merged: list[tuple[Box, Box]] = []
     for source, destination in sorted(pairs, key=lambda pair: pair[1].start):

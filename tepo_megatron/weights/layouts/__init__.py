@@ -1,4 +1,4 @@
-"""Layouts of Hugging Face tensors over the ranks of Megatron-Core and of vLLM, from one table."""
+"""Layouts of Hugging Face tensors over the ranks of Megatron-Core and of vLLM."""
 
 from tepo_megatron.weights.layouts.megatron import (
     MegatronParallel,

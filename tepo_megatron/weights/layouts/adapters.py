@@ -13,12 +13,10 @@ from tepo_megatron.weights.geometry import Box, Shard, ShardLayout
 
 ALL_LINEAR = "all-linear"
 _ROUTER = "gate"
-"""A router has a matrix but is no linear layer that is adapted."""
+"""A router has a matrix, but it is not adapted."""
 
 
 class _AdapterNames(NamedTuple):
-    """PEFT's names of the two tensors of an adapter, without its prefix."""
-
     a: str
     b: str
 
@@ -34,12 +32,12 @@ def _module_name(tensor: str) -> str:
 
 
 def linear_modules(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Returns the names of the linear layers that can have adapters; not embedding, head and router."""
+    """Not embedding, head and router."""
     return list(dict.fromkeys(_module_name(tensor) for tensor, shape in shapes.items() if _is_linear(tensor, shape)))
 
 
 def adapted_tensors(shapes: Mapping[str, tuple[int, ...]], targets: Collection[str]) -> list[str]:
-    """Returns the weights that have adapters, for names of layers or ``all-linear``. Raises ValueError for unknown names."""
+    """``targets`` are names of layers or ``all-linear``. Raises ValueError for unknown names."""
     known = linear_modules(shapes)
     unknown = [name for name in targets if name not in (*known, ALL_LINEAR)]
     if unknown:
@@ -56,7 +54,7 @@ def _is_linear(tensor: str, shape: tuple[int, ...]) -> bool:
 
 
 def adapter_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[str], rank: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every adapter tensor of the whole model, A before B, in the order of the weights."""
+    """Whole model, A before B, in the order of the weights."""
     result: dict[str, tuple[int, ...]] = {}
     for tensor in tensors:
         rows, columns = shapes[tensor]
@@ -73,7 +71,6 @@ class AdapterBlock(NamedTuple):
 
 
 def adapter_blocks(shards: Iterable[Shard]) -> list[AdapterBlock]:
-    """Returns the rows of an adapter's local B for the shards of one weight on one rank."""
     blocks, row = [], 0
     for shard in shards:
         count = shard.param_box.shape[0]
@@ -83,9 +80,9 @@ def adapter_blocks(shards: Iterable[Shard]) -> list[AdapterBlock]:
 
 
 def adapter_layout(layout: ShardLayout, tensors: Collection[str], rank: int) -> ShardLayout:
-    """Returns the layout of the adapters of ``tensors`` on a trainer rank with the weights of ``layout``.
+    """``layout`` is that of the weights on the same trainer rank; ``rank`` is the adapters' inner dimension.
 
-    Parameters are named like their tensors. ``rank`` is the adapters' inner dimension.
+    Parameters are named like their tensors.
     """
     adapted = frozenset(tensors)
     shards: list[Shard] = []
@@ -103,7 +100,7 @@ def adapter_layout(layout: ShardLayout, tensors: Collection[str], rank: int) -> 
 
 
 def shards_by_tensor(layout: ShardLayout, tensors: Collection[str]) -> dict[str, list[Shard]]:
-    """Returns this rank's shards of ``tensors``, without those that it does not hold."""
+    """Omits tensors that this rank does not hold."""
     result: dict[str, list[Shard]] = {}
     for shard in layout.shards:
         if shard.tensor in tensors:

@@ -27,12 +27,10 @@ from tepo_megatron.weights.layouts.table import (
 )
 
 Stages = Sequence[Sequence[range]]
-"""Layers of each model chunk of each pipeline stage; only an interleaved pipeline (VPP) has several chunks."""
+"""Layers of each chunk of each stage; only an interleaved pipeline (VPP) has several chunks."""
 
 
 class _RankCoordinates(NamedTuple):
-    """Coordinates of a rank in the groups of the dense weights, then in those of the experts."""
-
     tp_rank: int
     dp_rank: int
     pp_rank: int
@@ -45,7 +43,7 @@ class _RankCoordinates(NamedTuple):
 class MegatronParallel:
     """The trainer's split of the model. Global ranks count tp fastest, then dp, then pp.
 
-    ``dp`` is the number of ranks with the same dense weights: context- times data-parallel size. For the experts the tp × dp
+    ``dp`` is context- times data-parallel size: the number of ranks with the same dense weights. For the experts the tp × dp
     ranks of a stage count etp fastest, then ep, then copies. ``etp`` None means tp. ``stages`` None means even stages
     without interleaving. ``fused_norms``: layers are Transformer Engine's.
     """
@@ -64,7 +62,7 @@ class MegatronParallel:
 
     @property
     def expert_tp(self) -> int:
-        """The number of ranks that split each matrix of an expert."""
+        """Number of ranks that split each matrix of an expert."""
         return self.tp if self.etp is None else self.etp
 
     def coordinates(self, rank: int) -> _RankCoordinates:
@@ -92,10 +90,9 @@ class MegatronParallel:
 def pipeline_stages(
     num_layers: int, pp: int, *, chunks: int = 1, first: int | None = None, last: int | None = None
 ) -> tuple[tuple[range, ...], ...]:
-    """Returns the stages that Megatron makes of its settings.
+    """``chunks`` is Megatron's virtual pipeline size; ``first`` and ``last`` are the layers of the end stages if they differ.
 
-    ``chunks`` is Megatron's virtual pipeline size; ``first`` and ``last`` are the layers of the first and last stage if they
-    differ. Raises ValueError if layers are left over.
+    Raises ValueError if layers are left over.
     """
     if chunks > 1 and pp == 1:
         raise ValueError(f"a virtual pipeline size of {chunks} needs a pipeline; set pp, or leave one chunk")
@@ -131,7 +128,7 @@ def pipeline_stages(
 def megatron_layout(
     spec: ModelSpec, parallel: MegatronParallel, rank: int, *, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> ShardLayout:
-    """Returns the layout of a global rank. ``shapes`` may pass ``tensor_shapes(spec)``.
+    """``rank`` is global; ``shapes`` may pass ``tensor_shapes(spec)``.
 
     With tied embeddings the last of several stages holds a copy of the embedding. In a stage of several chunks the
     parameters of chunk v are named ``model<v>.``…, as in Megatron's checkpoints.
@@ -153,7 +150,7 @@ def megatron_layout(
 
 
 def megatron_ranks(spec: ModelSpec, parallel: MegatronParallel) -> list[ShardLayout]:
-    """Returns the layout of every trainer rank. Raises ValueError if Megatron cannot split the model so."""
+    """Raises ValueError if Megatron cannot split the model so."""
     parallel.check(spec)
     _check_stages(parallel.stages or pipeline_stages(spec.num_layers, parallel.pp), spec, parallel.pp)
     shapes = tensor_shapes(spec)
@@ -221,7 +218,7 @@ def _row_blocks(mapping: ParamMapping, rows: int, spec: ModelSpec, tp: int, rank
 
 
 class _TrainerSizes(Protocol):
-    """Fields of ``engine.parallel`` that a model must fit."""
+    """Fields of ``engine.parallel``."""
 
     @property
     def tp(self) -> int: ...
@@ -256,7 +253,7 @@ def check_trainer_split(spec: ModelSpec, parallel: _TrainerSizes) -> tuple[tuple
 
 
 def pipeline_stages_of(spec: ModelSpec, parallel: _TrainerSizes) -> tuple[tuple[range, ...], ...]:
-    """Returns the layers of each chunk of each stage. Raises ValueError if they do not fit the model."""
+    """Raises ValueError if the stages do not fit the model."""
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     if first is None and last is None:
         spec.check_parallel(tp=1, pp=parallel.pp)
@@ -274,7 +271,7 @@ def pipeline_stages_of(spec: ModelSpec, parallel: _TrainerSizes) -> tuple[tuple[
 
 
 def check_recompute(spec: ModelSpec, modules: Iterable[str], *, transformer_engine: bool) -> None:
-    """Raises ValueError for the first of ``engine.recompute_modules`` without effect, or that fails, in this model."""
+    """Raises ValueError for the first of ``engine.recompute_modules`` that has no effect, or fails, in this model."""
     for module in modules:
         reason = _cannot_recompute(spec, module, transformer_engine)
         if reason:

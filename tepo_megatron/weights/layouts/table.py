@@ -1,4 +1,4 @@
-"""Table of Hugging Face tensors with their parameters in Megatron-Core and vLLM, and its expansion into boxes of a rank."""
+"""Hugging Face tensors with their parameters in Megatron-Core and vLLM, and their expansion into boxes of a rank."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ SplitKind = Literal["replicated", "columns", "vocab", "gate", "up", "query", "ke
 """How tensor-parallel ranks split a tensor, and its part in a fused parameter."""
 
 Dimension = Literal["hidden", "heads", "kv_heads", "head", "ffn", "dense_ffn", "shared_ffn", "experts", "vocab"]
-"""``heads`` and ``kv_heads`` count rows of all (key/value) heads, ``head`` those of one; ``ffn`` is of an expert."""
+"""``heads`` and ``kv_heads`` count rows of all heads, ``head`` those of one; ``ffn`` is an expert's."""
 
 Feature = Literal["qkv_bias", "qk_norm", "dense_mlp", "untied_head"]
 
 
 @dataclass(frozen=True)
 class ParamMapping:
-    """A Hugging Face tensor and the parameters of Megatron and vLLM that hold it.
-
-    Only models with ``feature`` have the tensor. ``expert`` is the number of its expert.
-    """
+    """Only models with ``feature`` have the tensor."""
 
     tensor: str
     megatron: str
@@ -35,7 +32,7 @@ class ParamMapping:
     expert: int | None = None
 
     def of_layer(self, layer: int, local: int) -> ParamMapping:
-        """Returns this mapping for a layer of the model, the ``local``-th of its Megatron chunk."""
+        """``local`` is the layer's number in its Megatron chunk."""
         return replace(
             self,
             tensor=f"model.layers.{layer}.{self.tensor}",
@@ -78,10 +75,7 @@ HEAD = ParamMapping("lm_head.weight", "output_layer.weight", "lm_head.weight", "
 
 
 class ExpertNames(NamedTuple):
-    """A family's names of a layer's block of experts and of an expert's matrices.
-
-    ``ends_everywhere``: vLLM's class makes embedding, norm and head on every pipeline stage.
-    """
+    """A family's names. ``ends_everywhere``: vLLM's class makes embedding, norm and head on every pipeline stage."""
 
     block: str
     gate: str
@@ -111,7 +105,6 @@ FUSED_NORMS = {
 
 
 def applies(mapping: ParamMapping, spec: ModelSpec, layer: int = 0) -> bool:
-    """Returns whether the model, or its layer ``layer``, has this tensor."""
     has = {
         "qkv_bias": spec.qkv_bias,
         "qk_norm": spec.qk_norm,
@@ -124,7 +117,7 @@ def applies(mapping: ParamMapping, spec: ModelSpec, layer: int = 0) -> bool:
 def layer_mappings(
     spec: ModelSpec, layer: int, local: int, *, fused_norms: bool = False, experts: range | None = None
 ) -> Iterator[ParamMapping]:
-    """Yields the tensors of a layer, the ``local``-th of its Megatron chunk, with ``experts`` or all experts."""
+    """``local`` is the layer's number in its Megatron chunk."""
     for mapping in LAYER:
         if applies(mapping, spec, layer):
             fused = FUSED_NORMS.get(mapping.megatron) if fused_norms else None
@@ -176,7 +169,6 @@ def _expert_mappings(architecture: str, experts: Experts, local_experts: range, 
 
 
 def _shape_of(mapping: ParamMapping, spec: ModelSpec) -> tuple[int, ...]:
-    """Returns the full shape of the Hugging Face tensor."""
     sizes: dict[Dimension, int] = {
         "hidden": spec.hidden_size,
         "heads": spec.num_heads * spec.head_dim,
@@ -192,23 +184,19 @@ def _shape_of(mapping: ParamMapping, spec: ModelSpec) -> tuple[int, ...]:
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every Hugging Face tensor in streaming order: embedding, layers, norm, head."""
+    """Full shapes in streaming order: embedding, layers, norm, head."""
     layers = [mapping for layer in range(spec.num_layers) for mapping in layer_mappings(spec, layer, layer)]
     model = [EMBEDDING, *layers, FINAL_NORM, HEAD]
     return {mapping.tensor: _shape_of(mapping, spec) for mapping in model if applies(mapping, spec)}
 
 
 class RowBlock(NamedTuple):
-    """Rows ``start`` to ``stop`` of a tensor, stored from row ``param_row`` of the parameter on."""
-
     start: int
     stop: int
     param_row: int
 
 
 class Split(NamedTuple):
-    """Number of ranks that split a tensor, and this rank among them."""
-
     size: int
     rank: int
 
@@ -223,10 +211,10 @@ def lay_out(
     vocab_rows: int,
     first_row: Callable[[ParamMapping], int] = lambda _: 0,
 ) -> ShardLayout:
-    """Returns the layout of a rank with these (mapping, parameter name) pairs.
+    """``mappings`` are (mapping, parameter name); ``split`` returns how columns are split.
 
-    ``split`` returns how columns are split, ``row_blocks`` the rows of a rank (by mapping and number of rows), ``first_row``
-    where a tensor begins in its parameter. ``vocab_rows`` is this rank's padded number of rows of embedding and head.
+    ``row_blocks`` returns a rank's rows by mapping and number of rows, ``first_row`` a tensor's first row in its parameter.
+    ``vocab_rows`` is this rank's padded number of rows of embedding and head.
     """
     shards: list[Shard] = []
     params: dict[str, tuple[int, ...]] = {}

@@ -64,7 +64,7 @@ def vllm_layout(
     pp_rank: int = 0,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> ShardLayout:
-    """Returns the layout of the worker at (tp_rank, pp_rank) of a server. ``shapes`` may pass ``tensor_shapes(spec)``.
+    """``shapes`` may pass ``tensor_shapes(spec)``.
 
     With tied embeddings there is no head, and the last stage also has the embedding; with experts every stage may have
     embedding, norm and head (``ExpertNames.ends_everywhere``).
@@ -81,7 +81,7 @@ def vllm_layout(
 
 
 def vllm_ranks(spec: ModelSpec, parallel: VllmParallel) -> list[ShardLayout]:
-    """Returns the layout of every worker of every server. Raises ValueError if vLLM cannot split the model so."""
+    """Raises ValueError if vLLM cannot split the model so."""
     check_vllm_parallel(spec, tp=parallel.tp, pp=parallel.pp)
     shapes = tensor_shapes(spec)
     server = [

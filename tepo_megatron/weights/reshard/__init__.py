@@ -1,1 +1,1 @@
-"""Plans which rank sends which box to whom, and proves a plan complete before a byte moves. Nothing communicates."""
+"""Plans which rank sends which box to which rank, and proves the plan complete."""

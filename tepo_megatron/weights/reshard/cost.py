@@ -1,4 +1,4 @@
-"""Traffic of a plan on the links of a cluster, and a lower bound of its time."""
+"""Traffic of a plan on a cluster's links, and a lower bound of its time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Link = Literal["device", "nvlink", "network"]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of ``gpus_per_node`` GPUs; rates in 10⁹ bytes/s per GPU and direction.
+    """Rates are in 10⁹ bytes/s per GPU and direction.
 
     Trainer ranks fill nodes in order. Workers fill the next nodes, or with ``shared`` the trainer's, from the first GPU on.
     """
@@ -40,7 +40,6 @@ class _LinkTraffic:
 
 
 def _traffic(plan: ReshardPlan, itemsize: int, cluster: Cluster) -> list[_LinkTraffic]:
-    """Returns the _traffic over every kind of link of the plan; ``itemsize`` is the bytes of an element on the wire."""
     link_of = _links(plan, cluster)
     bytes_by_link: dict[Link, Counter[tuple[int, int]]] = {"device": Counter(), "nvlink": Counter(), "network": Counter()}
     for (source, destination), size in plan.bytes_between(itemsize).items():
@@ -72,10 +71,7 @@ def _links(plan: ReshardPlan, cluster: Cluster) -> Callable[[int, int], Link]:
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """Size of a plan and its _traffic in bytes.
-
-    ``imbalance`` is the most that a source rank sends over the mean. ``seconds`` is the time of the slowest kind of link.
-    """
+    """Traffic is in bytes. ``imbalance`` is the most that a source rank sends over the mean."""
 
     sources: int
     destinations: int

@@ -1,4 +1,4 @@
-"""Makes the moves between two layouts. Pure functions: ranks with the same inputs make the same plan."""
+"""Makes the moves between two layouts. Ranks with the same inputs make the same plan."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ _TOLERANCE = 0.01
 _FORMAT = "tepo-reshard-plan"
 
 _VERSION = 2
-"""Version of the file format and of the planner. A change of either raises it, so that equal digests mean equal plans."""
+"""Raised by a change of file format or planner, so that equal digests mean equal plans."""
 
 
 class _BoxRequest(NamedTuple):
-    """``box`` of a tensor that the destination's shard needs and each of ``owners`` (rank → shard) holds."""
-
     tensor: str
     destination: int
     shard: Shard
@@ -66,7 +64,7 @@ def plan_moves(
     local: Mapping[int, int] | None = None,
     digest: str = "",
 ) -> ReshardPlan:
-    """Plans moves that write every element of every destination shard once, with the fewest bytes between ranks.
+    """Plans to write every element of every destination shard once, with the fewest bytes between ranks.
 
     Sources with the same parts share the work. ``server_size`` is the number of consecutive destinations with one copy of
     the model (default: all). Raises ValueError naming a tensor that the sources do not cover.
@@ -162,12 +160,11 @@ def _cut_rows(box: Box, start: int, stop: int) -> Box:
 
 @lru_cache(maxsize=4096)
 def _map_to_param(tensor_start: tuple[int, ...], param_start: tuple[int, ...], box: Box) -> Box:
-    """The parameter holds the tensor's element ``tensor_start`` at ``param_start``."""
     return box.relative_to(tuple(a - b for a, b in zip(tensor_start, param_start, strict=True)))
 
 
 def _order(tensors: Iterable[str], num_destinations: int, server_size: int) -> Callable[[Move], tuple[int, ...]]:
-    """Each server begins at another layer: otherwise one stage of the trainer would send to all while the others wait."""
+    """Each server starts at another layer: otherwise one stage of the trainer would send to all while the others wait."""
     layers = [list(names) for _, names in groupby(tensors, key=layer_of)]
     position = {name: (number, index) for number, names in enumerate(layers) for index, name in enumerate(names)}
     numbered = [number for number, names in enumerate(layers) if layer_of(names[0]) is not None]
@@ -188,13 +185,13 @@ def _order(tensors: Iterable[str], num_destinations: int, server_size: int) -> C
 
 
 def layer_of(tensor: str) -> int | None:
-    """Returns the layer of a Hugging Face tensor; None for embedding, final norm and head."""
+    """None for embedding, final norm and head."""
     match = re.search(r"\.layers\.(\d+)\.", tensor)
     return int(match[1]) if match else None
 
 
 class _SendItem(NamedTuple):
-    """``rows`` rows of ``row_size`` elements for ``receiver``; ``key`` is (owners, a number of the caller's)."""
+    """``key`` is (owners, a number of the caller's); ``row_size`` is in elements."""
 
     key: tuple[tuple[int, ...], int]
     receiver: int
@@ -203,8 +200,6 @@ class _SendItem(NamedTuple):
 
 
 class _Assignment(NamedTuple):
-    """``owner`` sends rows ``start`` to ``stop`` of the item ``key``."""
-
     key: tuple[tuple[int, ...], int]
     owner: int
     start: int
@@ -214,11 +209,10 @@ class _Assignment(NamedTuple):
 def _assign_senders(
     items: Mapping[tuple[int, ...], Sequence[_SendItem]], loads: MutableMapping[int, int]
 ) -> Iterator[_Assignment]:
-    """Divides items among their owners, so that all ranks send about equally many elements.
+    """Balances the elements that each rank sends, which ``loads`` counts.
 
-    ``loads`` counts the elements that each rank sends and is updated. Owner sets with the fewest owners come first, then the
-    largest amounts. Items ordered by receiver give each receiver few senders. Negligible sets, such as norms, go to a rank
-    that sends to the receiver anyway.
+    Owner sets with the fewest owners come first, then the largest amounts. Negligible sets, such as norms, go to a rank that
+    sends to the receiver anyway.
     """
     routes: set[tuple[int, int]] = set()
     amounts = {owners: sum(item.rows * item.row_size for item in group) for owners, group in items.items()}
@@ -238,9 +232,7 @@ def _assign_senders(
 
 
 def _water_level(loads: Sequence[int], amount: int) -> float:
-    """Water-filling over ascending loads. Over the lowest ``count`` columns the level is (sum + amount) / count; the count is
-    right as soon as the next column is not below that level.
-    """
+    """Water-filling: over the lowest ``count`` loads the level is (sum + amount) / count, if the next load is not below it."""
     total = float(amount)
     for count, load in enumerate(loads, 1):
         total += load
@@ -260,7 +252,7 @@ def _assign_whole(
 def _assign_in_order(
     order: Sequence[int], capacities: Sequence[float], items: Sequence[_SendItem], *, slack: float
 ) -> Iterator[tuple[_Assignment, _SendItem]]:
-    """Fills owners up to their capacities in elements, dividing items by rows if more than ``slack`` is too much."""
+    """Capacities and ``slack`` are in elements. An item is divided by rows if more than ``slack`` would be too much."""
     index, capacity = 0, capacities[0]
     for item in items:
         start = 0
@@ -280,7 +272,6 @@ def _assign_in_order(
 
 
 def _digest_of(*inputs: object) -> str:
-    """Returns the hex SHA-256 of dataclasses, numbers and sequences of them, with the planner's version."""
     text = json.dumps([_FORMAT, _VERSION, [_plain(value) for value in inputs]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -296,7 +287,6 @@ def _plain(value: Any) -> Any:
 
 
 def plan_to_json(plan: ReshardPlan) -> str:
-    """Returns the plan as one line of JSON. Names are written once and referred to by index."""
     names: dict[str, int] = {}
 
     def number(name: str) -> int:

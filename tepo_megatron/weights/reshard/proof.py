@@ -1,5 +1,3 @@
-"""Proves a plan: every element of every destination shard is written once, from its place in the source layouts."""
-
 from __future__ import annotations
 
 import math
@@ -11,10 +9,9 @@ from tepo_megatron.weights.geometry import Box, Move, Region, ReshardPlan, Shard
 
 
 def prove(plan: ReshardPlan, sources: Sequence[ShardLayout], destinations: Sequence[ShardLayout]) -> None:
-    """Checks any plan against the layouts of both sides.
+    """Checks that every element of every destination shard is written once, from its place in the source layouts.
 
-    Raises RuntimeError naming tensor, parameter and ranks of the first part that is written twice, never, at a wrong
-    position, or from a wrong source.
+    Raises RuntimeError naming tensor, parameter and ranks of the first part that is not.
     """
     source_shards, destination_shards = _shards_by_param(sources), _shards_by_param(destinations)
     written: dict[tuple[int, str], list[Box]] = defaultdict(list)

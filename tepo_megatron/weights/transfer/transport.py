@@ -1,7 +1,6 @@
-"""Interface of a transport of weights, and the rendezvous of a group's members: trainer ranks, then workers.
+"""Interface of a transport, and the rendezvous of a group: trainer ranks, then workers. Imports neither Megatron nor vLLM.
 
-Both sides import this module, so it imports neither Megatron nor vLLM. Members check each other before a group forms: NCCL
-fails in one process and hangs in the others.
+Members check each other before a group forms: NCCL fails in one process and hangs in the others.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from tepo_megatron.runtime.proc import boot_id
 from tepo_megatron.runtime.rendezvous import private_folder
 
 BACKEND = "tepo_gloo"
-"""Name under which the plugin registers the receiving engine with vLLM, for any transport."""
+"""vLLM's name of the receiving engine, for any transport."""
 
 TransportName = str
-"""Name of a module in ``weights.transfer.transports``."""
+"""A module in ``weights.transfer.transports``."""
 
 _MEMBERS_POLL_INTERVAL_S = 0.02
 
@@ -42,15 +41,14 @@ _APART = "set rollout.server.placement = colocated, or rollout.server.transport 
 class Transport(Protocol):
     """Point-to-point messages, identified by both ranks and a number; both ends must give the same size.
 
-    Messages started within one :meth:`round` travel at once. Two ranks start the messages between them in the same order,
-    round by round.
+    Messages of one :meth:`round` travel together. Two ranks start the messages between them in the same order, round by round.
     """
 
     def device(self, peer: int) -> torch.device:
-        """Returns the device on which tensors from and to ``peer`` must be."""
+        """Device on which tensors from and to ``peer`` must be."""
 
     def round(self) -> AbstractContextManager[None]:
-        """Starts the messages of its block at once. Messages are started only inside, at least one per block."""
+        """Messages may start only inside, at least one per block."""
 
     def send(self, data: Tensor, peer: int, number: int) -> None:
         """Starts to send a contiguous tensor, which must not change until :meth:`wait`."""
@@ -59,14 +57,12 @@ class Transport(Protocol):
         """Starts to receive into a contiguous tensor."""
 
     def wait(self, peer: int, number: int) -> None:
-        """Waits for a message. Raises RuntimeError if it fails or exceeds the time-out."""
+        """Raises RuntimeError if the message fails or exceeds the time-out."""
 
 
 class TransferGroup(Transport, Protocol):
-    """A transport between the members of one group."""
-
     cancelled: Callable[[], bool]
-    """Polled while a wait could not end otherwise; if it returns true, the message fails."""
+    """Polled during waits that have no other end; if it returns true, the message fails."""
 
     def finish(self) -> None:
         """Ends an update at a trainer rank: returns when relayed messages have arrived. Raises as :meth:`wait`."""
@@ -77,12 +73,11 @@ class TransferGroup(Transport, Protocol):
 
 @dataclass(frozen=True)
 class RelayRoutes:
-    """Messages that go through the trainer rank on the receiver's GPU (``weights.transfer.relay``); by default none.
+    """Messages that go through the trainer rank on the receiver's GPU (``weights.transfer.relay``).
 
     ``via``: at a trainer rank, worker on another GPU → the rank on that GPU; at a worker, sender → the rank on its own GPU.
-    For trainer ranks only: ``forwards`` maps (source, worker) to the bytes of each relayed message, digests last;
-    ``sources`` is the number of trainer ranks; ``local_rounds`` is the number of this rank's rounds, ``rounds`` the largest
-    of all ranks.
+    Trainer ranks only: ``forwards`` maps (source, worker) to the bytes of each relayed message, digests last; ``sources`` is
+    the number of trainer ranks; ``local_rounds`` and ``rounds`` are this rank's and the largest number of rounds.
     """
 
     via: Mapping[int, int] = field(default_factory=dict)
@@ -94,11 +89,7 @@ class RelayRoutes:
 
 @dataclass(frozen=True)
 class Member:
-    """A member of a group: rank, device of its parameters, address offered to the others, name for errors.
-
-    ``same_gpu_receivers``: rank on the same GPU → bytes of the largest message to it. ``same_gpu_senders``: ranks on the
-    same GPU from which it receives.
-    """
+    """``same_gpu_receivers``: rank on the same GPU → bytes of the largest message to it."""
 
     rank: int
     world_size: int
@@ -112,10 +103,10 @@ class Member:
 
 @dataclass(frozen=True)
 class TransportSpec:
-    """Declared by a transport's module as ``TRANSPORT``.
+    """A transport's module declares it as ``TRANSPORT``.
 
-    ``join(store, member, timeout_s)`` is called by every member and returns when all have joined. It raises RuntimeError if
-    one leaves or does not join in time. ``requires_gpu``: parameters of all members must be on GPUs.
+    Every member calls ``join(store, member, timeout_s)``, which returns when all have joined. It raises RuntimeError if one
+    leaves or is late. ``requires_gpu``: parameters of all members must be on GPUs.
     """
 
     join: Callable[[Store, Member, float], TransferGroup]
@@ -123,10 +114,9 @@ class TransportSpec:
 
 
 def listen(host: str) -> tuple[Store, str]:
-    """Opens the store at which a group meets; returns it and its place, for :func:`connect`.
+    """Opens a group's store; returns it and its place, for :func:`connect`.
 
-    At a loopback address the place is a file in a private folder and no port is open. Otherwise it is a free port of
-    ``host`` only.
+    At a loopback address the place is a file in a private folder, otherwise a free port of ``host`` only.
     """
     if _is_loopback(host):
         # It is left where it is: who still asks whether a member has left would wait for a file that is gone.
@@ -140,7 +130,7 @@ def listen(host: str) -> tuple[Store, str]:
 
 
 def connect(host: str, place: str, timeout_s: float) -> Store:
-    """Connects to the store of :func:`listen`. Raises RuntimeError if its file cannot be opened."""
+    """Raises RuntimeError if the file of :func:`listen`'s store cannot be opened."""
     if place.isdecimal():
         return TCPStore(host, int(place), None, False, timedelta(seconds=timeout_s), False)
     if not Path(place).exists():  # opening the store would make the file, in which nobody ever comes
@@ -151,7 +141,6 @@ def connect(host: str, place: str, timeout_s: float) -> Store:
 
 
 def local_address(host: str) -> str:
-    """Returns this machine's address towards ``host``."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing, to any port
         probe.connect((host, 9))
@@ -166,16 +155,15 @@ def _is_loopback(host: str) -> bool:
 
 
 def announce_departure(store: Store) -> None:
-    """Tells all members of the group at ``store``, including those still joining, that one has left."""
+    """Notifies all members, including those still joining, that one has left."""
     with suppress(RuntimeError):  # the store has gone with rank 0, so they know
         store.set(_LEFT, "1")
 
 
 class Rendezvous:
-    """Knows from the group's store whether all members have joined, and whether one has left.
+    """Joining gloo or NCCL cannot be interrupted, so it starts only when all members are present.
 
-    Joining gloo or NCCL cannot be interrupted, so it starts only when all members are present. ``stage`` separates several
-    meetings at one store. ``parts``: a member that leaves after all have come does not fail the others.
+    ``stage`` separates meetings at one store. ``parts``: a member that leaves after all have come does not fail the others.
     """
 
     def __init__(self, store: Store, world_size: int, timeout_s: float, stage: str = _JOINED, *, parts: bool = False) -> None:
@@ -184,7 +172,7 @@ class Rendezvous:
 
     @contextmanager
     def forming_group(self) -> Iterator[None]:
-        """Runs the block, which forms the group, when all members are present; a failure fails all of them.
+        """Runs the block, which forms the group, when all are present; a failure fails all members.
 
         Raises RuntimeError if a member has left or does not arrive in time.
         """
@@ -213,7 +201,7 @@ class Rendezvous:
             present = self._members_present()
 
     def member_left(self) -> bool:
-        """Returns whether a member has left, or rank 0, which keeps the store, is gone."""
+        """Also true if rank 0, which keeps the store, is gone."""
         try:
             return bool(self.store.check([_LEFT]))
         except RuntimeError:
@@ -231,7 +219,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Introduction:
-    """A member's name, host, address, GPU UUID and NCCL version; the last two are empty without a GPU."""
+    """GPU UUID and NCCL version are empty without a GPU."""
 
     name: str
     host: str
@@ -245,7 +233,6 @@ class Introduction:
 
 
 def introduction(name: str, address: str, device: torch.device) -> Introduction:
-    """Returns this process's introduction with the address that it offers."""
     if device.type != "cuda":
         return Introduction(name, boot_id(), address)
     gpu = str(torch.cuda.get_device_properties(device).uuid)
@@ -253,14 +240,14 @@ def introduction(name: str, address: str, device: torch.device) -> Introduction:
 
 
 def introduce(store: Store, rank: int, introduction: Introduction) -> None:
-    """Publishes an introduction. Must be called before the member counts as present."""
+    """Must be called before the member counts as present."""
     store.set(_key(rank), json.dumps(asdict(introduction)))
 
 
 def check_members(store: Store, world_size: int, *, nccl: bool, may_share: bool = False) -> str:
-    """Reads all introductions. Raises the same RuntimeError on all members if they cannot form a group.
+    """Raises the same RuntimeError on all members if they cannot form a group.
 
-    ``may_share``: with two members on one GPU the group need not be NCCL's; then returns which two, otherwise "".
+    ``may_share``: two members may share a GPU, since the group need not be NCCL's; returns which two, or "".
     """
     present = [Introduction(**json.loads(store.get(_key(rank)))) for rank in range(world_size)]
     shared = _shared_gpu(present) if nccl else ""
