@@ -18,28 +18,28 @@ class ParallelConfig(Section):
     """Data-parallel size. The world is tp × pp × cp × dp processes."""
 
     vpp: PositiveInt = 1
-    """Virtual pipeline stages per rank: a stage's layers are cut into this many chunks, which alternate (interleaved 1F1B). The
-    pipeline's idle time is divided by vpp, and activations travel vpp times as often. More than 1 needs pp > 1, and at least dp
-    × pp sequences in a mini-batch, since micro-batches pass the stages in groups of pp."""
+    """Virtual pipeline stages per rank: its layers are cut into this many alternating chunks (interleaved 1F1B). Idle time is
+    divided by vpp; activations travel vpp times as often. More than 1 needs pp > 1 and at least dp × pp sequences per
+    mini-batch: micro-batches pass in groups of pp."""
 
     num_layers_in_first_pipeline_stage: PositiveInt | None = None
-    """Layers of the first stage, which also has the embedding; the layers of the middle stages are divided evenly. Named as in
-    Megatron-Core. Default: as many as every other stage."""
+    """Layers of the first stage, which also has the embedding; middle stages share the rest evenly. Default: as every other
+    stage."""
 
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
-    """Layers of the last stage, which also has the head and the logits. Default: as many as every other stage."""
+    """Layers of the last stage, which also has the head. Default: as every other stage."""
 
     cp: PositiveInt = 1
-    """Context-parallel size: ranks that share the tokens of every sequence, for responses whose activations do not fit one rank
-    (docs/reference/context.md). Each sequence is padded to a multiple of 2 cp."""
+    """Context-parallel size: ranks that share the tokens of every sequence, if its activations do not fit one rank
+    (docs/reference/context.md). Sequences are padded to a multiple of 2 cp."""
 
     cp_comm_type: Literal["p2p", "a2a"] = "p2p"
-    """Exchange between context-parallel ranks in Transformer Engine's attention: ``p2p`` passes keys and values round in a
-    ring, overlapped with the computation; ``a2a`` trades tokens for heads, so that cp must divide the key/value heads of a
-    tensor-parallel rank. Not run on a GPU yet. On a CPU keys and values are gathered."""
+    """Exchange between context-parallel ranks in Transformer Engine's attention. ``p2p``: keys and values pass round a ring,
+    overlapped with computation. ``a2a``: tokens are traded for heads; cp must divide a rank's key/value heads. Not run on a GPU
+    yet. A CPU gathers keys and values."""
 
     ep: PositiveInt = 1
-    """Expert-parallel size: ranks, out of tp × cp × dp, that share the experts of a mixture-of-experts model."""
+    """Expert-parallel size: ranks, of tp × cp × dp, that share the experts."""
 
     etp: PositiveInt | None = None
     """Expert-tensor-parallel size: ranks that share each expert. Default: tp, as in Megatron-Core."""
@@ -53,7 +53,7 @@ class ParallelConfig(Section):
 
     @property
     def micro_batch_group(self) -> int:
-        """A rank's number of micro-batches is a multiple of this: interleaved stages pass them on in groups of pp."""
+        """A rank's number of micro-batches is a multiple of this."""
         return self.pp if self.vpp > 1 else 1
 
     @model_validator(mode="after")
@@ -103,31 +103,30 @@ Recipe = Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"]
 
 class Fp8Config(Section):
     recipe: Recipe = "none"
-    """Scaling of the inputs of the layers' matrix products into FP8. ``delayed``: one scale for a tensor, from the largest
-    values of earlier steps; ``tensorwise``: one scale, from the tensor itself; ``blockwise``: one for each 128 values (Hopper);
-    ``mxfp8``: one for each 32 values (Blackwell). ``none``: no FP8. Not run on a GPU yet."""
+    """FP8 scaling of the inputs of the layers' matrix products. ``delayed``: one scale per tensor, from earlier steps;
+    ``tensorwise``: one per tensor, from its own values; ``blockwise``: one per 128 values (Hopper); ``mxfp8``: one per 32
+    values (Blackwell); ``none``: no FP8. Not run on a GPU yet."""
 
     format: Literal["e4m3", "hybrid"] = "hybrid"
-    """``e4m3`` for everything, or ``hybrid``: E4M3 forward and E5M2, with more range, for gradients."""
+    """``e4m3`` for everything; ``hybrid``: E4M3 forward, and E5M2 (more range) for gradients."""
 
     amax_history_len: PositiveInt | None = None
-    """``delayed`` only: number of steps whose largest values are remembered. Default: 1024."""
+    """``delayed`` only: remembered steps. Default: 1024."""
 
     amax_compute_algo: Literal["max", "most_recent"] | None = None
-    """``delayed`` only: which of the remembered values counts. Default: max."""
+    """``delayed`` only: which remembered value counts. Default: max."""
 
     margin: int | None = Field(default=None, ge=0)
-    """``delayed`` only: powers of two that the scale stays below the largest possible. Default: 0."""
+    """``delayed`` only: powers of two between the scale and the largest possible one. Default: 0."""
 
     first_layers_bf16: NonNegativeInt = 0
-    """Number of layers at the start of the model that stay in bfloat16."""
+    """First layers that stay in bfloat16."""
 
     last_layers_bf16: NonNegativeInt = 0
-    """Number of layers at the end of the model that stay in bfloat16."""
+    """Last layers that stay in bfloat16."""
 
     params: bool = False
-    """Keep the weights of the layers in FP8 only (masters stay fp32), and gather them in FP8 over the data-parallel ranks;
-    needs optimizer.distributed."""
+    """Keep the layers' weights in FP8 only (masters stay fp32) and gather them in FP8; needs optimizer.distributed."""
 
     @property
     def enabled(self) -> bool:
@@ -169,13 +168,13 @@ _KIND_OF = {"coefficient": "aux_loss", "update_rate": "expert_bias"}
 
 class MoeBalanceConfig(Section):
     kind: Literal["none", "aux_loss", "expert_bias"] = "none"
-    """``none``: updates follow the objective alone. ``aux_loss``: an auxiliary loss on the routers, over the whole mini-batch.
-    ``expert_bias``: no loss; each expert has a bias that is added to its score for the choice of experts, and is moved against
-    its load after each update (DeepSeek-V3's balance), for families whose servers have the bias too."""
+    """``none``: updates follow the objective alone. ``aux_loss``: an auxiliary loss on the routers, over the mini-batch.
+    ``expert_bias``: a bias per expert in the choice of experts, moved against its load after each update (DeepSeek-V3), for
+    families whose servers have it too."""
 
     coefficient: Annotated[float, Field(gt=0, le=1)] = 1e-3
-    """``aux_loss`` only: factor of each layer's loss, which is 1 if experts are evenly loaded. The product is added to the
-    objective's loss and competes with it: pre-training uses 1e-3 to 1e-2."""
+    """``aux_loss`` only: factor of each layer's loss, which is 1 at even load. It competes with the objective; pre-training
+    uses 1e-3 to 1e-2."""
 
     update_rate: Annotated[float, Field(gt=0, le=1)] = 1e-3
     """``expert_bias`` only: change of a bias per update; scores are between 0 and 1. 1e-3 is DeepSeek-V3's."""
@@ -194,75 +193,74 @@ RecomputeModule = Literal["core_attn", "mlp", "moe", "moe_act", "layernorm"]
 
 class EngineConfig(Section):
     platform: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the trainer; ``auto`` is CUDA if torch sees a GPU. The CUDA path has not been run on a GPU yet."""
+    """Device of the trainer; ``auto`` is CUDA if torch sees a GPU. CUDA has not been run on a GPU yet."""
 
     cpu_threads: PositiveInt | Literal["auto"] | None = None
-    """On a CPU: torch's threads in each rank. ``auto``: with ``train.schedule = sync`` this machine's cores over its ranks, as
-    servers wait meanwhile; with ``overlap`` the cores that its servers leave. Default: ``OMP_NUM_THREADS``, or 1 if it is not
-    set, since another number of threads rounds differently."""
+    """On a CPU: torch's threads per rank. ``auto``: the machine's cores divided by its ranks with ``train.schedule = sync``,
+    when servers wait; with ``overlap`` the cores that servers leave. Default: ``OMP_NUM_THREADS``, else 1, since the number of
+    threads changes rounding."""
 
     layers: Literal["auto", "te", "local"] = "auto"
-    """``te``: Transformer Engine's fused layers, on a GPU; ``local``: Megatron-Core's own with torch's attention and norm,
-    anywhere. ``auto`` is ``te`` on a GPU and ``local`` on a CPU; ``te`` without Transformer Engine stops the run."""
+    """``te``: Transformer Engine's fused layers, on a GPU, without which the run stops; ``local``: Megatron-Core's layers with
+    torch's attention and norm, anywhere. ``auto``: ``te`` on a GPU, ``local`` on a CPU."""
 
     fp8: Fp8Config = Fp8Config()
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Fraction of a GPU's memory that the trainer may allocate; beyond it an allocation fails. The metric ``memory/peak_gib``
-    is its actual use. In the colocated placement sleeping servers keep some memory too."""
+    """Fraction of a GPU's memory that the trainer may allocate; more fails. ``memory/peak_gib`` is its use. Colocated sleeping
+    servers keep some memory too."""
 
     check_memory: bool = True
-    """Refuse a run that needs more memory than its GPUs have (docs/reference/plan.md), before anything is built on them, and
-    say what to change. ``false``: warn, and try it."""
+    """Refuse a run that needs more memory than its GPUs have (docs/reference/plan.md), before building it. ``false``: warn
+    only."""
 
     parallel: ParallelConfig = ParallelConfig()
 
     moe_balance: MoeBalanceConfig = MoeBalanceConfig()
 
     micro_batch_tokens: PositiveInt = 4096
-    """Most tokens packed into one micro-batch; a longer sequence gets a micro-batch of its own. Counts the tokens of all
-    context-parallel ranks: each has 1/cp of them."""
+    """Most tokens per micro-batch, over all context-parallel ranks; a longer sequence gets its own."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that are computed again in the backward pass instead of stored, as in Megatron-Core: ``selective`` those of
-    ``recompute_modules``, ``full`` every layer's. Saves memory and costs time."""
+    """Activations computed again in the backward pass instead of stored: ``selective`` those of ``recompute_modules``, ``full``
+    every layer's. Saves memory, costs time."""
 
     recompute_modules: tuple[RecomputeModule, ...] = ("core_attn",)
     """Modules of ``recompute = selective``, by Megatron-Core's names. ``core_attn``: attention without projections; ``mlp``:
-    the MLP of a dense model; for models with experts ``moe`` (router, experts and their exchange), or, with Transformer
-    Engine's layers, ``moe_act`` (the experts' activation alone) and ``layernorm`` (the norm before the router)."""
+    the MLP of a dense model; with experts ``moe`` (router, experts, exchange), or, with Transformer Engine's layers,
+    ``moe_act`` (the experts' activation) and ``layernorm`` (the norm before the router)."""
 
     overlap_grad_reduce: bool = False
-    """Reduce gradients between data-parallel ranks during the backward pass of the last micro-batch, bucket by bucket. Not run
-    on a GPU yet."""
+    """Reduce gradients between data-parallel ranks, bucket by bucket, during the last micro-batch's backward pass. Not run on a
+    GPU yet."""
 
     overlap_param_gather: bool = False
-    """Gather the weights that the distributed optimizer has updated during the next mini-batch's forward pass. After a step's
-    last update they are gathered at once. Needs ``overlap_grad_reduce`` and ``optimizer.distributed``. Not run on a GPU yet."""
+    """Gather weights that the distributed optimizer updated during the next forward pass; at once after a step's last update.
+    Needs ``overlap_grad_reduce`` and ``optimizer.distributed``. Not run on a GPU yet."""
 
     bucket_size: PositiveInt | None = None
-    """Parameters in a bucket of ``overlap_grad_reduce``; default: Megatron's, the larger of 40 million and a million for each
+    """Parameters per bucket of ``overlap_grad_reduce``. Default: Megatron's, the larger of 40 million and a million per
     data-parallel rank."""
 
     head: Literal["logits", "fused"] = "logits"
-    """``logits``: the head gives the logits of a whole micro-batch, from which scores are computed. ``fused``: head and scores
-    are computed together, a chunk of tokens at a time; no rank holds the ``micro_batch_tokens`` × vocabulary / ``tp`` logits of
-    a micro-batch, and the backward pass repeats the head's product. ``logits`` needs less time if there is memory."""
+    """``logits``: the head gives a whole micro-batch's logits, and scores follow. ``fused``: head and scores together, a chunk
+    of tokens at a time: no rank holds ``micro_batch_tokens`` × vocabulary / ``tp`` logits, and the backward pass repeats the
+    product. ``logits`` is faster if there is memory."""
 
     score_backend: Literal["auto", "torch", "cpp", "triton"] = "auto"
     """Implementation of log-probs and entropies: ``cpp`` on a CPU with a C++ compiler, ``triton`` on a GPU, ``torch`` anywhere.
-    ``auto`` is ``triton`` on a GPU with Triton installed, ``cpp`` on a CPU if it can be compiled, else ``torch``. They agree to
-    fp32 rounding; the same one gives the same bits."""
+    ``auto``: ``triton`` if installed on a GPU, ``cpp`` if it compiles on a CPU, else ``torch``. They agree to fp32 rounding;
+    each is reproducible bit for bit."""
 
     noise_every: NonNegativeInt = 50
-    """Steps between two measurements of the rounding noise, the first step included: a few sequences are scored twice, in
-    different micro-batches. Gives ``entropy/noise``, ``ratio/noise`` and ``sequence_ratio/noise``. 0: never."""
+    """Steps between measurements of rounding noise, from the first step: a few sequences are scored twice in different
+    micro-batches. Gives ``entropy/noise``, ``ratio/noise`` and ``sequence_ratio/noise``. 0: never."""
 
     noise_sequences: PositiveInt = 8
-    """Sequences of the step that are scored twice, from the shortest to the longest; a multiple of the data-parallel size."""
+    """Sequences scored twice, from shortest to longest; a multiple of the data-parallel size."""
 
     @property
     def recomputed(self) -> tuple[RecomputeModule, ...]:
-        """The modules whose activations are computed again where not whole layers are; none where nothing is."""
+        """Modules whose activations are computed again; empty with whole layers."""
         return self.recompute_modules if self.recompute == "selective" else ()
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""``environment``: what answers the model over several turns, in place of a verifier."""
+"""``environment``: answers the model over several turns, instead of a verifier."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,40 +26,38 @@ Ignorable = Literal[
     "reasoning_effort",
     "verbosity",
 ]
-"""Fields of a request that say how the model writes, without which the answer has the same form."""
+"""Fields of a request that do not change the form of the answer."""
 
 
 class AgentConfig(Section):
-    """How an agent's requests become an episode: with ``adapter: agent``, whose ``name`` is the agent."""
+    """How an agent's requests become an episode, with ``adapter: agent`` and the agent as ``name``."""
 
     history: Literal["fail", "restart"] = "fail"
-    """Handling of an agent that sends another history than its conversation (edited, summarised, a second conversation).
-    ``fail``: the episode has failed, with a sentence. ``restart``: it starts again with these messages, and earlier turns are
-    not trained on."""
+    """For an agent that changes its conversation's history (edits, summaries, a second conversation). ``fail``: the episode
+    fails, with a reason. ``restart``: it starts again with these messages; earlier turns are not trained on."""
 
     ignore: tuple[Ignorable, ...] = ()
-    """Fields of requests that are ignored because the run decides them: for agents that set a temperature, a seed, or a
-    response format. Other fields that change the model's output are refused."""
+    """Request fields that are ignored because the run decides them, such as temperature, seed or response format. Others that
+    change the output are refused."""
 
     verifier: str | None = None
-    """Rates the last answer if the agent returns no reward: as ``reward.verifier``, a function of one response."""
+    """Rates the last answer if the agent returns no reward: as ``reward.verifier``, of one response."""
 
     chat_template: bool = True
-    """Whether messages are rendered by the model's chat template. false: their contents are concatenated, for models without a
-    template."""
+    """Render messages with the model's chat template. false: concatenate contents, for models without one."""
 
     tool_calls: Literal["text", "hermes"] = "text"
-    """Form of the model's tool calls in answers. ``text``: as written. ``hermes``: JSON between ``<tool_call>`` and
-    ``</tool_call>``, as Qwen and Hermes models write it, becomes ``tool_calls`` of the message."""
+    """Tool calls in answers. ``text``: as written. ``hermes``: JSON between ``<tool_call>`` and ``</tool_call>`` (Qwen, Hermes)
+    becomes ``tool_calls`` of the message."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port on loopback for requests; 0: any free one, and each of ``environment.workers`` has its own."""
+    """Loopback port for requests; 0: any free one, one per worker of ``environment.workers``."""
 
     key_file: Path | None = None
-    """File with the key of agents outside (``name: outside``); written if it does not exist."""
+    """Key of agents outside (``name: outside``); written if missing."""
 
     max_request_mb: PositiveInt = 16
-    """The largest request in 10⁶ bytes."""
+    """Largest request, in 10⁶ bytes."""
 
     @model_validator(mode="after")
     def _nothing_is_ignored_twice(self) -> "AgentConfig":
@@ -69,74 +67,73 @@ class AgentConfig(Section):
 
 
 BUILTIN_ENVIRONMENTS = ("guess_number", "calculator", "python")
-"""The environments that ship with the package; ``python`` runs what the model writes."""
+"""The built-in environments; ``python`` runs programs of the model."""
 
 OUTSIDE = "outside"
-"""The name of agents that run elsewhere, and ask for their episodes over HTTP."""
+"""Agents that run elsewhere and ask for episodes over HTTP."""
 
 
 class EnvironmentConfig(Section):
-    """Episodes of several turns: the model writes, the environment answers, until it is done. Tokens of the model are trained
-    on, those of the environment are not. Rewards come from the environment; ``reward.weights``, ``failed_reward`` and
-    ``max_failed`` apply to them. docs/guides/environments.md has the protocol."""
+    """Episodes of several turns: the model writes, the environment answers, until done. Only the model's tokens are trained on.
+    The environment gives rewards; ``reward.weights``, ``failed_reward`` and ``max_failed`` apply. Protocol:
+    docs/guides/environments.md."""
 
     name: str
-    """``guess_number``, ``calculator``, ``python``, or a custom class as ``path/file.py:Class`` or ``package.module:Class``;
-    with ``adapter: agent`` a custom function, or ``outside``."""
+    """``guess_number``, ``calculator``, ``python``, or a custom class: ``path/file.py:Class`` or ``package.module:Class``; with
+    ``adapter: agent`` a custom function, or ``outside``."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the class, which is made once per episode. Not for secrets: a run's folder keeps its
-    configuration."""
+    """Keyword arguments of the class, made once per episode. No secrets: the run's folder keeps its configuration."""
 
     adapter: Literal["none", "gymnasium", "skyrl_gym", "openenv", "agent"] = "none"
-    """Interface of ``name``: ``none`` is this package's; ``agent`` is a function that calls the model over the OpenAI protocol
-    (docs/guides/agents.md); the others are those of these libraries (text environments)."""
+    """Interface of ``name``: ``none`` is this package's; ``agent`` a function that calls the model over the OpenAI protocol
+    (docs/guides/agents.md); others are these libraries' (text environments)."""
 
     agent: AgentConfig | None = None
-    """How an agent's requests become an episode, with ``adapter: agent``. null: the defaults."""
+    """Settings for ``adapter: agent``. null: the defaults."""
 
     max_turns: PositiveInt = 8
-    """Most turns of the model in an episode; a longer one is cut."""
+    """Most turns of the model per episode; a longer one is cut."""
 
     max_tokens: PositiveInt | None = None
-    """Most tokens of an episode after the prompt, the model's and the environment's together; a longer one is cut. Default: the
-    model's limit. A single turn has ``rollout.sampling.max_new_tokens`` at most."""
+    """Most tokens of an episode after the prompt, model's and environment's; a longer one is cut. Default: the model's limit.
+    One turn has at most ``rollout.sampling.max_new_tokens``."""
 
     workers: PositiveInt = 1
     """Processes that run environments, next to rank 0 or in each of ``servers``."""
 
     concurrency: Annotated[int, Field(ge=1, le=65536)] = 256
-    """Concurrent episodes of a worker, each with its own object; more wait. Lower it if an episode needs much memory, or
-    something outside such as a container."""
+    """Concurrent episodes per worker, each with its own object; more wait. Lower it if episodes need much memory or, for
+    example, a container."""
 
     timeout_s: Annotated[float, Field(gt=0, le=86400)] = 10.0
-    """Seconds for one ``reset`` or ``step``; an episode that needs more has failed."""
+    """Seconds per ``reset`` or ``step``; an episode that needs more fails."""
 
     memory_mb: PositiveInt = 1024
-    """Memory of a worker for all its episodes, in 10⁶ bytes, beyond its memory after the import of the environment. An episode
-    that needs more fails. Linux only."""
+    """A worker's memory for all its episodes, in 10⁶ bytes, beyond that after the environment's import. An episode that needs
+    more fails. Linux only."""
 
     file_mb: PositiveInt = 256
-    """The largest file that an environment may write, in 10⁶ bytes."""
+    """Largest file that an environment may write, in 10⁶ bytes."""
 
     network: bool | None = None
-    """Whether environments reach the network, this machine's own addresses included. null: custom ones do, built-in ones do
-    not. false removes it if the kernel allows it; ``tepo doctor`` tells."""
+    """Network access, also to this machine. null: only custom environments have it. false removes it if the kernel allows;
+    ``tepo doctor`` tests that."""
 
     max_restarts: NonNegativeInt = 1
-    """Restarts of an episode that may have ended its worker, alone in a worker then; after that it has failed. Other episodes
-    of the worker are restarted in any case."""
+    """Restarts, alone in a worker, of an episode that may have ended its worker; then it fails. The worker's other episodes
+    always restart."""
 
     run_code: bool = False
-    """Lets ``python`` run programs that the model writes: in a process with limits, without network, in a folder that is
-    removed afterwards. It is no virtual machine: such a program may read what this user may read."""
+    """Lets ``python`` run the model's programs: in a limited process, without network, in a temporary folder. This is no
+    virtual machine: they may read what this user may read."""
 
     servers: tuple[str, ...] = ()
-    """Addresses of ``tepo environment serve``, such as http://node7:8400, which run the environments on other machines;
-    episodes are spread over them. Default: processes next to rank 0."""
+    """Addresses of ``tepo environment serve``, such as http://node7:8400, on other machines; episodes are spread over them.
+    Default: processes next to rank 0."""
 
     key_file: Path | None = None
-    """File with the key of ``servers``, as ``tepo environment serve`` wrote it."""
+    """Key of ``servers``, as ``tepo environment serve`` wrote it."""
 
     @field_validator("servers")
     @classmethod
@@ -190,11 +187,10 @@ class EnvironmentConfig(Section):
 
     @property
     def agent_settings(self) -> AgentConfig:
-        """``agent``, or its defaults."""
         return self.agent or AgentConfig()
 
     def decides(self) -> dict[str, Any]:
-        """What of it decides how an episode goes, as JSON values."""
+        """Settings that decide how an episode goes, as JSON values."""
         where = {"workers", "concurrency", "servers", "key_file", "max_restarts"}
         result = self.model_dump(mode="json", exclude={*where, "agent"})
         if self.adapter == "agent":
@@ -203,7 +199,6 @@ class EnvironmentConfig(Section):
 
     @property
     def cuts_network(self) -> bool:
-        """Whether environments run without network."""
         if self.adapter == "agent":
             return False
         return not self.network and (self.network is False or ":" not in self.name)

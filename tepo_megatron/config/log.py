@@ -1,4 +1,4 @@
-"""``log``: what is shown and kept of a run."""
+"""``log``: display and records of a run."""
 
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -14,27 +14,27 @@ _NOT_IN_PROJECTS = "/\\#?%:"
 
 
 class WandbConfig(Section):
-    """A run of Weights & Biases with the rows of ``metrics.jsonl`` and the configuration without secrets. Needs the extra
-    ``tepo-megatron[wandb]``. The key is read from the place of ``wandb login`` or from WANDB_API_KEY."""
+    """A Weights & Biases run with the rows of ``metrics.jsonl`` and the configuration without secrets. Needs
+    ``tepo-megatron[wandb]``. The key is that of ``wandb login`` or WANDB_API_KEY."""
 
     project: Annotated[str, Field(min_length=1, max_length=128)]
     """W&B project of the run."""
 
     entity: Name | None = None
-    """User or team that owns the project. null: W&B's default for the key."""
+    """User or team that owns the project. null: W&B's default."""
 
     name: Name | None = None
-    """Name of the run in W&B. null: the run's ``name``."""
+    """Run name in W&B. null: the run's ``name``."""
 
     group: Name | None = None
-    """Group of the run in W&B, such as the seeds of one setting. null: none."""
+    """Group in W&B, such as the seeds of one setting. null: none."""
 
     tags: tuple[Tag, ...] = ()
     """Tags of the run."""
 
     mode: Literal["online", "offline"] = "online"
-    """``offline``: nothing leaves the machine; the run is in ``OUT/wandb``, and ``wandb sync`` sends it later. ``online``: it
-    is sent during the run; if W&B is not reached until the end, it is written as an offline run."""
+    """``offline``: the run stays in ``OUT/wandb``, until ``wandb sync`` sends it. ``online``: it is sent during the run; if W&B
+    is never reached, it is written offline."""
 
     @field_validator("project")
     @classmethod
@@ -48,19 +48,18 @@ class WandbConfig(Section):
 
 
 class MlflowConfig(Section):
-    """A run of MLflow with the rows of ``metrics.jsonl``, and the configuration without secrets as its parameters. Needs the
-    extra ``tepo-megatron[mlflow]``.
-    """
+    """An MLflow run with the rows of ``metrics.jsonl``, and the configuration without secrets as parameters. Needs
+    ``tepo-megatron[mlflow]``."""
 
     experiment_name: Name
-    """MLflow experiment of the run; made if it does not exist."""
+    """MLflow experiment; made if missing."""
 
     run_name: Name | None = None
-    """Name of the run in MLflow. null: the run's ``name``."""
+    """Run name in MLflow. null: the run's ``name``."""
 
     tracking_uri: str | None = None
-    """Address of a tracking server, or a database such as ``sqlite:////shared/mlflow.db``. null: MLFLOW_TRACKING_URI, else the
-    run's own ``OUT/mlflow/mlflow.db``, which needs no network. Not for a password."""
+    """Tracking server, or a database such as ``sqlite:////shared/mlflow.db``. null: MLFLOW_TRACKING_URI, else
+    ``OUT/mlflow/mlflow.db``, without network. No password."""
 
     tags: dict[str, str] = Field(default_factory=dict)
     """Tags of the run."""
@@ -90,11 +89,10 @@ class MlflowConfig(Section):
 
 class LogConfig(Section):
     progress: Literal["auto", "live", "plain", "none"] = "auto"
-    """Display of progress: ``live``, a view that redraws itself; ``plain``, a line for each step; ``none``. ``auto``: live on a
-    terminal, plain in a file or a pipe."""
+    """``live``: redraws itself; ``plain``: a line per step; ``none``. ``auto``: live on a terminal, plain in a file or pipe."""
 
     tensorboard: bool = True
-    """Also write the metrics as TensorBoard events, to ``<output>/tensorboard``; ``metrics.jsonl`` is written always."""
+    """Also write TensorBoard events to ``<output>/tensorboard``; ``metrics.jsonl`` is always written."""
 
     wandb: WandbConfig | None = None
     """Also log to Weights & Biases. null: off."""
@@ -103,22 +101,20 @@ class LogConfig(Section):
     """Also log to MLflow. null: off."""
 
     finish_timeout_s: Seconds = 30.0
-    """Seconds that the end of a run waits for W&B and MLflow to accept the remaining rows; a run with less time waits less.
-    Rows that are not accepted are reported, and stay in ``metrics.jsonl``."""
+    """Seconds that the run's end waits for W&B and MLflow to accept remaining rows, or less if the run has less. Others are
+    reported, and stay in ``metrics.jsonl``."""
 
     train_samples: NonNegativeInt = 0
-    """Number of responses of every training step written to ``train_samples.jsonl``, the first ones: prompt, expected answer,
-    response, reward. ``tepo samples OUT --train`` shows them. 0: none; ``rollout.record`` keeps every response with its
-    tokens."""
+    """First responses of each training step written to ``train_samples.jsonl``: prompt, expected answer, response, reward;
+    ``tepo samples OUT --train`` shows them. 0: none; ``rollout.record`` keeps every response with tokens."""
 
     token_samples: NonNegativeInt = 0
-    """Number of groups of a step whose responses are written token by token to ``<output>/tokens``, the first ones: log-probs
-    of sampler and trainer, entropy and its change, advantage, mask, ratio, version. ``tepo report`` shows them. About 20 bytes
-    a token; 0: none, at no cost."""
+    """First groups of a step written token by token to ``<output>/tokens``: log-probs of sampler and trainer, entropy and its
+    change, advantage, mask, ratio, version; ``tepo report`` shows them. About 20 bytes a token; 0: none, at no cost."""
 
     token_samples_every: PositiveInt = 10
-    """Steps between two files of ``token_samples``."""
+    """Steps between files of ``token_samples``."""
 
     def records_tokens(self, step: int) -> bool:
-        """Whether token values of a step are written; ``step``: steps done after it, as its row says."""
+        """Whether a step writes token values; ``step`` counts steps done after it, as in its row."""
         return bool(self.token_samples) and step % self.token_samples_every == 0

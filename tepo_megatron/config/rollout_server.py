@@ -9,22 +9,22 @@ from tepo_megatron.config.base import Seconds, Section
 
 
 class SpeculativeConfig(Section):
-    """Speculative decoding: a server guesses the next tokens, by n-grams of prompt and response or by a draft model, and the
-    model checks all guesses in one pass. Log-probs are the model's, and samples have the same distribution, but are not the
-    same samples. It pays if guesses are good and few sequences are decoded at a time."""
+    """Speculative decoding: n-grams of prompt and response, or a draft model, guess the next tokens, and the model checks all
+    guesses in one pass. The distribution of samples stays the same, the samples do not. Pays if guesses are good and few
+    sequences are decoded at a time."""
 
     num_speculative_tokens: PositiveInt = 4
     """Most tokens guessed at a time. Wrong guesses cost time."""
 
     draft_model: Path | None = None
-    """Folder of a smaller Hugging Face model with the policy's vocabulary. Weight updates do not change it, so that fewer
-    guesses are right as the policy moves away from it. Default: n-grams guess."""
+    """Folder of a smaller Hugging Face model with the policy's vocabulary. Weight updates do not change it, so its guesses get
+    worse as the policy moves. Default: n-grams guess."""
 
     prompt_lookup_min: PositiveInt = 2
-    """Shortest n-gram that is looked up, in tokens."""
+    """Shortest n-gram looked up, in tokens."""
 
     prompt_lookup_max: PositiveInt = 4
-    """Longest n-gram that is looked up, in tokens; the longest match is used."""
+    """Longest n-gram looked up, in tokens; the longest match is used."""
 
     @model_validator(mode="after")
     def _lengths_are_a_range(self) -> "SpeculativeConfig":
@@ -46,115 +46,111 @@ class SpeculativeConfig(Section):
 
 class ServerConfig(Section):
     placement: Literal["local", "colocated", "external"] = "local"
-    """``local``: the trainer starts the servers on its own machine, on GPUs that it does not use itself. ``colocated``: on its
-    own GPUs, and the two take turns; all on one machine, and not run on a GPU yet. ``external``: ``tepo serve`` runs them
-    elsewhere, and they are found in ``registry``; ``tepo launch`` sets both if a run has nodes for rollouts."""
+    """``local``: the trainer starts servers on its machine's free GPUs. ``colocated``: on its own GPUs, in turns, on one
+    machine; not run on a GPU yet. ``external``: ``tepo serve`` runs them elsewhere, listed in ``registry``; ``tepo launch``
+    sets both if a run has nodes for rollouts."""
 
     registry: Path | None = None
     """Folder on a disk that all nodes share, with the external servers' addresses and the run's key."""
 
     interface: str | None = None
-    """Interface of the nodes' inner network, such as ib0; external servers listen on its address only. Default: the address
-    that the node's host name resolves to."""
+    """Interface of the nodes' inner network, such as ib0; external servers listen only there. Default: the address of the
+    node's host name."""
 
     count: PositiveInt = 1
-    """Number of servers; prompts are spread over them."""
+    """Servers; prompts are spread over them."""
 
     tp: PositiveInt = 1
     """Tensor-parallel size of each server."""
 
     host: str = "127.0.0.1"
-    """Address that local servers listen on: one of this machine's, not a wildcard. Anyone who reaches it and has the run's key
-    can change the weights."""
+    """Address of this machine that local servers listen on, not a wildcard. Anyone with access and the run's key can change the
+    weights."""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """First port to try; the next free one is used. 0: the operating system chooses."""
+    """First port to try; the next free one is used. 0: the system chooses."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of weights and activations in the servers; ``auto`` is ``model.dtype``."""
 
     quantization: Literal["none", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"] = "none"
-    """Quantisation of the linear layers' weights in the servers, with one scale per tensor, output channel or block of 128 ×
-    128: vLLM's online quantization, under its names. Needs dtype bfloat16."""
+    """Quantisation of the servers' linear weights, with a scale per tensor, output channel or block of 128 × 128: vLLM's online
+    quantization. Needs dtype bfloat16."""
 
     max_model_len: PositiveInt | None = None
-    """Largest length of prompt and response together, in tokens; default: the limit of the model's config."""
+    """Largest length of prompt and response together, in tokens. Default: the limit of the model's config."""
 
     max_num_seqs: PositiveInt = 512
     """Most sequences that a server decodes at once; more wait."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """Fraction of each GPU's memory that a server uses while awake; ``engine.gpu_memory_fraction`` bounds the trainer."""
+    """Fraction of each GPU's memory that an awake server uses; ``engine.gpu_memory_fraction`` bounds the trainer."""
 
     cpu_kv_cache_gib: PositiveInt = 1
-    """Memory of a worker for the KV cache on a machine without GPU, in GiB."""
+    """KV cache memory of a worker without GPU, in GiB."""
 
     cpu_threads: str = "auto"
-    """On a machine without GPU: the cores of each worker in the form of ``VLLM_CPU_OMP_THREADS_BIND``, such as ``0``, ``0-3``
-    or ``0|1`` for two workers. ``auto`` gives each worker one. ``all`` shares all cores of the machine among its workers, for
-    servers that sample while the trainer waits (``train.schedule = sync``)."""
+    """Without GPU: cores of each worker, in the form of ``VLLM_CPU_OMP_THREADS_BIND``, such as ``0``, ``0-3`` or ``0|1`` for
+    two workers. ``auto``: one each. ``all``: workers share all cores, for servers that sample while the trainer waits
+    (``train.schedule = sync``)."""
 
     load_format: Literal["auto", "dummy", "model"] = "auto"
-    """Weights of a server when it starts. ``dummy``: meaningless numbers, read from no disk; it refuses to sample until the
-    trainer has sent its weights. ``model``: those of ``model.path``, read by every server. ``auto``: ``dummy`` in training and
-    in tepo serve if transfer is ``reshard``, whose plan proves that it fills every parameter, and there is no draft model; else
-    ``model``."""
+    """A server's first weights. ``dummy``: meaningless numbers, read from no disk; it samples only after the trainer has sent
+    weights. ``model``: those of ``model.path``, read by every server. ``auto``: ``dummy`` in training and in tepo serve if
+    transfer is ``reshard``, whose plan proves that every parameter is filled, without draft model; else ``model``."""
 
     start_timeout_s: Seconds = 900.0
-    """Seconds from a server's start to its first answer. A machine without other work needs 15 to 60; a server that ends is
-    noticed at once, so this bounds only one that hangs. A large model may need more, for a slow disk or for compiling
-    kernels."""
+    """Seconds from a server's start to its first answer: usually 15 to 60. A server that ends is noticed at once, so this
+    bounds only a hanging one. Large models may need more, for a slow disk or compiling kernels."""
 
     request_timeout_s: Seconds = 300.0
-    """Seconds without progress of a server: no answer to a request, or while it samples no new token of any request; a response
-    may take longer. The server then counts as dead, and is killed and started again. The default is vLLM's own limit for one
-    step of its workers."""
+    """Seconds without an answer, or while sampling without a new token of any request; a response may take longer. Then the
+    server is killed and restarted. The default is vLLM's limit for one step of its workers."""
 
     max_retries: NonNegativeInt = 3
-    """Retries of a request for samples, on another server if there is one, after an invalid answer: malformed, status 5xx, a
-    broken connection. A server with more consecutive failures is started again; 0: at once."""
+    """Retries of a sample request, on another server if possible, after an invalid answer: malformed, status 5xx, broken
+    connection. More consecutive failures restart the server; 0: at once."""
 
     transfer: Literal["reshard", "gather"] = "reshard"
-    """How weights reach the servers. ``reshard``: every trainer rank sends its shards straight to the workers that need them.
-    ``gather``: rank 0 gathers each full tensor and broadcasts it, for models without an entry for vLLM in the table of
-    ``weights/layouts``."""
+    """How weights reach the servers. ``reshard``: every trainer rank sends its shards straight to the workers. ``gather``: rank
+    0 gathers each full tensor and broadcasts it, for models without a vLLM entry in the table of ``weights/layouts``."""
 
     transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
-    """Transport of shards. ``gloo``: sockets, through the memory of the hosts. ``nccl``: from GPU to GPU, if trainer and
-    servers have separate GPUs. ``ipc``: within a GPU, if they are colocated; shards for another GPU go through the trainer's
-    rank there, by NCCL. ``auto``: ``gloo`` if the trainer runs on a CPU or a server turns out to be on one of its GPUs, ``ipc``
-    if they are colocated, else ``nccl``. NCCL and IPC have not been run on a GPU yet."""
+    """Transport of shards. ``gloo``: sockets, through host memory. ``nccl``: GPU to GPU, if trainer and servers have separate
+    GPUs. ``ipc``: within a GPU, if colocated; other shards go by NCCL through the trainer's rank there. ``auto``: ``gloo`` if
+    the trainer runs on a CPU or a server uses one of its GPUs, ``ipc`` if colocated, else ``nccl``. NCCL and IPC have not been
+    run on a GPU yet."""
 
     transfer_timeout_s: Seconds = 120.0
-    """Seconds for one message of a weight update, after which the update has failed."""
+    """Seconds for one message of a weight update; after them the update fails."""
 
     max_restarts: NonNegativeInt = 3
-    """Restarts in a run, over all servers, of those that died, hung or kept answering wrongly. The run stops at the next one,
-    with the first cause."""
+    """Restarts in a run, over all servers, after death, hanging or wrong answers. The next one stops the run, with the first
+    cause."""
 
     speculative: SpeculativeConfig | None = None
-    """Speculative decoding, ``{}`` for n-grams with the defaults; default: none. Not run on a GPU yet."""
+    """Speculative decoding; ``{}``: n-grams with the defaults. Default: none. Not run on a GPU yet."""
 
     routing_replay: bool = False
-    """For models with experts: the servers return the experts of every token, and the trainer replays them in scores and
-    updates, so that both sides use the same experts (routing replay: docs/reference/moe.md). Costs layers × experts per token
-    bytes for each token. With ``rollout.replay`` the recorded rollouts must have them."""
+    """For models with experts: servers return each token's experts, and the trainer replays them in scores and updates, so that
+    both use the same (docs/reference/moe.md). Costs layers × experts per token bytes per token. With ``rollout.replay``
+    recorded rollouts must have them."""
 
     extra_args: tuple[str, ...] = ()
     """Further arguments of ``vllm.entrypoints.openai.api_server``, as on its command line."""
 
     def served_dtype(self, model_dtype: str) -> str:
-        """The servers' dtype for a trainer in ``model_dtype``: ``dtype``, with ``auto`` resolved."""
+        """``dtype`` for a trainer in ``model_dtype``, with ``auto`` resolved."""
         return model_dtype if self.dtype == "auto" else self.dtype
 
     @property
     def longest_wait_s(self) -> float:
-        """Seconds that a weight update may wait for servers: one that died is started again, answers, and takes the weights."""
+        """Seconds that a weight update may wait for servers, restart included."""
         return self.start_timeout_s + self.request_timeout_s + self.transfer_timeout_s
 
     @property
     def drafts(self) -> bool:
-        """Whether a draft model guesses; vLLM fills it as it fills the policy, and no update brings its weights."""
+        """Whether a draft model guesses; no update brings its weights."""
         return self.speculative is not None and self.speculative.draft_model is not None
 
     def starts_with_dummies(self, *, trained: bool) -> bool:

@@ -1,4 +1,4 @@
-"""``train``: how long a run trains, and what it keeps."""
+"""``train``: length of a run, and what it keeps."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -11,7 +11,7 @@ _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class RollbackConfig(Section):
-    """When the run goes back to a checkpoint, and how often."""
+    """When and how often the run returns to a checkpoint."""
 
     metric: str
     """A key of the step's row, such as ``loss``, ``grad_norm``, ``mismatch/kl`` or ``ratio/max``."""
@@ -20,7 +20,7 @@ class RollbackConfig(Section):
     """The run goes back if the metric is above this."""
 
     factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    """The run goes back if the metric is above this many times its median over the last 20 steps, from the sixth step on."""
+    """The run goes back if the metric exceeds this × its median over the last 20 steps, from the sixth step on."""
 
     max_times: PositiveInt = 3
     """Most rollbacks; the next one stops the run."""
@@ -34,19 +34,19 @@ class RollbackConfig(Section):
 
 class KeepBestConfig(Section):
     metric: str = Field(min_length=1)
-    """A key of ``metrics.jsonl``, such as ``accuracy/greedy``. Only checkpoints of steps whose row has it are compared, so let
+    """A key of ``metrics.jsonl``, such as ``accuracy/greedy``. Only checkpoints of steps with it are compared: let
     ``save_every`` be a multiple of ``evaluate.every``."""
 
     mode: Literal["max", "min"] = "max"
-    """Whether the best value is the largest or the smallest; of equal ones the newest counts."""
+    """Whether the best value is the largest or the smallest; of equal ones the newest."""
 
 
 class CallbackConfig(Section):
     callback: str = Field(min_length=1)
-    """``early_stopping``, or a custom class as ``path/file.py:Class`` or ``package.module:Class``."""
+    """``early_stopping``, or a custom class: ``path/file.py:Class`` or ``package.module:Class``."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the class. Not for secrets: a run's folder keeps its configuration."""
+    """Keyword arguments of the class. No secrets: the run's folder keeps its configuration."""
 
 
 class TrainConfig(Section):
@@ -54,52 +54,49 @@ class TrainConfig(Section):
     """Steps of the run; each samples one batch of rollouts and trains on it."""
 
     minibatches: PositiveInt = 4
-    """K, optimizer steps per batch of rollouts; each uses an equal part of the responses once."""
+    """K, optimizer steps per batch of rollouts, each on an equal part of the responses."""
 
     schedule: Literal["sync", "overlap"] = "sync"
-    """When rollouts are sampled. ``sync``: the trainer waits for a step's samples, then the servers for its training.
-    ``overlap``: the servers sample ahead while the trainer trains, and receive new weights in the middle of responses; rollouts
-    are then of older weights than those that are trained, which ``objective.mismatch`` corrects."""
+    """``sync``: trainer and servers wait for each other. ``overlap``: servers sample ahead while the trainer trains, and
+    receive new weights within responses; rollouts are then of older weights, which ``objective.mismatch`` corrects."""
 
     max_staleness: Annotated[int, Field(ge=1, le=64)] = 1
-    """``overlap`` only: largest age, in versions of the trainer's weights, of the weights that drew a token. The servers sample
-    as many steps ahead. A larger value hides longer responses and is further off-policy."""
+    """``overlap`` only: largest age of the weights that drew a token, in versions of the trainer's. Servers sample as many
+    steps ahead. More hides longer responses and is further off-policy."""
 
     stale: Literal["drop", "keep"] = "drop"
-    """``overlap`` only: handling of a group that is older than ``max_staleness`` when its turn comes. ``drop``: it is not
-    trained on, and counted; prompts that take longest are then trained on less often. ``keep``: it is trained on, with its
-    correction."""
+    """``overlap`` only: groups older than ``max_staleness`` at their turn. ``drop``: not trained on, and counted; slow prompts
+    are then trained on less. ``keep``: trained on, with correction."""
 
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """``overlap`` only: keys and values of responses that are unfinished at a weight update. ``recompute``: the new weights
-    compute them again, so that later tokens are drawn by the trainer's policy. ``keep``: they stay, which saves time; later
-    tokens are then drawn by no single policy, with the log-probs that the server returns."""
+    """``overlap`` only: keys and values of responses unfinished at a weight update. ``recompute``: by the new weights, so that
+    the trainer's policy draws later tokens. ``keep``: saves time; no single policy draws later tokens, whose log-probs the
+    server returns."""
 
     max_skipped: NonNegativeInt = 8
-    """Consecutive optimizer steps that may be skipped because a loss or a gradient was not finite; one more stops the run. One
-    bad batch costs up to ``minibatches`` of them. Skipped batches are kept in ``<output>/skipped``. 0: the first one stops the
-    run."""
+    """Most consecutive optimizer steps skipped for a loss or gradient that is not finite; one more stops the run. A bad batch
+    costs up to ``minibatches``. Skipped batches are kept in ``<output>/skipped``. 0: the first one stops the run."""
 
     hang_timeout_s: Annotated[float, Field(ge=60, allow_inf_nan=False)] = 1800.0
-    """Seconds without progress of a trainer rank after which the job counts as hanging: a report is written to
-    ``<output>/logs/hang-….txt`` and the job ended. Progress is a new phase, a micro-batch, an answered prompt or new tokens of
-    a server; while a rank waits for servers or verifiers, their own time-outs are added. It must be longer than a micro-batch,
-    a checkpoint, or the start of a rank. A rank that a signal has stopped counts as hanging after 30 seconds."""
+    """Seconds without progress of a trainer rank until the job ends as hanging, with a report in ``<output>/logs/hang-….txt``.
+    Progress: a new phase, a micro-batch, an answered prompt, new tokens of a server; time-outs of servers and verifiers that a
+    rank waits for are added. It must exceed a micro-batch, a checkpoint, and a rank's start. A rank stopped by a signal hangs
+    after 30 seconds."""
 
     save_every: NonNegativeInt = 0
-    """Steps between checkpoints; one is always written at the end, and when a signal ends the run. 0: no others by count."""
+    """Steps between checkpoints; one is always written at the end, also by signal. 0: no others by count."""
 
     async_save: bool = False
     """Train on while a checkpoint is written: each rank copies its states to host memory (12 bytes a parameter), and a thread
-    writes them. A checkpoint counts when all of it is written; after a kill before that the run resumes from the previous one.
-    For models whose checkpoints take long; the host must have the memory."""
+    writes them. Only a complete checkpoint counts; after an earlier kill the run resumes from the previous one. For models with
+    slow checkpoints."""
 
     save_minutes: float = Field(default=30.0, ge=0, allow_inf_nan=False)
-    """Minutes after which the next step is followed by a checkpoint, whatever ``save_every`` is: the most that a failing
-    machine costs. 0: never."""
+    """Minutes after which the next step ends with a checkpoint, whatever ``save_every``: the most that a failing machine costs.
+    0: never."""
 
     keep_checkpoints: PositiveInt = 2
-    """Number of newest checkpoints that are kept; an older one is deleted when a newer one has its row of metrics."""
+    """Newest checkpoints kept; an older one is deleted when a newer one has its row of metrics."""
 
     keep_every: NonNegativeInt = 0
     """Checkpoints of steps that are multiples of this are never deleted. 0: none."""
@@ -108,35 +105,33 @@ class TrainConfig(Section):
     """Also keep the checkpoint that is best by a metric of its step. Default: none."""
 
     resume: bool | Literal["auto"] = False
-    """Continue from the newest whole checkpoint in the output folder; without one the run is refused. Damaged checkpoints are
-    passed over. auto: start from the beginning if there is none, for jobs that are restarted automatically; metrics of a run
-    without a checkpoint are kept under another name."""
+    """Continue from the newest whole checkpoint in the output folder, skipping damaged ones; refused without one. auto: else
+    start from the beginning, for automatic restarts; metrics of a run without checkpoint are renamed."""
 
     callbacks: tuple[str | CallbackConfig, ...] = ()
-    """Custom code on rank 0 that receives rollouts, evaluations, checkpoints and rows of metrics, and may end the run:
-    ``early_stopping``, or classes as ``path/file.py:Class``; with arguments as ``{callback: early_stopping, kwargs: {patience:
+    """Custom code on rank 0 that receives rollouts, evaluations, checkpoints and metrics, and may end the run:
+    ``early_stopping``, or classes as ``path/file.py:Class``; with arguments ``{callback: early_stopping, kwargs: {patience:
     3}}`` (docs/guides/from-python.md)."""
 
     grace_s: _Seconds = 60.0
     """Seconds from SIGTERM to the end of every process. A checkpoint is written within them, after the step's updates if there
-    is time, else instead of them. At most the time that the machine leaves before SIGKILL (Slurm: KillWait, or a partition's
-    GraceTime)."""
+    is time, else at once. At most the time before SIGKILL (Slurm: KillWait, or a partition's GraceTime)."""
 
     warning_s: _Seconds = 300.0
-    """The same for SIGUSR1, Slurm's warning. ``tepo launch`` has it sent so long before the time limit, plus half a minute for
-    the job's own end."""
+    """The same for SIGUSR1, Slurm's warning, which ``tepo launch`` requests this long, plus half a minute for the job's end,
+    before the time limit."""
 
     rollback: RollbackConfig | None = None
-    """Go back to the newest checkpoint, without the step's batch, if a metric explodes. Needs ``save_every``. Off by default: a
-    bound that is too tight throws work away."""
+    """Return to the newest checkpoint, without the step's batch, if a metric explodes. Needs ``save_every``. Off by default: a
+    tight bound throws work away."""
 
     resume_from: str | None = None
-    """Continue from this checkpoint instead: its name in the output folder (``step_000040``), or a path. Later checkpoints in
-    the output folder are set aside, since they are not this run's past. Needs ``resume``. Default: the newest."""
+    """Continue from this checkpoint: a name in the output folder (``step_000040``), or a path. Later checkpoints there are set
+    aside. Needs ``resume``. Default: the newest."""
 
     allow_change: tuple[str, ...] = ()
-    """Fields, or sections, that may differ from the run that wrote the checkpoint, such as ``[seed, objective.kl]``. Other
-    differences are refused, except for fields that only move the run elsewhere or make it longer."""
+    """Fields or sections that may differ from the checkpoint's run, such as ``[seed, objective.kl]``. Other differences are
+    refused, except those that only move or lengthen the run."""
 
     @model_validator(mode="after")
     def _there_is_something_to_go_back_to(self) -> "TrainConfig":

@@ -1,4 +1,4 @@
-"""Loads a ``RunConfig`` from a run's YAML file and dotted overrides; turns what is wrong with them into sentences."""
+"""Loads a ``RunConfig`` from YAML and dotted overrides, and words its errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OPENING = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run; ``problems`` holds one line for each thing that is wrong."""
+    """A configuration that cannot run; ``problems`` has one line per error."""
 
     def __init__(self, source: str, problems: Sequence[str]) -> None:
         self.source = source
@@ -39,14 +39,14 @@ class ConfigError(ValueError):
 
 
 def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads a run's YAML (``None``: only defaults), lays the overrides over it, and checks the whole.
+    """Reads a run's YAML (``None``: only defaults), applies overrides, and checks the whole.
 
-    ``base: other.yaml`` in a file names another file, relative to it, that lies under it. Overrides are ``a.b=value`` with the
-    value in YAML; the last one of a path counts. ``${a.b}`` anywhere takes the value of another field, also of a default.
+    ``base: other.yaml`` in a file names the file below it, relative to it. Overrides are ``a.b=value`` in YAML; the last one of
+    a path counts. ``${a.b}`` takes the value of another field, also a default.
 
     Raises:
-        ConfigError: a file that cannot be read, YAML that cannot be parsed, an override of another form, an unknown key, a
-            value that its field does not take; all problems that can be seen at once are in it.
+        ConfigError: an unreadable file, invalid YAML, a malformed override, an unknown key, or a value that its field refuses;
+            it lists all problems found at once.
     """
     source = "overrides" if path is None else str(path)
     problems: list[str] = []
@@ -72,7 +72,6 @@ def load_run(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def _wrong_permissions(entries: Sequence[str]) -> list[str]:
-    """Returns a line for each entry of ``train.allow_change`` that names no field, or one that can never change."""
     paths = [row.path for row in schema_rows()]
     known = {path[:end] for path in paths for end in (*(index for index, sign in enumerate(path) if sign == "."), len(path))}
     result = []
@@ -87,18 +86,18 @@ def _wrong_permissions(entries: Sequence[str]) -> list[str]:
 
 
 def dump_resolved(config: Section) -> str:
-    """Returns the complete configuration as YAML, from which ``load_run`` makes an equal one."""
+    """Returns the complete configuration as YAML; ``load_run`` reads it back equal."""
     return _to_yaml(config.model_dump(mode="json"))
 
 
 def dump_diff(config: RunConfig) -> str:
-    """Returns what differs from the defaults, as YAML from which ``load_run`` makes the same configuration."""
+    """Returns the differences from the defaults as YAML; ``load_run`` reads them back equal."""
     differing = _diff(config, RunConfig())
     return _to_yaml(differing) if differing else ""
 
 
 def _read(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
-    """Reads a file, merged over its bases; ``above`` are the files that named it."""
+    """``above``: the files that named this one."""
     if path.resolve() in above:
         raise ConfigError(str(above[0]), [f"base: {path} is its own base; remove one of the two"])
     if len(above) == _MOST_BASES:
@@ -130,7 +129,7 @@ def _read(path: Path, above: tuple[Path, ...] = ()) -> DictConfig:
 
 
 def _make_plugin_paths_absolute(content: DictConfig, path: Path) -> None:
-    """Makes the paths of a preset's file and of plugins absolute: in a run's file they are relative to it."""
+    """In a run's file these paths are relative to it."""
     objective = _plain(content).get("objective")
     if not isinstance(objective, Mapping):
         return
@@ -163,7 +162,7 @@ def _parse(text: str) -> DictConfig | ListConfig:
 
 
 def _check_texts(value: Any) -> None:
-    """Raises for a ``${…}`` with a resolver, such as ``${oc.env:HOME}``, and for ``???``."""
+    """Refuses ``${…}`` with a resolver, such as ``${oc.env:HOME}``, and ``???``."""
     if isinstance(value, Mapping | list):
         for inner in value.values() if isinstance(value, Mapping) else value:
             _check_texts(inner)
@@ -181,7 +180,6 @@ def _check_texts(value: Any) -> None:
 
 
 def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> DictConfig:
-    """Returns all overrides as one mapping; what cannot be parsed goes to ``problems``."""
     parsed = OmegaConf.create()
     for override in overrides:
         key, equals, _ = override.partition("=")
@@ -204,7 +202,7 @@ def _parse_overrides(overrides: Iterable[str], problems: list[str]) -> DictConfi
 
 
 def _merge(below: DictConfig, above: DictConfig) -> DictConfig:
-    """Merges ``above`` over ``below``; a section of another kind replaces the one below, whose fields it does not have."""
+    """A section of another kind replaces the one below."""
     below = below.copy()
     _drop_other_kinds(below, above)
     merged = OmegaConf.merge(below, above)
@@ -227,7 +225,6 @@ def _drop_other_kinds(below: DictConfig, above: DictConfig) -> None:
 
 
 def _resolve(raw: DictConfig) -> Any:
-    """Returns the given values with ``${…}`` replaced, and only the keys that were given."""
     defaults = OmegaConf.create(RunConfig().model_dump(mode="json"))
     merged = _merge(defaults, raw)
     complete = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
@@ -235,21 +232,21 @@ def _resolve(raw: DictConfig) -> Any:
 
 
 def _plain(section: DictConfig) -> dict[str, Any]:
-    """The section as it stands, ``${…}`` not replaced."""
+    """``${…}`` stays unresolved."""
     values = OmegaConf.to_container(section)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
 
 def _select(values: Any, shape: Any) -> Any:
-    """Returns the part of ``values`` with the keys of ``shape``: a default must not look as if it had been given."""
+    """A default must not look as if it had been given."""
     if isinstance(shape, Mapping) and isinstance(values, Mapping):
         return {key: _select(values[key], inner) for key, inner in shape.items()}
     return values
 
 
 def _diff(section: Section, default: Section) -> dict[str, Any]:
-    """Returns the fields of ``section`` that differ from ``default``; a section with a preset is compared with the preset."""
+    """A section with a preset is compared with the preset."""
     if "preset" in type(section).model_fields:
         preset, usual = dict(section)["preset"], dict(default)["preset"]
         result = _differing(section, type(section).model_validate({"preset": preset}))
@@ -275,7 +272,7 @@ def _to_yaml(values: dict[str, Any]) -> str:
 
 
 def _escape(value: Any) -> Any:
-    r"""``${`` in text becomes ``\${``, so that it is not taken for a reference when it is read back."""
+    r"""``${`` becomes ``\${``, so that it is not read back as a reference."""
     if isinstance(value, Mapping):
         return {key: _escape(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Lists every field of a run's configuration with its values, default and meaning, from pydantic's JSON schema."""
+"""Lists every field of a run with values, default and meaning, from pydantic's JSON schema."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tepo_megatron.config.objective.section import usual_sections
 from tepo_megatron.config.run import RunConfig
 
 Node = dict[str, Any]
-"""A node of a JSON schema, ``$ref`` already followed."""
+"""A JSON schema node with ``$ref`` followed."""
 
 _TYPES = {
     "integer": "an integer",
@@ -30,9 +30,7 @@ _BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "
 
 @dataclass(frozen=True)
 class SchemaRow:
-    """One field: path, allowed values, default (as JSON), meaning, and the variant of a section that has it (``kind = "…"``, or
-    empty).
-    """
+    """One field; ``default`` is JSON, ``when`` the section's variant (``kind = "…"``, or empty)."""
 
     path: str
     allowed: str
@@ -43,7 +41,7 @@ class SchemaRow:
 
 @dataclass(frozen=True)
 class Place:
-    """A place in the schema: its dotted path as users write it, its node (empty if there is none), its sibling keys."""
+    """A place in the schema: dotted path, node (empty if none), sibling keys."""
 
     path: str
     node: Node
@@ -55,7 +53,7 @@ _PLUGINS: ContextVar[tuple[str, ...]] = ContextVar("plugins", default=())
 
 @contextmanager
 def with_plugins(plugins: Sequence[str]) -> Iterator[None]:
-    """Within the block the schema includes the kinds of these plugins (``objective.plugins``)."""
+    """Within the block the schema includes the kinds of ``objective.plugins``."""
     token = _PLUGINS.set(tuple(load_plugin(plugin).name for plugin in plugins))
     try:
         yield
@@ -64,13 +62,12 @@ def with_plugins(plugins: Sequence[str]) -> Iterator[None]:
 
 
 def json_schema() -> Node:
-    """The JSON schema of a run's YAML (draft 2020-12, as pydantic writes it)."""
+    """The JSON schema of a run's YAML (draft 2020-12)."""
     return _schema(tuple((name, load_plugin(name).digest) for name in _PLUGINS.get()))
 
 
 @cache
 def _schema(plugins: tuple[tuple[str, str], ...]) -> Node:
-    """With the kinds of plugins, each by name and digest."""
     schema = RunConfig.model_json_schema()
     added = plugin_schemas([name for name, _ in plugins], usual_sections())
     schema["$defs"] |= added.pop("$defs")
@@ -82,15 +79,14 @@ def _schema(plugins: tuple[tuple[str, str], ...]) -> Node:
 
 
 def schema_rows(*, of_lists: bool = False) -> list[SchemaRow]:
-    """Returns a row for every field of a run, in the order of declaration; a section with variants gives rows for each.
-    ``of_lists``: also the fields of sections in a list, such as ``data.train[].path``, which no override names.
-    """
+    """Returns a row per field, in order of declaration, and for each variant of a section. ``of_lists``: also fields of
+    sections in lists, such as ``data.train[].path``, which no override names."""
     rows = _rows(json_schema(), "", json_schema().get("default"), "")
     return [row for row in rows if of_lists or "[]" not in row.path]
 
 
 def allowed(node: Node) -> str:
-    """The allowed values of a node in words: literals, the type with its bounds, or the variants of a section."""
+    """Allowed values in words: literals, type with bounds, or variants."""
     node = _follow(node)
     if "discriminator" in node:
         tags = ", ".join(show(tag) for tag in node["discriminator"]["mapping"])
@@ -115,7 +111,7 @@ def allowed(node: Node) -> str:
 
 
 def locate(loc: tuple[int | str, ...]) -> Place:
-    """The place of a pydantic error, without the names of union members, which no user writes."""
+    """Place of a pydantic error, without names of union members, which no user writes."""
     node, path, siblings = _follow(json_schema()), "", ()
     for step in loc:
         options = _options(node)
@@ -135,14 +131,14 @@ def locate(loc: tuple[int | str, ...]) -> Place:
 
 
 def show(value: Any, limit: int = 100) -> str:
-    """Writes a value as users of YAML do (true, null, "text"), cut to ``limit`` characters."""
+    """The value as in YAML (true, null, "text"), cut to ``limit`` characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     text = text if len(text) <= limit else text[: limit - 1] + "…"
     return "".join(item if item.isprintable() else f"\\u{ord(item):04x}" for item in text)
 
 
 def discriminator(node: Node) -> Node:
-    """``propertyName`` and ``mapping`` of a section with variants, also of one that may be null; empty for any other."""
+    """``propertyName`` and ``mapping`` of a section with variants, also if nullable; else empty."""
     result = node.get("discriminator")
     return result or next((item["discriminator"] for item in node.get("anyOf", []) if "discriminator" in item), {})
 
@@ -173,7 +169,7 @@ def _rows(node: Node, path: str, default: Any, when: str) -> Iterator[SchemaRow]
 
 
 def _shown(default: Any) -> str:
-    """A field's default; of a section only its kind, since its fields have rows of their own."""
+    """Of a section only its kind, since its fields have their own rows."""
     if default is ...:
         return "required"
     if isinstance(default, dict):
@@ -182,12 +178,12 @@ def _shown(default: Any) -> str:
 
 
 def _plain(docstring: str) -> str:
-    """Writes a docstring as one line, with single backticks."""
+    """One line, with single backticks."""
     return " ".join(docstring.replace("``", "`").split())
 
 
 def _follow(node: Node) -> Node:
-    """Replaces ``$ref`` by the node that it names; keys beside the ``$ref`` override those of the node."""
+    """Keys next to ``$ref`` override those of its node."""
     while "$ref" in node:
         target = json_schema()["$defs"][node["$ref"].rsplit("/", 1)[1]]
         node = {**target, **{key: value for key, value in node.items() if key != "$ref"}}
@@ -195,7 +191,7 @@ def _follow(node: Node) -> Node:
 
 
 def _options(node: Node) -> dict[str, Node]:
-    """Returns what a value here may be, by pydantic's label for it in the location of an error; one entry if it is no union."""
+    """Union members by pydantic's label in an error's location; one entry if it is no union."""
     if "discriminator" in node:
         return {tag: _follow({"$ref": ref}) for tag, ref in node["discriminator"]["mapping"].items()}
     members = [member for member in node.get("anyOf") or node.get("oneOf") or [node] if member.get("type") != "null"]
@@ -206,7 +202,6 @@ def _options(node: Node) -> dict[str, Node]:
 
 
 def _named(node: Node) -> Node:
-    """The node of each entry of a section with custom names; empty for any other."""
     held = node.get("additionalProperties")
     return _follow(held) if isinstance(held, dict) else {}
 

@@ -1,4 +1,4 @@
-"""Words the errors of YAML, of ``${…}``, and of pydantic as sentences."""
+"""Words errors of YAML, ``${…}`` and pydantic as sentences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def describe_reference(error: OmegaConfBaseException) -> str:
 
 
 def describe_all(error: ValidationError) -> list[str]:
-    """One line for each place; the members of a union that all refused a value share a line."""
+    """One line per place; union members that all refused a value share it."""
     details = error.errors()
     details = [item for item in details if not _is_of_another_form(item, details)]
     lines = list(dict.fromkeys(_describe(detail) for detail in details[:_MOST_PROBLEMS]))
@@ -41,7 +41,7 @@ def describe_all(error: ValidationError) -> list[str]:
 
 
 def _is_of_another_form(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> bool:
-    """Whether it only says that a list is no text, and other errors say what is wrong in the list."""
+    """Whether other errors describe what is wrong in the list."""
     place = detail["loc"][:-1]
     others = (item["loc"] for item in details if len(item["loc"]) > len(detail["loc"]))
     return (
@@ -114,13 +114,12 @@ _BY_OTHER_NAMES = {
     "gradient_clipping": ("optimizer.clip_grad",),
     "max_grad_norm": ("optimizer.clip_grad",),
 }
-"""Names of fields in other trainers that the nearest spelling would not find."""
+"""Other trainers' field names that spelling alone would not find."""
 
 
 def _nearest_fields(place: Place) -> list[str]:
-    """At most three fields that an unknown key may mean: a typo in its section, the same key in another one, another trainer's
-    name, or the nearest spelling anywhere.
-    """
+    """At most three fields: a typo in its section, the same key elsewhere, another trainer's name, then the nearest
+    spelling."""
     parent, _, key = place.path.rpartition(".")
     prefix = f"{parent}." if parent else ""
     close = [f"{prefix}{name}" for name in difflib.get_close_matches(key, place.siblings, n=1, cutoff=0.75)]

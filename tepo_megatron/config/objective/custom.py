@@ -1,7 +1,6 @@
-"""Custom kinds for the choices of an objective (docs/guides/own-objective.md): base classes, and the plugins that define them.
+"""Custom kinds for the choices of an objective (docs/guides/own-objective.md): base classes, and their plugins.
 
-A kind is one class: its fields are its section of the configuration, its methods compute on tensors. This package is read
-without torch, so no type of a tensor is named. Axes in names: S sequences, T tokens.
+No torch here, so no tensor type is named. Axes in names: S sequences, T tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,20 +16,20 @@ from tepo_megatron.runtime.user_code import load_user_module, locate_user_module
 
 
 class CustomKind(ObjectiveSection):
-    """Base of all custom kinds; a kind is a subclass of one of the classes below with ``kind: Literal["name"] = "name"``."""
+    """Base of all custom kinds; subclass one of the classes below, with ``kind: Literal["name"] = "name"``."""
 
     slot: ClassVar[str]
-    """The field below ``objective`` that accepts the kind."""
+    """Field below ``objective`` that accepts the kind."""
 
     defines: ClassVar[str]
-    """The method that a kind must define."""
+    """Method that a kind must define."""
 
     kind: str
     """The kind's name."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it reads ``values.reference_delta_T``; a frozen copy of the run's first weights is then kept and scored."""
+        """Whether it reads ``values.reference_delta_T``; then a frozen copy of the first weights is kept and scored."""
         return False
 
     @property
@@ -52,7 +51,7 @@ class OwnAdvantage(CustomKind):
                 ``reward_parts_SK`` if the verifier returns components.
 
         Returns:
-            float [S], finite, independent of the order of the responses; its gradient is dropped.
+            float [S], finite, independent of the responses' order; its gradient is dropped.
         """
         raise NotImplementedError
 
@@ -65,10 +64,10 @@ class OwnRatio(CustomKind):
     noise: ClassVar[str] = "ratio"
 
     def log_ratio(self, values: Any) -> Any:
-        """The logarithm of the ratio at every token of a micro-batch, [T], differentiable.
+        """Log-ratio at every token of a micro-batch, [T], differentiable.
 
-        ``values``: `TokenValues`; its ``delta_T`` is log π_θ − log π_old, 0 outside the loss mask (and already bounded under
-        the trust region ``log_clip``).
+        ``values``: `TokenValues`; its ``delta_T`` is log π_θ − log π_old, 0 outside the loss mask (already bounded
+        with the trust region ``log_clip``).
         """
         raise NotImplementedError
 
@@ -80,35 +79,35 @@ class OwnTrustRegion(CustomKind):
     defines: ClassVar[str] = "surrogate"
 
     def surrogate(self, ratio_T: Any, values: Any) -> Any:
-        """What is maximised at each token of a micro-batch, differentiable.
+        """Value to maximise at each token of a micro-batch, differentiable.
 
         Args:
             ratio_T: the value of ``objective.ratio``, [T].
             values: `TokenValues`; ``advantage_T`` is the response's advantage at each of its tokens.
 
         Returns:
-            [T]; or a `Surrogate`, which also tells where a bound was active, for the metrics ``clip/low`` and ``clip/high``.
+            [T]; or a `Surrogate`, which also marks active bounds for the metrics ``clip/low`` and ``clip/high``.
         """
         raise NotImplementedError
 
 
 class OwnAggregation(CustomKind):
-    """A way to reduce the values of the tokens to one number: a weight per token and a divisor."""
+    """Reduces token values to one number: a weight per token and a divisor."""
 
     slot: ClassVar[str] = "aggregation"
     defines: ClassVar[str] = "denominator"
 
     def sequence_weights(self, lengths_S: Any) -> Any:
-        """The weight of each response token of a sequence, [S]; 1 by default.
+        """Weight of each response token of a sequence, [S]; 1 by default.
 
-        ``lengths_S``: the response tokens of the sequences of a micro-batch, floating point, possibly 0.
+        ``lengths_S``: response tokens of a micro-batch's sequences, floating point, possibly 0.
         """
         return lengths_S * 0 + 1
 
     def denominator(self, lengths_S: Any) -> Any:
-        """The divisor of the sum over all micro-batches and ranks: a positive scalar.
+        """Divisor of the sum over all micro-batches and ranks: a positive scalar.
 
-        ``lengths_S``: the response tokens of every sequence of the optimizer step, of all ranks, floating point. Sequences of
+        ``lengths_S``: response tokens of every sequence of the optimizer step, on all ranks, floating point. Sequences of
         length 0 are padding and must change nothing.
         """
         raise NotImplementedError
@@ -121,7 +120,7 @@ class OwnMismatch(CustomKind):
     defines: ClassVar[str] = "importance_weights"
 
     def importance_weights(self, values: Any) -> Any:
-        """What multiplies the surrogate at every token of a micro-batch, [T]; its gradient is dropped.
+        """Factor of the surrogate at every token of a micro-batch, [T]; its gradient is dropped.
 
         ``values``: `TokenValues`; its ``mismatch_T`` is log π_old − log π_sampler, 0 outside the loss mask.
         """
@@ -130,15 +129,15 @@ class OwnMismatch(CustomKind):
 
 class _CustomTerm(CustomKind):
     def prepare(self, step: Any) -> Any:
-        """Statistics of the whole optimizer step, such as a threshold, passed to ``choose`` and ``penalty`` as ``found``.
+        """Statistics of the whole optimizer step, passed to ``choose`` and ``penalty`` as ``found``. None by default.
 
-        ``step``: `StepValues`, all response tokens of the step on every rank. None by default.
+        ``step``: `StepValues`, all response tokens of the step on every rank.
         """
         del step
 
 
 class OwnMask(_CustomTerm):
-    """Removes the gradient of the surrogate at the tokens that it chooses. The value there stays."""
+    """Removes the surrogate's gradient, but not its value, at chosen tokens."""
 
     slot: ClassVar[str] = "mask"
     defines: ClassVar[str] = "choose"
@@ -148,7 +147,7 @@ class OwnMask(_CustomTerm):
         return True
 
     def choose(self, values: Any, found: Any) -> Any:
-        """The tokens of a micro-batch that get no gradient, bool [T]; tokens outside the loss mask are ignored.
+        """Tokens of a micro-batch without gradient, bool [T]; those outside the loss mask are ignored.
 
         ``values``: `TokenValues`; ``found``: the result of ``prepare``.
         """
@@ -166,14 +165,14 @@ class OwnPenalty(_CustomTerm):
         return type(self).choose is not OwnPenalty.choose
 
     def choose(self, values: Any, found: Any) -> Any:
-        """The tokens of a micro-batch that are penalised, bool [T]; every response token by default."""
+        """Penalised tokens of a micro-batch, bool [T]; every response token by default."""
         del values, found
 
     def penalty(self, values: Any, found: Any) -> Any:
-        """What is subtracted at each token of a micro-batch, [T], coefficient included, differentiable.
+        """Penalty at each token of a micro-batch, [T], coefficient included, differentiable.
 
-        ``values``: `TokenValues`; ``found``: the result of ``prepare``. Only the tokens of ``choose`` count, but value and
-        gradient must be finite everywhere.
+        ``values``: `TokenValues`; ``found``: the result of ``prepare``. Only tokens of ``choose`` count, but value and gradient
+        must be finite everywhere.
         """
         raise NotImplementedError
 
@@ -191,23 +190,21 @@ CUSTOM_BASES: tuple[type[CustomKind], ...] = (
 
 @dataclass(frozen=True)
 class Plugin:
-    """An imported module with custom kinds."""
-
     name: str
-    """The absolute path of its file, or the module's name."""
+    """Absolute path of its file, or module name."""
 
     digest: str
-    """Of the bytes that were imported."""
+    """Digest of the imported bytes."""
 
     kinds: tuple[type[CustomKind], ...]
-    """In the order of definition."""
+    """In order of definition."""
 
 
 def load_plugin(name: str) -> Plugin:
-    """Imports a plugin, unless the same bytes were imported before; ``name``: ``path/file.py`` or a module's name.
+    """Imports a plugin, ``path/file.py`` or a module's name, unless the same bytes were imported before.
 
     Raises:
-        ValueError: it cannot be imported, defines no kind, or one of its kinds is incomplete.
+        ValueError: it cannot be imported, defines no kind, or has an incomplete kind.
     """
     where = f"objective.plugins: {name}"
     place = locate_user_module(name, "objective.plugins")
@@ -245,7 +242,6 @@ def _check_kind(kind: type[CustomKind], where: str) -> None:
 
 
 def _kinds_of(plugins: Sequence[str], slot: str) -> tuple[type[CustomKind], ...]:
-    """Raises ValueError as :func:`load_plugin`, and if two kinds have the same name."""
     kinds: dict[str, tuple[str, type[CustomKind]]] = {}
     for plugin in map(load_plugin, plugins):
         for kind in plugin.kinds:
@@ -262,7 +258,7 @@ def _kinds_of(plugins: Sequence[str], slot: str) -> tuple[type[CustomKind], ...]
 
 @dataclass(frozen=True)
 class CustomSlot:
-    """Annotates a field below ``objective`` that also accepts the kinds of ``objective.plugins`` and instances of a kind."""
+    """Annotates a field below ``objective`` that also accepts kinds of ``objective.plugins`` and instances of a kind."""
 
     slot: str
 
@@ -299,14 +295,13 @@ class CustomSlot:
         )
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Without plugins; `plugin_schemas` adds their kinds."""
         return dict(handler(schema["schema"])) or {"type": "object", "additionalProperties": False}
 
 
 def plugin_schemas(plugins: Sequence[str], slots: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
-    """JSON schemas of the fields below ``objective`` that these plugins have kinds for, with their ``$defs``.
+    """JSON schemas, with ``$defs``, of the fields below ``objective`` that these plugins have kinds for.
 
-    ``slots``: the package's own sections of each field.
+    ``slots``: the built-in sections of each field.
     """
     schemas: dict[str, Any] = {"$defs": {}}
     for slot, members in slots.items():

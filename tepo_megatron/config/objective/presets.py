@@ -1,4 +1,4 @@
-"""The presets: what each changes in the defaults of `ObjectiveConfig`, with its formula and where the formula is from."""
+"""The presets: their changes to the defaults of `ObjectiveConfig`, with formulas and sources."""
 
 from __future__ import annotations
 
@@ -10,30 +10,28 @@ from typing import Any, NamedTuple
 import yaml
 
 LARGEST_FILE = 2**20
-"""Bytes that a YAML file may have; a configuration has a few thousand."""
+"""In bytes; a configuration has a few thousand."""
 
 
 class Preset(NamedTuple):
-    """One objective, as data."""
-
     source: str
-    """The paper that states it, and the peer whose values these are where the paper gives none."""
+    """Paper, and the peer with values that the paper lacks."""
 
     formula: str
-    """What is maximised: at each token, and what the sum over tokens is divided by. Notation: docs/reference/tepo.md."""
+    """Value to maximise at each token, and the divisor of the sum. Notation: docs/reference/tepo.md."""
 
     changes: Mapping[str, Any]
-    """The sections that differ from TEPO's."""
+    """Sections that differ from TEPO's."""
 
 
 def _token(**changes: Any) -> Mapping[str, Any]:
-    """Token ratios, PPO's clip and no KL term, with these changes."""
+    """Token ratios, PPO's clip, no KL."""
     clip = {"kind": "clip", "low": 0.2, "high": 0.2}
     return {"ratio": {"kind": "token"}, "trust_region": clip, "kl_mask": None, **changes}
 
 
 def _sequence(**changes: Any) -> Mapping[str, Any]:
-    """Length-normalised sequence ratios, GSPO's clip, a mean over sequences and no KL term, with these changes."""
+    """Length-normalised sequence ratios, GSPO's clip, a mean over sequences, no KL."""
     return {"ratio": {"kind": "sequence"}, "aggregation": {"kind": "sequence_mean"}, "kl_mask": None, **changes}
 
 
@@ -153,7 +151,6 @@ PRESETS: Mapping[str, Preset] = {
         _token(trust_region={"kind": "none"}, kl_cov={}),
     ),
 }
-"""Every preset, by name."""
 
 CORRECTIONS: Mapping[str, Preset] = {
     "tis_token": Preset("fengyao.notion.site; verl, NeMo-RL", "min(w, 2), w of the token", {"mismatch": {"kind": "truncate"}}),
@@ -168,8 +165,8 @@ CORRECTIONS: Mapping[str, Preset] = {
         "verl", "1[0.999 ≤ (Π_t w)^(1/T_i) ≤ 1.001]", {"rejection": {"level": "geometric", "low": 0.999, "high": 1.001}}
     ),
 }
-"""What multiplies the surrogate where the sampler is another policy, w = π_old / π_sampler, by the names that peers give it.
-Each goes beside any preset, and a rejection beside weights."""
+"""Weights w = π_old / π_sampler for another sampler, by peers' names. Each goes with any preset; a rejection goes with
+weights."""
 
 
 SUFFIXES = (".yaml", ".yml")
@@ -177,29 +174,26 @@ SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class _PresetFile:
-    """The contents of a preset file."""
-
     base: str
-    """The built-in preset under it."""
+    """Built-in preset under the file."""
 
     plugins: tuple[str, ...]
-    """Absolute paths of files, or names of modules."""
+    """Absolute paths, or module names."""
 
     preset: Preset
 
 
 def is_preset_file(name: str) -> bool:
-    """Whether ``objective.preset`` names a file, and not a row of the table."""
     return name.endswith(SUFFIXES)
 
 
 def read_preset(name: str) -> _PresetFile:
-    """Reads a preset's file: the keys of an ``objective`` section, and ``formula`` and ``source`` as text.
+    """Reads a preset file: keys of an ``objective`` section, and ``formula`` and ``source`` as text.
 
-    ``preset`` in it names what it is laid over, ``tepo`` unless given; paths of ``plugins`` are relative to the file.
+    ``preset`` in it names the preset below, by default ``tepo``; paths of ``plugins`` are relative to the file.
 
     Raises:
-        ValueError: no such file, not YAML of that form, or laid over what is no preset of the table.
+        ValueError: no such file, other YAML, or an unknown preset below.
     """
     path, where = Path(name).expanduser().absolute(), f"objective.preset = {name}"
     try:
@@ -223,14 +217,14 @@ def read_preset(name: str) -> _PresetFile:
 
 
 def beside(file: Path, plugins: Any) -> tuple[Any, ...]:
-    """``plugins`` as a file names them: the paths among them are relative to the file. What is no list is left as it is."""
+    """``plugins`` with paths relative to the file made absolute; anything but a list is returned unchanged."""
     if not isinstance(plugins, list | tuple):
         return (plugins,)
     return tuple(beside_path(file, item) if isinstance(item, str) and item.endswith(".py") else item for item in plugins)
 
 
 def beside_path(file: Path, path: str) -> str:
-    """The absolute path of what a file names by a path relative to it; one that begins with ``~`` or ``${`` stays."""
+    """Absolute path of one relative to the file; ``~`` and ``${`` at its start are left alone."""
     return path if path.startswith(("~", "${")) else str(file.absolute().parent / path)
 
 

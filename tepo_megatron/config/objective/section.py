@@ -1,4 +1,4 @@
-"""The objective: four choices, what stands beside them, and a preset that the rest is laid over."""
+"""The objective: four choices, optional terms, and a preset under them."""
 
 import difflib
 import warnings
@@ -41,62 +41,62 @@ from tepo_megatron.config.objective.terms import (
 
 
 class ObjectiveConfig(Section):
-    """A preset, with overrides: a section that is given is merged, field by field, over the preset's.
+    """A preset, with overrides: a given section is merged over the preset's, field by field.
 
-    Naming another ``kind`` drops the fields of the preset's kind; ``null`` switches a regulariser off.
+    Another ``kind`` drops the fields of the preset's kind; ``null`` switches a term off.
     """
 
     preset: str = "tepo"
-    """A row of the table that ``tepo objective list`` prints, or a file of your own, ``path/my_preset.yaml``: what it says is
-    laid over the preset that it names, which then stands here. In a run's file the path is relative to that file."""
+    """A name of ``tepo objective list``, or your own file ``path/my_preset.yaml``, laid over the preset that it names. In a
+    run's file the path is relative to that file."""
 
     plugins: tuple[str, ...] = ()
-    """Modules of your own with kinds for the sections below: ``path/my_objective.py``, in a run's file relative to that file,
-    or the name of an installed module. They are imported wherever the run's file is read (docs/guides/own-objective.md)."""
+    """Your modules with kinds for the sections below: ``path/my_objective.py``, relative to the run's file, or an installed
+    module's name. Imported wherever the run's file is read (docs/guides/own-objective.md)."""
 
     advantage: Advantage = GroupAdvantage()
-    """How the rewards of the responses to one prompt become advantages A, one for each response."""
+    """How the rewards of a prompt's responses become advantages A, one per response."""
 
     ratio: Ratio = SequenceTokenRatio()
-    """At which level π_θ is compared with π_old, the policy before the update. Our interpretation of TEPO: the token form of
+    """Level at which π_θ is compared with π_old, the policy before the update. Our interpretation of TEPO: the token form of
     the length-normalised sequence ratio."""
 
     trust_region: TrustRegion = Clip(low=3e-4, high=4e-4)
-    """How far a ratio may carry the surrogate away from 1. Our interpretation of TEPO: clip with GSPO's range, since the ratio
-    is length-normalised."""
+    """How far a ratio may carry the surrogate from 1. Our interpretation of TEPO: clip with GSPO's range, since the ratio is
+    length-normalised."""
 
     aggregation: Aggregation = TokenMean()
-    """How the values of the tokens become one number: what each counts, and what their sum is divided by."""
+    """How token values become one number: weights and divisor."""
 
     kl_mask: KLMask | None = KLMask()
-    """TEPO's KL penalty on the tokens with a positive advantage and falling entropy; null: off."""
+    """TEPO's KL penalty on tokens with positive advantage and falling entropy; null: off."""
 
     kl: KL | None = None
     """A KL penalty on every response token; null: off."""
 
     kl_cov: KLCov | None = None
-    """A KL penalty on the few tokens of highest covariance between log-probability and advantage (KL-Cov); null: off."""
+    """A KL penalty on the few tokens of highest covariance of log-probability and advantage (KL-Cov); null: off."""
 
     entropy: EntropyBonus | None = None
-    """A bonus for the entropy of the full distribution; kind ``fixed`` unless given; null: off."""
+    """A bonus for the full distribution's entropy; default kind ``fixed``; null: off."""
 
     mismatch: Mismatch | None = None
-    """Weights for a sampler whose probabilities differ from the trainer's; kind ``truncate`` unless given; null: off."""
+    """Weights for a sampler whose probabilities differ from the trainer's; default kind ``truncate``; null: off."""
 
     rejection: Rejection | None = None
-    """Leaves out what a sampler drew whose probabilities differ too much from the trainer's; null: off."""
+    """Leaves out samples whose sampler probabilities differ too much from the trainer's; null: off."""
 
     opsm: OffPolicySequenceMask | None = None
-    """Leaves out responses of negative advantage that the policy has moved away from (off-policy sequence mask); null: off."""
+    """Leaves out responses of negative advantage that the policy has left (off-policy sequence mask); null: off."""
 
     m2po: SecondMomentMask | None = None
-    """Leaves out the tokens on which trainer and sampler differ most (second-moment mask of M2PO); null: off."""
+    """Leaves out the tokens on which trainer and sampler differ most (M2PO's second-moment mask); null: off."""
 
     mask: Mask | None = None
-    """A mask of your own, from ``plugins``: no gradient for the tokens that it chooses; null: off."""
+    """Your mask, from ``plugins``: no gradient for the tokens that it chooses; null: off."""
 
     penalty: Penalty | None = None
-    """A penalty of your own, from ``plugins``, subtracted from the surrogate; null: off."""
+    """Your penalty, from ``plugins``, subtracted from the surrogate; null: off."""
 
     @property
     def sections(self) -> dict[str, ObjectiveSection]:
@@ -106,17 +106,16 @@ class ObjectiveConfig(Section):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the sections need of a step, beside log-probs and entropies."""
+        """Inputs of a step that sections need besides log-probs and entropies."""
         return frozenset().union(*(section.needs for section in self.sections.values()))
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen copy of the first weights is kept, and scored."""
+        """Whether a frozen copy of the first weights is kept and scored."""
         return "reference" in self.needs
 
     @property
     def selects_tokens(self) -> bool:
-        """Whether some section acts on some response tokens only."""
         return any(section.selects_tokens for section in self.sections.values())
 
     @model_validator(mode="before")
@@ -183,7 +182,7 @@ class ObjectiveConfig(Section):
 
 
 def _check_empty_sections(raw: Mapping[str, Any], preset: Mapping[str, Any]) -> None:
-    """An empty section over a term that is off would switch it on, and read as if it did nothing."""
+    """An empty section would switch its term on, but looks as if it did nothing."""
     for key in ObjectiveConfig.model_fields:
         value = raw.get(key)
         if isinstance(value, Mapping) and not value and preset.get(key) is None:
@@ -194,23 +193,20 @@ def _check_empty_sections(raw: Mapping[str, Any], preset: Mapping[str, Any]) -> 
 
 
 def _is_normalized(ratio: Ratio) -> bool:
-    """Whether a ratio is a mean over the tokens of a response, and so stays near to 1."""
+    """Whether a ratio is a mean over a response's tokens, and so stays near 1."""
     if isinstance(ratio, CustomKind):
         return False
     return isinstance(ratio, PowerMeanRatio) or (not isinstance(ratio, TokenRatio) and ratio.length_normalized)
 
 
 def _uses(kinds: Sequence[type[CustomKind]], sections: Mapping[str, Any]) -> bool:
-    """Whether some section is of one of these kinds."""
     used = {(key, section["kind"]) for key, section in sections.items() if isinstance(section, Mapping) and "kind" in section}
     used |= {(key, section.kind) for key, section in sections.items() if isinstance(section, CustomKind)}
     return any((kind.slot, kind_name(kind)) in used for kind in kinds)
 
 
 def named_plugins(values: Any) -> tuple[str, ...]:
-    """The plugins that a run's values and its preset file name; none if one of them cannot be loaded, since the error of the
-    validation says why.
-    """
+    """Plugins that a run's values and its preset file name; empty if one cannot be loaded, since validation reports why."""
     raw = values.get("objective") if isinstance(values, Mapping) else None
     result: list[str] = []
     try:
@@ -226,7 +222,7 @@ def named_plugins(values: Any) -> tuple[str, ...]:
 
 @cache
 def usual_sections() -> Mapping[str, tuple[type[Section], ...]]:
-    """The built-in sections of each field that also accepts custom kinds; possibly none."""
+    """Built-in sections of each field that also accepts custom kinds; may be empty."""
 
     def members(annotation: Any) -> list[Any]:
         inner = get_args(annotation)
@@ -241,7 +237,6 @@ def usual_sections() -> Mapping[str, tuple[type[Section], ...]]:
 
 
 def _likeness(name: str, known: str) -> tuple[float, bool]:
-    """How alike two names are; of equally alike ones, that with the same letters."""
     return difflib.SequenceMatcher(None, name, known).ratio(), sorted(name) == sorted(known)
 
 
@@ -249,7 +244,7 @@ _KIND_UNLESS_GIVEN = {"entropy": "fixed", "mismatch": "truncate"}
 
 
 def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``over`` laid over ``base``; a mapping of the same kind field by field, one of another kind in its place."""
+    """Sections of the same kind merge field by field; another kind replaces the section."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
