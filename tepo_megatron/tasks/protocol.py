@@ -19,8 +19,8 @@ from tepo_megatron.sampler.protocol import Sampler, SampleStream
 class RewardResult:
     """The reward of a response. ``error`` tells why it could not be scored; the reward is then ``reward.failed_reward``.
 
-    ``parts``: components of which the reward is the weighted sum, if the verifier returns components. ``seconds``: time that
-    scoring took, of the whole group for a verifier of groups.
+    ``parts``: the verifier's components; the reward is their weighted sum. ``seconds``: time of scoring, of the whole group
+    for a verifier of groups.
     """
 
     reward: float | None
@@ -125,7 +125,7 @@ def turn_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _turns(rollout: Rollout) -> int:
-    """Runs of the model's tokens; two turns without environment tokens between them count as one."""
+    """Two turns without environment tokens between them count as one."""
     if rollout.loss_mask is None:
         return 1
     return int(np.count_nonzero(np.diff(rollout.loss_mask.astype(np.int8), prepend=0) == 1))

@@ -1,4 +1,4 @@
-"""Samples and scores responses to problems; used by every evaluation."""
+"""Samples and scores responses to problems, for every evaluation."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ SampleGroups = Callable[..., Sequence[Sequence[Response]]]
 
 
 class Scorer(Protocol):
-    """A ``Task`` or a ``RewardPool``."""
-
     def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable]) -> list[RewardResult]: ...
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A response with its result. ``num_tokens`` includes the end token."""
+    """``num_tokens`` includes the end token."""
 
     text: str
     num_tokens: int
@@ -43,7 +41,7 @@ def score_groups(
     pool: Scorer,
     correct_at: float,
 ) -> list[list[Scored]]:
-    """The scored ``n`` responses to each problem. Raises RuntimeError for another number of responses."""
+    """Raises RuntimeError unless each problem has ``n`` responses."""
     if len(groups) != len(problems) or any(len(group) != n for group in groups):
         counts = sorted({len(group) for group in groups})
         raise RuntimeError(
@@ -72,7 +70,7 @@ def mean_reward(responses: Sequence[Scored]) -> float | None:
 
 
 def answers_row(problem: Problem, greedy: Scored | None, sampled: Sequence[Scored]) -> dict[str, Any]:
-    """A problem with its responses, as a row of samples.jsonl."""
+    """A row of samples.jsonl."""
     row: dict[str, Any] = {
         "problem": problem.id,
         "prompt": problem.prompt,

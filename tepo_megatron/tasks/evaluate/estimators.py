@@ -13,10 +13,8 @@ import numpy.typing as npt
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate from n >= k samples of the probability that at least one of k is correct: 1 - C(n - c, k) / C(n, k),
-    computed as a product (Chen et al. 2021, "Evaluating Large Language Models Trained on Code").
-
-    Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
+    """Unbiased estimate of the probability that at least one of k samples is correct: 1 - C(n - c, k) / C(n, k) (Chen et al.
+    2021, "Evaluating Large Language Models Trained on Code"). Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
     """
     _check(num_samples, num_correct)
     if not 1 <= k <= num_samples:
@@ -26,7 +24,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def avg_at_k(num_samples: int, num_correct: int) -> float:
-    """The share of correct samples. Raises ValueError unless 0 <= c <= n and n > 0."""
+    """Raises ValueError unless 0 <= c <= n and n > 0."""
     _check(num_samples, num_correct)
     if num_samples == 0:
         raise ValueError("avg@k needs at least one sample")
@@ -34,17 +32,11 @@ def avg_at_k(num_samples: int, num_correct: int) -> float:
 
 
 def maj_at_k(answers: Sequence[tuple[int, int]], num_samples: int, k: int) -> float:
-    """Unbiased estimate from n >= k samples of the accuracy of the most frequent answer of k samples: the mean over all
-    k-element subsets. Tied answers count equal shares. A sample without an answer has no vote; a subset without votes is
-    wrong.
+    """Unbiased estimate of the accuracy of the most frequent answer of k samples: the mean over all k-element subsets. Tied
+    answers count equal shares. A subset without votes is wrong.
 
-    Args:
-        answers: (samples, correct samples) of each distinct answer.
-        num_samples: n, including samples without an answer.
-        k: samples that vote.
-
-    Raises:
-        ValueError: inconsistent counts, or not 1 <= k <= n.
+    ``answers``: (samples, correct samples) of each distinct answer. ``num_samples`` includes samples without an answer, which
+    have no vote. Raises ValueError: inconsistent counts, or not 1 <= k <= n.
     """
     if not 1 <= k <= num_samples:
         raise ValueError(f"maj@{k} cannot be estimated from {num_samples} samples; draw at least k, with k at least 1")
@@ -57,10 +49,8 @@ def maj_at_k(answers: Sequence[tuple[int, int]], num_samples: int, k: int) -> fl
 
 
 def _chance_to_win(own: int, counts: Sequence[int], silent: int, k: int) -> float:
-    """Of an answer given by ``own`` samples, in a random k-element subset; a tie counts its share.
-
-    For each number m of its votes, a polynomial counts the subsets in which no other answer has more: ``ways[t][s]`` ways to
-    draw s of the other samples so that t answers also have m.
+    """For each number m of its votes, a polynomial counts the subsets in which no other answer has more: ``ways[t][s]`` ways
+    to draw s of the other samples so that t answers also have m.
     """
     others = list(counts)
     others.remove(own)
@@ -76,7 +66,6 @@ def _chance_to_win(own: int, counts: Sequence[int], silent: int, k: int) -> floa
 
 
 def _take_from(count: int, ways: dict[int, list[int]], votes: int, room: int) -> dict[int, list[int]]:
-    """The ways with up to ``votes`` of one more answer's ``count`` samples."""
     extended: dict[int, list[int]] = {}
     for ties, sizes in ways.items():
         for taken in range(min(count, votes, room) + 1):
@@ -106,8 +95,6 @@ T_975 = (
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and its confidence interval."""
-
     mean: float
     low: float
     high: float
@@ -126,12 +113,12 @@ def bootstrap(
     seed: int = 0,
     share: bool = False,
 ) -> Interval:
-    """The mean of a figure per problem, with a bootstrap interval over problems: percentiles, widened to the tails of Student's
-    t with n - 1 degrees of freedom and by sqrt(n / (n - 1)), because the plain interval is too narrow for few problems
-    (Hesterberg 2015, "What Teachers Should Know About the Bootstrap").
+    """The mean with a percentile bootstrap interval, widened to the tails of Student's t with n - 1 degrees of freedom and by
+    sqrt(n / (n - 1)), because the plain interval is too narrow for few problems (Hesterberg 2015, "What Teachers Should Know
+    About the Bootstrap").
 
-    If all values are equal, the interval is the mean alone; for a ``share`` of 0 or 1 it is one-sided binomial with tail ``(1 -
-    confidence) / 2``. Equal seeds give equal intervals. Raises ValueError without values, or if one is not finite.
+    If all values are equal, the interval is the mean alone; for a ``share`` of 0 or 1 it is one-sided binomial with tail ``(1
+    - confidence) / 2``. Raises ValueError without values, or if one is not finite.
     """
     array = np.asarray(values, dtype=np.float64)
     if not array.size or not np.isfinite(array).all():
@@ -148,8 +135,8 @@ def bootstrap(
 
 
 def student_quantile(probability: float, freedom: int) -> float:
-    """A quantile of Student's t: exact for 1 and 2 degrees of freedom, else by the Cornish-Fisher expansion (at 0.975: error
-    below 1e-2 at 3 degrees, 1e-3 from 6).
+    """Exact for 1 and 2 degrees of freedom, else the Cornish-Fisher expansion (at 0.975: error below 1e-2 at 3 degrees, 1e-3
+    from 6).
     """
     if freedom == 1:
         return float(np.tan(np.pi * (probability - 0.5)))

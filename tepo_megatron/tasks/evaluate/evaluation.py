@@ -21,9 +21,8 @@ from tepo_megatron.tasks.reward.pool import RewardPool
 
 
 class VerifierPools:
-    """The scorer of each evaluation set: the run's task if the set uses its verifier, else a pool of workers, rehearsed and
-    closed here. Sets are answered in one turn, also if the task plays episodes. A context manager. Raises ValueError as
-    ``RewardPool`` and its rehearsal, with the set's name.
+    """The scorer of each evaluation set: the run's task if the set uses its verifier, else a pool that is rehearsed and closed
+    here. Raises ValueError as ``RewardPool`` and its rehearsal, with the set's name.
     """
 
     def __init__(self, config: RunConfig, sets: Sequence[EvaluationSet], task: Task) -> None:
@@ -62,7 +61,6 @@ class VerifierPools:
 def what_is_due(
     config: RunConfig, heldout: Sequence[Problem], sets: Sequence[EvaluationSet], step: int
 ) -> tuple[Sequence[Problem], list[EvaluationSet]]:
-    """The held-out problems and the sets that are evaluated after ``step`` steps."""
     evaluate, last = config.evaluate, config.train.steps
     due = [evaluation_set for evaluation_set in sets if evaluate.is_due(evaluation_set.name, step, last)]
     return heldout if evaluate.is_due(None, step, last) else (), due
@@ -79,8 +77,8 @@ def evaluate_all(
     pools: VerifierPools,
     seed: Callable[[str], int],
 ) -> EvaluationResult:
-    """Evaluates the held-out problems, if any, and the sets. ``seed`` maps a purpose to a seed; ``generate_heldout`` answers
-    the held-out problems, ``generate`` the sets. Raises as ``evaluate`` and ``evaluate_set``.
+    """``seed`` maps a purpose to a seed; ``generate_heldout`` answers the held-out problems, ``generate`` the sets. Raises as
+    ``evaluate`` and ``evaluate_set``.
     """
     result = EvaluationResult({}, 0, 0, 0.0, 0, [])
     if heldout:
@@ -161,11 +159,10 @@ def evaluate(
     seed: int,
 ) -> EvaluationResult:
     """Answers held-out problems greedily, and ``config.samples`` times at the training temperature. Rank 0 only. The first
-    ``config.problems`` are used, so that evaluations are comparable; ``seed`` is for the samples.
+    ``config.problems`` are used, so that evaluations are comparable.
 
-    Raises:
-        ValueError: no problem, or a prompt that cannot be encoded.
-        RuntimeError: the sampler returned another number of responses.
+    Raises ValueError: no problem, or a prompt that cannot be encoded. RuntimeError: the sampler returned another number of
+    responses.
     """
     chosen = list(problems[: config.problems])
     if not chosen:
@@ -200,7 +197,7 @@ def _accuracies(greedy: Sequence[Scored], sampled: Sequence[Sequence[Scored]], k
 
 
 def _mean_rewards(greedy: Sequence[Scored], sampled: Sequence[Sequence[Scored]]) -> dict[str, float]:
-    """Over responses with a reward; of samples, the mean of each problem first, as in avg@k."""
+    """Of samples, the mean of each problem comes first, as in avg@k."""
     means = {}
     if (of_greedy := mean_reward(greedy)) is not None:
         means["heldout/reward_greedy"] = of_greedy

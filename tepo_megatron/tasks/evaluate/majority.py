@@ -25,7 +25,7 @@ _SIMPLE_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
 def notion_of(majority: str, verifier: str) -> Notion | None:
-    """How answers are compared, from ``evaluate.sets.NAME.majority``; None: no maj@k."""
+    """None: no maj@k."""
     if majority == "auto" and verifier in ("python_tests", "stack_machine"):
         return None  # two programs that do the same are seldom the same text
     if majority == "auto":
@@ -42,10 +42,11 @@ def tally_answers(
     pool: Scorer,
     correct_at: float,
 ) -> Tallies:
-    """Counts the responses to each problem by their answers; responses without a final answer are left out.
+    """Counts the responses to each problem by their answers; responses without a final answer are left out. Raises as
+    ``pool.score``.
 
     If the verifier compares, all correct answers are equal, and two other texts are equal if one is correct when the other is
-    expected; one call of ``pool.score`` asks this for all problems. Numbers are compared by value. Raises as ``pool.score``.
+    expected; one call of ``pool.score`` asks this for all problems. Numbers are compared by value.
     """
     answers = [[final_answer(response.text, verifier) for response in group] for group in groups]
     classes_by_problem = [_classes(texts) for texts in answers]
@@ -60,9 +61,8 @@ def tally_answers(
 
 
 def final_answer(text: str, verifier: str) -> str | None:
-    r"""The answer that a response gives, for comparison; None without one: for exact, last_word and last_number what they
-    compare; else the last ``\boxed{…}``, the rest of the line after the last "answer is", the last number (math), or the
-    last line.
+    r"""What exact, last_word and last_number compare; else the last ``\boxed{…}``, the rest of the line after the last "answer
+    is", the last number (math), or the last line. None without an answer.
     """
     if verifier == "exact":
         return text.strip() or None
@@ -86,7 +86,6 @@ def final_answer(text: str, verifier: str) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""The content of the last closed ``\boxed{…}``; None without one."""
     for start in reversed([match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)]):
         depth = 1
         for index in range(start, len(text)):
@@ -97,7 +96,6 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _normalised(text: str) -> str | None:
-    """Removes differences of case, spaces, dollar signs, sizes of brackets, a final full stop, and number formats."""
     text = unicodedata.normalize("NFKC", text).casefold().replace("\\left", "").replace("\\right", "")
     text = re.sub(r"\\[,;!:]|[$\s]|\*\*", "", text).rstrip(".")
     number = _number(text)
@@ -113,7 +111,7 @@ def _number(text: str) -> Decimal | None:
 
 
 def _plain_number(number: Decimal) -> str:
-    """Equal numbers become equal texts: ``-0.50`` is -0.5, ``1E2`` is 100; very large ones keep their exponent."""
+    """Equal numbers become equal texts: ``-0.50`` is -0.5, ``1E2`` is 100."""
     sign, digits, exponent = number.as_tuple()
     if not number or not isinstance(exponent, int):
         return "0"

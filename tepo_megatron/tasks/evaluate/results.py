@@ -1,4 +1,4 @@
-"""Results of evaluation sets on disk, and their comparison: figures of each problem, with intervals over problems."""
+"""Results of evaluation sets on disk, and their comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESULTS = "results"
 
 @dataclass(frozen=True)
 class StoredSet:
-    """A set's stored settings, and the digest and figures of each problem by id."""
+    """The digest and figures of each problem by id."""
 
     name: str
     settings: Mapping[str, Any]
@@ -28,12 +28,12 @@ class StoredSet:
 
 
 def interval(figure: str, values: Sequence[float]) -> Interval:
-    """The mean of a figure over problems with its 95 % interval (``bootstrap``)."""
+    """The mean over problems with its 95 % interval."""
     return bootstrap(values, share=figure in ("greedy", "truncated") or "@" in figure)
 
 
 def set_intervals(result: SetResult) -> dict[str, Interval]:
-    """Each figure of a set, over the problems that have it."""
+    """Each figure, over the problems that have it."""
     names = dict.fromkeys(name for problem in result.problems for name in problem.figures)
     return {
         name: interval(name, [problem.figures[name] for problem in result.problems if name in problem.figures])
@@ -78,8 +78,8 @@ def write_results(folder: Path, result: SetResult, settings: Mapping[str, Any]) 
 
 
 def read_results(folder: Path) -> dict[str, StoredSet]:
-    """The sets whose results are in a folder: the output of ``tepo eval``, or a folder in it. Raises ValueError without
-    results, or for a damaged file, with its line.
+    """``folder``: the output of ``tepo eval``, or a folder in it. Raises ValueError without results, or for a damaged file,
+    with its line.
     """
     place = next(
         (candidate for candidate in (folder / "eval" / RESULTS, folder / RESULTS, folder) if any(candidate.glob("*.jsonl"))),
@@ -119,7 +119,7 @@ def _read_set(path: Path) -> StoredSet:
 
 @dataclass(frozen=True)
 class _FigureDifference:
-    """A figure of two results on their common problems, and the mean difference (second minus first) per problem."""
+    """The mean difference is second minus first, per problem."""
 
     first: Interval
     second: Interval
@@ -138,8 +138,8 @@ class SetComparison:
 
 
 def compare_results(first: Path, second: Path) -> list[SetComparison]:
-    """Compares the results of two models on their common sets. Differences are paired by problem, so that a problem's
-    difficulty cancels and the interval is narrower. Raises ValueError without results or common problems.
+    """Differences are paired by problem, so that a problem's difficulty cancels and the interval is narrower. Raises
+    ValueError without results or common problems.
     """
     one, other = read_results(first), read_results(second)
     comparisons = [_compare_sets(one[name], other[name]) for name in one if name in other]

@@ -24,9 +24,8 @@ from tepo_megatron.tasks.reward.verifiers import resolve_verifier
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A loaded set, completed by the run's settings. ``prompts``: token ids of each problem. ``truncation``: ``top_p`` and the
-    like for its samples. ``notion``: how answers are compared; None: no maj@k. ``left_out``: problems with too long a
-    prompt.
+    """A loaded set. ``prompts``: token ids of each problem. ``truncation``: ``top_p`` and the like. ``notion``: how answers
+    are compared; None: no maj@k. ``left_out``: problems with too long a prompt.
     """
 
     name: str
@@ -47,8 +46,8 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """The responses to one problem, and its figures by name: ``greedy``, ``avg@n``, ``pass@k``, ``maj@k``, ``reward_greedy``,
-    ``reward_sampled``, ``response_len`` and ``truncated`` (share in [0, 1]). Figures that do not apply are absent.
+    """Figures by name: ``greedy``, ``avg@n``, ``pass@k``, ``maj@k``, ``reward_greedy``, ``reward_sampled``, ``response_len``
+    and ``truncated`` (share in [0, 1]). Figures that do not apply are absent.
     """
 
     problem: Problem
@@ -63,8 +62,8 @@ class ProblemResult:
 
 @dataclass(frozen=True)
 class SetResult:
-    """The result of a set. ``metrics``: ``eval/NAME/…``, the mean of each figure over the problems that have it, and the number
-    of failed responses. ``first_failure``: the first cause. ``samples``: rows of ``samples.jsonl``.
+    """``metrics``: ``eval/NAME/…``, the mean of each figure over the problems that have it, and the number of failed
+    responses. ``samples``: rows of ``samples.jsonl``.
     """
 
     name: str
@@ -76,8 +75,8 @@ class SetResult:
 
 
 def load_sets(config: RunConfig, tokenizer: Tokenizer, names: Iterable[str] | None = None) -> list[EvaluationSet]:
-    """The sets of ``config.evaluate``, or those with the given names, in the config's order. Raises ValueError, with the set's
-    name, for an unknown name, unreadable problems, or a prompt that cannot be encoded.
+    """``names`` None: all sets. Raises ValueError, with the set's name, for an unknown name, unreadable problems, or a prompt
+    that cannot be encoded.
     """
     known = config.evaluate.sets
     chosen = list(known) if names is None else list(names)
@@ -125,9 +124,7 @@ def _load_set(config: RunConfig, tokenizer: Tokenizer, name: str) -> EvaluationS
 
 
 def evaluate_set(of: EvaluationSet, *, generate: SampleGroups, tokenizer: Tokenizer, pool: Scorer, seed: int) -> SetResult:
-    """Answers and scores the problems of a set. Rank 0 only; ``pool`` runs the set's verifier. Raises RuntimeError as
-    ``generate`` and ``pool.score``.
-    """
+    """Rank 0 only; ``pool`` runs the set's verifier. Raises RuntimeError as ``generate`` and ``pool.score``."""
     prompts, problems = list(of.prompts), of.problems
 
     def answer(n: int, temperature: float, truncation: Mapping[str, Any]) -> list[list[Scored]]:
@@ -143,7 +140,6 @@ def evaluate_set(of: EvaluationSet, *, generate: SampleGroups, tokenizer: Tokeni
 def _set_result(
     of: EvaluationSet, greedy: Sequence[Scored | None], sampled: Sequence[Sequence[Scored]], pool: Scorer
 ) -> SetResult:
-    """The figures of a scored set; ``pool`` compares answers."""
     tallies: Sequence[list[tuple[int, int]] | None] = [None] * len(of.problems)
     if of.notion is not None and of.samples:
         tallies = tally_answers(
@@ -165,7 +161,6 @@ def _set_result(
 
 
 def _mean_figures(results: Sequence[ProblemResult]) -> dict[str, float]:
-    """The mean of each figure over the problems that have it."""
     names = dict.fromkeys(name for result in results for name in result.figures)
     return {name: fmean(result.figures[name] for result in results if name in result.figures) for name in names}
 

@@ -1,4 +1,4 @@
-"""``tepo eval``: serves and evaluates a model folder without a trainer."""
+"""``tepo eval`` serves and evaluates a model folder without a trainer."""
 
 from __future__ import annotations
 
@@ -34,14 +34,12 @@ from tepo_megatron.weights.architecture import read_model_spec
 def evaluate_model(
     config: RunConfig, model: Path | str, *, table: bool = True, sets: Sequence[str] | None = None, resume: bool = False
 ) -> EvaluationResult:
-    """Evaluates a Hugging Face folder on ``config.data.heldout`` and on the sets of ``config.evaluate``; prints a table if
-    ``table``.
+    """Evaluates a Hugging Face folder on ``config.data.heldout`` and on the sets of ``config.evaluate``; one process calls.
 
-    Everything but the model comes from ``config``. With sets, the default held-out problems are left out, because they belong
-    to the demonstration. ``sets``: only these names. ``resume``: reuse the responses that an interrupted evaluation of the same
-    model and settings left. ``<output>/eval`` receives ``metrics.json``, ``samples.jsonl``, the servers' logs, and
-    ``results/NAME.jsonl`` (responses) and ``results/NAME.json`` (figures with intervals) of each set. One process calls;
-    servers and verifiers are always ended.
+    With sets, the default held-out problems are left out, because they belong to the demonstration. ``sets``: only these
+    names. ``resume``: reuse the responses that an interrupted evaluation of the same model and settings left.
+    ``<output>/eval`` receives ``metrics.json``, ``samples.jsonl``, the servers' logs, and ``results/NAME.jsonl`` (responses)
+    and ``results/NAME.json`` (figures with intervals) of each set.
 
     Raises:
         ValueError: nothing to evaluate; an unusable model or data source; a verifier that cannot be made or scores none of the
@@ -102,7 +100,6 @@ def evaluate_model(
 
 
 def _heldout(config: RunConfig, tokenizer: Tokenizer, sets: Sequence[str] | None) -> tuple[list[Problem], int]:
-    """The held-out problems and the number left out; none if only sets are evaluated."""
     others = bool(config.evaluate.sets)
     if sets or (others and "heldout" not in config.data.model_fields_set):
         return [], 0
@@ -115,9 +112,7 @@ def _heldout(config: RunConfig, tokenizer: Tokenizer, sets: Sequence[str] | None
 
 
 def without_trainer(server: ServerConfig) -> ServerConfig:
-    """Server settings without a trainer: colocated servers become local ones that never sleep, and they read the model's
-    weights.
-    """
+    """Colocated servers become local ones that never sleep, and they read the model's weights."""
     if server.placement == "external":
         return server
     changes = {"placement": "local", "load_format": "auto"}
@@ -174,9 +169,9 @@ _NO_WEIGHTS = WeightsVersion(0)
 
 
 class StoredResponses:
-    """A sampler that stores every prompt's complete responses in a file and draws only those that the file lacks; a prompt's
-    seed depends on its index alone, so the result is the same. ``of``: what the responses depend on besides a call's
-    arguments, such as the model; responses with another value are ignored. Log-probs are not stored.
+    """Stores every prompt's complete responses in a file and draws only those that the file lacks. A prompt's seed depends on
+    its index alone, so the result is the same. Responses with another ``of`` (the model and settings) are ignored. Log-probs
+    are not stored.
     """
 
     def __init__(self, path: Path, generate: SampleGroups, of: str) -> None:
@@ -218,7 +213,7 @@ class StoredResponses:
 
 
 def model_identity(folder: Path) -> str:
-    """Identifies the weights of a folder without reading them: names, sizes and times of its files."""
+    """Names, sizes and times of the folder's files; the weights are not read."""
     parts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.iterdir()) if path.is_file()]
     return sha256(repr(parts).encode()).hexdigest()
 

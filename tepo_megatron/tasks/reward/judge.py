@@ -1,4 +1,4 @@
-"""A verifier that asks another model, served with the OpenAI chat completions protocol."""
+"""A verifier that asks another model over the OpenAI chat completions protocol."""
 
 from __future__ import annotations
 
@@ -39,14 +39,13 @@ class Judge:
 
     A missing reply, a status other than 200 and a reply without a score raise :class:`JudgeError`. Transient errors (no
     connection, status 408, 409, 425, 429 or 5xx) are retried ``retries`` times, after 0.5, 1, 2, … seconds or as the server
-    asks. ``reward.timeout_s`` limits all tries of a response together and should be several times ``timeout_s``. Each worker
-    remembers the last ``cache`` replies.
+    asks. ``reward.timeout_s`` limits all tries of a response together. Each worker remembers the last ``cache`` replies.
 
     Args:
         base_url: address up to ``/v1``, without user or password.
         model: the model's name at the server.
         prompt: the question, with ``{prompt}``, ``{answer}`` and ``{response}`` replaced.
-        pattern: a regular expression whose first group is the score; the last match in the reply counts.
+        pattern: a regular expression whose first group is the score; the last match counts.
         api_key_env: environment variable with the key; None: no key. The key is never shown.
         timeout_s: seconds of one try.
         body: further fields of a request, such as ``{"top_p": 0.9}``.
@@ -87,7 +86,7 @@ class Judge:
         self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers, trust_env=trust_env)
 
     async def score(self, problem: Problem, response: ResponseText) -> float:
-        """The judge's score. Override it if the score is one component of several."""
+        """Returns the judge's score. Override it if the score is one component of several."""
         values = {"prompt": problem.prompt, "answer": problem.answer, "response": str(response)}
         # Not str.format: the prompt may have braces of its own, and what is put in is not looked through.
         question = re.sub(r"\{(prompt|answer|response)\}", lambda match: values[match[1]], self._prompt)
@@ -99,7 +98,7 @@ class Judge:
         return float(scores[-1])
 
     async def ask(self, question: str) -> str:
-        """The model's reply to a question, possibly remembered. Raises JudgeError if all tries fail."""
+        """Returns the model's reply, possibly remembered. Raises JudgeError if all tries fail."""
         if question in self._replies:
             self._replies.move_to_end(question)
             return self._replies[question]
@@ -121,7 +120,7 @@ class Judge:
         raise JudgeError(f"the judge at {self._url} gave no reply: {last}")
 
     async def _try(self, question: str) -> tuple[str | None, str, float | None]:
-        """The reply; or an error and the pause before the next try (0: the usual pause, None: no further try)."""
+        """The reply; or an error and the pause in seconds before the next try (0: the usual one, None: no further try)."""
         try:
             answer = await self._client.post(
                 self._url, json={**self._body, "messages": [{"role": "user", "content": question}]}
@@ -145,7 +144,7 @@ class Judge:
             self._replies.popitem(last=False)
 
     def _shown(self, text: str) -> str:
-        """The beginning of a server's text without the key, which it may have repeated."""
+        """The server may have repeated the key."""
         text = text.replace(self._key, "***") if self._key else text
         return text if len(text) <= 200 else f"{text[:200]}…"
 

@@ -8,20 +8,14 @@ from math_verify.errors import TimeoutException
 from tepo_megatron.core.problem import Problem
 
 _SOFT_LIMIT_S = 5
-"""Limit of math-verify's own alarm, which needs the main thread, where workers run verifiers. The pool's limit covers
-the rest.
-"""
+"""math-verify's own alarm needs the main thread, where workers run verifiers."""
 
 
 def math(problem: Problem, response: str) -> float:
-    r"""1 if the response's final answer equals the problem's as a mathematical expression, else 0.
+    r"""1 if the response's final answer (``\boxed{...}``, other LaTeX or a plain expression, as math-verify finds it) equals
+    the problem's, else 0. Dollar signs around the problem's answer are optional.
 
-    math-verify finds the final answer: ``\boxed{...}`` first, then other LaTeX and plain expressions. Dollar signs around the
-    problem's answer are optional.
-
-    Raises:
-        ValueError: the problem's answer is no expression.
-        TimeoutError: the comparison takes too long.
+    Raises ValueError: the problem's answer is no expression. TimeoutError: the comparison takes too long.
     """
     try:
         gold = _parse_gold(problem.answer)

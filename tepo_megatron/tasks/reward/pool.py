@@ -1,4 +1,4 @@
-"""A pool of worker processes on rank 0 that run a verifier with limits for each response."""
+"""A pool of worker processes on rank 0 that run a verifier."""
 
 from __future__ import annotations
 
@@ -21,29 +21,20 @@ _REHEARSAL_PROBLEMS = 4
 
 
 class RewardPool:
-    """Runs one verifier in ``config.workers`` processes, ready when the constructor returns.
-
-    Responses are submitted one by one and results fetched with :meth:`poll`, or all at once with :meth:`score`. A verifier of
-    groups receives a group when all its responses were submitted.
+    """Runs one verifier in ``config.workers`` processes, which are ready when the constructor returns. Not thread-safe.
 
     If a verifier raises, returns no finite number or exceeds a limit (``config.timeout_s``, ``memory_mb``, ``file_mb``), only
     that response fails: its reward is ``config.failed_reward``, with an error text. An equal response to the same problem then
-    fails without another try; after a :meth:`reset`, verifiers with a network try again. A worker that hangs, dies or has grown
-    is replaced, and a response during which a worker dies or is stopped (SIGSTOP) is tried once more. Workers end with the
-    parent and do not receive the terminal's Ctrl-C. Not thread-safe.
+    fails without another try (after a :meth:`reset`, verifiers with a network try again). A response during which a worker
+    dies is tried once more.
 
-    ``notice``: a limit that the kernel does not support. ``components``: the verifier's component names in order, once known;
-    empty: none.
+    ``notice``: a limit that the kernel does not support. ``components``: the verifier's component names, once known.
 
-    Raises:
-        ValueError: an unknown verifier, or one that cannot be imported or made.
-        RuntimeError: a worker does not start.
+    Raises ValueError: the verifier cannot be imported or made. RuntimeError: a worker does not start.
     """
 
     def __init__(self, config: RewardConfig, components: Sequence[str] | None = None, custom: Any = None) -> None:
-        """``components``: as learnt by another pool's rehearsal. ``custom``: the verifier as an object of this process;
-        ``config.verifier`` is then only its name in messages.
-        """
+        """``components``: from another pool's rehearsal. ``custom``: the verifier as an object of this process."""
         self._config, self._custom = config, custom
         self._queue = JobQueue()
         self._numbers = count()
@@ -63,7 +54,7 @@ class RewardPool:
         return self._workers.of_groups
 
     def another(self) -> RewardPool:
-        """An equal pool for another thread, with the components learnt here."""
+        """An equal pool for another thread."""
         return RewardPool(self._config, self.components, self._custom)
 
     # -- what is to be scored --------------------------------------------------------------------------------------------
@@ -71,20 +62,16 @@ class RewardPool:
     def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:
         """Requests a result, which :meth:`poll` returns with the unique ``key``.
 
-        Args:
-            response: the text, as :class:`ResponseText` if token ids and finish reason are known; it must not change later.
-            group, group_size: the group's name and its number of responses, for a verifier of groups; by default a group of
-                one.
-
-        Raises:
-            RuntimeError: the pool is closed, or a replaced worker does not start.
+        ``response`` must not change later; a :class:`ResponseText` carries token ids and finish reason. A verifier of groups
+        receives a group when ``group_size`` responses with this ``group`` were submitted. Raises RuntimeError if the pool is
+        closed, or a replaced worker does not start.
         """
         self._add(key, problem, response, group, group_size)
         self._guarded(self._workers.move)
 
     def poll(self, timeout_s: float | None = 0.0) -> list[tuple[Hashable, RewardResult]]:
-        """New (key, result) pairs in any order; waits up to ``timeout_s`` (None: no limit) for the first. Empty if none came in
-        time or none is pending. Raises RuntimeError as :meth:`submit`.
+        """New (key, result) pairs in any order; waits up to ``timeout_s`` (None: no limit) for the first. Raises as
+        :meth:`submit`.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
@@ -108,7 +95,7 @@ class RewardPool:
 
     @property
     def unfinished(self) -> int:
-        """Responses submitted and not returned by :meth:`poll`, including those of incomplete groups."""
+        """Responses that :meth:`poll` has not returned, including those of incomplete groups."""
         return self._unfinished
 
     def reset(self) -> None:
@@ -122,9 +109,7 @@ class RewardPool:
             self._queue.failures = RememberedFailures()
 
     def score(self, items: Sequence[tuple[Problem, str]], groups: Sequence[Hashable] | None = None) -> list[RewardResult]:
-        """The results of (problem, response) pairs in their order, after a :meth:`reset`. ``groups``: the group of each pair;
-        None: groups of one. Raises RuntimeError as :meth:`submit`.
-        """
+        """The results of (problem, response) pairs in their order, after a :meth:`reset`. Raises as :meth:`submit`."""
         self.reset()
         named = range(len(items)) if groups is None else groups
         sizes = Counter(named)
@@ -136,8 +121,8 @@ class RewardPool:
         return [results[index] for index in range(len(items))]
 
     def rehearse(self, problems: Sequence[Problem]) -> None:
-        """Scores the first few problems with their own answers, and learns the components' names. Raises ValueError if none can
-        be scored, with the line of the verifier that raised.
+        """Scores the first few problems with their own answers, and learns the components' names. Raises ValueError if all
+        fail.
         """
         tried = problems[:_REHEARSAL_PROBLEMS]
         copies = 2 if self.scores_groups else 1
@@ -152,7 +137,6 @@ class RewardPool:
             self.components = next((tuple(result.parts) for result in results if not result.error), None)
 
     def close(self) -> None:
-        """Safe to call twice."""
         self._workers.close()
 
     def __enter__(self) -> RewardPool:
@@ -222,15 +206,10 @@ class RewardPool:
 def weigh(
     value: float | Mapping[str, float], weights: Mapping[str, float] | None, names: Sequence[str] | None
 ) -> tuple[float, dict[str, float]]:
-    """The reward and its components (none if the verifier returns a number).
+    """The reward and its components (none if the verifier returns a number). ``weights`` None: each component weighs 1;
+    ``names``: expected components, empty for a number, None for any.
 
-    Args:
-        value: the verifier's result, all numbers finite.
-        weights: ``reward.weights``; None: each component weighs 1.
-        names: the expected components in the returned order; empty: a number; None: any.
-
-    Raises:
-        ValueError: unexpected components, one that cannot be a metric, or a sum that is not finite.
+    Raises ValueError: unexpected components, one that cannot be a metric, or a sum that is not finite.
     """
     expected = list(weights) if weights is not None else names
     if not isinstance(value, Mapping):

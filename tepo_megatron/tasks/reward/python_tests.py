@@ -1,4 +1,4 @@
-"""Scores Python programs written by the model with the problem's tests, in a sandbox."""
+"""Scores the model's Python programs with the problem's tests, in a sandbox."""
 
 from __future__ import annotations
 
@@ -22,18 +22,14 @@ _LINE_BYTES = 100
 class PythonTests:
     """1 if a program passes all of the problem's tests, else 0; ``partial``: the share of passed tests.
 
-    The problem has, besides ``prompt`` and ``answer``:
-
-    - ``tests``: a list of Python texts that raise if they fail, such as ``assert double(2) == 4``;
-    - optionally ``setup``: code that runs before the program, such as imports;
-    - optionally ``entry_point``: the function that the program must define;
-    - optionally ``stub``: text that a response without that function continues, up to its first line that is not indented.
+    The problem has ``tests``, Python texts that raise if they fail, such as ``assert double(2) == 4``; optionally ``setup``
+    (code that runs before the program), ``entry_point`` (the function that the program must define) and ``stub`` (text that a
+    response without that function continues, up to its first line that is not indented).
 
     The program is the response's last code block that defines the function, or the whole response without a block; text before
-    ``</think>`` is ignored. A program's own ``abs`` does not replace Python's in the tests, unless the answer defines one too.
-    Each program runs in a process of its own with only the standard library, for ``seconds`` of wall and processor time (choose
-    fewer than ``reward.timeout_s``) and with ``memory_mb``. After an early end or an exceeded limit the remaining tests count
-    as failed. Needs ``reward.run_code`` and a kernel that can cut the worker's network; raises RuntimeError otherwise.
+    ``</think>`` is ignored. Each program runs in a process of its own with only the standard library, for ``seconds`` of wall
+    and processor time (choose fewer than ``reward.timeout_s``) and with ``memory_mb``. Needs ``reward.run_code`` and a kernel
+    that can cut the worker's network; raises RuntimeError otherwise.
     """
 
     runs_code = True
@@ -97,6 +93,6 @@ def _indented(text: str) -> str:
 
 
 def _said(written: bytes, key: str) -> Sequence[str]:
-    """What the runner wrote with its key, which the program does not know."""
+    """The program does not know the key, so it cannot report passed tests itself."""
     lines = written.decode("utf-8", "replace").splitlines()
     return [line.removeprefix(f"{key} ") for line in lines if line.startswith(f"{key} ")]

@@ -1,4 +1,4 @@
-"""Responses from a file, to score them without a trainer: a run's ``samples.jsonl`` or other JSON lines."""
+"""Reads responses to score without a trainer: a run's ``samples.jsonl`` or other JSON lines."""
 
 from __future__ import annotations
 
@@ -15,20 +15,17 @@ _OF_A_LINE = ("id", "prompt", "answer", "response", "responses", "finish_reason"
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """Responses to one problem, which a verifier of groups receives together."""
+    """Responses to one problem."""
 
     problem: Problem
     responses: list[ResponseText]
 
 
 def read_recorded(path: Path) -> list[RecordedGroup]:
-    """The groups of a file in its order; at least one.
-
-    A line is a row of ``samples.jsonl`` (``problem``, ``prompt``, ``answer``, ``greedy``, ``sampled``), or an object with
+    """A line is a row of ``samples.jsonl`` (``problem``, ``prompt``, ``answer``, ``greedy``, ``sampled``), or an object with
     ``prompt``, ``answer`` and ``response`` or ``responses``, whose other keys are metadata.
 
-    Raises:
-        ValueError: an unreadable file, no response, or an invalid line; with file and line.
+    Raises ValueError, with file and line: an unreadable file, no response, or an invalid line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

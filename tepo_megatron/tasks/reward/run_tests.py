@@ -1,7 +1,7 @@
 """Runs a program and its tests within a sandbox; a script that needs only the standard library.
 
 Input: a JSON object with ``key``, ``setup``, ``program``, ``tests``, ``may_hide``, ``all``. Output: ``KEY begun``, then ``KEY
-n`` for each passed test n; with ``all`` it stops at the first failure. The program's own output is discarded.
+n`` for each passed test n; with ``all`` it stops at the first failure.
 """
 
 from __future__ import annotations

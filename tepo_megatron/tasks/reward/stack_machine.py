@@ -29,15 +29,14 @@ _TWO_TAKEN: Mapping[str, Callable[[int, int], int]] = {
 }
 
 
-class MachineError(ValueError):
-    """A program without a result, with the reason."""
+class MachineError(ValueError): ...
 
 
 class StackMachine:
     """1 if a program passes all of the problem's tests, else 0; ``partial``: the share of passed tests.
 
-    ``tests`` are pairs of inputs (at most three numbers) and the expected result: ``[[[3, 5, 1], 16], …]``. A program fails
-    without a result, beyond ``steps`` instructions or ``depth`` values, or with a value beyond 10¹².
+    ``tests`` are pairs of inputs (at most three numbers) and the expected result: ``[[[3, 5, 1], 16], …]``. A program without
+    a result fails.
     """
 
     def __init__(self, steps: int = 1000, depth: int = 100, partial: bool = False) -> None:
@@ -62,8 +61,8 @@ class StackMachine:
 
 
 def run(program: str, inputs: Sequence[int], *, steps: int = 1000, depth: int = 100) -> int:
-    """The result of a program. Raises MachineError: no result, an invalid instruction, a missing input, or an exceeded limit
-    (``steps``, ``depth``, values of 10¹²).
+    """Raises MachineError: no result, an invalid instruction, a missing input, or more than ``steps`` instructions, ``depth``
+    values or a value beyond 10¹².
     """
     code = "".join(program.split())
     partner = _partners(code)
@@ -125,7 +124,6 @@ def _need(stack: Sequence[int], count: int, instruction: str) -> None:
 
 
 def _partners(code: str) -> dict[int, int]:
-    """Position of each bracket → position of its partner."""
     partners: dict[int, int] = {}
     opened: list[int] = []
     for index, instruction in enumerate(code):

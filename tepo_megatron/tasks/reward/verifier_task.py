@@ -1,4 +1,4 @@
-"""The task of a run with verifiers: each response is one sample, scored by the verifier of its problem's source."""
+"""The task of a run with verifiers: a response is one sample, scored by the verifier of its problem's source."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from tepo_megatron.tasks.protocol import Generate, RewardResult, turn_figures
 from tepo_megatron.tasks.reward.pool import RewardPool
 
 _FAST_POLL_S = 0.02
-"""Timeout of one pool's poll while another may answer first."""
+"""One pool's timeout while another may answer first."""
 
 
 def reward_configs(reward: RewardConfig, data: DataConfig) -> dict[str, RewardConfig]:
-    """Source name → how it is scored; the empty name: every other source.
-
-    A held-out source is scored as the training source of its name, unless it has a verifier of its own.
+    """Source name → how it is scored; the empty name: every other source. A held-out source is scored as the training source
+    of its name, unless it has its own verifier.
     """
     configs = {"": reward}
     for source in (*data.train_sources, *data.heldout_sources):
@@ -34,17 +33,12 @@ def reward_configs(reward: RewardConfig, data: DataConfig) -> dict[str, RewardCo
 
 
 class VerifierTask:
-    """A :class:`Task` with ``reward.workers`` processes for each distinct verifier, ready when the constructor returns.
-
-    Raises ValueError and RuntimeError as ``RewardPool``.
-    """
+    """``reward.workers`` processes for each distinct verifier, ready when the constructor returns. Raises as ``RewardPool``."""
 
     def __init__(
         self, configs: Mapping[str, RewardConfig], components: Sequence[Sequence[str] | None] = (), custom: Any = None
     ) -> None:
-        """``configs``: as from :func:`reward_configs`. ``components``: as of ``RewardPool``, for each distinct verifier.
-        ``custom``: as of ``RewardPool``, for the first one.
-        """
+        """``components``: as of ``RewardPool``, for each distinct verifier. ``custom``: for the first one."""
         distinct: list[RewardConfig] = []
         for config in configs.values():
             if config not in distinct:
@@ -77,7 +71,6 @@ class VerifierTask:
         return sum(pool.unfinished for pool in self._pools)
 
     def another(self) -> VerifierTask:
-        """An equal task, with the components that this one has learnt."""
         return VerifierTask(self._configs, [pool.components for pool in self._pools], self._custom)
 
     def stream(self, samples: SampleStream, problem_of: Callable[[Any], Problem]) -> SampleStream:

@@ -1,7 +1,6 @@
-"""Built-in verifiers, and how a verifier is found: a function ``(problem, response) -> float`` or one of the forms in
-docs/guides/rewards.md.
+"""Built-in verifiers, and how a verifier is found (docs/guides/rewards.md).
 
-This module imports only light modules, so that a worker with a simple verifier starts quickly.
+Imports only light modules, so that a worker with a simple verifier starts quickly.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ VERIFIER_CLASSES: Mapping[str, str] = {
 """Name → ``module:class``, made with ``reward.kwargs``."""
 
 GIVEN = "(python):"
-"""Prefix of ``reward.verifier`` for a function that was passed as an object and cannot be imported by name."""
+"""Prefix of ``reward.verifier`` for a function that was passed as an object and cannot be imported."""
 
 # A sign counts only where no operand stands before it: the last number of "7-5" is 5.
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -49,8 +48,8 @@ def exact(problem: Problem, response: str) -> float:
 
 
 def last_number(problem: Problem, response: str) -> float:
-    """1 if the last numbers of response and answer have the same value (``1,234.50`` equals ``1234.5``), else 0. Raises
-    ValueError if the answer has no number.
+    """1 if the last numbers have the same value (``1,234.50`` equals ``1234.5``), else 0. Raises ValueError if the answer has
+    none.
     """
     expected = last_number_in(problem.answer)
     if expected is None:
@@ -59,8 +58,8 @@ def last_number(problem: Problem, response: str) -> float:
 
 
 def check_reachable(name: str, problems: Iterable[Problem]) -> int:
-    """The number of problems that no response can solve, because a built-in verifier refuses the expected answer; 0 for
-    ``math``, ``judge`` and user-defined verifiers. Raises ValueError if no problem can be solved.
+    """The number of problems with an answer that a built-in verifier refuses (0 for ``math``, ``judge`` and user-defined
+    verifiers). Raises ValueError if no problem can be solved.
     """
     verifier = {"exact": exact, "last_number": last_number, "last_word": last_word}.get(name)
     if verifier is None:
@@ -83,9 +82,7 @@ def _solves_itself(verifier: Callable[[Problem, str], float], problem: Problem) 
 
 
 def resolve_verifier(name: str) -> str:
-    """The place of a verifier, not imported: ``module:name`` or ``/path/of/file.py:name``. Raises ValueError for an unknown
-    name, another form, or a missing file.
-    """
+    """``module:name`` or ``/path/of/file.py:name``, not imported. Raises ValueError for an unknown name or a missing file."""
     if name.startswith(GIVEN):
         function = name.removeprefix(GIVEN)
         raise ValueError(
@@ -107,9 +104,7 @@ def resolve_verifier(name: str) -> str:
 
 
 def load_verifier(name: str) -> Any:
-    """Imports a verifier by its built-in name, ``path/file.py:name`` or ``package.module:name``. Raises ValueError if that
-    fails.
-    """
+    """Raises ValueError if the import fails."""
     what = f"the verifier {name!r}"
     verifier = load_user_code(resolve_verifier(name), what)
     if not (callable(verifier) or hasattr(verifier, "score") or hasattr(verifier, "score_group")):
@@ -118,6 +113,6 @@ def load_verifier(name: str) -> Any:
 
 
 def last_number_in(text: str) -> Decimal | None:
-    """The last number of a text without thousands' separators; None without a number."""
+    """The last number without thousands' separators; None without one."""
     numbers = _NUMBER.findall(text)
     return Decimal(numbers[-1].replace(",", "")) if numbers else None

@@ -1,15 +1,10 @@
-"""The worker process of ``RewardPool``: makes a verifier, calls it and checks its results. Reads and writes JSON lines; imports
-no torch.
+"""The worker process of ``RewardPool``, which reads and writes JSON lines and imports no torch.
 
-Input: an object with the fields of :data:`SETUP`, then lists of calls ``[number, problem, responses]`` with problems ``[id,
-prompt, answer, metadata, messages, source]`` and responses ``[text, packed ids in base 64, finish reason]``. Output:
-``{"ready": true, "notice": text or null, "of_groups": …, "concurrent": …}`` or ``{"error": text}``, then for each call
-``[number, outcomes, seconds, last]`` with outcomes ``[reward or components, null]`` or ``[null, error]``. ``last``: the process
-has grown too large and ends. Calls are answered in order unless the verifier is ``async``.
-
-A verifier is a function ``(problem, response)``, a function ``score_group(problem, responses)``, or a class with a method
-``score`` or ``score_group``, made once per worker; each may be ``async``. It returns a number or components by name, a list of
-them for a group.
+Input: the fields of :data:`SETUP`, then lists of calls ``[number, problem, responses]`` with problems ``[id, prompt, answer,
+metadata, messages, source]`` and responses ``[text, packed ids in base 64, finish reason]``. Output: ``{"ready": true,
+"notice": text or null, "of_groups": …, "concurrent": …}`` or ``{"error": text}``, then for each call ``[number, outcomes,
+seconds, last]`` with outcomes ``[reward or components, null]`` or ``[null, error]``. ``last``: the process has grown too large
+and ends. Calls are answered in order unless the verifier is ``async``.
 """
 
 from __future__ import annotations
@@ -51,14 +46,12 @@ from tepo_megatron.runtime.workers.failure import place_of, why_it_raised
 from tepo_megatron.tasks.reward.verifiers import load_verifier
 
 SETUP = ("kwargs", "timeout_s", "memory_mb", "file_mb", "run_code")
-"""Fields of ``reward`` in a worker's setup, besides ``verifier``, ``network`` and ``path`` (the module search path)."""
+"""Fields of ``reward`` in the setup, besides ``verifier``, ``network`` and ``path`` (the module search path)."""
 
 
 @dataclass(frozen=True)
 class WorkerChannel:
-    """The setup that a worker process has received, and its pipes. ``inbox``: lists of calls. ``network``: why the process
-    keeps its network although the setup forbids it.
-    """
+    """The setup and pipes of a worker process. ``network``: why it keeps its network although the setup forbids it."""
 
     setup: Mapping[str, Any]
     replies: FileIO
@@ -66,7 +59,6 @@ class WorkerChannel:
     network: str | None
 
     def feed(self, begin: Callable[[Sequence[Any]], None]) -> None:
-        """Calls ``begin`` with each list of calls, in the running event loop."""
         loop = asyncio.get_running_loop()
 
         def hand_over() -> None:
@@ -77,7 +69,7 @@ class WorkerChannel:
 
 
 def open_channel(open_files: Callable[[Mapping[str, Any]], int] = lambda setup: OPEN_FILES) -> WorkerChannel | None:
-    """Reads the setup and limits this process; None if the parent has closed the pipe. ``open_files``: limit for a setup."""
+    """Reads the setup and limits this process; None if the parent has closed the pipe."""
     requests, replies = redirect_standard_streams()
     line = requests.readline()
     if not line:
@@ -93,7 +85,7 @@ def open_channel(open_files: Callable[[Mapping[str, Any]], int] = lambda setup: 
 
 
 def run_worker(serve: Callable[[], None]) -> None:
-    """Runs a worker process until the pipe closes or the parent dies. Its exit status tells that memory was the cause."""
+    """Runs until the pipe closes or the parent dies. The exit status tells that memory was the cause."""
     try:
         serve()
     except MemoryError:
@@ -101,7 +93,6 @@ def run_worker(serve: Callable[[], None]) -> None:
 
 
 def main() -> None:
-    """Scores the parent's calls."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm warns all processes of a step; the trainer acts on it
     run_worker(_serve)
 
@@ -197,19 +188,15 @@ ScoreOutcome = tuple[Value | None, str | None]
 
 @dataclass(frozen=True)
 class _Verifier:
-    """A verifier that can be called. ``setup``: its limits by their names in ``reward``."""
-
     function: Callable[..., Any]
     of_groups: bool
     setup: Mapping[str, Any]
 
     @property
     def concurrent(self) -> bool:
-        """Whether several calls may be open at once."""
         return inspect.iscoroutinefunction(self.function)
 
     def score(self, problem: Problem, responses: Sequence[ResponseText]) -> list[ScoreOutcome]:
-        """One outcome per response; the verifier's exceptions become outcomes."""
         try:
             return self._check(self.function(problem, self._argument(responses)), len(responses))
         # SystemExit too: a verifier that calls sys.exit() must not end the worker.
@@ -217,7 +204,6 @@ class _Verifier:
             return self._failed(why_it_raised(error, self.function, self.setup), len(responses))
 
     async def score_concurrently(self, problem: Problem, responses: Sequence[ResponseText]) -> list[ScoreOutcome]:
-        """As :meth:`score` for an ``async`` verifier, with its time limit."""
         timeout_s = self.setup["timeout_s"]
         try:
             async with asyncio.timeout(timeout_s) as limit:
@@ -250,9 +236,6 @@ class _Verifier:
 
 
 def _make_verifier(name: str, kwargs: Mapping[str, Any], setup: Mapping[str, Any], custom: Any = None) -> _Verifier:
-    """Imports a verifier (unless ``custom`` is one) and makes it if it is a class. Raises ValueError if that fails, if it
-    cannot be called, or if it runs the model's programs without ``run_code``.
-    """
     verifier = load_verifier(name) if custom is None else custom
     if getattr(verifier, "runs_code", False) and not setup["run_code"]:
         raise ValueError(
@@ -283,9 +266,7 @@ def took_too_long(timeout_s: float) -> str:
 
 
 def check_value(value: Any, *, what: str = "verifier") -> ScoreOutcome:
-    """The result for one response as a number or numbers by name, or the reason why it is neither. ``what``: the source in
-    messages.
-    """
+    """The result for one response, or why it is no number or numbers by name. ``what``: the source in messages."""
     if not isinstance(value, Mapping):
         number, fault = _number(value)
         return number, fault and f"the {what} returned {fault}"

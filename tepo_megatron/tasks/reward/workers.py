@@ -25,10 +25,8 @@ _EXTRA_TIME_S = 2.0
 
 
 class RewardWorkers:
-    """``config.workers`` processes that process jobs of ``queue``, ready when the constructor returns.
-
-    ``custom``: a verifier object; the workers are then forks of this process. ``done`` is called with each finished job that
-    was not dropped, its outcomes and seconds. ``of_groups``: whether the verifier scores groups.
+    """``config.workers`` processes, ready when the constructor returns. They are forks of this process if ``custom`` is a
+    verifier object. ``done`` is called with each finished job that was not dropped, its outcomes and seconds.
     """
 
     def __init__(
@@ -67,7 +65,6 @@ class RewardWorkers:
                 job.dropped = True
 
     def close(self) -> None:
-        """Safe to call twice."""
         self._workers.close()
 
     def _start(self) -> Worker[Job]:
@@ -81,16 +78,14 @@ class RewardWorkers:
         return worker
 
     def move(self, timeout_s: float | None = 0.0) -> None:
-        """Receives replies, waiting up to ``timeout_s`` (None: no limit) for the first, and sends jobs. Raises RuntimeError if
-        a replaced worker does not start.
+        """Receives replies, waiting up to ``timeout_s`` (None: no limit), and sends jobs. Raises RuntimeError if a replaced
+        worker does not start.
         """
         self._wait(timeout_s)  # an idle worker writes nothing, so one that can be read has ended, and is replaced
         self._send()
 
     def _send(self) -> None:
-        """Sends to idle workers only, unless calls are concurrent: an idle worker reads at once, so that writing does not
-        block.
-        """
+        """An idle worker reads at once, so that writing to it does not block."""
         for worker in self._workers:
             if not worker.ready or not self._queue:
                 continue
@@ -115,7 +110,6 @@ class RewardWorkers:
         return chunk
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Receives replies until the next deadline or ``timeout_s``; replaces late workers."""
         patience = 0.0 if all(worker.idle for worker in self._workers) else float("inf") if timeout_s is None else timeout_s
         for worker, has_written in self._workers.wait(patience):
             if has_written:
@@ -152,9 +146,7 @@ class RewardWorkers:
             self.notice, self.of_groups = reply["notice"], reply["of_groups"]
 
     def _replace(self, worker: Worker[Job], why: str | None = None, *, forgive: bool = False) -> None:
-        """Replaces a worker and returns its remaining jobs to the queue. ``why``: its current job has failed, unless
-        ``forgive`` grants it a second try or several jobs may be the cause.
-        """
+        """``why``: its current job has failed, unless ``forgive`` or several jobs may be the cause."""
         if not worker.ready:
             raise RuntimeError(f"a worker for reward.verifier = {self._config.verifier!r} did not start: {why}")
         self._workers.kill(worker)
@@ -178,12 +170,12 @@ class RewardWorkers:
 
 _LARGEST_CHUNK = 128
 _CHARACTERS = 1_000_000
-"""Limit of a chunk of several calls, which counts to the worker's memory limit."""
+"""A chunk counts to the worker's memory limit."""
 
 
 @dataclass(eq=False)
 class Job:
-    """One call of the verifier: a response, or all responses of a group. ``keys``: as submitted."""
+    """One call of the verifier. ``keys``: as submitted."""
 
     number: int
     problem: Problem
@@ -194,7 +186,7 @@ class Job:
     forgiven: bool = False
     """A worker ended during it, and it is tried again."""
     alone: bool = False
-    """A worker ended during it and others; it gets a worker to itself, to find the cause."""
+    """A worker ended during it and others; it runs alone, to find the cause."""
     dropped: bool = False
 
     def __post_init__(self) -> None:
@@ -209,7 +201,6 @@ class Job:
 
     @property
     def size(self) -> int:
-        """Approximate characters of its message."""
         problem = self.problem
         parts = sum(len(text) + 2 * len(text.packed_ids) for text in self.responses)
         return len(problem.id) + len(problem.prompt) + len(problem.answer) + parts
@@ -229,7 +220,7 @@ class JobQueue:
         return bool(self._waiting)
 
     def add(self, job: Job) -> str | None:
-        """Queues a job; returns the cause if an equal job has failed before."""
+        """Returns the cause if an equal job has failed before."""
         cause = self.failures.get(job.digest)
         if cause is None and job.digest in self._first:
             self._alike[self._first[job.digest]].append(job)
@@ -240,11 +231,11 @@ class JobQueue:
         return cause
 
     def put_back(self, jobs: Sequence[Job]) -> None:
-        """Puts jobs that were not processed before all others."""
+        """Puts unprocessed jobs before all others."""
         self._waiting.extendleft(job for job in reversed(jobs) if not job.dropped)
 
     def take_chunk(self, workers: int) -> list[Job]:
-        """The next jobs for a worker; chunks become smaller towards the end, to balance slow jobs."""
+        """Chunks become smaller towards the end, to balance slow jobs."""
         size = max(1, min(_LARGEST_CHUNK, len(self._waiting) // (4 * workers)))
         chunk: list[Job] = []
         characters = 0
@@ -256,7 +247,7 @@ class JobQueue:
         return chunk
 
     def take_beside(self, pending: Sequence[Job]) -> Job | None:
-        """The next job for a worker with these open jobs; None if it can accept no more."""
+        """None if a worker with these open jobs can accept no more."""
         if not self._waiting or any(job.alone for job in pending) or (pending and self._waiting[0].alone):
             return None
         return self._waiting.popleft()
@@ -267,7 +258,7 @@ class JobQueue:
         self._waiting.extend(self._alike.pop(job, []))
 
     def failed(self, job: Job, cause: str) -> list[Job]:
-        """Remembers the cause; returns this job and the equal ones."""
+        """Returns this job and the equal ones."""
         self._first.pop(job.digest, None)
         self.failures.add(job.digest, cause)
         return [job, *self._alike.pop(job, [])]
@@ -280,7 +271,6 @@ class JobQueue:
 
 
 def _key_of(problem: Problem, responses: Sequence[ResponseText]) -> bytes:
-    """16 bytes that identify all that a verifier sees of a call."""
     digest = blake2b(digest_size=16)
     texts = [problem.id, problem.prompt, problem.answer, json.dumps([problem.metadata, problem.messages], sort_keys=True)]
     for response in responses:
