@@ -1,1 +1,1 @@
-"""The sampler's side: vLLM servers, started, watched and restarted; prompts out, groups of responses back."""
+"""The sampler's side: vLLM servers that draw responses."""

@@ -1,7 +1,4 @@
-"""The contract of a sampler: all that a run, an evaluation and the environments know about it.
-
-``tests/contracts/sampler_contract.py`` checks an implementation against it. ``sampler.registry`` makes one by its name.
-"""
+"""The contract of a sampler, checked by ``tests/contracts/sampler_contract.py``. ``sampler.registry`` makes a sampler."""
 
 from __future__ import annotations
 
@@ -41,11 +38,11 @@ class SampleStream(Protocol):
     """Requests for samples go in at any time; responses come out one by one, in the order in which they finish.
 
     A context manager: leaving it drops what is unfinished. One thread uses it, while another may update the weights: a response
-    in progress then continues with the new weights, and its ``versions`` are the (first token, version) of each part. The
-    versions of one response never get older.
+    in progress then continues with the new weights. Its ``versions`` are the (first token, version) of each part, and never get
+    older.
 
-    Sample ``j`` of a request is drawn with the seed ``seed + j``. The same prompt, seed and weights give the same response, up
-    to the numerics of batching, whatever else is requested and in whatever order.
+    Sample ``j`` of a request has the seed ``seed + j``. The same prompt, seed and weights give the same response, up to the
+    numerics of batching, whatever else is requested.
     """
 
     def __enter__(self) -> Self: ...
@@ -79,9 +76,9 @@ class SampleStream(Protocol):
     ) -> None:
         """Requests samples 0 to n − 1 of a prompt (token ids, at least one), or only the numbers in ``only``.
 
-        A sample in ``continued`` continues the part that :meth:`abort` returned; its response begins with that part, and its
-        new tokens have a seed of their own. ``room`` limits the new tokens below ``max_new_tokens``. Requests with the same
-        ``home`` share a prefix cache if possible, until :meth:`leave`.
+        A sample in ``continued`` continues the part that :meth:`abort` returned: its response begins with that part. ``room``
+        limits the new tokens below ``max_new_tokens``. Requests with the same ``home`` share a prefix cache if possible, until
+        :meth:`leave`.
 
         Raises ValueError for an empty prompt, for n > 1 with temperature 0, and for a part that leaves no room.
         """
@@ -90,7 +87,7 @@ class SampleStream(Protocol):
         """The next response that finishes. None if none does within ``timeout_s`` (None: no limit), or none is unfinished.
 
         A response ends with finish reason ``stop`` (its last token is a stop token, or completes a stop string) or ``length``.
-        Raises ServerDied if the sampler lost servers and cannot go on, RuntimeError for anything else that goes wrong.
+        Raises ServerDied if the sampler lost servers and cannot continue, RuntimeError for any other failure.
         """
 
     def abort(self) -> list[KeyedResponse]:
@@ -103,20 +100,20 @@ class SampleStream(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """Receives the trainer's weights. One of the three methods is used throughout a run.
+    """Receives the trainer's weights. A run uses one of the three methods throughout.
 
-    A method returns when every server uses the new weights for its next token; every later response carries ``version``. On an
-    error the weights are undefined: it raises ServerDied if a server's death was the cause (then :meth:`Sampler.revive` and
-    repeat), otherwise RuntimeError or ValueError with the tensor at fault.
+    A method returns when every server uses the new weights for its next token; every later response carries ``version``. After
+    an error the weights are undefined. It raises ServerDied if a server died (then :meth:`Sampler.revive` and repeat),
+    otherwise RuntimeError or ValueError with the tensor at fault.
     """
 
     def update_weights_from_tensors(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
         """Takes full tensors from this process. ``manifest`` has the Hugging Face name, shape and dtype name of each of
-        ``tensors``, in order. Consumes all of ``tensors`` on an error, too, since the trainer's ranks gather them together.
+        ``tensors``, in order. Consumes all of ``tensors`` even on an error, since the trainer's ranks gather them together.
         """
 
     def update_weights_from_shards(self, version: WeightsVersion, sender: ShardSender) -> None:
-        """Takes shards straight from the ranks that hold them. All other ranks call ``sender.update_as_non_root``."""
+        """Takes shards from the ranks that hold them. All other ranks call ``sender.update_as_non_root``."""
 
     def update_adapters(
         self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor], settings: Mapping[str, Any]
@@ -146,9 +143,7 @@ class Sampler(WeightReceiver, Protocol):
         """The addresses of the servers, for status reports. Empty without servers."""
 
     def start(self) -> None:
-        """Returns when the sampler is ready. A :meth:`stop` from another thread ends it. Raises RuntimeError if a server does
-        not come up.
-        """
+        """Returns when the sampler is ready. A :meth:`stop` from another thread ends it. RuntimeError if a server fails."""
 
     def stop(self) -> None:
         """Ends everything for good, within seconds. May be called again."""
@@ -183,12 +178,12 @@ class Sampler(WeightReceiver, Protocol):
         on_progress: Callable[[int, int], None] | None = None,
         on_move: Callable[[], None] = lambda: None,
     ) -> list[list[Response]]:
-        """Draws ``n`` responses to each prompt. The groups are in the order of the prompts, responses in that of the samples.
+        """Draws ``n`` responses to each prompt, in the order of the prompts and samples.
 
         Prompt ``i`` has the group seed ``prompt_seed(seed, i)``, or ``prompt_seed(seed, numbers[i])``. Temperature 0 is greedy
-        and needs n = 1. In this thread, ``on_group`` gets (index of the prompt, responses) when a group is complete,
-        ``on_progress`` (prompts done, all prompts), and ``on_move`` is called when a server made tokens. Raises ValueError for
-        an empty prompt, otherwise as :meth:`SampleStream.next`.
+        and needs n = 1. This thread calls ``on_group`` (index of the prompt, responses) when a group is complete,
+        ``on_progress`` (prompts done, all prompts), and ``on_move`` when a server made tokens. Raises ValueError for an empty
+        prompt, otherwise as :meth:`SampleStream.next`.
         """
 
     def sample_stream(
@@ -199,7 +194,7 @@ class Sampler(WeightReceiver, Protocol):
         """
 
     def prompt_logprobs(self, prompt: Sequence[int]) -> dict[str, list[float]]:
-        """Each server's natural log-probs of all tokens of the prompt but the first, at temperature 1. Keyed by address."""
+        """Each server's natural log-probs of all tokens of the prompt but the first, at temperature 1, by address."""
 
     def cached_logprobs(self, prompt: Sequence[int], n: int) -> dict[str, tuple[list[float], list[float]]]:
         """Each server's log-probs of up to ``n`` tokens drawn after the prompt, with its prefix cache and without."""
@@ -209,12 +204,12 @@ class Sampler(WeightReceiver, Protocol):
 
 
 class SamplerOptions(TypedDict):
-    """What a sampler is made with, besides ``rollout.server``.
+    """The arguments of a sampler besides ``rollout.server``.
 
-    ``dtype`` is that of the weights; ``stop_token_ids`` end a response; ``first_gpu`` is the first GPU that it may use;
-    ``report`` gets a sentence for every fault that it repairs by itself. ``keep_cache``: responses that an update interrupts
-    keep their keys and values. ``trained``: a weight update comes before the first sample. ``adapter_rank``: updates bring LoRA
-    adapters of this rank. ``tokenizer``: load the model's, for stop strings and bad words.
+    ``dtype`` is that of the weights; ``stop_token_ids`` end a response; ``report`` gets a sentence for every fault that the
+    sampler repairs itself. ``keep_cache``: responses that an update interrupts keep their keys and values. ``trained``: a
+    weight update comes before the first sample. ``adapter_rank``: updates bring LoRA adapters of this rank. ``tokenizer``: load
+    the model's, for stop strings and bad words.
     """
 
     model_dir: Path
@@ -238,12 +233,12 @@ class SamplerFactory(Protocol):
 
 @dataclass(frozen=True)
 class SamplerSpec:
-    """What ``sampler.registry`` needs of an implementation. The checks raise ValueError with what the user can change."""
+    """An implementation, for ``sampler.registry``. The checks raise ValueError with what the user can change."""
 
     make: SamplerFactory
     check_model: Callable[[ServerConfig, ModelSpec], None]
-    """Whether it can split this model as the config asks."""
+    """Checks that the sampler can split this model as the config asks."""
     check_machine: Callable[[ServerConfig, ModelSpec], None]
-    """Whether this machine can compute what the config asks, for this model."""
+    """Checks that this machine can compute this model as the config asks."""
     cores: Callable[[ServerConfig, Sequence[int]], set[int]]
-    """Which of the available CPU cores it will use."""
+    """Returns which of the available CPU cores the sampler will use."""

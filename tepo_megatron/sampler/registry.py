@@ -1,4 +1,4 @@
-"""The samplers by name. A second one is entered in ``_SAMPLERS``, and nowhere else."""
+"""The samplers by name. To add one, enter it in ``_SAMPLERS``."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from tepo_megatron.config.rollout_server import ServerConfig
 from tepo_megatron.sampler.protocol import Sampler, SamplerOptions, SamplerSpec
 
 _SAMPLERS = {"vllm": "tepo_megatron.sampler.fleet.fleet"}
-"""Name → the module with its ``SAMPLER``, a ``SamplerSpec``. It is imported when it is first used."""
 
 _DEFAULT = "vllm"
 
 
 def make_sampler(config: ServerConfig, *, name: str = _DEFAULT, **options: Unpack[SamplerOptions]) -> Sampler:
-    """A sampler as ``rollout.server`` describes it, not started yet. Raises ValueError if this machine cannot run it."""
+    """Makes the sampler of ``rollout.server``, not started yet. Raises ValueError if this machine cannot run it."""
     return sampler_spec(name).make(config, **options)
 
 
 def sampler_spec(name: str = _DEFAULT) -> SamplerSpec:
-    """The sampler of this name. Raises ValueError if there is none."""
+    """Raises ValueError if there is no sampler of this name."""
     if name not in _SAMPLERS:
         raise ValueError(f"there is no sampler {name!r}; there is {', '.join(_SAMPLERS)}")
     spec: SamplerSpec = import_module(_SAMPLERS[name]).SAMPLER

@@ -1,12 +1,10 @@
 """A step's rollouts as JSON lines: written whole or not at all, read back exactly.
 
-The first line says what follows, ``{"format": 3, "step": 12, "rollouts": 512, …, "sha256": "…"}``; then comes one rollout per
-line. Token ids and log-probs are base64 of little-endian int32 and float32; ``versions`` are (first token, step, digest) of the
-weights that drew them; ``routed_experts``, where a server recorded the experts that tokens passed, has their shape, dtype and
-base64; ``loss_mask``, where an environment wrote some of the response tokens, has base64 of a bit for each, 1 for the model's;
-``sampling_mask``, where tokens were drawn from a part of the vocabulary, has its counts and ids in base64. The digest is over
-all the rest of the file, the first line included. Formats 1 (without a digest) and 2, which had them as numbers and one
-version, are read too.
+The first line is ``{"format": 3, "step": 12, "rollouts": 512, …, "sha256": "…"}``, with a digest of all else in the file; each
+other line is one rollout. Token ids are base64 of little-endian int32, log-probs of float32; ``versions`` are (first token,
+step, digest) of the weights. Optional: ``routed_experts`` (shape, dtype, base64), ``loss_mask`` (base64, one bit per response
+token, 1 for the model's) and ``sampling_mask`` (counts and ids in base64). Formats 1 (no digest) and 2 had numbers instead of
+base64 and one version; they are read too.
 """
 
 from __future__ import annotations
@@ -38,8 +36,6 @@ _ROUTES = ("|u1", "<i2")
 
 
 def _array_of(dtype: DTypeLike) -> BeforeValidator:
-    """Reads base64 text as an array; ValueError for other text."""
-
     def read(text: object) -> Any:
         if not isinstance(text, str):
             raise ValueError("not base64 text")
@@ -49,7 +45,6 @@ def _array_of(dtype: DTypeLike) -> BeforeValidator:
 
 
 def _read_routes(value: object) -> Any:
-    """Reads an array of routes from its shape, dtype and base64 text; ValueError for anything else."""
     if value is None:
         return None
     if not isinstance(value, dict) or value.get("dtype") not in _ROUTES or not isinstance(value.get("data"), str):
@@ -58,7 +53,6 @@ def _read_routes(value: object) -> Any:
 
 
 def _read_sampling_mask(value: object) -> Any:
-    """Reads a sampling mask from its counts and ids; ValueError for anything else."""
     if value is None:
         return None
     if not isinstance(value, dict) or not all(isinstance(value.get(name), str) for name in ("counts", "ids")):
@@ -67,7 +61,7 @@ def _read_sampling_mask(value: object) -> Any:
 
 
 def _read_bits(text: object) -> Any:
-    """Reads base64 text as uint8 of 0 and 1, a multiple of eight; ValueError for other text."""
+    """Reads base64 text as bits, a multiple of eight."""
     if text is None:
         return None
     if not isinstance(text, str):
@@ -86,8 +80,6 @@ class _Common(BaseModel):
 
 
 class _Line(_Common):
-    """A line of the present format."""
-
     prompt_ids: Annotated[np.ndarray, _array_of(_IDS)]
     response_ids: Annotated[np.ndarray, _array_of(_IDS)]
     sampler_logprobs: Annotated[np.ndarray, _array_of(_LOGPROBS)]
@@ -132,8 +124,8 @@ class _OldLine(_Common):
 
 @dataclass(frozen=True)
 class Record:
-    """A step's rollouts in their order. ``drawn_by`` names weights and settings that they come of, as whoever wrote them counts
-    them; ``failed_rewards`` says how many verifiers failed on them.
+    """A step's rollouts. ``drawn_by`` names their weights and settings, as the writer numbers them; ``failed_rewards`` counts
+    failed verifiers.
     """
 
     rollouts: list[Rollout]
@@ -142,7 +134,7 @@ class Record:
 
 
 def record_path(folder: Path, step: int) -> Path:
-    """Where the rollouts of a step lie, such as ``<folder>/step_0000012.jsonl``."""
+    """The file of a step's rollouts, such as ``<folder>/step_0000012.jsonl``."""
     return folder / f"step_{step:07d}.jsonl"
 
 
@@ -155,10 +147,9 @@ def write_rollouts(
     failed_rewards: int = 0,
     flush: bool = True,
 ) -> Path:
-    """Write the rollouts of a step, in their order, and return the file; it appears under its name only when it is whole, and
-    is on disk then. Without ``flush`` it survives the process, and perhaps not the machine.
+    """Writes a step's rollouts and returns the file, which appears under its name only when it is whole and on disk.
 
-    What is read back is equal to the last bit. Raises OSError if the folder cannot be written.
+    Without ``flush`` it survives the process, but perhaps not the machine. Raises OSError if the folder cannot be written.
     """
     path = record_path(folder, step)
     head = {"format": FORMAT, "step": step, "rollouts": len(rollouts), "drawn_by": drawn_by, "failed_rewards": failed_rewards}
@@ -169,7 +160,7 @@ def write_rollouts(
 
 
 def link_record(path: Path, folder: Path) -> None:
-    """Puts a record into another folder, too, without a second copy where the file system can. Raises OSError."""
+    """Puts a record into another folder too, as a hard link if the file system has them. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / path.name
     if target.exists() and target.samefile(path):
@@ -184,12 +175,12 @@ def link_record(path: Path, folder: Path) -> None:
 
 
 def read_rollouts(folder: Path, step: int) -> list[Rollout]:
-    """What :func:`write_rollouts` wrote. Raises ValueError with file and line if it is missing, cut or damaged."""
+    """Reads what :func:`write_rollouts` wrote. Raises ValueError with file and line if it is missing, cut or damaged."""
     return read_record(folder, step).rollouts
 
 
 def read_record(folder: Path, step: int) -> Record:
-    """As :func:`read_rollouts`, with what the first line says."""
+    """As :func:`read_rollouts`, with the contents of the first line."""
     path = record_path(folder, step)
     try:
         text = path.read_text(encoding="utf-8")
@@ -258,7 +249,6 @@ def _line(rollout: Rollout) -> str:
 
 
 def _text_of(ids: TokenIds) -> str:
-    """Base64 of little-endian int32."""
     return b64encode(ids.astype(_IDS, copy=False).tobytes()).decode()
 
 
@@ -287,9 +277,10 @@ def check_rollouts(
     vocab_size: int | None = None,
     stalest: int = 0,
 ) -> None:
-    """Raises ValueError with ``path``, line and fault where these are not what a step is trained on: ``samples`` responses to
-    each of ``prompts`` prompts, group by group, drawn by the weights of the step, or of up to ``stalest`` steps
-    before, with a finite log-prob for every token and a finite reward, or None for one that could not be scored.
+    """Raises ValueError with ``path``, line and fault if a step cannot be trained on these rollouts.
+
+    There must be ``samples`` responses to each of ``prompts`` prompts, group by group, drawn by weights of the step or of up to
+    ``stalest`` steps before, with finite log-probs, and a finite reward or None if it could not be scored.
     """
     for number, rollout in enumerate(rollouts):
         for fault in _faults(rollout, step, stalest, vocab_size):
@@ -305,7 +296,7 @@ def check_rollouts(
 
 
 def rollout_fault(rollout: Rollout, step: int, *, vocab_size: int, stalest: int = 0) -> str | None:
-    """Why a rollout drawn by the weights of ``step``, or up to ``stalest`` versions older ones, is not usable; or None."""
+    """Why a rollout drawn by the weights of ``step``, or up to ``stalest`` versions older, is not usable; or None."""
     stale = [version.step for _, version in rollout.versions if not step - stalest <= version.step <= step]
     if stale:
         return f"drawn by the weights of step {stale[0]}, not of step {step}"
@@ -313,7 +304,6 @@ def rollout_fault(rollout: Rollout, step: int, *, vocab_size: int, stalest: int 
 
 
 def _faults(rollout: Rollout, step: int, stalest: int, vocab_size: int | None) -> Iterator[str]:
-    """What is wrong with a rollout by itself."""
     for drawn in (version.step for _, version in rollout.versions):
         if not step - stalest <= drawn <= step:
             before = f", nor of one of the {stalest} before it" if stalest else ""
@@ -349,7 +339,6 @@ def _faults(rollout: Rollout, step: int, stalest: int, vocab_size: int | None) -
 
 
 def _group_faults(rollout: Rollout, first: Rollout, group: int, samples: int) -> Iterator[str]:
-    """What is wrong with its place, where ``first`` is the first rollout of the group that belongs there."""
     if rollout.group != group:
         yield (
             f"group {rollout.group} where group {group} is due; the groups of a step come in order from 0, each with "

@@ -1,4 +1,4 @@
-"""Settings and seeds of samples (decision 006), and how the parts of a response are join_parts."""
+"""Settings and seeds of samples (decision 006), and how the parts of a response are joined."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NO_TOKENS = token_ids(())
 
 
 class SamplingSettings(Protocol):
-    """Settings of sampling, as the config has them too (``SamplingConfig``)."""
+    """Settings of sampling, as ``SamplingConfig`` has them."""
 
     @property
     def temperature(self) -> float: ...
@@ -40,8 +40,8 @@ class SamplingSettings(Protocol):
 
 
 class Sampling(NamedTuple):
-    """How responses are drawn: ``temperature`` 0 decodes greedily; any of ``stop_token_ids`` ends one, as its last id, and so
-    does the token that completes any of ``stop``. The others are those of ``SamplingConfig``.
+    """How responses are drawn. ``temperature`` 0 is greedy; any of ``stop_token_ids`` ends a response, as its last id, and so
+    does the token that completes any of ``stop``. The other fields are those of ``SamplingConfig``.
     """
 
     temperature: float
@@ -57,26 +57,23 @@ class Sampling(NamedTuple):
 
     @classmethod
     def of(cls, settings: SamplingSettings, stop_token_ids: tuple[int, ...], *, sampling_mask: bool = False) -> Sampling:
-        """The settings, with what is not in them."""
         given = truncation_of(settings)
         return cls(settings.temperature, settings.max_new_tokens, stop_token_ids, sampling_mask=sampling_mask, **given)
 
     def parameters(self) -> dict[str, Any]:
-        """What a server is asked for, under vLLM's names; what is as by default is left out."""
+        """vLLM's sampling parameters, without those at their defaults."""
         return {"temperature": self.temperature, "stop_token_ids": list(self.stop_token_ids), **truncation_of(self)}
 
 
 def truncation_of(settings: SamplingSettings) -> dict[str, Any]:
-    """Which tokens may be drawn and where a response ends, as keyword arguments, without what is as by default."""
+    """The settings of truncation and of the end of a response, as keyword arguments, without those at their defaults."""
     usual, names = Sampling._field_defaults, ("top_p", "top_k", "min_p", "stop", "bad_words")
     return {name: value for name in names if (value := getattr(settings, name)) != usual[name]}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample of a prompt: its number in the group, its seed (None where nothing is drawn), and how many tokens there may be
-    behind ``prefix``, which was drawn before.
-    """
+    """One sample of a prompt. ``seed`` is None if nothing is drawn; ``prefix`` was drawn before, and new tokens follow it."""
 
     index: int
     seed: int | None
@@ -85,10 +82,10 @@ class Sample:
 
 
 def make_sample(index: int, seed: int, sampling: Sampling, part: Response | None = None) -> Sample:
-    """Sample ``index`` of a group that has the seed ``seed``; vLLM would draw sample j of a request with its seed + j, too.
+    """Sample ``index`` of a group with the seed ``seed``. Its seed is seed + index, as vLLM would choose.
 
-    One that goes on behind ``part`` has another seed: the same one would draw the numbers of the first tokens again. Raises
-    ValueError where ``part`` leaves no room.
+    A sample that continues ``part`` has another seed: the same one would draw the numbers of the first tokens again. Raises
+    ValueError if ``part`` leaves no room.
     """
     done = _NO_TOKENS if part is None else part.response_ids
     room = sampling.max_new_tokens - done.size
@@ -104,7 +101,6 @@ def prompt_seed(seed: int, prompt: int) -> int:
 
 
 def join_parts(part: Response | None, rest: Response) -> Response:
-    """A response that went on behind a part of it."""
     if part is None:
         return rest
     start = part.response_ids.size
@@ -125,7 +121,7 @@ def join_parts(part: Response | None, rest: Response) -> Response:
 
 
 def append_observation(part: Response | None, ids: TokenIds) -> Response:
-    """``part`` of a response, None before its first token, with an environment's tokens behind it, to be gone on with.
+    """Appends an environment's tokens to ``part`` (None before the first token), with finish reason ``abort``.
 
     They have log-probs of 0, are outside the loss mask, and count to the weights before them.
     """
@@ -154,9 +150,7 @@ def _mask_of(response: Response) -> LossMask:
 
 
 def _joined_routes(part: Response, rest: Response) -> Routes | None:
-    """The experts that the part's tokens passed when they were drawn, then the rest's. The rest's record begins with the part
-    again, which was computed anew, maybe by newer weights.
-    """
+    """The rest's record begins with the part again, computed again, maybe by newer weights: the part's own record counts."""
     before, after = part.routed_experts, rest.routed_experts
     if after is None or (before is None and part.versions):
         return None
@@ -164,7 +158,6 @@ def _joined_routes(part: Response, rest: Response) -> Routes | None:
 
 
 def _joined_sampling_masks(part: Response, rest: Response) -> SamplingMask | None:
-    """As for experts; nobody drew an environment's tokens."""
     before, after = part.sampling_mask, rest.sampling_mask
     if after is None or (before is None and part.versions):
         return None

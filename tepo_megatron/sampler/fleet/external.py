@@ -1,4 +1,4 @@
-"""The trainer's side of a server that ``tepo serve`` runs on another node: found in the registry, never started from here."""
+"""The trainer's side of servers that ``tepo serve`` runs on other nodes: found in a registry on the shared disk."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True)
 class Registration:
-    """One life of a server: its address, and a name that its next life does not have."""
+    """The address of a server and a name of this life, which its next life does not have."""
 
     url: str
     life: str
 
 
 def shared_key(folder: Path) -> str:
-    """The key of the folder's servers: made by whoever asks first, readable by its owner only.
+    """The key of the folder's servers: the first caller makes it; only its owner can read it.
 
-    Raises RuntimeError if the folder cannot be written, or others than this user can write it or read the key.
+    Raises RuntimeError if the folder cannot be written, or if another user can write it or read the key.
     """
     path = folder / _KEY
     try:
@@ -77,19 +77,18 @@ def _check_private(path: Path, forbidden: int, what: str) -> None:
 
 
 def register(folder: Path, index: int, registration: Registration) -> None:
-    """Tell where server ``index`` is reached."""
     _write(folder / f"server-{index}.json", json.dumps(asdict(registration)))
 
 
 def registered(folder: Path, index: int) -> Registration | None:
-    """The newest registration of server ``index``, if there is one."""
+    """Returns the newest registration of server ``index``, if any."""
     with suppress(FileNotFoundError):
         return Registration(**json.loads((folder / f"server-{index}.json").read_text()))
     return None
 
 
 def claim(folder: Path, index: int, life: str) -> bool:
-    """Take this life of server ``index`` for one trainer; False if one has it, whose weights it may hold."""
+    """Takes this life of server ``index`` for one trainer. False if another has it: the server may hold that one's weights."""
     try:
         (folder / f"server-{index}.{life}.claimed").touch(exist_ok=False)
     except FileExistsError:
@@ -98,21 +97,20 @@ def claim(folder: Path, index: int, life: str) -> bool:
 
 
 def retire(folder: Path, index: int, life: str) -> None:
-    """Ask the node of server ``index`` to end this life of it and to start another."""
+    """Asks the node of server ``index`` to end this life and start another."""
     _write(folder / f"server-{index}.retired", life)
 
 
 def is_retired(folder: Path, index: int, life: str) -> bool:
-    """Whether the trainer has asked for the end of this life."""
     with suppress(FileNotFoundError):
         return (folder / f"server-{index}.retired").read_text() == life
     return False
 
 
 def with_own_address(config: ServerConfig) -> ServerConfig:
-    """The config of external servers with ``host`` set to this machine's address on the nodes' inner network.
+    """Sets ``host`` to this machine's address on the nodes' inner network.
 
-    Raises ValueError where the interface has no IPv4 address, or this machine's name stands for none that others reach.
+    Raises ValueError if the interface has no IPv4 address, or if others cannot reach the address of this machine's name.
     """
     if config.interface is not None:
         return config.model_copy(update={"host": _interface_address(config.interface)})
@@ -153,10 +151,10 @@ _POLL_INTERVAL_S = 0.5
 
 
 class ExternalServer:
-    """Stands in for a ``Server``, with the same methods: ``start`` and ``stop`` only decide what is waited for.
+    """Has the methods of ``Server``; ``start`` and ``stop`` only decide whether to wait for a server.
 
-    A server that failed is retired when it is started again; its node ends it, starts another and registers that.
-    ``log`` is the file that the node writes, on the shared disk.
+    Starting a failed server again retires it: its node ends it, starts another and registers that. ``log`` is the node's file
+    on the shared disk.
     """
 
     def __init__(self, config: ServerConfig, *, folder: Path, index: int, log: Path) -> None:
@@ -168,7 +166,7 @@ class ExternalServer:
 
     @property
     def url(self) -> str:
-        """The address of the server that is in use; empty before there is one."""
+        """Empty without a server in use."""
         return self._current.url if self._current else ""
 
     @property
@@ -177,7 +175,7 @@ class ExternalServer:
         return self._current is not None
 
     def start(self, taken: Collection[int] = ()) -> None:
-        """Want a server, and another one than before; ``taken`` is for servers of this machine."""
+        """From here on a server is wanted, another one than before. Ignores ``taken``."""
         if self._current is not None:
             self._retired, self._current = self._current.life, None
         if self._retired:
@@ -185,7 +183,7 @@ class ExternalServer:
         self._wanted = True
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Return when the node has registered a server that answers; RuntimeError if that takes too long, or after stop()."""
+        """Waits until the node has registered a server that answers. Raises RuntimeError after the time-out or :meth:`stop`."""
         timeout_s = self.config.start_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         while self._wanted:
@@ -206,22 +204,22 @@ class ExternalServer:
         raise RuntimeError(f"waiting for external rollout server {self._index} was ended")
 
     def healthy(self) -> bool:
-        """Whether the server in use answers and says that its engine works."""
+        """Whether the server in use answers that its engine works."""
         return self._current is not None and _is_healthy(self._current)
 
     def stop(self) -> None:
-        """Want no server. It goes on running: it is its node's."""
+        """From here on no server is wanted. The node leaves it running."""
         self._wanted = False
         if self._current is not None:
             self._retired, self._current = self._current.life, None
 
     def log_end(self, lines: int = 0) -> str:
-        """For messages: where the server's log lies."""
+        """Where the server's log is, for messages."""
         return f"Its log is {self.log}"
 
 
 def external_servers(config: ServerConfig, log_dir: Path) -> tuple[ServerConfig, str, list[ExternalServer]]:
-    """The config with this machine's address as ``host``, the key of the registry, and a stand-in for each server."""
+    """Returns the config with this machine's address as ``host``, the registry's key, and a stand-in for each server."""
     config = with_own_address(config)
     folder = config.registry
     assert folder is not None
@@ -242,12 +240,12 @@ _WATCH_INTERVAL_S = 1.0
 class Node:
     """The servers of node ``node`` of ``nodes``: an equal share of ``rollout.server.count``.
 
-    A context manager: entering starts the servers and registers each when it answers, leaving ends them. The trainer sends the
-    weights; until then a server has none, or those of the model's folder (``rollout.server.load_format``).
+    Entering starts the servers and registers each when it answers; leaving ends them. Until the trainer sends weights, a server
+    has those of the model's folder or none (``rollout.server.load_format``).
     """
 
     def __init__(self, config: RunConfig, *, model_dir: Path, node: int, nodes: int) -> None:
-        """Raises ValueError where servers cannot be spread over the nodes, or this node has no address on their network."""
+        """Raises ValueError if servers cannot be spread over the nodes, or this node has no address on their network."""
         server = config.rollout.server
         share = _share(server, node, nodes)
         assert server.registry is not None
@@ -290,10 +288,10 @@ class Node:
             server.stop()
 
     def watch(self) -> None:
-        """Replace servers that died and those that the trainer retired, until interrupted.
+        """Replaces servers that died or that the trainer retired, until interrupted.
 
-        Raises RuntimeError with the end of a log when that is needed more often than ``rollout.server.max_restarts`` times the
-        servers of this node, or a server does not come up.
+        Raises RuntimeError with the end of a log if a server does not start, or after more than ``rollout.server.max_restarts``
+        times the servers of this node.
         """
         while True:
             gone = [slot for slot in range(len(self._servers)) if self._is_gone(slot)]
@@ -322,7 +320,6 @@ class Node:
 
 
 def _share(config: ServerConfig, node: int, nodes: int) -> range:
-    """The numbers of the servers of this node."""
     if config.placement != "external":
         raise ValueError(
             "tepo serve needs rollout.server.placement = external and rollout.server.registry, a folder that it shares with "

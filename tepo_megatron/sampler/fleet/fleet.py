@@ -29,10 +29,10 @@ T = TypeVar("T")
 class Fleet(Roster):
     """A ``Sampler`` of ``config.count`` vLLM servers; ``protocol.SamplerOptions`` has its other arguments.
 
-    The servers are processes of this machine, on GPUs from ``first_gpu`` on. With ``config.placement = "external"`` they are
-    those of ``tepo serve``: starting waits for them, stopping leaves them running, and their nodes replace them. With
-    ``"colocated"`` they share the trainer's GPUs: they sleep after starting, reviving and :meth:`sleep`, and after an update
-    until :meth:`wake_up`. ``log_dir`` gets a ``server-N.log`` of each.
+    By default the servers are processes of this machine, on GPUs from ``first_gpu`` on. ``config.placement = "external"``:
+    starting waits for those of ``tepo serve``, and stopping leaves them running. ``"colocated"``: they share the trainer's GPUs
+    and sleep after starting, reviving and :meth:`sleep`, and after an update until :meth:`wake_up`. ``log_dir`` gets a
+    ``server-N.log`` of each.
     """
 
     @property

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from tepo_megatron.sampler.vllm.client.connection import ServerGone, ServerSilent
 
 _PROBES = 20
-"""The least number of probes of a server within the time-out."""
+"""At least this many probes of a server within the time-out."""
 
 _MAX_INTERVAL_S = 5.0
 
@@ -23,7 +23,7 @@ class ProgressWatch:
     """Calls ``probe`` of one server repeatedly and measures the time since its answer last changed.
 
     It counts only time in which this process ran, so that a suspended machine or a stopped trainer blames no server. ``probe``
-    runs in a thread of its own; it raises ServerSilent without an answer, and ServerGone for a dead server. :meth:`look` calls
+    runs in another thread; it raises ServerSilent without an answer, ServerGone for a dead server. :meth:`look` calls
     ``on_move`` when the answer has changed. Used by one thread.
     """
 

@@ -1,4 +1,4 @@
-"""The servers of a fleet as processes: started, watched for their end, replaced within bounds, and spoken to by clients."""
+"""The servers of a fleet as processes: started, watched and restarted up to a limit; and their clients."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from tepo_megatron.weights.architecture import read_model_spec
 
 @dataclass
 class Restarts:
-    """Restarts of all servers of a run, of which there may be ``most``."""
+    """Counts restarts of all servers of a run; at most ``most``."""
 
     most: int
     done: int = 0
     first_cause: str = ""
 
     def blame(self, cause: object) -> None:
-        """Remember why the first server failed: what comes later may be a consequence."""
+        """Remembers why the first server failed: later failures may be consequences."""
         self.first_cause = self.first_cause or str(cause).partition("\n")[0]
 
     def add(self, count: int, logs: str) -> None:
-        """Count restarts that are about to be made. Raises RuntimeError, with the end of the logs, if they are too many."""
+        """Counts restarts before they are made. Raises RuntimeError, with the end of the logs, if they are too many."""
         if self.done + count > self.most:
             first = f" The first failure was: {self.first_cause}." if self.first_cause else ""
             raise RuntimeError(
@@ -54,7 +54,7 @@ class Restarts:
 
 
 class Roster:
-    """What a ``Fleet`` is below sampling and updates; its arguments are a fleet's.
+    """The part of a ``Fleet`` below sampling and updates, with the same arguments.
 
     ``_version`` is that of the weights of all servers but those in ``_lost``.
     """
@@ -102,27 +102,26 @@ class Roster:
         self._restarts_told = 0
         self._counts = dict.fromkeys(FAULT_FIGURES, 0)
         self._lost: dict[int, Future[None] | None] = {}
-        """Servers that sample no more until the next update, by number; with the start of what replaces them, if that runs."""
+        """Servers that do not sample until the next update, by number; with the running start of their replacement."""
         self._replaced: set[int] = set()
-        """Servers that were replaced, and get their first weights by the update under way."""
+        """Servers that were replaced and get their first weights from the running update."""
         self._revived = False
-        """Whether all wait for the next update, as some were started again: none may be asked before."""
+        """Whether some servers were restarted, so that all wait for the next update."""
         self._replacing = ThreadPoolExecutor(1, thread_name_prefix="replace-server")
         # start() may run in another thread than stop(): without the lock a server could be started after all were stopped.
         self._spawning = threading.Lock()
         self._stopped = False
         self._published: list[WeightsVersion] = [INITIAL_WEIGHTS]
         self._common = 1
-        """How many of the published weights were given to servers by updates that are over."""
+        """How many of the published weights come from finished updates."""
         self.updating = False
-        """Whether the servers are getting new weights just now, for which they hold their requests."""
+        """Whether a weight update is running, for which the servers hold their requests."""
         # A stream of samples may lose a server in one thread while another updates weights.
         self._changing = threading.RLock()
 
     # -- what a stream of samples asks of its fleet (``stream.Host``)
 
     def lanes(self) -> list[Lane]:
-        """The servers that sample."""
         if self._revived and self._version is None:
             return []
         parts = enumerate(zip(self._servers, self._clients, self._pools, strict=False))
@@ -130,20 +129,19 @@ class Roster:
         return [Lane(index, client, pool, server.healthy) for index, (server, client, pool) in parts if index not in away]
 
     def published(self) -> int:
-        """How many weights the servers have been given so far, those that all of them have now included."""
+        """How many weights the servers have been given so far, including the ones that all have now."""
         return self._common
 
     def versions(self, since: int) -> list[WeightsVersion]:
-        """The weights that were given to the servers, the last of the first ``since`` and all after it."""
+        """The weights that were given to the servers: the last of the first ``since``, and all after it."""
         return self._published[since - 1 :]
 
     def count_retried(self, requests: int) -> None:
-        """So many requests were asked again."""
         self._counts["requests/retried"] += requests
 
     @contextmanager
     def _announced(self, version: WeightsVersion) -> Iterator[None]:
-        """While the servers get these weights: some may draw by them already."""
+        """During an update: some servers may already draw with the new weights."""
         self._published.append(version)
         self.updating = True
         try:
@@ -163,8 +161,10 @@ class Roster:
         self._disconnect()
 
     def lose(self, lane: Lane, cause: ServerFault) -> None:
-        """End a server that is dead, hangs or answers wrongly, and start what replaces it, which gets weights with the next
-        update. Raises ServerDied where no other server samples, or servers share the trainer's GPUs and start together.
+        """Ends a server that is dead, hangs or answers wrongly, and starts its replacement, which gets weights with the next
+        update.
+
+        Raises ServerDied if no other server samples, or if servers share the trainer's GPUs and must start together.
         """
         with self._changing:
             # Not replaced meanwhile, nor lost by another stream, that of an evaluation for example.
@@ -190,14 +190,14 @@ class Roster:
             self._counts["servers/timeouts"] += 1
 
     def figures(self) -> dict[str, float]:
-        """Since the last call: restarts of servers, servers that were given up because they hung, requests asked again."""
+        """Since the last call: restarts of servers, servers that hung, requests that were repeated."""
         done = self._restarts.done
         counts = {"servers/restarts": done - self._restarts_told, **self._counts}
         self._restarts_told, self._counts = done, dict.fromkeys(FAULT_FIGURES, 0)
         return {name: float(count) for name, count in counts.items()}
 
     def _take_back(self) -> None:
-        """Wait for servers that are being replaced; they have the weights of the model's folder."""
+        """Replaced servers have the weights of the model's folder."""
         if not self._lost:
             return
         # Before they leave ``_lost``: a stream in another thread looks at both, and must not ask a server without weights.
@@ -216,7 +216,7 @@ class Roster:
             raise
 
     def _restart(self, servers: Sequence[Server | ExternalServer], *, stop: bool = False) -> None:
-        """Start servers again until they answer. May run in a thread. Raises RuntimeError when there are too many restarts."""
+        """May run in a thread. Raises RuntimeError after too many restarts."""
         if stop:
             for_all_at_once(servers, lambda server: server.stop())
         while servers:
@@ -259,7 +259,6 @@ class Roster:
             for_all_at_once(self._clients, Client.sleep)
 
     def _connect_one(self, index: int) -> None:
-        """To a server that was replaced; the others go on with what they draw."""
         self._pools[index].shutdown(wait=False, cancel_futures=True)
         self._pools[index] = self._pool()
         self._clients[index] = self._client(self._servers[index])
@@ -280,7 +279,7 @@ class Roster:
         self._clients, self._pools = [], []
 
     def raise_if_dead(self, cause: Exception) -> None:
-        """Raises ServerDied if ``cause`` is the consequence of a server that is gone."""
+        """Raises ServerDied if ``cause`` is the consequence of a dead server."""
         if isinstance(cause, ServerDied):
             return
         away = self._lost.keys() | self._replaced
@@ -311,11 +310,11 @@ def make_servers(
     adapter_rank: int | None = None,
     tokenizer: bool = False,
 ) -> tuple[ServerConfig, str, Sequence[Server | ExternalServer]]:
-    """The config with the address at which they are reached, their key, and the servers, none of them started yet.
+    """Returns the config with the servers' address, their key, and the servers, not started yet.
 
-    Those of this machine take ``config.tp`` GPUs each, from ``first_gpu`` on, where it has any. ``trained``: a weight update
-    comes before the first sample; ``adapter_rank``: it brings adapters of this rank, for weights that servers read;
-    ``tokenizer``: they load the model's. Raises ValueError where this machine has too little left for them.
+    Servers of this machine take ``config.tp`` GPUs each, from ``first_gpu`` on. ``trained``: a weight update comes before the
+    first sample; ``adapter_rank``: it brings adapters of this rank; ``tokenizer``: servers load the model's. Raises ValueError
+    if this machine has too few resources left.
     """
     if config.placement == "external":
         return external_servers(config, log_dir)

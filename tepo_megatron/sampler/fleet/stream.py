@@ -1,4 +1,4 @@
-"""A stream of samples: requests spread over servers, which are watched, and repeated at another server after a fault."""
+"""A stream of samples: requests spread over servers, and repeated at another server after a fault."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tepo_megatron.sampler.vllm.client.connection import ServerFault, ServerGone
 @dataclass
 class Lane:
     """One server that samples. ``index`` is its number in the fleet; ``pool`` has threads for its requests alone, so that a
-    server that hangs does not block the others' requests.
+    hanging server does not block the others'.
     """
 
     index: int
@@ -35,11 +35,11 @@ class Lane:
     pool: ThreadPoolExecutor
     healthy: Callable[[], bool]
     samples: int = 0
-    """Outstanding."""
+    """Outstanding ones."""
     tokens: int = 0
-    """At most, of the prompts and responses of the outstanding samples."""
+    """Upper bound for the prompts and responses of the outstanding samples."""
     faults: int = 0
-    """In a row."""
+    """Consecutive faults."""
 
 
 class Host(Protocol):
@@ -56,7 +56,7 @@ class Host(Protocol):
         """The number of versions that all servers have had so far."""
 
     def versions(self, since: int) -> Sequence[WeightsVersion]:
-        """The versions that tokens may be drawn by, oldest first: the last of the first ``since``, and all after it."""
+        """The versions that may draw tokens, oldest first: the last of the first ``since``, and all after it."""
 
     def lose(self, lane: Lane, cause: ServerFault) -> None:
         """Reports a server that is dead, hangs or answers wrongly. Raises ServerDied if no other can replace it."""
@@ -64,8 +64,7 @@ class Host(Protocol):
     def raise_if_dead(self, cause: Exception) -> None:
         """Raises ServerDied if a dead server is the reason for ``cause``."""
 
-    def count_retried(self, requests: int) -> None:
-        """Counts requests that are repeated."""
+    def count_retried(self, requests: int) -> None: ...
 
 
 FIRST_PAUSE_S = 0.1
@@ -74,7 +73,7 @@ FIRST_PAUSE_S = 0.1
 _LAST_PAUSE_S = 5.0
 
 _QUEUE_FACTOR = 2
-"""A server gets up to this times the samples that it draws at once. The others wait here for the first that has room."""
+"""A server gets up to this times the samples that it draws at once; the others wait here for the first server with room."""
 
 _ABORT_INTERVAL_S = 0.5
 """Time between two abort requests to a server."""
@@ -108,7 +107,7 @@ class _Event:
 
     request: _Request
     name: str
-    """Of the request when it was sent; a repeated request has another one."""
+    """The request's name when it was sent; a repeated request has another one."""
     index: int = -1
     response: Response | None = None
     error: BaseException | None = None
@@ -118,10 +117,9 @@ class _Event:
 class FleetStream:
     """A ``SampleStream`` over the servers of ``host``.
 
-    A request goes to the server with the fewest outstanding tokens. A failed request is repeated, at another server if there is
-    one, at most ``max_retries`` times; a server may fail as often in a row. After that, when it is dead, or silent for
-    ``timeout_s`` seconds, the stream gives it up (``host.lose``) and the others draw its samples. ``at_once``: samples that a
-    server draws at a time.
+    A request goes to the server with the fewest outstanding tokens. A failed request is repeated at most ``max_retries`` times,
+    at another server if there is one. The stream gives up a server (``host.lose``) after more than ``max_retries`` faults in a
+    row, when it is dead, or when it is silent for ``timeout_s`` seconds. ``at_once``: samples that a server draws at a time.
     """
 
     host: Host

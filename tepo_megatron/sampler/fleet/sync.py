@@ -1,11 +1,8 @@
 """Puts the trainer's weights into running servers: pause, transfer, finish, forget the prefix cache, resume.
 
-Servers may be in the middle of responses: they hold them, and go on with the new weights.
-
-Servers that share the trainer's GPUs come asleep, which holds requests as a pause does. They get memory for weights only,
-and are left without a cache, until the trainer has made room for it.
-
-After a failure the servers' weights are undefined: they must be restarted, and a new sync made.
+Servers hold responses in progress and continue them with the new weights. Servers that share the trainer's GPUs sleep instead
+of pausing; they get memory for weights only, and no cache until the trainer has made room. After a failure the weights are
+undefined: the servers must be restarted, and a new sync made.
 """
 
 from __future__ import annotations
@@ -29,18 +26,16 @@ from tepo_megatron.weights.transfer.transports.gloo import GlooGroup
 T = TypeVar("T")
 
 LOOK_S = 2.0
-"""How often a server that has not answered a request of an update is asked whether it is well."""
+"""Time between two health checks of a server that has not answered a request of an update."""
 
 
 class WeightSync(ABC):
-    """The servers' part of an update, for shards and for full tensors. The transfer group is formed at the first update.
+    """The servers' part of an update. The first update forms the transfer group. All errors are RuntimeErrors; ServerSilent if
+    a server hangs.
 
     ``host`` is an address of this machine that the servers reach; ``tp`` the workers of each; ``timeout_s`` bounds every
-    message; ``answer_timeout_s``, by default the same, how long a server may take to say that it has the weights when this side
-    has sent its own; ``asleep``: servers sleep before every update. ``keep_cache``: responses that are held keep their keys and
-    values, which otherwise the new weights compute again.
-
-    All errors are RuntimeErrors, and ServerSilent where a server gave no answer in time: it hangs.
+    message; ``answer_timeout_s`` (default the same) the time for a server's answer after this side has sent its weights;
+    ``asleep``: servers sleep before every update. ``keep_cache``: held responses keep their keys and values.
     """
 
     def __init__(
@@ -60,13 +55,13 @@ class WeightSync(ABC):
         self._pool = ThreadPoolExecutor(len(self._clients) + 1, thread_name_prefix="weight-sync")
 
     def close(self) -> None:
-        """Close the group. Requests that still run go on in their threads until they are answered or time out."""
+        """Closes the group. Running requests continue in their threads until they are answered or time out."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._close_group()
 
     @abstractmethod
     def _close_group(self) -> None:
-        """Close the connections to the workers, so that what they still wait for fails."""
+        """Closes the connections to the workers, so that what they still wait for fails."""
 
     def _start_update(self) -> None:
         if self._asleep:
@@ -86,9 +81,8 @@ class WeightSync(ABC):
         sharded: bool,
         adapters: bool = False,
     ) -> T:
-        """Makes all workers and, by ``enter``, this process join the group; returns what ``enter`` returns.
-
-        ``leave`` tells the members that wait for others that nobody will come.
+        """Makes all workers and, by ``enter``, this process join the group; returns what ``enter`` returns. ``leave`` tells
+        waiting members that nobody will come.
         """
         joining = [
             self._pool.submit(
@@ -115,7 +109,7 @@ class WeightSync(ABC):
         return own.result()
 
     def _transfer(self, receive: Callable[[Client], None], send: Callable[[Callable[[], bool]], None]) -> None:
-        """Servers ``receive`` while this process does ``send``, which may ask whether a server has failed meanwhile."""
+        """Servers ``receive`` while this process does ``send``, which may ask whether a server has failed."""
         receiving = [self._pool.submit(receive, client) for client in self._clients]
         failed: RuntimeError | None = None
         try:
@@ -132,11 +126,10 @@ class WeightSync(ABC):
         raise _failure(_causes(receiving) or str(failed or ""), receiving, self._silent(receiving)) from failed
 
     def _await_answers(self, requests: Sequence[Future[None]]) -> None:
-        """Gives servers that wait for the others, who have just left, time to say so; at most that of a message."""
+        """Gives servers that wait for members that left the time of one message to report it."""
         wait(requests, self._timeout_s)
 
     def _silent(self, requests: Sequence[Future[None]]) -> list[str]:
-        """The servers that have not answered these requests, one for each server."""
         return [client.url for client, request in zip(self._clients, requests, strict=True) if not request.done()]
 
     def _finish_update(self, version: WeightsVersion) -> None:
@@ -166,13 +159,13 @@ class WeightSync(ABC):
 
 
 class BroadcastSync(WeightSync):
-    """Full tensors, from this process to all workers: the group is this process and the workers."""
+    """Sends full tensors from this process to all workers."""
 
     _group: GlooGroup | None = None
     _adapters = False
 
     def update_weights(self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor]) -> None:
-        """Send all tensors of the manifest, in its order, and have every server use them from the next token on.
+        """Sends all tensors of the manifest, in order; every server uses them from its next token on.
 
         Raises RuntimeError naming the server and the tensor when either side fails, within about the time-out.
         """
@@ -204,17 +197,14 @@ class BroadcastSync(WeightSync):
 
 
 class AdapterSync(BroadcastSync):
-    """As :class:`BroadcastSync`, of LoRA adapters, for weights that the servers have."""
+    """As :class:`BroadcastSync`, for LoRA adapters of the servers' weights."""
 
     _adapters = True
 
     def update_adapters(
         self, version: WeightsVersion, manifest: TensorManifest, tensors: Iterable[Tensor], settings: Mapping[str, Any]
     ) -> None:
-        """Send all tensors of the manifest, in its order, and have every server use them from the next token on.
-
-        ``settings`` are those of a PEFT folder. Raises as :meth:`update_weights`.
-        """
+        """As :meth:`update_weights`; ``settings`` are those of a PEFT folder."""
         group = self._group = self._group or self._form()
         self._start_update()
         self._transfer(
@@ -226,15 +216,15 @@ class AdapterSync(BroadcastSync):
 
 
 class ShardSync(WeightSync):
-    """Shards, from every trainer rank to the workers that need them. Rank 0 calls; the others ``update_as_non_root``."""
+    """Sends shards from every trainer rank to the workers that need them. Rank 0 calls; the others ``update_as_non_root``."""
 
     _sender: ShardSender | None = None
 
     def update_weights(self, version: WeightsVersion, sender: ShardSender) -> None:
-        """Have all trainer ranks send, and every server use the weights from the next token on.
+        """Has all trainer ranks send; every server uses the weights from its next token on.
 
-        Raises RuntimeError naming the server, the tensor and the ranks when anything fails, within about the time-out; then
-        or afterwards the caller calls ``sender.finish_update``, for which the other ranks wait.
+        Raises RuntimeError naming the server, the tensor and the ranks when anything fails, within about the time-out. The
+        caller must always call ``sender.finish_update`` afterwards, since the other ranks wait for it.
         """
         if self._sender is None:
             self._sender = sender
@@ -261,8 +251,8 @@ class ShardSync(WeightSync):
 
 
 def _end_if_gone(client: Client) -> None:
-    """Raises ServerGone where a server says that its engine is dead, or refuses connections: it still holds the request that
-    the engine had when it died, and would never answer it. One that says nothing may be slow.
+    """Raises ServerGone if a server reports a dead engine or refuses connections: it would never answer the request that the
+    engine had when it died. A silent server may be slow.
     """
     try:
         client.progress()
@@ -282,7 +272,6 @@ def _causes(requests: Sequence[Future[Any]]) -> str:
 
 
 def _failure(message: str, requests: Sequence[Future[Any]], silent: Sequence[str]) -> RuntimeError:
-    """The error to raise where ``requests`` failed, and the servers at ``silent`` do not answer."""
     if silent:
         message = f"{' and '.join(silent)} gave no answer, also when the others had left. {message}".rstrip()
         return ServerSilent(message, url=silent[0])
