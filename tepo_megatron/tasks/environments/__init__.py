@@ -1,1 +1,1 @@
-"""Environments of several turns: games, tools, tasks that answer; in processes with limits, here or on nodes of their own."""
+"""Environments of several turns, in processes with limits, here or on other machines."""

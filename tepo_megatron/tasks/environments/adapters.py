@@ -1,6 +1,4 @@
-"""Adapters for environments of other libraries, none of which is imported here. One is made per episode, from the object that
-``environment.name`` names and ``environment.kwargs``.
-"""
+"""Adapters for environments of other libraries, none of which is imported here. One is made per episode."""
 
 from __future__ import annotations
 
@@ -14,10 +12,8 @@ from tepo_megatron.tasks.environments.protocol import Observation, StepResult
 
 
 class Gymnasium:
-    """A text environment with Gymnasium's interface: ``reset(seed=…, options=…)`` returns (observation, info), ``step(text)``
-    returns (observation, reward, terminated, truncated, info).
-
-    ``options``: the problem's id, prompt, answer and metadata. An info with a true ``tool_error`` counts as one.
+    """A text environment with Gymnasium's interface: ``reset(seed=…, options=…)`` and ``step(text)``. ``options``: the
+    problem's id, prompt, answer and metadata. An info with a true ``tool_error`` counts as one.
     """
 
     def __init__(self, found: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
@@ -38,11 +34,9 @@ class Gymnasium:
 
 
 class SkyrlGym:
-    """A ``BaseTextEnv`` of SkyRL-Gym: ``init(prompt)``, then ``step(text)``, which returns a dictionary of observations
-    (messages), reward and done.
-
-    It is made with ``env_config`` (``environment.kwargs``) and ``extras`` (the problem's metadata, with its answer as
-    ``reward_spec.ground_truth`` by default). ``init`` must not change the prompt.
+    """A ``BaseTextEnv`` of SkyRL-Gym: ``init(prompt)``, which must not change the prompt, and ``step(text)``. It is made with
+    ``env_config`` (``environment.kwargs``) and ``extras`` (the problem's metadata, with its answer as
+    ``reward_spec.ground_truth`` by default).
     """
 
     def __init__(self, found: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
@@ -69,11 +63,9 @@ class SkyrlGym:
 
 
 class OpenEnv:
-    """A client of an OpenEnv environment in a server: ``reset()`` and ``step(action)`` return observation, reward and done.
-
-    ``environment.kwargs``: ``action`` (the action's class as ``package.module:Class``), ``action_field`` (its field for the
-    text), ``observation_field`` (the observation's text; default: the whole observation); the others make the client, such as
-    ``base_url``.
+    """A client of an OpenEnv environment in a server. ``environment.kwargs``: ``action`` (the action's class as
+    ``package.module:Class``), ``action_field`` (its field for the text), ``observation_field`` (the observation's text;
+    default: the whole observation); the others make the client, such as ``base_url``.
     """
 
     def __init__(self, found: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:

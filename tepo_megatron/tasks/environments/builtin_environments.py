@@ -27,12 +27,11 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Decimal, Decimal], Decimal]] =
 
 
 class Calculator:
-    """Computes the expression between ``begin`` and ``end``; the model reads the result between ``open`` and ``close``. A turn
-    without an expression is the answer, which a verifier scores.
+    """The model reads the value of the expression between ``begin`` and ``end``, enclosed in ``open`` and ``close``. A turn
+    without an expression is the answer, which ``verifier`` scores.
 
-    Expressions have numbers, ``+ - * / // %`` and brackets; no program runs. An invalid one is answered by ``error`` and the
-    reason, and counts as a tool error. ``verifier``: a built-in one or ``package.module:function`` of one response, called with
-    the model's last turn. ``penalty`` is subtracted for each tool error.
+    Expressions have numbers, ``+ - * / // %`` and brackets. An invalid one is answered by ``error`` and the reason, and counts
+    as a tool error, for which ``penalty`` is subtracted. ``verifier``: a built-in one or ``package.module:function``.
     """
 
     def __init__(
@@ -64,8 +63,8 @@ class Calculator:
 
 
 def compute(expression: str) -> str:
-    """The value of an arithmetic expression in plain decimal notation: ``3/4`` gives ``0.75``. Raises ValueError: not
-    arithmetic, division by zero, too long or too large.
+    """The value in plain decimal notation: ``3/4`` gives ``0.75``. Raises ValueError: not arithmetic, division by zero, too
+    long or too large.
     """
     if len(expression) > _LONGEST:
         raise ValueError(f"longer than {_LONGEST} characters")
@@ -95,11 +94,11 @@ _NUMBER = re.compile(r"\d+")
 
 
 class GuessNumber:
-    """The model guesses the number in the problem's answer and reads ``<`` if the number is smaller than its guess, ``>`` if it
-    is larger.
+    """The model guesses the number in the problem's answer and reads ``<`` if the number is smaller than its guess, ``>`` if
+    it is larger. The reward is 1 if it is found within ``turns``.
 
-    The first number in a turn is the guess; the reward is 1 if it is found. Bisection finds one of 2^k − 1 numbers in k turns.
-    A turn without a number is answered by ``?`` and counts as a tool error. ``turns``: length of the game.
+    The first number in a turn is the guess; a turn without a number is answered by ``?`` and counts as a tool error. Bisection
+    finds one of 2^k − 1 numbers in k turns.
     """
 
     def __init__(self, turns: int = 3) -> None:
@@ -120,14 +119,13 @@ class GuessNumber:
 
 
 class PythonTool:
-    """Runs the program between ``begin`` and ``end``; the model reads the output between ``open`` and ``close``. A turn without
-    a program is the answer, which ``verifier`` scores.
+    """The model reads the output of the program between ``begin`` and ``end``, enclosed in ``open`` and ``close``. A turn
+    without a program is the answer, which ``verifier`` scores.
 
-    Each program starts in an empty folder without state of earlier ones. Limits: ``seconds`` of wall and processor time,
-    ``memory_mb``, ``output`` characters, 64 open files of 10 MB, no child processes (except as root); only the standard library
-    can be imported. A program that raises, prints nothing or exceeds a limit is answered by its last line or the reason, and
-    counts as a tool error. At most 16 programs of a worker's episodes run at a time. Needs ``environment.run_code`` and a
-    kernel that can cut the worker's network; raises RuntimeError otherwise.
+    Programs start in an empty folder. Limits: ``seconds`` of wall and processor time, ``memory_mb``, ``output`` characters, 64
+    open files of 10 MB, no child processes (except as root), the standard library, 16 programs at a time per worker. A program
+    that raises, prints nothing or exceeds a limit is answered by its last line or the reason, and counts as a tool error.
+    Needs ``environment.run_code`` and a kernel that can cut the worker's network; raises RuntimeError otherwise.
     """
 
     runs_code = True

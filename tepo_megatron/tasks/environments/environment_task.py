@@ -1,4 +1,4 @@
-"""The task of a run with environments: each response is an episode, whose environment rewards it."""
+"""The task of a run with environments: a response is an episode, rewarded by its environment."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tepo_megatron.tasks.reward.verifier_task import VerifierTask, reward_config
 from tepo_megatron.weights.architecture import ModelSpec
 
 _MAX_RESULTS = 1 << 16
-"""Number of results retained until they are requested."""
+"""Results retained until they are requested."""
 
 _REHEARSAL_PROBLEMS = 4
 _UNKNOWN_RESULT = "its episode was played before the interruption, and what came of it is not known any more"
@@ -37,7 +37,7 @@ _UNKNOWN_RESULT = "its episode was played before the interruption, and what came
 
 @dataclass
 class _Counts:
-    """Since the last row of metrics."""
+    """Counted since the last row of metrics."""
 
     episodes: int = 0
     tool_errors: int = 0
@@ -48,11 +48,10 @@ class _Counts:
 
 @dataclass(eq=False)
 class EnvironmentTask:
-    """A :class:`Task` that runs episodes of ``config.environment``.
+    """Runs episodes of ``config.environment``. Their rewards are known when they end; :meth:`submit` and :meth:`score` look
+    them up. A failed episode has ``reward.failed_reward`` and an error text.
 
-    A response's reward is known when its episode ends; :meth:`submit` and :meth:`score` look it up. An episode that fails has
-    ``reward.failed_reward`` and an error text with the problem's id. ``max_length``: tokens of the prompt and all turns;
-    ``vocab_size`` of the model. Raises as ``EnvironmentWorkers``.
+    ``max_length``: tokens of the prompt and all turns. Raises as ``EnvironmentWorkers``.
     """
 
     config: RunConfig
@@ -62,7 +61,7 @@ class EnvironmentTask:
     host: EnvironmentHost = field(init=False)
     components: tuple[str, ...] | None = field(init=False, default=None)
     _results: OrderedDict[tuple[str, bytes], deque[RewardResult]] = field(init=False, default_factory=OrderedDict)
-    """By problem and tokens. Two episodes with equal tokens may have different rewards; they may be exchanged."""
+    """By problem and tokens. Episodes with equal tokens may exchange their rewards."""
     _finished: list[tuple[Hashable, RewardResult]] = field(init=False, default_factory=list)
     _counts: _Counts = field(init=False, default_factory=_Counts)
     _numbers: Iterator[int] = field(init=False, default_factory=count)
@@ -137,9 +136,7 @@ class EnvironmentTask:
         on_move: Callable[[], None] = lambda: None,
         **truncation: Any,
     ) -> list[list[Response]]:
-        """As ``Sampler.generate``: ``n`` episodes for each problem, whose ``prompts`` are in the same order. ``max_new_tokens``
-        is per turn; ``truncation``: further fields of ``Sampling``.
-        """
+        """As ``Sampler.generate``. ``max_new_tokens`` is per turn; ``truncation``: further fields of ``Sampling``."""
         groups: list[dict[int, Response]] = [{} for _ in prompts]
         counted, self._counts = self._counts, _Counts()  # a row counts the step's episodes alone
         inner = fleet.sample_stream(Sampling(temperature, max_new_tokens, **truncation), on_move=on_move)
@@ -168,7 +165,7 @@ class EnvironmentTask:
             self._results.popitem(last=False)
 
     def submit(self, key: Hashable, problem: Problem, response: str, *, group: Hashable = None, group_size: int = 1) -> None:
-        """The next :meth:`poll` returns the result; the response must come from this task's stream."""
+        """The response must come from this task's stream."""
         self._finished.append((key, self._take(problem, response)))
 
     def poll(self, timeout_s: float | None = 0.0) -> list[tuple[Hashable, RewardResult]]:
@@ -182,9 +179,7 @@ class EnvironmentTask:
         self._finished.clear()
 
     def rehearse(self, problems: Sequence[Problem]) -> None:
-        """Begins an episode of each of the first few problems; not with external agents, which may start later. Raises
-        ValueError if none begins, with the line that raised.
-        """
+        """Begins an episode of each; not with external agents, which may start later. Raises ValueError if none begins."""
         tried = problems[: _REHEARSAL_PROBLEMS if self._environment.name != OUTSIDE else 0]
         errors: list[str] = []
         for problem in tried:
@@ -261,14 +256,12 @@ class EnvironmentTask:
 
 
 def open_host(config: EnvironmentConfig, sampling: SamplingConfig) -> EnvironmentHost:
-    """Runs a run's environments in local processes or on servers. ``sampling``: the run's sampling settings. Raises as
-    either.
-    """
+    """Local processes or servers; raises as either."""
     return RemoteEnvironments(config, sampling) if config.servers else EnvironmentWorkers(config, sampling)
 
 
 def open_task(config: RunConfig, tokenizer: Tokenizer, spec: ModelSpec, custom: Any = None) -> VerifierTask | EnvironmentTask:
-    """``custom``: a verifier that is an object of this process. Raises ValueError and RuntimeError as the task's class."""
+    """``custom``: a verifier that is an object of this process. Raises as the task's class."""
     if config.environment is None or config.rollout.replay is not None:
         return VerifierTask(reward_configs(config.reward, config.data), custom=custom)
     return EnvironmentTask(config, tokenizer, spec.vocab_size, config.rollout.server.max_model_len or spec.max_positions)

@@ -1,4 +1,4 @@
-"""Prompts and observations of episodes as token ids. Nothing that the model has read or written is encoded again."""
+"""Prompts and observations of episodes as token ids. What the model has read or written is not encoded again."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from tepo_megatron.tasks.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Observations:
-    """Encodes observations for one model.
-
-    ``encode``, ``turn_ids``, ``chat_ids``: as of ``Tokenizer``; without ``chat_ids`` an agent's messages are read as plain
-    text. ``unknown``: id of unknown characters. Ids are below ``vocab_size``.
+    """``encode``, ``turn_ids``, ``chat_ids``: as of ``Tokenizer``; without ``chat_ids`` an agent's messages are read as plain
+    text. ``unknown``: id of unknown characters.
     """
 
     encode: Callable[[str], Sequence[int]]
@@ -29,8 +27,8 @@ class Observations:
     chat_ids: Callable[[Sequence[AnyMessage], Any], Sequence[int]] | None = None
 
     def ids(self, observation: Sequence[Any] | None, *, ended: bool | None, opening: TokenIds | None = None) -> TokenIds:
-        """The ids of an observation in the worker's format; none for None. ``ended``: whether the preceding turn has an end
-        token; None: no turn precedes. ``opening``: an agent's prompt (:func:`opening_of`), which is left out of its chat.
+        """``ended``: whether the preceding turn has an end token; None: no turn precedes. ``opening``: an agent's prompt
+        (:func:`opening_of`), which is left out of its chat.
 
         Raises ValueError: ids outside the vocabulary, characters unknown to the tokenizer, messages before the first turn or
         without a chat template.
@@ -53,7 +51,7 @@ class Observations:
         return self._known(self.turn_ids(pairs, ended), " ".join(content for _, content in pairs))
 
     def _chat(self, request: Mapping[str, Any], *, ended: bool | None, opening: TokenIds | None) -> TokenIds:
-        """Ids of an agent's ``ChatRequest``: of the whole chat if it begins, else of the new messages."""
+        """Encodes the whole chat if it begins, else the new messages."""
         messages, tools = request["messages"], request["tools"]
         text = " ".join(message["content"] for message in messages)
         if self.chat_ids is None:
@@ -95,9 +93,8 @@ class Observations:
 
 
 def prompt_of(environment: EnvironmentConfig | None, tokenizer: Tokenizer, problem: Problem) -> tuple[int, ...]:
-    """The token ids of a problem's prompt. Agents write their own first messages, which differ between episodes: their prompt
-    is the token that begins every chat, and the messages count as the environment's. Raises ValueError as ``encode_prompt``
-    and :func:`opening_of`.
+    """Agents write their own first messages, which differ between episodes: their prompt is the token that begins every chat,
+    and the messages count as the environment's. Raises ValueError as ``encode_prompt`` and :func:`opening_of`.
     """
     opening = opening_of(environment, tokenizer)
     return encode_prompt(tokenizer, problem) if opening is None else opening

@@ -1,4 +1,4 @@
-"""Drives episodes: servers sample turns, environments answer, and whole episodes are returned as responses."""
+"""Drives episodes: servers sample turns, and environments answer them."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ from tepo_megatron.tasks.environments.episode_tokens import Observations
 from tepo_megatron.tasks.environments.host import EnvironmentHost, EpisodeAnswer, reset_call, step_call
 
 _POLL_INTERVAL_S = 1.0
-"""Maximum of one wait for servers or environments."""
 
 _MAX_RESTARTS = 20
 """Of an episode, whatever the cause."""
 
 _FAST_POLL_S = 0.005
-"""Maximum of one wait while the other side may have something first."""
+"""Applies while the other side may have something first."""
 
 Reward = float | dict[str, float]
 
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """``max_turns`` of the model; ``max_tokens`` after the prompt (None: no limit); ``max_length`` of prompt and all turns;
-    ``max_restarts`` of an episode that may have ended its worker.
+    """``max_tokens`` after the prompt (None: no limit); ``max_length`` of prompt and all turns; ``max_restarts`` of an episode
+    that may have ended its worker.
     """
 
     max_turns: int
@@ -51,8 +50,8 @@ class EpisodeLimits:
 
 @dataclass(frozen=True)
 class EpisodeEnd:
-    """The outcome of an episode. ``reward``: sum over turns; ``error``: the cause if it failed. ``seconds``: of the
-    environment. ``new_histories``: how often an agent began its conversation again.
+    """``reward``: sum over turns; ``error``: the cause if it failed. ``seconds``: of the environment. ``new_histories``: how
+    often an agent began its conversation again.
     """
 
     turns: int
@@ -65,7 +64,7 @@ class EpisodeEnd:
 
 
 class _EpisodeSink(Protocol):
-    """Is notified of each episode before its response is returned."""
+    """It is notified of each episode before its response is returned."""
 
     def note(self, problem: Problem, response: Response, end: EpisodeEnd) -> None: ...
 
@@ -77,7 +76,7 @@ class _Episode:
     problem: Problem
     prompt: TokenIds
     seed: int
-    """Of the group; the sample's seed is ``seed`` + ``index``."""
+    """The group's; the sample's seed is ``seed`` + ``index``."""
     restarts: int = 0
     suspected: int = 0
     """How often a worker ended during a call of this episode."""
@@ -99,10 +98,9 @@ class EpisodeStream:
     """A ``ResponseStream`` of episodes: the model writes a turn, the environment answers, and its tokens precede the next
     request unchanged. Entering enters ``inner``; exiting ends all episodes.
 
-    ``problem_of`` maps a submitted key to its problem. ``decode`` makes text for environments. An episode's finish reason is
-    that of its last turn if the environment ended it, and ``length`` at a limit. A failed episode is returned with the tokens
-    so far; ``sink`` receives the cause. ``numbers``: episode numbers at ``host``, never shared by two streams, since answers to
-    ended episodes may still arrive.
+    An episode's finish reason is that of its last turn if the environment ended it, and ``length`` at a limit. A failed
+    episode is returned with the tokens so far; ``sink`` receives the cause. ``numbers``: episode numbers at ``host``, never
+    shared by two streams, since answers to ended episodes may still arrive.
     """
 
     inner: SampleStream
@@ -146,8 +144,8 @@ class EpisodeStream:
             self._begin(_Episode(key, index, self.problem_of(key), token_ids(prompt_ids), seed))
 
     def next(self, timeout_s: float | None) -> KeyedResponse | None:
-        """The next episode that ends; None if none does within ``timeout_s`` seconds (None: no limit), or none is open. Raises
-        as ``SampleStream.next``, and RuntimeError if environments cannot run any longer.
+        """None if no episode ends within ``timeout_s`` seconds (None: no limit), or none is open. Raises as
+        ``SampleStream.next``, and RuntimeError if environments cannot run any longer.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._ready and self._open:
@@ -164,7 +162,7 @@ class EpisodeStream:
         return self._ready.popleft() if self._ready else None
 
     def abort(self) -> list[KeyedResponse]:
-        """Ends all open episodes; returns those that have ended before."""
+        """Returns the episodes that have ended before."""
         for number in list(self._open):
             self._drop(number)
         ready = list(self._ready)
@@ -179,7 +177,7 @@ class EpisodeStream:
         self.host.call(number, reset_call(episode.problem, episode.seed, alone=episode.suspected > 0))
 
     def _ask(self, number: int, episode: _Episode) -> None:
-        """Requests a turn after all tokens so far, with the seed of a response continued there."""
+        """The seed is that of a response continued there."""
         behind = token_ids(()) if episode.context is None else episode.context.response_ids
         seed = episode.seed + episode.index
         if behind.size:
@@ -222,7 +220,7 @@ class EpisodeStream:
             self._finish(found.episode, "stop", str(error))
 
     def _note(self, episode: _Episode, answer: Mapping[str, Any]) -> bool:
-        """Adds a turn's reward; returns whether the episode is done."""
+        """Returns whether the episode is done."""
         episode.tool_errors += answer["tool_error"]
         episode.reward = add_rewards(episode.reward, answer["reward"])
         return bool(answer["done"])
@@ -246,7 +244,6 @@ class EpisodeStream:
         self._ask(number, episode)
 
     def _read_request(self, episode: _Episode, request: Mapping[str, Any]) -> None:
-        """Reads an agent's request: the limit of the answer, and whether earlier messages are dropped."""
         episode.most = request["max_tokens"]
         if request["begins"] and episode.drawn is not None:
             episode.drawn = episode.context = None
@@ -280,7 +277,7 @@ class EpisodeStream:
         self._ready.append((episode.key, episode.index, response))
 
     def _nothing(self) -> Response:
-        """Of an episode that failed before the first turn."""
+        """The response of an episode that failed before the first turn."""
         return Response((), (), "stop", self.inner.weights_version)
 
     def _drop(self, number: int) -> None:
@@ -290,9 +287,7 @@ class EpisodeStream:
 
 
 def add_rewards(total: Reward, turn: Reward) -> Reward:
-    """The sum of rewards: numbers, or components by name; 0 adds to either. Raises ValueError if turns mix numbers and
-    components.
-    """
+    """Numbers, or components by name; 0 adds to either. Raises ValueError if turns mix both."""
     if isinstance(total, dict) and isinstance(turn, dict):
         return {name: total.get(name, 0.0) + turn.get(name, 0.0) for name in {**total, **turn}}
     if turn == 0.0:

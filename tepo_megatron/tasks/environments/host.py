@@ -1,4 +1,4 @@
-"""The interface to the processes or servers that run episodes; its calls, and its key files."""
+"""The interface to the processes or servers that run episodes, with their calls and key files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tepo_megatron.core.problem import Problem, ResponseText
 
 @dataclass(frozen=True)
 class EpisodeAnswer:
-    """The answer to a call. ``answer``: as sent by the worker, without ``error``. ``error``: the episode has failed, with the
-    cause. ``lost``: its worker ended, with the cause; the episode can begin again. ``suspect``: a call of this episode was
-    open then and may be the cause. ``seconds``: of the environment.
+    """``answer``: as sent by the worker, without ``error``. ``error``: why the episode has failed. ``lost``: why its worker
+    ended; the episode can begin again. ``suspect``: a call of this episode was open then and may be the cause. ``seconds``: of
+    the environment.
     """
 
     episode: int
@@ -44,7 +44,7 @@ class EnvironmentHost(Protocol):
         """Sends a call (``reset_call``, ``step_call``); :meth:`poll` returns its answer."""
 
     def end(self, episode: int) -> None:
-        """Ends an episode; no further answer of it is returned."""
+        """Returns no further answer of the episode."""
 
     def poll(self, timeout_s: float) -> Sequence[EpisodeAnswer]:
         """New answers; waits up to ``timeout_s`` for the first if one is outstanding. Raises RuntimeError if environments
@@ -56,7 +56,7 @@ class EnvironmentHost(Protocol):
 
 
 def reset_call(problem: Problem, seed: int, *, alone: bool = False) -> list[Any]:
-    """The call that begins an episode; ``alone``: in a worker without others."""
+    """``alone``: in a worker without other episodes."""
     messages = [list(pair) for pair in problem.messages]
     fields = [problem.id, problem.prompt, problem.answer, dict(problem.metadata), messages, problem.source]
     return ["reset", fields, seed, alone]
@@ -69,7 +69,6 @@ def read_problem(fields: list[Any]) -> Problem:
 
 
 def step_call(action: ResponseText) -> list[Any]:
-    """The call that sends the model's turn."""
     return ["step", str(action), b64encode(action.packed_ids).decode(), action.finish_reason, action.prompt_tokens]
 
 
@@ -82,15 +81,15 @@ def read_action(fields: list[Any]) -> ResponseText:
 
 
 END = ["end"]
-"""The last call of an episode, without an answer."""
+"""It has no answer."""
 
 
 SETTING = "environment.key_file"
 
 
 def make_key(path: Path, setting: str = SETTING) -> str:
-    """The key in a file that only its owner can read; the file is written if missing. ``setting``: its name in messages. Raises
-    ValueError as :func:`read_key`.
+    """The key in a file that only its owner can read, written if missing. ``setting``: its name in messages. Raises as
+    :func:`read_key`.
     """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +99,7 @@ def make_key(path: Path, setting: str = SETTING) -> str:
 
 
 def read_key(path: Path, setting: str = SETTING) -> str:
-    """The key in a file. Raises ValueError if it is missing, or accessible to others than its owner."""
+    """Raises ValueError if the file is missing, or accessible to others than its owner."""
     try:
         status, key = path.stat(), path.read_text(encoding="utf-8").strip()
     except OSError as error:

@@ -37,15 +37,13 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """One episode. The class is instantiated for each, with ``environment.kwargs``.
-
-    Methods may be ``async``. A worker process runs many episodes of an ``async`` environment concurrently, and one call at a
-    time of others.
+    """One episode. The class is instantiated for each, with ``environment.kwargs``. Methods may be ``async``: a worker process
+    then runs many episodes concurrently.
     """
 
     def reset(self, problem: Problem, seed: int) -> Observation | Awaitable[Observation]:
-        """Begins the episode. Returns what the model reads after the problem's prompt: text, token ids or None. ``seed`` is the
-        same for all episodes of a group.
+        """Begins the episode. Returns what the model reads after the problem's prompt: text, token ids or None. ``seed`` is
+        the same for all episodes of a group.
         """
 
     def step(self, action: ResponseText) -> StepResult | Awaitable[StepResult]:

@@ -35,12 +35,10 @@ class _Server:
 
 
 class RemoteEnvironments:
-    """Environments of the servers ``config.servers``; an ``EnvironmentHost``.
-
-    An episode goes to the server with the fewest. A server that does not answer is not used again; its episodes are lost and
+    """An ``EnvironmentHost`` of the servers ``config.servers``. A server that does not answer is not used again; its episodes
     begin again on the others. Two threads per server send calls and wait for answers.
 
-    Raises ValueError: no key, another key, or another environment than a server's; RuntimeError: no server answers.
+    Raises ValueError: no key, another key, or another environment than a server's. RuntimeError: no server answers.
     """
 
     def __init__(self, config: EnvironmentConfig, sampling: SamplingConfig | None = None) -> None:
@@ -151,7 +149,6 @@ class RemoteEnvironments:
                 self._found.append(EpisodeAnswer(episode, answer, error, lost, suspect, seconds))
 
     def _hand_over(self, server: _Server) -> None:
-        """Runs in a thread."""
         while not self._closed.is_set():
             calls = [server.outbox.get()]
             while not server.outbox.empty():
@@ -161,7 +158,6 @@ class RemoteEnvironments:
             self._post(server, f"{SESSION}/{server.session}/calls", calls)
 
     def _listen(self, server: _Server) -> None:
-        """Runs in a thread."""
         while not self._closed.is_set():
             answers = self._post(server, f"{SESSION}/{server.session}/answers", {"wait_s": _WAIT_S})
             if answers is None:

@@ -1,8 +1,8 @@
-"""``tepo environment serve``: runs environments for trainers on other machines. JSON over HTTP with a key; nothing is
+"""``tepo environment serve`` runs environments for trainers on other machines. JSON over HTTP with a key; nothing is
 unpickled.
 
 A trainer opens a session (``POST /sessions`` with the environment), sends calls (``…/calls``: a list of ``[episode, call]``)
-and waits for answers (``…/answers``: a list of ``[episode, answer, error, lost, suspect, seconds]``) as of ``host``.
+and waits for answers (``…/answers``: a list of ``[episode, answer, error, lost, suspect, seconds]``).
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ SESSION = "/sessions"
 """Prefix of all other routes."""
 
 _MAX_REQUEST_BYTES = 64 * 2**20
-"""Maximum bytes of a request."""
 
 _SESSION_TIMEOUT_S = 300.0
 """A session without requests for so long is ended."""
 
 _POLL_INTERVAL_S = 0.002
-"""Interval of looking for new calls while environments work."""
+"""Applies while environments work."""
 
 _IDLE_S = 0.5
 
@@ -54,11 +53,9 @@ class _Session:
 
 
 class EnvironmentService:
-    """Serves ``config``'s environment at ``host``:``port`` (0: any free one) until :meth:`stop`. ``sampling``: the run's
-    settings, for agents.
+    """Serves ``config``'s environment until :meth:`stop`. Port 0: any free one. ``sampling``: the run's settings, for agents.
 
-    Whoever reaches the address and has ``key`` can run the environment. Raises as ``EnvironmentWorkers``, and OSError if the
-    address is not available.
+    Whoever has ``key`` can run the environment. Raises as ``EnvironmentWorkers``, and OSError if the address is not available.
     """
 
     def __init__(

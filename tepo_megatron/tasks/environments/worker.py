@@ -1,13 +1,12 @@
-"""The worker process of ``EnvironmentWorkers``: runs episodes and checks what environments return. Reads and writes JSON lines;
-imports neither torch nor NumPy.
+"""The worker process of ``EnvironmentWorkers``, which reads and writes JSON lines and imports neither torch nor NumPy.
 
 Input: an object with the fields of :data:`SETUP`, then lists of ``[call's number, episode's number, call]``. A call is
 ``["reset", [id, prompt, answer, metadata, messages, source], seed, alone]``, ``["step", text, packed ids in base 64, finish
 reason, tokens before]`` or ``["end"]``. Output: ``{"ready": true, "notice": text or null, "concurrent": …}`` or ``{"error":
-text}``, then for each call ``[call's number, answer, seconds, last]``; ``last``: the process has grown too large, has no
-episode, and ends. An answer is ``{"error": text}``, empty for ``end``, or the fields of a :class:`StepResult` with the
-observation as ``["text", text]``, ``["ids", numbers]``, ``["messages", messages]``, ``["chat", ChatRequest]`` or null. Calls
-are answered in order unless the environment is ``async``.
+text}``, then for each call ``[call's number, answer, seconds, last]``; ``last``: the process has grown too large and ends. An
+answer is ``{"error": text}``, empty for ``end``, or the fields of a :class:`StepResult` with the observation as ``["text",
+text]``, ``["ids", numbers]``, ``["messages", messages]``, ``["chat", ChatRequest]`` or null. Calls are answered in order
+unless the environment is ``async``.
 """
 
 from __future__ import annotations
@@ -43,16 +42,15 @@ from tepo_megatron.tasks.environments.protocol import StepResult
 from tepo_megatron.tasks.reward.worker import WorkerChannel, check_value, open_channel, run_worker
 
 SETUP = ("name", "adapter", "kwargs", "timeout_s", "memory_mb", "file_mb", "run_code")
-"""Fields of ``environment`` in a worker's setup, besides ``concurrency``, ``network``, ``agent`` (from ``agent_setup`` or null)
-and ``path`` (the module search path).
+"""Fields of ``environment`` in the setup, besides ``concurrency``, ``network``, ``agent`` (from ``agent_setup`` or null) and
+``path`` (the module search path).
 """
 
 _FILES_OF_AGENT = 8
-"""Files and sockets of an agent's episode: both sides of a connection, and an event loop."""
+"""Both sides of a connection, and an event loop."""
 
 
 def main() -> None:
-    """Answers the parent's calls."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm warns all processes of a step; the trainer acts on it
     run_worker(_serve)
 
@@ -135,8 +133,8 @@ Answer = dict[str, Any]
 
 
 def resolve_environment(name: str) -> str:
-    """The place of an environment, not imported: ``module:Class``, ``/path/of/file.py:Class``, or ``outside``. Raises
-    ValueError for an unknown name, another form, or a missing file.
+    """``module:Class``, ``/path/of/file.py:Class`` or ``outside``, not imported. Raises ValueError for an unknown name or a
+    missing file.
     """
     if ":" in name:
         return locate_user_code(name, f"the environment {name!r}")
@@ -169,7 +167,6 @@ class EpisodeTable:
                     "(docs/guides/environments.md), and one of another library needs environment.adapter"
                 )
         self.concurrent = any(inspect.iscoroutinefunction(getattr(first, method)) for method in ("reset", "step"))
-        """Whether several episodes may have open calls at once."""
 
     def __bool__(self) -> bool:
         return bool(self._episodes)
@@ -180,8 +177,8 @@ class EpisodeTable:
         return self._agents is not None and not self and self._agents.worn
 
     async def answer(self, number: int, call: Sequence[Any]) -> Answer:
-        """Answers a call, with the time limit if it is ``async``. The environment's exceptions become answers; those of
-        ``close`` are also printed, since the episode already has its reward.
+        """The environment's exceptions become answers; those of ``close`` are also printed, since the episode already has its
+        reward.
         """
         kind, *arguments = call
         method: Callable[..., Any] = self._make
@@ -222,7 +219,7 @@ class EpisodeTable:
         return (lambda: ADAPTERS[adapter](loaded, kwargs)) if adapter != "none" else (lambda: loaded(**kwargs))
 
     def _first(self) -> Any:
-        """Made only to find errors early."""
+        """Finds errors early."""
         kwargs = self._setup["kwargs"]
         try:
             return self._make()
@@ -253,8 +250,7 @@ def took_too_long(timeout_s: float, kind: str) -> str:
     return f"the environment took longer in {method} than environment.timeout_s = {timeout_s:g} s"
 
 
-def _nothing() -> None:
-    """``close`` of an environment without one."""
+def _nothing() -> None: ...
 
 
 def _agents(name: str, kwargs: Mapping[str, Any], setup: Mapping[str, Any]) -> Any:
@@ -275,7 +271,6 @@ async def _value(found: Any) -> Any:
 
 
 def _observation(value: Any) -> tuple[list[Any] | None, str | None]:
-    """An observation as JSON, or the reason why it is invalid."""
     if isinstance(value, ChatRequest):
         return ["chat", value.as_json()], None
     if value is None or isinstance(value, str):

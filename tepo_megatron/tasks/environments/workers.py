@@ -23,7 +23,7 @@ _EXTRA_TIME_S = 2.0
 
 @dataclass(eq=False)
 class _Call:
-    """An open call. ``number``: at the worker. ``awaited``: its episode has not been ended."""
+    """``awaited``: its episode has not been ended."""
 
     number: int
     episode: int
@@ -35,21 +35,21 @@ class _Call:
 @dataclass(eq=False)
 class _Worker(Worker[_Call]):
     alone: bool = False
-    """For one episode at a time, which may have ended another worker."""
+    """Runs one episode at a time, which may have ended another worker."""
     episodes: set[int] = field(default_factory=set)
     outbox: list[Any] = field(default_factory=list)
     """Calls to send when it is ready; before that it does not read."""
 
 
 class EnvironmentWorkers:
-    """``config.workers`` processes, ready when the constructor returns; an ``EnvironmentHost``. ``sampling``: the run's
+    """An ``EnvironmentHost`` of ``config.workers`` processes, ready when the constructor returns. ``sampling``: the run's
     settings, for agents.
 
-    An episode goes to the worker with the fewest, up to ``config.concurrency``; more wait. If a call raises, returns something
-    invalid or exceeds a limit, its episode fails. A worker that hangs or dies is replaced: the episode with the late call
-    fails, the worker's others are lost. Suspected ones begin again one by one in an additional worker.
+    If a call raises, returns something invalid or exceeds a limit, its episode fails. A worker that hangs or dies is replaced:
+    the episode with the late call fails, the worker's others are lost. Suspected ones begin again one by one in an additional
+    worker.
 
-    Raises ValueError: an environment that cannot be found, imported or made. RuntimeError: a worker does not start.
+    Raises ValueError: an environment that cannot be imported or made. RuntimeError: a worker does not start.
     """
 
     def __init__(self, config: EnvironmentConfig, sampling: SamplingConfig | None = None) -> None:
@@ -139,7 +139,7 @@ class EnvironmentWorkers:
             worker.outbox = []
 
     def _room(self, reset: list[Any]) -> _Worker | None:
-        """The worker for an episode with this first call; None if it must wait."""
+        """None if the episode must wait."""
         alone = bool(reset[3])
         if alone and not any(worker.alone for worker in self._workers):
             self._workers.add(self._start(alone=True))
@@ -159,11 +159,10 @@ class EnvironmentWorkers:
             self.call(episode, call)
 
     def _deadline(self, worker: _Worker) -> float:
-        """Of a call that begins now; a call that waits for others gets a new deadline when its turn comes."""
+        """A call that waits for others gets a new deadline when its turn comes."""
         return time.monotonic() + self._config.timeout_s + (_EXTRA_TIME_S if worker.concurrent else 0.0)
 
     def _wait(self, timeout_s: float) -> None:
-        """Receives answers until the next deadline or ``timeout_s``; replaces late workers."""
         for worker, has_written in self._workers.wait(timeout_s):
             if has_written:
                 self._take_answers(worker)
@@ -219,7 +218,6 @@ class EnvironmentWorkers:
         self._replace(worker, took_too_long(self._config.timeout_s, kind))
 
     def _replace(self, worker: _Worker, why: str) -> None:
-        """Replaces a worker; its remaining episodes are lost."""
         if not worker.ready:
             raise RuntimeError(f"a worker for environment.name = {self._config.name!r} did not start: {why}")
         self._workers.kill(worker)
@@ -232,7 +230,7 @@ class EnvironmentWorkers:
 
 
 def shared_setup(settings: AgentConfig, sampling: SamplingConfig | None) -> dict[str, Any]:
-    """Settings that determine an agent's episode, as JSON values. ``sampling``: the run's; None: defaults."""
+    """Settings that determine an agent's episode, as JSON values. ``sampling`` None: defaults."""
     drawn = sampling or SamplingConfig()
     return {
         "history": settings.history,
@@ -251,8 +249,8 @@ def shared_setup(settings: AgentConfig, sampling: SamplingConfig | None) -> dict
 
 
 def agent_setup(config: EnvironmentConfig, sampling: SamplingConfig | None) -> dict[str, Any] | None:
-    """The same with the settings of one machine; None if the environment is no agent. Writes the key file of external agents if
-    it is missing. Raises ValueError for an unknown verifier or a readable key.
+    """The same with this machine's settings; None if the environment is no agent. Writes the key file of external agents if it
+    is missing. Raises ValueError for an unknown verifier or a readable key.
     """
     if config.adapter != "agent":
         return None

@@ -22,7 +22,7 @@ OVER = "the episode is over"
 
 
 class EpisodeError(Exception):
-    """An episode fails; the text is the cause."""
+    """The episode fails; the text is the cause."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class AgentEnd:
 
 @dataclass
 class _Turn:
-    """The current or last request. ``answer``: body of its answer. ``waiting``: HTTP requests that wait for it."""
+    """``waiting``: HTTP requests that wait for the answer."""
 
     asked: ParsedRequest
     answer: asyncio.Future[dict[str, Any]]
@@ -48,7 +48,6 @@ class AgentSession:
     from one event loop.
 
     A refused request fails the episode: an agent that continues after an error would be rewarded for something else.
-    ``history``: what happens if earlier messages were changed (``AgentConfig``).
     """
 
     history: Literal["fail", "restart"]
@@ -70,9 +69,7 @@ class AgentSession:
     # -- the agent's side --------------------------------------------------------------------------------------------------
 
     async def ask(self, asked: ParsedRequest, *, again: bool) -> dict[str, Any]:
-        """The body of the answer to a request. ``again``: the client repeats the request and receives the same answer. Raises
-        RefusedError.
-        """
+        """The body of the answer. ``again``: the client repeats the request and receives the same one. Raises RefusedError."""
         turn = self._begun(asked, again=again) or self._begin(asked)
         turn.waiting += 1
         try:
@@ -85,7 +82,6 @@ class AgentSession:
         self._news.set()
 
     def _begun(self, asked: ParsedRequest, *, again: bool) -> _Turn | None:
-        """The turn of an earlier request that is equal, if any."""
         if self._closed or self._ended is not None or self._failure is not None:
             raise RefusedError(
                 OVER if self._failure is None else f"the episode has failed: {self._failure}", code="episode_over"
@@ -148,7 +144,6 @@ class AgentSession:
         return ask
 
     def give(self, action: ResponseText) -> None:
-        """The model's answer."""
         turn = self._turn
         assert turn is not None, "nothing was asked"
         answer: ChatAnswer = read_answer(action, self.tool_calls)
@@ -158,7 +153,6 @@ class AgentSession:
             turn.answer.set_result(completion(turn.asked, answer, action))
 
     def close(self) -> None:
-        """Refuses further requests."""
         self._closed = True
         turn = self._turn
         if turn is not None and not turn.answer.done():

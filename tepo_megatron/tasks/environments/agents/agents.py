@@ -1,7 +1,5 @@
-"""Agents as environments: a function that calls the model over the OpenAI protocol becomes ``reset`` and ``step``.
-
-The agent waits for the model in its request, and the episode's driver waits for the agent's next request, so an agent's episode
-is driven, limited, recorded and counted like any other.
+"""Agents as environments: a function that calls the model over the OpenAI protocol becomes ``reset`` and ``step``, so that its
+episodes are driven, limited and counted like any other.
 """
 
 from __future__ import annotations
@@ -21,15 +19,14 @@ from tepo_megatron.tasks.environments.protocol import StepResult
 from tepo_megatron.tasks.reward.verifiers import load_verifier
 
 _STACK_BYTES = 2 * 2**20
-"""Stack bytes of an agent's thread, one per episode; they count to ``environment.memory_mb``."""
+"""One thread per episode; its stack counts to ``environment.memory_mb``."""
 
 _MAX_RUNNING_AGENTS = 32
-"""Agents that still run after their episodes, before their process is replaced."""
+"""More agents that still run after their episodes end their process."""
 
 
 class Agents:
-    """Makes the episodes of one process. ``solve``: the agent; None: external agents fetch the episodes. ``setup``: fields of
-    ``environment`` by name, with ``agent`` as from ``agent_setup``.
+    """Makes the episodes of one process. ``solve``: the agent; None: external agents fetch the episodes.
 
     Raises ValueError if ``name`` is no function of (problem, base_url, api_key), or the verifier is invalid.
     """
@@ -85,8 +82,6 @@ class Agents:
 
 
 class _AgentEpisode:
-    """An agent's episode with the methods of an environment."""
-
     def __init__(self, agents: Agents, talk: AgentSession) -> None:
         self._agents, self._talk = agents, talk
         self._key = ""
@@ -94,7 +89,6 @@ class _AgentEpisode:
         self._last = ResponseText("")
 
     async def reset(self, problem: Problem, seed: int) -> ChatRequest:
-        """The agent's first request."""
         self._problem = problem
         self._key = self._agents.address.open(self._talk)
         await self._agents.begin(problem, seed, self._talk, self._key)
@@ -121,15 +115,12 @@ class _AgentEpisode:
         self._talk.close()
 
     def _check(self, ended: AgentEnd) -> None:
-        """Raises EpisodeError if the agent raised."""
         if ended.error is not None:
             assert self._agents.solve is not None
             raise EpisodeError(why_it_raised(ended.error, self._agents.solve, {**self._agents.setup, "what": "agent"}))
 
     def _reward(self, result: Any) -> Any:
-        """What the agent returned or posted; else the verifier's reward of its answer: the returned text, or the model's last
-        message.
-        """
+        """What the agent returned or posted; else the verifier's reward of the returned text or the model's last message."""
         if result is not None and not isinstance(result, str):
             return result
         if result is None and self._talk.posted is not None:
@@ -164,7 +155,6 @@ async def _awaited(found: Any) -> Any:
 
 
 def _takes_seed(solve: Callable[..., Any], kwargs: Mapping[str, Any], name: str) -> bool:
-    """Whether the agent accepts the seed. Raises ValueError if it does not accept the other arguments."""
     try:
         signature = inspect.signature(solve)
         parameters = signature.parameters.values()

@@ -1,4 +1,4 @@
-"""A server on loopback with the OpenAI protocol, which agents call as the model; one key per episode."""
+"""A server on loopback with the OpenAI protocol, which agents call as the model."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ _LONGEST_WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class _Offer:
-    """An episode for an external agent, with the key of its requests."""
-
     problem: Mapping[str, Any]
     key: str
     seed: int
 
 
 class ChatAddress:
-    """``POST /v1/chat/completions`` and ``/v1/reward``, ``GET /v1/models``; for external agents ``POST /episodes``.
+    """``POST /v1/chat/completions`` and ``/v1/reward``, ``GET /v1/models``; for external agents ``POST /episodes``. A
+    request's key identifies its episode.
 
-    A request's key identifies its episode. ``sampling``, ``ignored``: as of ``read_request``. ``outside_key``: key of requests
-    for episodes; None: no external agents. Used from one event loop.
+    ``outside_key``: key of requests for episodes; None: no external agents. Used from one event loop.
     """
 
     def __init__(
@@ -52,7 +50,7 @@ class ChatAddress:
         self._starting: asyncio.Task[str] | None = None
 
     async def url(self) -> str:
-        """The address including ``/v1``; listens from the first call on. Raises OSError if the port is not available."""
+        """Ends with ``/v1``; listens from the first call on. Raises OSError if the port is not available."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
@@ -64,11 +62,9 @@ class ChatAddress:
         return key
 
     def close(self, key: str) -> None:
-        """Invalidates a key."""
         self._talks.pop(key, None)
 
     def offer(self, problem: Mapping[str, Any], key: str, seed: int) -> None:
-        """Offers the episode of this key to external agents."""
         self._offers.put_nowait(_Offer(problem, key, seed))
 
     # -- within ------------------------------------------------------------------------------------------------------------

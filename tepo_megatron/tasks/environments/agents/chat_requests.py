@@ -1,6 +1,4 @@
-"""Requests and answers of the OpenAI protocol: which fields are accepted, and which are refused because the run decides them;
-and the conversation that they form.
-"""
+"""Requests and answers of the OpenAI protocol. A field is refused if the run decides it."""
 
 from __future__ import annotations
 
@@ -43,24 +41,21 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
 
 
 class RefusedError(Exception):
-    """A refused request; the text is for the agent."""
+    """The text is for the agent."""
 
     def __init__(self, sentence: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> None:
         super().__init__(sentence)
         self.status, self.code, self.param = status, code, param
 
     def body(self) -> dict[str, Any]:
-        """In the format of OpenAI's clients."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """An observation of an agent's episode: what the model is asked.
-
-    ``messages``: the new messages; all of them if the conversation ``begins``, with ``tools`` for the template. ``max_tokens``:
-    limit of the answer, if the agent sets one.
+    """An observation of an agent's episode. ``messages``: the new ones; all if the conversation ``begins``, with ``tools`` for
+    the template. ``max_tokens``: limit of the answer, if the agent sets one.
     """
 
     messages: tuple[Message, ...]
@@ -75,7 +70,7 @@ class ChatRequest:
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A parsed request; ``messages`` include the earlier ones."""
+    """``messages`` include the earlier ones."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
@@ -171,7 +166,7 @@ def _short(value: Any) -> str:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """The model's answer as a message; ``malformed``: it has an invalid tool call."""
+    """``malformed``: the message has an invalid tool call."""
 
     message: Message
     finish_reason: str
@@ -179,7 +174,7 @@ class ChatAnswer:
 
 
 def read_answer(action: ResponseText, tool_calls: str) -> ChatAnswer:
-    """Parses the model's answer; ``tool_calls``: the format of tool calls (``AgentConfig``)."""
+    """``tool_calls``: the format of tool calls (``AgentConfig``)."""
     text, calls, malformed = str(action), [], False
     if tool_calls == "hermes":
         for result in _CALL.findall(text):
@@ -242,8 +237,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_messages(given: Any) -> list[Message]:
-    """The messages of a request; ``developer`` becomes ``system``. Raises ValueError: no list of messages, content other than
-    text, or a last message that is not to be answered.
+    """``developer`` becomes ``system``. Raises ValueError: no list of messages, content other than text, or a last message
+    that is not to be answered.
     """
     if not isinstance(given, list) or not given:
         raise ValueError("messages must be a list of at least one message")
@@ -257,26 +252,20 @@ def read_messages(given: Any) -> list[Message]:
 
 
 def same_messages(ours: Sequence[Message], theirs: Sequence[Message]) -> bool:
-    """Whether two messages are equal. The model's messages are known by their tokens, so white space around their content and
-    ids of calls are not compared.
-    """
+    """The model's messages are known by their tokens, so white space around their content and ids of calls are not compared."""
     return len(ours) == len(theirs) and all(_compared(a) == _compared(b) for a, b in zip(ours, theirs, strict=True))
 
 
 @dataclass
 class Conversation:
-    """The messages of an episode so far, from the agent and the model. Each request contains all of them, and new ones after
-    them.
-    """
+    """The messages of an episode so far, from the agent and the model."""
 
     said: list[Message] = field(default_factory=list)
     tools: Any = None
-    """Of the first request, since a template shows them at the beginning."""
+    """From the first request, since a template shows them at the beginning."""
 
     def new(self, messages: Sequence[Message], tools: Any) -> list[Message] | None:
-        """The messages after the earlier ones (all at first). None if a message or the tools differ, or if there is no new
-        message.
-        """
+        """None if an earlier message or the tools differ, or if there is no new message."""
         if not self.said:
             return list(messages)
         known = len(self.said)
