@@ -1,4 +1,4 @@
-"""The base class of the sections of a run's configuration."""
+"""Base class of configuration sections."""
 
 import re
 from collections.abc import Mapping
@@ -10,16 +10,15 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 LARGEST_INTEGER = 2**31 - 1
 
 USER_FUNCTION = re.compile(r"([A-Za-z_]\w*(\.[A-Za-z_]\w*)*|[^:]+\.py):[A-Za-z_]\w*")
-"""The name of a user's function or class: ``package.module:name`` or ``path/file.py:name``."""
+"""``package.module:name`` or ``path/file.py:name``."""
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
-"""A limit of time: more than 30 days is none, and clocks of the system overflow."""
+"""More than 30 days is no limit, and system clocks overflow."""
 
 
 class Section(BaseModel):
-    """Frozen; refuses unknown keys, infinite numbers, integers beyond 31 bits, and text that no file can hold. The string below
-    a field is its meaning, which ``tepo config schema`` shows.
-    """
+    """Frozen; refuses unknown keys, infinite numbers, integers beyond 31 bits, and text that no file can hold. ``tepo config
+    schema`` shows the string below a field."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False

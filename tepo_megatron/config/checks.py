@@ -1,4 +1,4 @@
-"""Checks that concern several sections of a run's configuration. Each raises ValueError with what to change."""
+"""Checks across sections; each raises ValueError with what to change."""
 
 import warnings
 
@@ -162,7 +162,7 @@ def _tokens_are_recorded(run: RunSections) -> None:
 
 
 def _rewards_are_weighed(run: RunSections) -> None:
-    """GDPO weighs normalised components, a plain reward raw ones: neither set of weights stands in for the other."""
+    """GDPO weighs normalised components, a plain reward raw ones: neither weights replace the other."""
     advantage, weights = run.objective.advantage, run.reward.weights
     if not isinstance(advantage, GDPOAdvantage):
         return
@@ -207,7 +207,7 @@ def _punishment_is_felt(run: RunSections) -> None:
 
 
 def _programs_are_run_knowingly(run: RunSections) -> None:
-    """Of environments ``EnvironmentConfig`` asks the same."""
+    """``EnvironmentConfig`` asks the same of environments."""
     verifiers = {"reward.verifier": run.reward.verifier}
     verifiers |= {f"evaluate.sets.{name}.verifier": item.verifier or "" for name, item in run.evaluate.sets.items()}
     verifiers |= {f"the verifier of the source {item.called}": item.verifier or "" for item in run.data.train_sources}
@@ -224,7 +224,7 @@ def _programs_are_run_knowingly(run: RunSections) -> None:
 
 
 _MAX_SERVED_RANK = 512
-"""The highest rank of vLLM's LoRA, in 0.32."""
+"""vLLM 0.32's highest LoRA rank."""
 
 
 def _older_weights_are_corrected(run: RunSections) -> None:
@@ -375,6 +375,6 @@ _CHECKS = (
 
 
 def check_sections(run: RunSections) -> None:
-    """Raises ValueError for the first combination of sections that cannot run; warns about one that has no effect."""
+    """Raises ValueError for the first combination that cannot run; warns about one without effect."""
     for check in _CHECKS:
         check(run)

@@ -1,4 +1,4 @@
-"""``data``: the problems to train on and to evaluate on."""
+"""``data``: problems for training and evaluation."""
 
 from __future__ import annotations
 
@@ -15,32 +15,30 @@ _COLUMN = re.compile(r"\{[A-Za-z_][\w.]*\}")
 
 
 class FieldsConfig(Section):
-    """Names of the columns of a file. ``a.b`` is the key b of a column a."""
+    """Column names of a file. ``a.b`` is key b of column a."""
 
     prompt: Annotated[str, Field(min_length=1)] = "prompt"
     """The column with the prompt: text, or a list of messages."""
 
     messages: Annotated[str, Field(min_length=1)] | None = None
-    """The column with the prompt as a list of messages, each with ``role`` and ``content``. null: ``messages``, in lines
-    without a prompt."""
+    """Column with the prompt as messages, each with ``role`` and ``content``. null: ``messages``, in lines without a prompt."""
 
     answer: Annotated[str, Field(min_length=1)] = "answer"
-    """The column with the answer: text, or a number."""
+    """Column with the answer: text, or a number."""
 
     id: Annotated[str, Field(min_length=1)] = "id"
-    """The column that names the problem. Without it, problems are named by file and line."""
+    """Column that names the problem. Without it, file and line do."""
 
 
 class PromptsConfig(Section):
-    """How prompts are made of the lines of a file; ``data`` sets this for all files, and each source may override it."""
+    """How lines of a file become prompts; ``data`` sets this for all files, each source may override it."""
 
     template: str | None = None
-    """Text with columns in braces, such as ``"{prompt}\\nAnswer:"``, which makes a prompt of a line; ``{{`` is a brace. null:
-    the prompt as it is."""
+    r"""Makes a prompt of a line: text with columns in braces, such as ``"{prompt}\nAnswer:"``; ``{{`` is a brace. null: the
+    prompt as it is."""
 
     system_prompt: str | None = None
-    """The system message of each prompt in the chat template; a line with its own system message keeps it. null, or empty:
-    none."""
+    """System message of each prompt in the chat template; a line's own one wins. null, or empty: none."""
 
     @field_validator("template")
     @classmethod
@@ -51,13 +49,11 @@ class PromptsConfig(Section):
 
 
 BUILTIN = "builtin:"
-"""How the name of what ships with the package begins, in place of a path."""
+"""Prefix of problems that ship with the package."""
 
 FILTERS = ("unique", "number")
-"""The filters of problems that come with the package, by name."""
 
 ORDERS = ("shuffled", "as_given", "shortest_first")
-"""The orders of problems that come with the package, by name."""
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,59}")
 
@@ -72,21 +68,21 @@ def _known(names: Sequence[str], known: Sequence[str], what: str, form: str) -> 
 
 
 class SourceConfig(PromptsConfig):
-    """One of several sources of problems. Fields that are not set are as in ``data``, or as in ``reward`` for the verifier."""
+    """One of several sources of problems. Unset fields are as in ``data``, or ``reward`` for the verifier."""
 
     path: Annotated[str, Field(min_length=1)]
-    """``builtin:NAME``, a file (JSON lines or Parquet), or a folder (a data set that Hugging Face's ``datasets`` saved to disk,
-    or Parquet files)."""
+    """``builtin:NAME``, a file (JSON lines or Parquet), or a folder (saved by Hugging Face's ``datasets``, or Parquet
+    files)."""
 
     name: str | None = None
-    """Name in metrics, messages and ids: letters, digits, and ``_ . -``. Ids of its problems are then ``name/id``. null: the
-    name of its file, and ids as they are."""
+    """Name in metrics, messages and ids: letters, digits, and ``_ . -``. Ids are then ``name/id``. null: the file's name, and
+    ids unchanged."""
 
     weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    """Its share of the prompts, relative to the other sources' weights."""
+    """Share of the prompts, relative to other sources' weights."""
 
     verifier: str | None = None
-    """Scores the responses to its problems. null: ``reward.verifier``, with its arguments and weights."""
+    """Scores responses to its problems. null: ``reward.verifier``, with its arguments and weights."""
 
     verifier_kwargs: dict[str, Any] = Field(default_factory=dict)
     """As ``reward.kwargs``, for ``verifier``."""
@@ -129,7 +125,7 @@ class SourceConfig(PromptsConfig):
 
     @property
     def called(self) -> str:
-        """Its name, or one that its path gives."""
+        """Its name, or one from its path."""
         stem = PurePath(self.path.removeprefix(BUILTIN)).stem
         split = f"-{self.split}" if self.split else ""
         return self.name or re.sub(r"^[^A-Za-z_]+|[^\w.-]", "", f"{stem}{split}")[:60] or "source"
@@ -141,32 +137,30 @@ Sources = str | tuple[SourceConfig, ...]
 class DataConfig(PromptsConfig):
     train: Sources = "builtin:addition"
     """Problems to train on: ``builtin:NAME``, or a file or folder with ``prompt``, ``answer`` and optionally ``id``. Or a list
-    of several sources (``path``, ``weight``, ``verifier`` and others: docs/guides/data.md)."""
+    of sources (``path``, ``weight``, ``verifier`` and others: docs/guides/data.md)."""
 
     heldout: Sources | None = "builtin:addition-heldout"
-    """Problems for evaluation, in the same form; they are never trained on, and weights do not count. null: nothing is
-    evaluated, which is the default if ``train`` is your own file: built-in problems are evaluated next to built-in ones
-    only."""
+    """Problems for evaluation, in the same form, never trained on; weights do not count. null: no evaluation, the default if
+    ``train`` is your own file, since built-in problems go only with built-in ones."""
 
     chat_template: bool = False
-    """Wrap each prompt in the tokenizer's chat template as a user message. Prompts in the form of messages always are."""
+    """Wrap each prompt in the tokenizer's chat template as a user message; prompts of messages always are."""
 
     fields: FieldsConfig = FieldsConfig()
-    """Names of the columns of the files."""
+    """Column names of the files."""
 
     filter: tuple[str, ...] = ()
-    """Filters of problems to train on, all of which must keep a problem: ``unique`` (drops a prompt that came before in its
-    source), ``number`` (drops an answer without a number), or a custom function ``(problem) -> bool``, true to keep it, as
+    """Filters of training problems; all must keep a problem: ``unique`` (drops a repeated prompt of its source), ``number``
+    (drops an answer without a number), or a custom function ``(problem) -> bool``, true to keep it, as
     ``path/file.py:function`` or ``package.module:function``."""
 
     order: str = "shuffled"
-    """The order of a source's problems in each pass over them: ``shuffled`` (by ``seed``, differently in each pass),
-    ``as_given`` (as in the file), ``shortest_first`` (by the characters of the prompt), or a custom function ``(problem) ->
-    float`` as ``path/file.py:function``, the smallest first, equal ones shuffled. Sources alternate by their weights in any
-    order."""
+    """Order of a source's problems in each pass: ``shuffled`` (by ``seed``, differently in each pass), ``as_given`` (as in the
+    file), ``shortest_first`` (by the prompt's characters), or a custom function ``(problem) -> float`` as
+    ``path/file.py:function``, smallest first, equal ones shuffled. Sources always alternate by weight."""
 
     max_prompt_tokens: PositiveInt | None = None
-    """Largest length of a prompt in tokens; problems with a longer one are left out, and counted. Default: no bound."""
+    """Largest prompt in tokens; problems with longer ones are left out, and counted. Default: no bound."""
 
     @field_validator("train", "heldout")
     @classmethod
@@ -193,17 +187,17 @@ class DataConfig(PromptsConfig):
 
     @property
     def train_sources(self) -> tuple[SourceConfig, ...]:
-        """The sources to train on, each with everything that it takes from this section. A plain path is one without a name."""
+        """Training sources with all that they inherit from this section. A plain path is one without a name."""
         return tuple(self.complete(source) for source in _listed(self.train))
 
     @property
     def heldout_sources(self) -> tuple[SourceConfig, ...]:
-        """The same of the held-out problems; none without any."""
+        """As :attr:`train_sources`, without ``filter``; may be empty."""
         return tuple(self.complete(source, filtered=False) for source in _listed(self.heldout or ()))
 
     @property
     def paths(self) -> dict[str, str]:
-        """The path of each source, by its field, such as ``data.train`` or ``data.train[1].path``."""
+        """Path of each source by field, such as ``data.train`` or ``data.train[1].path``."""
         result = {}
         for field in ("train", "heldout"):
             raw = getattr(self, field)
@@ -214,7 +208,7 @@ class DataConfig(PromptsConfig):
         return result
 
     def with_paths(self, change: dict[str, str]) -> DataConfig:
-        """With other paths; keys as in :attr:`paths`."""
+        """Keys are as in :attr:`paths`."""
         changed: dict[str, Any] = {}
         for field in ("train", "heldout"):
             raw = getattr(self, field)
@@ -228,7 +222,7 @@ class DataConfig(PromptsConfig):
         return self.model_copy(update=changed)
 
     def complete(self, source: SourceConfig, *, filtered: bool = True) -> SourceConfig:
-        """The source with everything that it takes from this section; ``filtered``: also ``filter``."""
+        """The source with all that it inherits from this section; ``filtered``: also ``filter``."""
         inherited = ["template", "system_prompt", "chat_template", "fields", *(["filter"] if filtered else [])]
         return source.model_copy(update={name: getattr(self, name) for name in inherited if getattr(source, name) is None})
 
@@ -238,7 +232,7 @@ def _listed(raw: Sources) -> tuple[SourceConfig, ...]:
 
 
 def is_custom(given: Any) -> bool:
-    """Whether one of these problems is the user's own; ``given`` as for ``data.train``, also before it is checked."""
+    """Whether a problem is the user's own; ``given`` is as for ``data.train``, checked or not."""
     if isinstance(given, str):
         return not given.startswith(BUILTIN)
     if isinstance(given, Sequence):
@@ -247,5 +241,5 @@ def is_custom(given: Any) -> bool:
 
 
 def show_paths(given: Sources) -> str:
-    """The paths of problems, in one line."""
+    """Paths of problems, in one line."""
     return given if isinstance(given, str) else ", ".join(source.path for source in given)

@@ -1,4 +1,4 @@
-"""``evaluate``: held-out problems, during training and by ``tepo eval``."""
+"""``evaluate``: held-out problems, in training and by ``tepo eval``."""
 
 import re
 from collections.abc import Mapping
@@ -11,29 +11,27 @@ from tepo_megatron.config.data import FieldsConfig, PromptsConfig
 
 
 class SetSamplingConfig(Section):
-    """Sampling of responses to a set; defaults are those of ``rollout.sampling``. The greedy response uses only the length.
-    Nothing is trained on these responses, so that any truncation is possible."""
+    """Sampling for a set; defaults are those of ``rollout.sampling``. The greedy response uses only the length. Any truncation
+    is possible, since nothing is trained on."""
 
     temperature: Annotated[float | None, Field(ge=0.01, le=2)] = None
     """Sampling temperature. Default: ``rollout.sampling.temperature``."""
 
     max_new_tokens: PositiveInt | None = None
-    """Largest length of a response in tokens. Default: ``rollout.sampling.max_new_tokens``."""
+    """Largest response in tokens. Default: ``rollout.sampling.max_new_tokens``."""
 
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    """Nucleus sampling: from the likeliest tokens whose probabilities reach this sum; 1: from all. Default:
-    ``rollout.sampling.top_p``."""
+    """Nucleus sampling: likeliest tokens whose probabilities reach this sum; 1: all. Default: ``rollout.sampling.top_p``."""
 
     top_k: NonNegativeInt | None = None
-    """From this many of the likeliest tokens; 0: from all. Default: ``rollout.sampling.top_k``."""
+    """This many likeliest tokens; 0: all. Default: ``rollout.sampling.top_k``."""
 
     min_p: Annotated[float | None, Field(ge=0, lt=1)] = None
-    """From tokens with at least this fraction of the likeliest one's probability; 0: from all. Default:
-    ``rollout.sampling.min_p``."""
+    """Tokens with at least this fraction of the likeliest one's probability; 0: all. Default: ``rollout.sampling.min_p``."""
 
     @property
     def truncation(self) -> dict[str, float | int | None]:
-        """What is given of ``top_p``, ``top_k`` and ``min_p``, as a sampler takes it: there a ``top_k`` of None is all."""
+        """Given ``top_p``, ``top_k`` and ``min_p``, in the sampler's form: a ``top_k`` of None is all."""
         bounds = {"top_p": self.top_p, "min_p": self.min_p}
         args: dict[str, float | int | None] = {name: value for name, value in bounds.items() if value is not None}
         return args if self.top_k is None else {**args, "top_k": self.top_k or None}
@@ -41,14 +39,14 @@ class SetSamplingConfig(Section):
 
 class EvaluationSetConfig(PromptsConfig):
     path: Annotated[str, Field(min_length=1)]
-    """Problems of the set, in the form of ``data.heldout``. They are never trained on."""
+    """Problems of the set, in the form of ``data.heldout``; never trained on."""
 
     sha256: Annotated[str | None, Field(pattern="^[0-9a-f]{64}$")] = None
-    """Expected digest of the file; ``tepo data prepare`` writes it. null: not checked."""
+    """Expected digest of the file, from ``tepo data prepare``. null: not checked."""
 
     verifier: str | None = None
-    """Scores the responses, as ``reward.verifier``. null: the run's own. Another one has the limits of ``reward`` too, but
-    neither its ``kwargs`` nor its ``weights``."""
+    """Scores the responses, as ``reward.verifier``. null: the run's own. Another has the limits of ``reward``, but not its
+    ``kwargs`` or ``weights``."""
 
     chat_template: bool | None = None
     """As ``data.chat_template``, for this set. null: the same."""
@@ -60,10 +58,10 @@ class EvaluationSetConfig(PromptsConfig):
     """Split of a folder, such as ``test``. null: the only one."""
 
     every: NonNegativeInt | None = None
-    """As ``evaluate.every``, for this set, such as less often for a large one. null: the same. ``tepo eval`` ignores it."""
+    """As ``evaluate.every``, such as less often for a large set. null: the same. ``tepo eval`` ignores it."""
 
     problems: PositiveInt | None = None
-    """Number of problems to use, the first ones; default: all."""
+    """Use the first so many problems. Default: all."""
 
     greedy: bool = True
     """Also answer each problem greedily."""
@@ -72,14 +70,14 @@ class EvaluationSetConfig(PromptsConfig):
     """n, the samples per problem. null: ``evaluate.samples``."""
 
     k: tuple[PositiveInt, ...] | None = None
-    """The k of pass@k and maj@k, estimated from the samples; each is ``samples`` at most. null: ``samples`` alone."""
+    """The k of pass@k and maj@k, estimated from the samples; each at most ``samples``. null: ``samples`` alone."""
 
     sampling: SetSamplingConfig = SetSamplingConfig()
 
     majority: Literal["auto", "verifier", "text", "none"] = "auto"
-    """When two answers are equal, for maj@k. ``verifier``: when the verifier accepts one for the other. ``text``: when their
-    final answers are the same text, up to spaces, case and the like. ``auto``: ``verifier`` for exact, last_word, last_number
-    and math, ``none`` for python_tests and stack_machine, else ``text``. ``none``: no maj@k."""
+    """When answers are equal for maj@k. ``verifier``: it accepts one for the other. ``text``: their final answers are the same
+    text, up to spaces, case and the like. ``auto``: ``verifier`` for exact, last_word, last_number and math, ``none`` for
+    python_tests and stack_machine, else ``text``. ``none``: no maj@k."""
 
     correct_at: Annotated[float | None, Field(allow_inf_nan=False)] = None
     """As ``evaluate.correct_at``, for this set. null: the same."""
@@ -101,26 +99,26 @@ _SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 
 class EvaluateConfig(Section):
     every: NonNegativeInt = 10
-    """Evaluate before the first step, after every multiple of this and after the last step; 0: never."""
+    """Evaluate before the first step, after every multiple of this, and after the last; 0: never."""
 
     problems: PositiveInt | None = None
-    """Number of held-out problems to use; default: all."""
+    """Use the first so many held-out problems. Default: all."""
 
     samples: NonNegativeInt = 4
-    """k, the samples per problem for avg@k and pass@k, drawn as in training (``rollout.sampling``); 0: greedy only. Training's
-    stop strings and bad words apply to the greedy response, too."""
+    """k, samples per problem for avg@k and pass@k, drawn as in training (``rollout.sampling``); 0: greedy only. Training's stop
+    strings and bad words apply to greedy too."""
 
     correct_at: Annotated[float, Field(allow_inf_nan=False)] = 1.0
-    """A response counts as correct if its reward is at least this. Lower it for rewards that seldom reach 1; mean rewards
+    """A response is correct if its reward is at least this. Lower it for rewards that seldom reach 1; mean rewards
     (``heldout/…``) do not depend on it."""
 
     show: NonNegativeInt = 32
-    """Number of problems written to ``samples.jsonl`` at each evaluation, the first ones, with greedy and sampled responses,
-    rewards and failures. ``tepo samples`` shows them."""
+    """First problems of each evaluation written to ``samples.jsonl``, with responses, rewards and failures; ``tepo samples``
+    shows them."""
 
     sets: dict[str, EvaluationSetConfig] = Field(default_factory=dict)
-    """Further problems to evaluate, by name, each with its own verifier and sampling: ``evaluate.sets.aime.path=aime.jsonl``.
-    Their metrics are ``eval/NAME/…``."""
+    """Further problems, by name, each with its own verifier and sampling: ``evaluate.sets.aime.path=aime.jsonl``. Metrics:
+    ``eval/NAME/…``."""
 
     def every_of(self, name: str | None) -> int:
         """``every`` of a set; None: of ``data.heldout``."""
@@ -133,16 +131,14 @@ class EvaluateConfig(Section):
         return bool(every) and (step % every == 0 or step == last_step)
 
     def any_due(self, step: int, last_step: int) -> bool:
-        """Whether anything is."""
         return any(self.is_due(name, step, last_step) for name in (None, *self.sets))
 
     @property
     def paths(self) -> dict[str, str]:
-        """Where the problems of each set are, by its name."""
+        """Paths of the problems, by set name."""
         return {name: item.path for name, item in self.sets.items()}
 
     def with_paths(self, change: Mapping[str, str]) -> "EvaluateConfig":
-        """With other paths of these sets."""
         moved = {name: self.sets[name].model_copy(update={"path": path}) for name, path in change.items()}
         return self.model_copy(update={"sets": {**self.sets, **moved}})
 

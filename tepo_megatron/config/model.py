@@ -1,4 +1,4 @@
-"""``model``: the model that is trained."""
+"""``model``: the model to train."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,36 +12,36 @@ ALL_LINEAR = "all-linear"
 
 class LoraConfig(Section):
     rank: Annotated[int, Field(ge=1, le=1024)] = 16
-    """The inner dimension of an adapter: A is [rank, in], B is [out, rank]. A higher rank can learn more and costs memory; 8 to
-    32 is usual for RL."""
+    """Inner dimension of an adapter: A is [rank, in], B is [out, rank]. More can learn more and costs memory; 8 to 32 is usual
+    for RL."""
 
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """An adapter adds alpha / rank · B · A to its weight. Twice the rank is usual."""
 
     rslora: bool = False
-    """Divides alpha by the square root of the rank instead of the rank, which keeps the size of updates at high ranks."""
+    """Divide alpha by the square root of the rank instead: keeps the size of updates at high ranks."""
 
     dropout: float = 0.0
-    """Must be 0: nothing in a training step draws random numbers, so that scores can be computed again. The field exists to
-    refuse settings that are copied from elsewhere."""
+    """Must be 0: a training step draws no random numbers, so that scores can be computed again. The field only refuses copied
+    settings."""
 
     target_modules: tuple[Annotated[str, Field(min_length=1)], ...] = (ALL_LINEAR,)
-    """Layers with adapters, by their Hugging Face names: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (those
-    of every expert too; w1, w2, w3 in Mixtral). ``all-linear``: all of them. Embedding, head, norms and router have none."""
+    """Layers with adapters, by Hugging Face names: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (of every
+    expert too; w1, w2, w3 in Mixtral). ``all-linear``: all of them. Embedding, head, norms and router have none."""
 
     path: Path | None = None
-    """A PEFT folder (adapter_config.json, adapter_model.safetensors) whose adapters are trained further. None: A is drawn from
-    the seed and B is 0, so that training starts from the model itself."""
+    """PEFT folder (adapter_config.json, adapter_model.safetensors) of adapters to train further. None: A is drawn from the seed
+    and B is 0, so that training starts from the model itself."""
 
     serve: Literal["merged", "adapter"] = "merged"
-    """What the rollout servers receive. ``merged``: the weights with the adapters added, rounded as the trainer's own, so that
-    both compute the same. ``adapter``: A and B alone, which vLLM computes next to the weights of ``model.path`` that it has
-    read: a fraction of an update's bytes. Equal in float32; in bfloat16 the two sides round differently. For dense models up to
-    rank 512, with servers on GPUs of their own, or on a CPU. Not run on a GPU yet."""
+    """What servers receive. ``merged``: weights with adapters added, rounded as the trainer's, so that both compute the same.
+    ``adapter``: only A and B, which vLLM applies next to the weights of ``model.path``: a fraction of the bytes. Equal in
+    float32; bfloat16 rounds differently. For dense models up to rank 512, with servers on other GPUs, or on a CPU. Not run on a
+    GPU yet."""
 
     @property
     def scale(self) -> float:
-        """What B · A is multiplied by."""
+        """The factor of B · A."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
     @field_validator("dropout")
@@ -68,15 +68,15 @@ class LoraConfig(Section):
 
 class ModelConfig(Section):
     path: str = "builtin:tiny"
-    """Hugging Face folder with config.json, safetensors and tokenizer; ``builtin:tiny`` is the warm start in this package."""
+    """Hugging Face folder with config.json, safetensors and tokenizer; ``builtin:tiny`` is this package's warm start."""
 
     shards: Path | None = None
-    """Folder that ``tepo import`` wrote from ``path``: each rank of the trainer reads its shard there. Config, tokenizer and
-    the servers' weights still come from ``path``."""
+    """Folder that ``tepo import`` wrote from ``path``: each trainer rank reads its shard there. Config, tokenizer and servers'
+    weights still come from ``path``."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of weights and activations, in the trainer and (unless overridden there) in the rollout server."""
+    """Dtype of weights and activations in the trainer and, by default, in the servers."""
 
     lora: LoraConfig | None = None
-    """Trains low-rank adapters instead of the weights, which then need neither gradients nor optimizer states. None: all
-    weights are trained."""
+    """Train low-rank adapters instead of the weights, which then need no gradients and optimizer states. None: all weights are
+    trained."""

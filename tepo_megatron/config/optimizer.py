@@ -14,69 +14,67 @@ MomentDtype = Literal["float32", "bfloat16", "float16", "fp8"]
 STALLS_AT: Mapping[MomentDtype, float] = MappingProxyType(
     {"float32": 2**-24, "bfloat16": 2**-8, "float16": 2**-11, "fp8": 2**-4}
 )
-"""Half of the largest relative step between two numbers of a dtype. A running mean that loses no more than this part of itself
-in an optimizer step may be rounded back to where it was, for ever."""
+"""Half of a dtype's largest relative step. A running mean that loses no more of itself per optimizer step may be rounded back,
+for ever."""
 
 
 class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-6
-    """Adam's learning rate after the warm-up. The default suits models of billions of parameters; the tiny example, with 0.6
-    million, trains at 5e-5."""
+    """Adam's learning rate after the warm-up. The default suits billions of parameters; the tiny example (0.6 million) trains
+    at 5e-5."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps over which the learning rate rises linearly from 0 to ``lr``; a step of the run has ``train.minibatches``
-    of them."""
+    """Optimizer steps of linear rise from 0 to ``lr``; a step of the run has ``train.minibatches``."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up: ``constant``, or a line or half cosine down to ``min_lr`` at the last optimizer step of
-    the run."""
+    """Learning rate after the warm-up: ``constant``, or a line or half cosine down to ``min_lr`` at the run's last optimizer
+    step."""
 
     min_lr: float = Field(default=0.0, ge=0)
     """Final learning rate of ``linear`` and ``cosine``; at most ``lr``."""
 
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay per optimizer step of Adam's running means of the gradient and of its square. 0.95 instead of Adam's 0.999 is usual
-    for language models: the mean square follows a change within 20 steps, not 1000."""
+    """Decay per optimizer step of Adam's means of the gradient and its square. 0.95 instead of 0.999 is usual for language
+    models: the mean square follows within 20 steps, not 1000."""
 
     eps: PositiveFloat = 1e-8
-    """Adam's ε, added to the root of the mean square before the division."""
+    """Adam's ε, added to the root of the mean square."""
 
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay (AdamW): each step subtracts ``lr`` × this × the weight; norms and biases are left out. 0 by
-    default, since a run of RL is short and starts from a trained model."""
+    """Decoupled weight decay (AdamW): each step subtracts ``lr`` × this × the weight, except for norms and biases. 0, since RL
+    is short and starts from a trained model."""
 
     clip_grad: float = Field(default=1.0, ge=0)
-    """Largest norm of the gradient over all weights; a larger gradient is scaled down to it. 0: no clipping."""
+    """Largest norm of the gradient over all weights; larger ones are scaled down. 0: no clipping."""
 
     distributed: bool = False
-    """Shard the optimizer's states (fp32 weights and both means) over the data- and context-parallel ranks: Megatron's
-    distributed optimizer. Saves memory if ``engine.parallel.dp`` × ``cp`` is more than 1; the fields below need it in any
-    case."""
+    """Shard optimizer states (fp32 weights and both means) over data- and context-parallel ranks: Megatron's distributed
+    optimizer. Saves memory if ``engine.parallel.dp`` × ``cp`` is above 1; the fields below always need it."""
 
     exp_avg_dtype: MomentDtype = "float32"
-    """Dtype of Adam's running mean of the gradient between steps: Megatron's precision-aware optimizer. A step computes in
-    fp32. Needs a GPU and Transformer Engine. Not run on a GPU yet."""
+    """Dtype of Adam's mean gradient between steps: Megatron's precision-aware optimizer, which computes in fp32. Needs a GPU
+    and Transformer Engine. Not run on a GPU yet."""
 
     exp_avg_sq_dtype: MomentDtype = "float32"
-    """The same for the running mean of its square."""
+    """The same for the mean square."""
 
     store_param_remainders: bool = False
-    """Store of each fp32 weight only the 16 bits that its bfloat16 weight lacks: 2 bytes instead of 4, and the same values.
-    Needs a GPU and Transformer Engine. Not run on a GPU yet."""
+    """Store only the 16 bits of each fp32 weight that its bfloat16 weight lacks: 2 bytes instead of 4, same values. Needs a GPU
+    and Transformer Engine. Not run on a GPU yet."""
 
     offload_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Fraction of the weights whose optimizer states (fp32 weight and both means) are in the host's memory, where Adam then
-    computes: Megatron's hybrid optimizer. Costs the host 16 bytes a weight, and a step the transfer of gradient and new weight.
-    Not run on a GPU yet."""
+    """Fraction of weights with optimizer states (fp32 weight and both means) in host memory, where Adam then computes:
+    Megatron's hybrid optimizer. Costs 16 host bytes a weight, and transfers gradient and new weight each step. Not run on a GPU
+    yet."""
 
     @property
     def precision_aware(self) -> bool:
-        """Whether Transformer Engine's Adam keeps states in fewer bits than fp32."""
+        """Whether Transformer Engine's Adam keeps states below fp32."""
         return self.store_param_remainders or (self.exp_avg_dtype, self.exp_avg_sq_dtype) != ("float32", "float32")
 
     @property
     def own_masters(self) -> bool:
-        """Whether the fp32 weights are in Adam itself, and not beside it in Megatron's optimizer."""
+        """Whether fp32 weights are in Adam itself, not in Megatron's optimizer."""
         return self.precision_aware or self.offload_fraction > 0
 
     @model_validator(mode="after")
@@ -104,7 +102,7 @@ class OptimizerConfig(Section):
 
     @property
     def reduced_fields(self) -> tuple[str, ...]:
-        """The fields that ask for states in fewer bits than fp32."""
+        """Fields that ask for states below fp32."""
         dtypes = [name for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(self, name) != "float32"]
         return (*dtypes, *(["store_param_remainders"] if self.store_param_remainders else []))
 

@@ -1,4 +1,4 @@
-"""``rollout``: how responses are sampled, and the vLLM servers that sample them."""
+"""``rollout``: how responses are sampled, and by which servers."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,68 +11,68 @@ from tepo_megatron.config.sampling import FilterGroupsConfig, OverlongConfig, Sa
 
 
 class CanaryConfig(Section):
-    """Checks that servers compute as the trainer does: on a fixed prompt after a weight sync, on one that goes through the
-    servers' prefix caches, and on the rollouts. A difference above a tolerance stops the run."""
+    """Checks that servers compute as the trainer does: on a fixed prompt after a weight sync, one through prefix caches, and
+    the rollouts. A difference above a tolerance stops the run."""
 
     every: NonNegativeInt = 1
-    """Weight syncs between two checks; rollouts are checked in every step. 0: never."""
+    """Weight syncs between checks; rollouts are checked in every step. 0: never."""
 
     tolerance: PositiveFloat | None = None
-    """Largest difference of a token's log-prob, in nats. Default: from the coarser dtype of the two sides
+    """Largest difference of a token's log-prob, in nats. Default: from the sides' coarser dtype
     (docs/reference/numerics.md)."""
 
     rollouts_tolerance: PositiveFloat | None = None
-    """Largest mean difference between sampler and trainer of the log-probs of a group's tokens, in nats. Default: as for
-    ``tolerance``, but smaller, since a mean varies less."""
+    """Largest mean log-prob difference of sampler and trainer over a group's tokens, in nats. Default: as ``tolerance``, but
+    smaller, since a mean varies less."""
 
 
 class RolloutConfig(Section):
     prompts_per_step: PositiveInt = 64
-    """Prompts per step; a step has this × ``samples_per_prompt`` responses."""
+    """Prompts per step; it has this × ``samples_per_prompt`` responses."""
 
     samples_per_prompt: PositiveInt = 8
-    """G, the responses per prompt: the group whose rewards are compared for the advantage."""
+    """G, responses per prompt: the group that is compared for the advantage."""
 
     filter_groups: FilterGroupsConfig | None = None
-    """Dynamic sampling: train only on groups that pass filters, and sample until there are ``prompts_per_step`` of them."""
+    """Dynamic sampling: train only on groups that pass filters; sample until there are ``prompts_per_step``."""
 
     oversample: Annotated[float, Field(ge=1, le=2)] = 1.0
-    """Groups started per missing group, with ``filter_groups`` or ``partial``: less waiting for replacements. Groups that a
-    step does not use are trained on in the next one, one step old. 1: no surplus."""
+    """Groups started per missing group, with ``filter_groups`` or ``partial``: less waiting for replacements. The next step
+    trains on unused groups, one step old. 1: no surplus."""
 
     partial: bool = False
-    """Partial rollouts: a step ends when it has its groups, and unfinished responses continue in the next one after the tokens
-    that older weights drew. Needs ``oversample`` above 1. A step then gets the groups that finish first, so that the seed alone
-    does not repeat a run; its record does."""
+    """Partial rollouts: a step ends when it has its groups; unfinished responses continue in the next one after the older
+    weights' tokens. Needs ``oversample`` above 1. The groups that finish first count, so that not the seed but the run's record
+    repeats it."""
 
     truncated: Literal["train", "mask", "penalise"] = "train"
-    """Handling of responses that are cut at ``max_new_tokens``. ``train``: as any other. ``mask``: their tokens are left out of
-    the loss, and their rewards still count in the group's mean and deviation (DAPO's overlong filtering). ``penalise``:
-    ``overlong`` lowers the rewards of long responses."""
+    """For responses cut at ``max_new_tokens``. ``train``: as any other. ``mask``: their tokens leave the loss; rewards still
+    count in the group's mean and deviation (DAPO's overlong filtering). ``penalise``: ``overlong`` lowers rewards of long
+    responses."""
 
     overlong: OverlongConfig | None = None
     """For ``truncated: penalise``."""
 
     collect: str | None = None
-    """Custom generation step instead of ``samples_per_prompt`` draws per prompt, such as best-of-n: a function ``(problems,
-    sampler) -> rollouts`` as ``path/file.py:function`` or ``package.module:function``."""
+    """Custom generation step instead of ``samples_per_prompt`` draws, such as best-of-n: ``(problems, sampler) -> rollouts`` as
+    ``path/file.py:function`` or ``package.module:function``."""
 
     sampling: SamplingConfig = SamplingConfig()
     server: ServerConfig = ServerConfig()
     canary: CanaryConfig = CanaryConfig()
     uncorrected: bool = False
-    """Train on samples of quantised servers or of older weights (``train.schedule``) without ``objective.mismatch``, as if the
-    trainer's own weights had drawn them."""
+    """Train on samples of quantised servers or older weights (``train.schedule``) without ``objective.mismatch``, as if the
+    trainer's weights had drawn them."""
 
     journal: bool = True
-    """Write every step's rollouts to ``<output>/journal/`` as soon as they are rewarded; a resumed run reads them there instead
-    of drawing them again. They are removed when no checkpoint needs them any more. Cost: ``time/journal``."""
+    """Write every step's rollouts to ``<output>/journal/`` once rewarded; a resumed run reads them instead of sampling. Removed
+    when no checkpoint needs them. Cost: ``time/journal``."""
 
     record: bool = False
     """Write every step's rollouts to ``<output>/rollouts/``, and keep them."""
 
     replay: Path | None = None
-    """Read the rollouts from this folder, written by ``record``, instead of sampling; no server is started."""
+    """Read rollouts from this folder, written by ``record``, instead of sampling; no server starts."""
 
     @model_validator(mode="after")
     def _started_groups_are_used(self) -> "RolloutConfig":

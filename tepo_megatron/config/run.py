@@ -1,4 +1,4 @@
-"""The configuration of a whole run, with the checks that concern several sections."""
+"""A whole run's configuration, with checks across sections."""
 
 import os
 import warnings
@@ -17,12 +17,11 @@ _ABSENT = object()
 
 
 class RunConfig(RunSections):
-    """Everything that can be set for a run: the sections of its YAML. Made by `load_run`, immutable, checked as a whole."""
+    """All settings of a run: the sections of its YAML. Made by `load_run`, immutable, checked as a whole."""
 
     def require_data(self) -> None:
-        """Raises ValueError where a model of one's own would be trained on the demonstration's problems, since no others were
-        given. Asked by what trains; a plan needs no data.
-        """
+        """Raises ValueError if the user's own model would be trained on the demonstration's problems for lack of others. A plan
+        needs no data."""
         own_model = not self.model.path.startswith(BUILTIN)
         if own_model and self.rollout.replay is None and "train" not in self.data.model_fields_set:
             raise ValueError(
@@ -34,7 +33,7 @@ class RunConfig(RunSections):
     @model_validator(mode="before")
     @classmethod
     def _nothing_is_evaluated_without_problems(cls, raw: Any) -> Any:
-        """Without held-out problems ``evaluate.every`` is 0; one's own training problems bring no built-in ones."""
+        """Without held-out problems ``evaluate.every`` is 0; custom training problems bring no built-in ones."""
         if not isinstance(raw, Mapping):
             return raw
         data, evaluate = raw.get("data", {}), raw.get("evaluate", {})
@@ -74,7 +73,7 @@ class RunConfig(RunSections):
 
 
 def _given(section: Any, field: str) -> Any:
-    """What a section that is not checked yet, or one that is, was given for a field."""
+    """``section`` may be checked or not."""
     if isinstance(section, Section):
         return getattr(section, field) if field in section.model_fields_set else _ABSENT
     return section.get(field, _ABSENT) if isinstance(section, Mapping) else _ABSENT
@@ -85,7 +84,7 @@ def _has_sets(evaluate: Any) -> bool:
 
 
 def _with(section: Any, **changes: Any) -> Any:
-    """The section with other values; what is no section is left to the checks that follow."""
+    """Later checks report what is no section."""
     if isinstance(section, Section):
         return section.model_copy(update=changes)
     return {**section, **changes} if isinstance(section, Mapping) else section

@@ -1,4 +1,4 @@
-"""``sampling``: from which distribution tokens are drawn, and where a response ends."""
+"""``sampling``: how tokens are drawn, and where a response ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_v
 from tepo_megatron.config.base import USER_FUNCTION, Section
 
 MOST_KEPT = 1024
-"""Largest ``top_k`` of training: a server names every token that could have been drawn, for every token that was."""
+"""Largest ``top_k`` of training: a server names all candidates of every token."""
 
 
 class SamplingConfig(Section):
@@ -17,38 +17,36 @@ class SamplingConfig(Section):
     """Largest length of a response in tokens; a longer one is cut."""
 
     temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
-    """Sampling temperature. The trainer divides its logits by the same, so that both sides have one distribution. vLLM raises
-    values below 0.01, and refuses values above 2."""
+    """Sampling temperature, by which the trainer divides its logits too, so that both have one distribution. vLLM raises values
+    below 0.01, and refuses values above 2."""
 
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling: tokens are drawn from the likeliest ones whose probabilities reach this sum; 1: from all. Training with
-    it needs ``top_k`` (docs/reference/truncated-sampling.md)."""
+    """Nucleus sampling: draw from the likeliest tokens whose probabilities reach this sum; 1: from all. Training with it needs
+    ``top_k`` (docs/reference/truncated-sampling.md)."""
 
     top_k: PositiveInt | None = None
-    """Tokens are drawn from this many of the likeliest ones; default: from all. In training at most 1024, since a server names
-    them one by one: 20 to 100 are usual."""
+    """Draw from this many likeliest tokens; default: from all. In training at most 1024, since a server names them one by one;
+    20 to 100 are usual."""
 
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Tokens are drawn from those with at least this fraction of the likeliest one's probability; 0: from all. Training with it
-    needs ``top_k``."""
+    """Draw from tokens with at least this fraction of the likeliest one's probability; 0: from all. Training with it needs
+    ``top_k``."""
 
     stop: tuple[str, ...] = ()
-    """A response ends with the token that completes any of these strings, with the reason ``stop``. Its tokens and its text
-    keep the string. The servers then load the model's tokenizer."""
+    """A response ends with the token that completes any of these strings, with the reason ``stop``, and keeps the string.
+    Servers then load the model's tokenizer."""
 
     bad_words: tuple[str, ...] = ()
-    """Strings that are not drawn: the last token of one never follows its other tokens, as the tokenizer divides it with and
-    without a space before it. Other divisions of the same text are possible. Training with it needs ``top_k``. The servers then
-    load the model's tokenizer."""
+    """Strings not to draw: the last token of one never follows its others, as tokenized with and without a leading space. Other
+    divisions of the text are possible. Training with it needs ``top_k``. Servers then load the model's tokenizer."""
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens cannot be drawn at all, so that the others' probabilities are larger than the model's."""
+        """Whether some tokens cannot be drawn, which raises the others' probabilities."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0 or bool(self.bad_words)
 
     @property
     def needs_tokenizer(self) -> bool:
-        """Whether a server must know the text of tokens."""
         return bool(self.stop or self.bad_words)
 
     @field_validator("stop", "bad_words")
@@ -60,7 +58,7 @@ class SamplingConfig(Section):
 
 
 def training_fault(sampling: SamplingConfig, *, speculative: bool, partial: bool) -> str | None:
-    """Returns a sentence if rollouts cannot be drawn like this, or their tokens cannot be scored by the trainer; else None."""
+    """Returns a sentence if rollouts cannot be drawn, or the trainer cannot score their tokens; else None."""
     top_k = sampling.top_k
     if partial and sampling.needs_tokenizer:
         return (
@@ -91,29 +89,28 @@ def training_fault(sampling: SamplingConfig, *, speculative: bool, partial: bool
 
 
 NAMED_FILTERS = ("zero_variance", "too_long", "reward_range")
-"""The filters that come with the package, by name."""
 
 
 class FilterGroupsConfig(Section):
-    """Dynamic sampling, as in DAPO: groups that a filter refuses are not trained on, and further prompts are sampled until the
-    batch has ``prompts_per_step`` groups."""
+    """Dynamic sampling, as in DAPO: groups that a filter refuses are not trained on; further prompts fill the batch to
+    ``prompts_per_step`` groups."""
 
     filters: tuple[str, ...] = ("zero_variance",)
-    """Filters of groups, applied in this order; all must keep a group: ``zero_variance`` (refuses a group whose rewards are all
-    equal), ``too_long`` (more than ``max_truncated`` of its responses are cut), ``reward_range`` (its mean reward is outside of
-    ``reward_range``), or a custom function ``(group: Sequence[Rollout]) -> bool``, true to keep it, as
-    ``package.module:function`` or ``path/file.py:function``. They see the verifier's rewards, without ``overlong``."""
+    """Filters of groups, in this order; all must keep a group: ``zero_variance`` (refuses equal rewards), ``too_long`` (more
+    than ``max_truncated`` of its responses are cut), ``reward_range`` (its mean reward is outside ``reward_range``), or a
+    custom function ``(group: Sequence[Rollout]) -> bool``, true to keep it, as ``package.module:function`` or
+    ``path/file.py:function``. They see the verifier's rewards, without ``overlong``."""
 
     max_batches: PositiveInt = 10
-    """A step may draw this many times ``prompts_per_step`` prompts; if too few groups pass the filters the run stops and shows
-    the rewards. verl calls it ``max_num_gen_batches``, NeMo-RL ``dynamic_sampling_max_gen_batches``."""
+    """A step may draw this many times ``prompts_per_step`` prompts; if too few groups pass, the run stops and shows the
+    rewards. verl: ``max_num_gen_batches``; NeMo-RL: ``dynamic_sampling_max_gen_batches``."""
 
     max_truncated: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """For ``too_long``: the largest share of a group's responses that may be cut at ``max_new_tokens``."""
+    """For ``too_long``: largest share of a group's responses cut at ``max_new_tokens``."""
 
     reward_range: tuple[float, float] | None = None
-    """For ``reward_range``: the smallest and the largest mean reward of a group, both included; (0.1, 0.9) drops groups that
-    are almost always or almost never solved."""
+    """For ``reward_range``: smallest and largest mean reward of a group, inclusive; (0.1, 0.9) drops groups almost always or
+    almost never solved."""
 
     @field_validator("filters")
     @classmethod
@@ -144,10 +141,10 @@ class FilterGroupsConfig(Section):
 
 
 class OverlongConfig(Section):
-    """DAPO's soft overlong punishment: subtracted from the reward of a response close to ``max_new_tokens``."""
+    """DAPO's soft overlong punishment, subtracted from the reward of a response close to ``max_new_tokens``."""
 
     buffer: PositiveInt
-    """Tokens before ``max_new_tokens`` over which the punishment grows from 0 to ``penalty``; DAPO has 4096 of 20480."""
+    """Tokens before ``max_new_tokens`` over which the punishment grows from 0 to ``penalty``; DAPO: 4096 of 20480."""
 
     penalty: PositiveFloat = 1.0
-    """Subtracted from the reward of a response that is cut; 1 in DAPO, with rewards −1 and 1."""
+    """Subtracted from a cut response's reward; 1 in DAPO, with rewards −1 and 1."""

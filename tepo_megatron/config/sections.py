@@ -1,4 +1,4 @@
-"""The sections of a run's configuration and what follows from several of them; ``run`` checks that they fit together."""
+"""The sections of a run, and values that follow from several; ``run`` checks that they fit."""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,24 +21,24 @@ from tepo_megatron.config.train import TrainConfig
 
 
 class RunSections(Section):
-    """The fields of :class:`RunConfig`, which is what everybody uses."""
+    """Fields of :class:`RunConfig`, which everybody uses."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)] = "run"
-    """Name of the run in the progress view, in pictures and in plans: printable characters without the slash."""
+    """Run name in progress view, pictures and plans: printable, without the slash."""
 
     output: Path = Path("out/run")
-    """Folder for everything that the run writes; not in /proc, /sys or /dev, except for /dev/shm."""
+    """Folder for everything that the run writes; not in /proc, /sys or /dev, except /dev/shm."""
 
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seed of everything random: order of problems, sampling, evaluation, mini-batches. On a CPU the same seed and the same
-    rollouts give the same weights, bit for bit."""
+    """Seed of everything random: problem order, sampling, evaluation, mini-batches. On a CPU equal seed and rollouts give equal
+    weights, bit for bit."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig | None = None
-    """Default: none; each response is one turn, and ``reward.verifier`` scores it."""
+    """Default: none; each response is one turn, scored by ``reward.verifier``."""
 
     objective: ObjectiveConfig = ObjectiveConfig()
     engine: EngineConfig = EngineConfig()
@@ -50,17 +50,16 @@ class RunSections(Section):
 
     @property
     def adapter_rank(self) -> int | None:
-        """The rank of the adapters that servers are given apart from the weights; None where they get merged weights."""
+        """Rank of adapters sent apart from the weights; None if servers get merged weights."""
         lora = self.model.lora
         return lora.rank if lora is not None and lora.serve == "adapter" and self.rollout.replay is None else None
 
     @property
     def servers_need_tokenizer(self) -> bool:
-        """Whether rollout servers must know the text of tokens."""
         return self.rollout.sampling.needs_tokenizer
 
     @property
     def fewest_sequences(self) -> int:
-        """How many sequences a step's mini-batches need: a whole group of micro-batches for each data-parallel rank."""
+        """Sequences that a step's mini-batches need: a group of micro-batches per data-parallel rank."""
         parallel = self.engine.parallel
         return self.train.minibatches * parallel.dp * parallel.micro_batch_group
